@@ -1,0 +1,40 @@
+PYTHON ?= python3
+BIN := .venv/bin
+# Engines that run at once; starting one keeps one core busy for half a minute.
+E2E_WORKERS ?= 2
+
+.PHONY: help venv demo test check test-fast test-e2e clean
+
+help:
+	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
+	@echo "make test       everything: check, test-fast, test-e2e"
+	@echo "make check      ruff, mypy, import-linter, generated code"
+	@echo "make test-fast  tests without vLLM"
+	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
+	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
+	@echo "make clean      remove .venv, models and caches"
+
+venv:
+	@PYTHON="$(PYTHON)" scripts/make_venv.sh
+
+demo: venv
+	@exec $(BIN)/python -m benchmarks.demo $(if $(MODEL),--model "$(MODEL)")
+
+test: check test-fast test-e2e
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	PYTHON="$(PYTHON)" scripts/gen_proto.sh --check
+
+test-fast: venv
+	$(BIN)/pytest -q -m "not e2e"
+
+test-e2e: venv
+	$(BIN)/pytest -q -m timed tests/e2e
+	$(BIN)/pytest -q -m "e2e and not timed" -n $(E2E_WORKERS) --dist loadfile --durations=10 tests/e2e
+
+clean:
+	rm -rf .venv .venv-proto .models .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
