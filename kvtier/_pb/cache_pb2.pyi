@@ -1,0 +1,242 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PinRequest(_message.Message):
+    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    RECIPE_JSON_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    model: str
+    lora_name: str
+    lora_path: str
+    cache_salt: str
+    recipe_json: str
+    ttl_s: int
+    replace: bool
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ...) -> None: ...
+
+class GetPromptRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListPromptsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPromptsResponse(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptStatus]
+    def __init__(self, prompts: _Optional[_Iterable[_Union[PromptStatus, _Mapping]]] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("name", "force")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    force: bool
+    def __init__(self, name: _Optional[str] = ..., force: bool = ...) -> None: ...
+
+class EvictResponse(_message.Message):
+    __slots__ = ("num_chunks", "host_bytes", "disk_bytes", "num_shared_chunks")
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    num_chunks: int
+    host_bytes: int
+    disk_bytes: int
+    num_shared_chunks: int
+    def __init__(self, num_chunks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ...) -> None: ...
+
+class PromptStatus(_message.Message):
+    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[PromptStatus.State]
+        UNRENDERED: _ClassVar[PromptStatus.State]
+        WAITING: _ClassVar[PromptStatus.State]
+        CAPTURING: _ClassVar[PromptStatus.State]
+        DURABLE: _ClassVar[PromptStatus.State]
+        OVER_QUOTA: _ClassVar[PromptStatus.State]
+    STATE_UNSPECIFIED: PromptStatus.State
+    UNRENDERED: PromptStatus.State
+    WAITING: PromptStatus.State
+    CAPTURING: PromptStatus.State
+    DURABLE: PromptStatus.State
+    OVER_QUOTA: PromptStatus.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    BINDINGS_FIELD_NUMBER: _ClassVar[int]
+    RECIPE_JSON_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENGINES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pin_id: str
+    pinned: bool
+    state: PromptStatus.State
+    model: str
+    lora_name: str
+    cache_salt: str
+    num_tokens: int
+    created_unix_s: float
+    expires_unix_s: float
+    bindings: _containers.RepeatedCompositeFieldContainer[PromptBinding]
+    recipe_json: str
+    num_engines: int
+    num_confirmed: int
+    tokens_digest: str
+    error: str
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class PromptBinding(_message.Message):
+    __slots__ = ("namespace_id", "model", "covered_tokens", "num_chunks", "num_host_chunks", "num_durable_chunks", "raw_bytes", "disk_bytes", "live")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DURABLE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    model: str
+    covered_tokens: int
+    num_chunks: int
+    num_host_chunks: int
+    num_durable_chunks: int
+    raw_bytes: int
+    disk_bytes: int
+    live: bool
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., covered_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_host_chunks: _Optional[int] = ..., num_durable_chunks: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., live: bool = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DaemonStatus(_message.Message):
+    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    pid: int
+    started_unix_s: float
+    socket: str
+    host: TierStatus
+    disk: TierStatus
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStatus]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStatus]
+    num_prompts: int
+    num_pinned: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class TierStatus(_message.Message):
+    __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks")
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    location: str
+    used_bytes: int
+    limit_bytes: int
+    num_chunks: int
+    def __init__(self, location: _Optional[str] = ..., used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ...) -> None: ...
+
+class SessionStatus(_message.Message):
+    __slots__ = ("session_id", "engine_id", "pid", "namespace_id", "model_names", "attached_unix_s", "num_leases", "num_store_grants", "quarantined")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAMES_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORE_GRANTS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    engine_id: str
+    pid: int
+    namespace_id: str
+    model_names: _containers.RepeatedScalarFieldContainer[str]
+    attached_unix_s: float
+    num_leases: int
+    num_store_grants: int
+    quarantined: bool
+    def __init__(self, session_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., namespace_id: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., attached_unix_s: _Optional[float] = ..., num_leases: _Optional[int] = ..., num_store_grants: _Optional[int] = ..., quarantined: bool = ...) -> None: ...
+
+class NamespaceStatus(_message.Message):
+    __slots__ = ("namespace_id", "model", "num_host_chunks", "num_disk_chunks", "disk_bytes", "row_bytes", "fingerprint", "live")
+    class FingerprintEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    model: str
+    num_host_chunks: int
+    num_disk_chunks: int
+    disk_bytes: int
+    row_bytes: int
+    fingerprint: _containers.ScalarMap[str, str]
+    live: bool
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., num_host_chunks: _Optional[int] = ..., num_disk_chunks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., row_bytes: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., live: bool = ...) -> None: ...

@@ -1,0 +1,301 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EngineMessage(_message.Message):
+    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ACQUIRE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    TOUCH_FIELD_NUMBER: _ClassVar[int]
+    STORE_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    STORE_DONE_FIELD_NUMBER: _ClassVar[int]
+    STORE_ABORT_FIELD_NUMBER: _ClassVar[int]
+    BIND_PIN_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    acquire: Acquire
+    release: Release
+    touch: Touch
+    store_begin: StoreBegin
+    store_done: StoreDone
+    store_abort: StoreAbort
+    bind_pin: BindPin
+    ping: Ping
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+
+class DaemonMessage(_message.Message):
+    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    ACQUIRE_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
+    PIN_ADDED_FIELD_NUMBER: _ClassVar[int]
+    PIN_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_HELD_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    acquire_update: AcquireUpdate
+    store_credits: StoreCredits
+    pin_added: PinAdded
+    pin_removed: PinRemoved
+    chunks_held: ChunksHeld
+    pong: Pong
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "engine_id", "pid", "vllm_version", "kvtier_version", "model_names", "fingerprint", "layout", "store_credits", "ephemeral")
+    class FingerprintEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    KVTIER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAMES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
+    EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    engine_id: str
+    pid: int
+    vllm_version: str
+    kvtier_version: str
+    model_names: _containers.RepeatedScalarFieldContainer[str]
+    fingerprint: _containers.ScalarMap[str, str]
+    layout: KVLayout
+    store_credits: int
+    ephemeral: bool
+    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., vllm_version: _Optional[str] = ..., kvtier_version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., store_credits: _Optional[int] = ..., ephemeral: bool = ...) -> None: ...
+
+class KVLayout(_message.Message):
+    __slots__ = ("num_ranks", "rank_bytes", "num_writers", "groups")
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    RANK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    num_ranks: int
+    rank_bytes: int
+    num_writers: int
+    groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
+    def __init__(self, num_ranks: _Optional[int] = ..., rank_bytes: _Optional[int] = ..., num_writers: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+
+class KVGroup(_message.Message):
+    __slots__ = ("group_idx", "chunk_tokens", "useful_bytes", "window_chunks")
+    GROUP_IDX_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    USEFUL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    group_idx: int
+    chunk_tokens: int
+    useful_bytes: int
+    window_chunks: int
+    def __init__(self, group_idx: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., useful_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "arena", "lock_path", "pins", "other_namespaces")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    namespace_id: str
+    arena: ArenaInfo
+    lock_path: str
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    other_namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceDifference]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[str] = ..., arena: _Optional[_Union[ArenaInfo, _Mapping]] = ..., lock_path: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., other_namespaces: _Optional[_Iterable[_Union[NamespaceDifference, _Mapping]]] = ...) -> None: ...
+
+class ArenaInfo(_message.Message):
+    __slots__ = ("arena_id", "path", "num_slots", "row_bytes")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    arena_id: bytes
+    path: str
+    num_slots: int
+    row_bytes: int
+    def __init__(self, arena_id: _Optional[bytes] = ..., path: _Optional[str] = ..., num_slots: _Optional[int] = ..., row_bytes: _Optional[int] = ...) -> None: ...
+
+class NamespaceDifference(_message.Message):
+    __slots__ = ("namespace_id", "fields", "num_prompts")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    num_prompts: int
+    def __init__(self, namespace_id: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., num_prompts: _Optional[int] = ...) -> None: ...
+
+class Acquire(_message.Message):
+    __slots__ = ("acquire_id", "keys")
+    ACQUIRE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    acquire_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, acquire_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class AcquireUpdate(_message.Message):
+    __slots__ = ("acquire_id", "chunks", "pending_bytes", "promote_bytes_per_s")
+    ACQUIRE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROMOTE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    acquire_id: int
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkResidency]
+    pending_bytes: int
+    promote_bytes_per_s: float
+    def __init__(self, acquire_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkResidency, _Mapping]]] = ..., pending_bytes: _Optional[int] = ..., promote_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class ChunkResidency(_message.Message):
+    __slots__ = ("index", "state", "slot", "from_disk")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MISS: _ClassVar[ChunkResidency.State]
+        HOST: _ClassVar[ChunkResidency.State]
+        PROMOTING: _ClassVar[ChunkResidency.State]
+    MISS: ChunkResidency.State
+    HOST: ChunkResidency.State
+    PROMOTING: ChunkResidency.State
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    FROM_DISK_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    state: ChunkResidency.State
+    slot: SlotRef
+    from_disk: bool
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[_Union[ChunkResidency.State, str]] = ..., slot: _Optional[_Union[SlotRef, _Mapping]] = ..., from_disk: bool = ...) -> None: ...
+
+class SlotRef(_message.Message):
+    __slots__ = ("slot", "generation")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("acquire_id", "all", "indexes")
+    ACQUIRE_ID_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    acquire_id: int
+    all: bool
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, acquire_id: _Optional[int] = ..., all: bool = ..., indexes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Touch(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class StoreCredits(_message.Message):
+    __slots__ = ("slots",)
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedCompositeFieldContainer[SlotRef]
+    def __init__(self, slots: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
+
+class StoreSlot(_message.Message):
+    __slots__ = ("key", "slot")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    slot: SlotRef
+    def __init__(self, key: _Optional[bytes] = ..., slot: _Optional[_Union[SlotRef, _Mapping]] = ...) -> None: ...
+
+class StoreBegin(_message.Message):
+    __slots__ = ("stores",)
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    stores: _containers.RepeatedCompositeFieldContainer[StoreSlot]
+    def __init__(self, stores: _Optional[_Iterable[_Union[StoreSlot, _Mapping]]] = ...) -> None: ...
+
+class StoreDone(_message.Message):
+    __slots__ = ("stores",)
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    stores: _containers.RepeatedCompositeFieldContainer[StoreSlot]
+    def __init__(self, stores: _Optional[_Iterable[_Union[StoreSlot, _Mapping]]] = ...) -> None: ...
+
+class StoreAbort(_message.Message):
+    __slots__ = ("stores",)
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    stores: _containers.RepeatedCompositeFieldContainer[StoreSlot]
+    def __init__(self, stores: _Optional[_Iterable[_Union[StoreSlot, _Mapping]]] = ...) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    name: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    model: str
+    lora_name: str
+    lora_path: str
+    cache_salt: str
+    pinned: bool
+    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ...) -> None: ...
+
+class PinAdded(_message.Message):
+    __slots__ = ("pin",)
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    pin: Pin
+    def __init__(self, pin: _Optional[_Union[Pin, _Mapping]] = ...) -> None: ...
+
+class PinRemoved(_message.Message):
+    __slots__ = ("pin_id",)
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    def __init__(self, pin_id: _Optional[str] = ...) -> None: ...
+
+class BindPin(_message.Message):
+    __slots__ = ("pin_id", "keys", "error", "covered_tokens")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    pin_id: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    error: str
+    covered_tokens: int
+    def __init__(self, pin_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., error: _Optional[str] = ..., covered_tokens: _Optional[int] = ...) -> None: ...
+
+class ChunksHeld(_message.Message):
+    __slots__ = ("keys", "held")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    held: bool
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., held: bool = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
