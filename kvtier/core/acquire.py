@@ -1,0 +1,99 @@
+"""What an Acquire gets: which chunks are leased now, which are promoted, and where the answer is cut."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.core.chunks import ChunkTable, L
+from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.slots import SlotRef
+
+
+@dataclass(frozen=True)
+class LeasedChunk:
+    """A chunk leased to an acquire.
+
+    Attributes:
+        index: Position in the acquire's keys.
+        key: The chunk.
+        slot: Its arena slot.
+        promoting: Not readable yet.
+    """
+
+    index: int
+    key: ChunkKey
+    slot: SlotRef
+    promoting: bool
+
+
+@dataclass
+class AcquirePlan:
+    """The answer to an acquire.
+
+    Attributes:
+        leased: Chunks leased, in the order asked.
+        promotions: Those whose promotion has to be started now, in prefix order.
+        num_missed: Keys that are not held, or got no slot.
+        lost: Keys that eviction for this acquire took out of the last tier they were in.
+    """
+
+    leased: list[LeasedChunk] = field(default_factory=list)
+    promotions: list[ChunkKey] = field(default_factory=list)
+    num_missed: int = 0
+    lost: list[ChunkKey] = field(default_factory=list)
+
+
+def plan_acquire(table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey]) -> AcquirePlan:
+    """Lease what is host-resident of `keys` and reserve slots for what is only on disk.
+
+    A full-attention group is cut at its first chunk that is not held; other groups name every held chunk, because their
+    hit is found from the end. When no slot can be freed the answer is cut there: an acquire never waits for slots,
+    so two prompts larger than the free arena cannot block each other.
+
+    Host-resident chunks are leased first, so that making room for the rest cannot evict them.
+    """
+    plan = AcquirePlan()
+    leased: dict[int, LeasedChunk] = {}
+    on_disk: list[tuple[int, ChunkKey]] = []
+    for index, key in _held_run(table, layout, keys):
+        chunk = table.get(key)
+        if chunk is None or chunk.slot is None:
+            on_disk.append((index, key))
+            continue
+        table.lease(key)
+        leased[index] = LeasedChunk(index, key, chunk.slot, chunk.promoting)
+    num_short = len(on_disk) - table.slots.num_takable
+    if num_short > 0:
+        plan.lost = table.make_room(num_short).lost
+    for index, key in on_disk:
+        ref = _reserve(table, key, plan)
+        if ref is None:
+            break
+        table.lease(key)
+        leased[index] = LeasedChunk(index, key, ref, promoting=True)
+    plan.leased = [leased[index] for index in sorted(leased)]
+    plan.num_missed = len(keys) - len(plan.leased)
+    return plan
+
+
+def _reserve(table: ChunkTable[L], key: ChunkKey, plan: AcquirePlan) -> SlotRef | None:
+    chunk = table.get(key)
+    if chunk is not None and chunk.slot is not None:  # a key asked for twice
+        return chunk.slot
+    ref = table.begin_promotion(key)
+    if ref is not None:
+        plan.promotions.append(key)
+    return ref
+
+
+def _held_run(table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey]) -> Iterator[tuple[int, ChunkKey]]:
+    """Yield (index, key) of what is held; of full-attention groups only the run from the group's first key on."""
+    prefix_groups = {group.group_idx for group in layout.groups if not group.window_chunks}
+    ended: set[int] = set()
+    for index, key in enumerate(keys):
+        group_idx = group_idx_of(key)
+        if group_idx in ended:
+            continue
+        if table.holds(key):
+            yield index, key
+        elif group_idx in prefix_groups:
+            ended.add(group_idx)

@@ -1,0 +1,109 @@
+"""How one chunk of a namespace lies in an arena row, and which of its bytes are useful.
+
+A row is `| rank 0 | rank 1 | ... | padding |`. Every chunk of any KV cache group takes a full row; within a writer's
+region the first `useful_bytes` of the chunk's group are used. Only those are checksummed and kept on disk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import InvalidArgumentError
+
+ROW_ALIGNMENT_BYTES = 4096
+GROUP_SUFFIX_BYTES = 4
+
+ChunkKey = bytes
+"""vLLM's offload key: block hash, then the KV cache group index as 4 bytes, big endian."""
+
+
+def group_idx_of(key: ChunkKey) -> int:
+    """Return the KV cache group of a chunk key."""
+    return int.from_bytes(key[-GROUP_SUFFIX_BYTES:], "big")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLayout:
+    """One KV cache group.
+
+    Attributes:
+        group_idx: vLLM's index of the group.
+        chunk_tokens: Tokens per chunk.
+        useful_bytes: Bytes used at the start of each writer's region.
+        window_chunks: 0 when a hit needs the whole prefix, else how many last chunks it needs.
+    """
+
+    group_idx: int
+    chunk_tokens: int
+    useful_bytes: int
+    window_chunks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """The layout of a namespace; every arena row and every pack of it follows it.
+
+    Attributes:
+        num_ranks: Regions of a row.
+        rank_bytes: Bytes of one region.
+        num_writers: Ranks 0..num_writers-1 write and stamp each chunk.
+        groups: Ordered by `group_idx`.
+
+    Raises:
+        InvalidArgumentError: A quantity is not positive, or a group does not fit its region.
+    """
+
+    num_ranks: int
+    rank_bytes: int
+    num_writers: int
+    groups: tuple[GroupLayout, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "rank_bytes", "num_writers"):
+            if getattr(self, name) <= 0:
+                raise InvalidArgumentError(f"layout.{name}", getattr(self, name), "must be positive")
+        if self.num_writers > self.num_ranks:
+            raise InvalidArgumentError(
+                "layout.num_writers", self.num_writers, f"must be at most {self.num_ranks} ranks"
+            )
+        if not self.groups:
+            raise InvalidArgumentError("layout.groups", [], "must name at least one KV cache group")
+        for group in self.groups:
+            if group.chunk_tokens <= 0:
+                raise InvalidArgumentError(
+                    f"layout.groups[{group.group_idx}].chunk_tokens", group.chunk_tokens, "must be positive"
+                )
+            if not 0 < group.useful_bytes <= self.rank_bytes:
+                raise InvalidArgumentError(
+                    f"layout.groups[{group.group_idx}].useful_bytes",
+                    group.useful_bytes,
+                    f"must be in 1..rank_bytes ({self.rank_bytes})",
+                )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one arena row, a multiple of 4096."""
+        return -(-self.num_ranks * self.rank_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+
+    def group(self, group_idx: int) -> GroupLayout:
+        """Return the group of this index.
+
+        Raises:
+            InvalidArgumentError: The namespace has no such group.
+        """
+        for group in self.groups:
+            if group.group_idx == group_idx:
+                return group
+        raise InvalidArgumentError("chunk key group", group_idx, f"the namespace has groups {self.group_indexes()}")
+
+    def group_indexes(self) -> list[int]:
+        """Return the indexes of all groups, in order."""
+        return [group.group_idx for group in self.groups]
+
+    def segments(self, group_idx: int) -> Sequence[tuple[int, int]]:
+        """Return (offset, length) in the row of each writer's useful bytes; together they are the chunk's payload."""
+        useful_bytes = self.group(group_idx).useful_bytes
+        return [(rank * self.rank_bytes, useful_bytes) for rank in range(self.num_writers)]
+
+    def payload_bytes(self, group_idx: int) -> int:
+        """Return the length of a chunk's payload: what is checksummed and kept on disk, uncompressed."""
+        return self.num_writers * self.group(group_idx).useful_bytes

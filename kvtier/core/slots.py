@@ -1,0 +1,175 @@
+"""Arena slots of one namespace: who owns each, at which generation, and how many bytes the host tier has given out.
+
+Each slot is in exactly one state, and the counts of all states add up to `num_slots` (`check`):
+
+    UNBACKED --take--> (owner's state)       no pages yet: backing it takes room from the budget
+    FREE     --take--> (owner's state)       backed, nobody's
+    GRANTED  a store credit of a session, or being written by it
+    SEALING  written; the daemon verifies stamps and computes the checksum
+    LOADING  the daemon reads a chunk from disk into it
+    HOST     holds a readable chunk
+    QUARANTINED  its session is lost and a process of it may still write
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class SlotState(Enum):
+    """What a slot is used for; see the module's text."""
+
+    UNBACKED = auto()
+    FREE = auto()
+    GRANTED = auto()
+    SEALING = auto()
+    LOADING = auto()
+    HOST = auto()
+    QUARANTINED = auto()
+
+
+@dataclass(frozen=True)
+class SlotRef:
+    """An arena slot at one generation."""
+
+    slot: int
+    generation: int
+
+
+class HostBudget:
+    """Bytes of backed arena rows, over all namespaces, against `host_bytes`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be backed."""
+        return self.limit_bytes - self.used_bytes
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Count `num_bytes` as used if they fit; say whether they did."""
+        if num_bytes > self.free_bytes:
+            return False
+        self.used_bytes += num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Count `num_bytes` as unused again."""
+        self.used_bytes -= num_bytes
+
+
+class SlotTable:
+    """States and generations of one arena's slots. Loop thread only; decides, touches no memory."""
+
+    def __init__(self, num_slots: int, row_bytes: int, budget: HostBudget) -> None:
+        self.num_slots = num_slots
+        self.row_bytes = row_bytes
+        self._budget = budget
+        self._free: list[int] = []
+        self._unbacked: list[int] = []
+        self._num_untouched = num_slots  # slots num_slots-_num_untouched.. were never used: no list of them is kept
+        self._states: dict[int, SlotState] = {}  # neither FREE nor UNBACKED
+        self._pageless: set[int] = set()  # owned, and their owner has not backed them yet
+        self._generations: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Backed slots that nobody owns."""
+        return len(self._free)
+
+    @property
+    def num_unbacked(self) -> int:
+        """Slots without pages."""
+        return len(self._unbacked) + self._num_untouched
+
+    @property
+    def num_backed(self) -> int:
+        """Slots whose pages the budget counts."""
+        return self.num_slots - self.num_unbacked
+
+    @property
+    def num_takable(self) -> int:
+        """Slots that could be taken now: backed free ones, and unbacked ones for which the budget has room."""
+        return self.num_free + min(self.num_unbacked, max(0, self._budget.free_bytes) // self.row_bytes)
+
+    def state(self, slot: int) -> SlotState | None:
+        """Return the state of an owned slot, None when it is free or unbacked."""
+        return self._states.get(slot)
+
+    def generation(self, slot: int) -> int:
+        """Return the slot's generation: 0 until it is first taken."""
+        return self._generations.get(slot, 0)
+
+    def take(self, state: SlotState) -> SlotRef | None:
+        """Give out a backed free slot at a new generation, None when there is none."""
+        if not self._free:
+            return None
+        return self._own(self._free.pop(), state)
+
+    def take_unbacked(self, state: SlotState) -> SlotRef | None:
+        """Give out a slot that the caller must back before use; None when slots or budget are exhausted."""
+        if not self.num_unbacked or not self._budget.reserve(self.row_bytes):
+            return None
+        if self._unbacked:
+            slot = self._unbacked.pop()
+        else:
+            slot = self.num_slots - self._num_untouched
+            self._num_untouched -= 1
+        self._pageless.add(slot)
+        return self._own(slot, state)
+
+    def mark_backed(self, slot: int) -> None:
+        """The slot's pages exist now."""
+        self._pageless.discard(slot)
+
+    def _own(self, slot: int, state: SlotState) -> SlotRef:
+        generation = self._generations.get(slot, 0) + 1
+        self._generations[slot] = generation
+        self._states[slot] = state
+        return SlotRef(slot, generation)
+
+    def matches(self, ref: SlotRef, state: SlotState) -> bool:
+        """Say whether the slot is in this state at this generation."""
+        return self._states.get(ref.slot) is state and self._generations.get(ref.slot) == ref.generation
+
+    def move(self, slot: int, state: SlotState) -> None:
+        """Change the owner of an owned slot; its generation stays."""
+        if slot not in self._states:
+            raise ValueError(f"slot {slot} is free")
+        self._states[slot] = state
+
+    def free(self, slot: int) -> None:
+        """Return an owned slot: to the free ones, or to the unbacked ones when it never got its pages."""
+        del self._states[slot]
+        if slot in self._pageless:
+            self._pageless.discard(slot)
+            self._unbacked.append(slot)
+            self._budget.give_back(self.row_bytes)
+        else:
+            self._free.append(slot)
+
+    def take_back_free(self, max_slots: int) -> list[int]:
+        """Turn up to `max_slots` free slots into unbacked ones and return them; the caller drops their pages."""
+        taken = [self._free.pop() for _ in range(min(max_slots, len(self._free)))]
+        self._unbacked.extend(taken)
+        self._budget.give_back(self.row_bytes * len(taken))
+        return taken
+
+    def counts(self) -> Counter[SlotState]:
+        """Return how many slots are in each state."""
+        counts = Counter(self._states.values())
+        counts[SlotState.FREE] = self.num_free
+        counts[SlotState.UNBACKED] = self.num_unbacked
+        return counts
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is in exactly one state."""
+        owned: Iterable[int] = self._states
+        everywhere = [*owned, *self._free, *self._unbacked]
+        if len(everywhere) != len(set(everywhere)):
+            raise AssertionError("a slot is in two states")
+        if self.counts().total() != self.num_slots:
+            raise AssertionError(f"{self.counts()} does not add up to {self.num_slots} slots")

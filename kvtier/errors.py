@@ -1,0 +1,165 @@
+"""Every error kvtier raises on purpose, under one root.
+
+An error message names what was wrong (field and value) and what to do about it. Misses, pending answers and full tiers
+are results, not errors. `kvtier.rpc.status` maps each leaf to one gRPC status.
+"""
+
+from pathlib import Path
+
+
+class KvtierError(Exception):
+    """Root of all errors that kvtier raises on purpose."""
+
+
+class ConfigError(KvtierError):
+    """A setting is unknown or unusable.
+
+    Attributes:
+        key: Dotted name of the setting.
+        value: The offending value as given.
+        source: Where it came from: a file path, `environment` or `flag`.
+    """
+
+    def __init__(self, key: str, value: object, source: str, problem: str) -> None:
+        super().__init__(f"{source}: {key} = {value!r}: {problem}")
+        self.key, self.value, self.source = key, value, source
+
+
+class InvalidArgumentError(KvtierError):
+    """A request carries a field that cannot be used.
+
+    Attributes:
+        field: The field's name as the caller knows it.
+        value: The offending value, shortened.
+    """
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(f"{field} = {value!r}: {remedy}")
+        self.field, self.value = field, value
+
+
+class PromptNotFoundError(KvtierError):
+    """No prompt has this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no prompt named {name!r}; `kvtier list` shows the names")
+        self.name = name
+
+
+class PromptExistsError(KvtierError):
+    """The name is taken by a prompt with other tokens, model, LoRA or salt."""
+
+    def __init__(self, name: str, differs_in: str) -> None:
+        super().__init__(
+            f"prompt {name!r} exists with another {differs_in}; pass --replace to replace it, or choose another name"
+        )
+        self.name = name
+
+
+class PromptPinnedError(KvtierError):
+    """The prompt is pinned, and eviction was not forced."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"prompt {name!r} is pinned; `kvtier unpin {name}` first, or `kvtier evict {name} --force` to drop its "
+            "chunks and keep the pin"
+        )
+        self.name = name
+
+
+class QuotaExceededError(KvtierError):
+    """What is pinned would not fit into the last tier.
+
+    Attributes:
+        needed_bytes: What this prompt would take.
+        used_bytes: What other pinned prompts take.
+        limit_bytes: `disk_bytes`.
+    """
+
+    def __init__(self, name: str, needed_bytes: int, used_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"prompt {name!r} needs about {needed_bytes} bytes on disk, pinned prompts hold {used_bytes} of "
+            f"{limit_bytes}; unpin and evict a prompt, or raise disk_bytes"
+        )
+        self.needed_bytes, self.used_bytes, self.limit_bytes = needed_bytes, used_bytes, limit_bytes
+
+
+class NamespaceMismatchError(KvtierError):
+    """A namespace was opened with another layout than it has, or keys of one call span namespaces."""
+
+
+class ArenaError(KvtierError):
+    """The shared-memory arena cannot be created, mapped or trusted."""
+
+
+class ArenaFullError(ArenaError):
+    """No arena fits: the row is larger than what host_bytes or the file system leaves."""
+
+
+class TierIOError(KvtierError):
+    """The operating system refused a read or write of a tier.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: Path, action: str, cause: OSError) -> None:
+        super().__init__(f"cannot {action} {path}: {cause.strerror or cause}")
+        self.path = path
+
+
+class ChunkDamagedError(KvtierError):
+    """Stored bytes are not what was written (short, or the checksum differs). The chunk is a miss.
+
+    Attributes:
+        path: The pack.
+        key: The chunk, where one is known.
+    """
+
+    def __init__(self, path: Path, what: str, key: bytes | None = None) -> None:
+        super().__init__(f"{path}: {what}")
+        self.path, self.key = path, key
+
+
+class FormatVersionError(KvtierError):
+    """A file was written by a newer kvtier than this one."""
+
+    def __init__(self, path: Path, found: int, known: int) -> None:
+        super().__init__(f"{path} has format version {found}, this kvtier knows {known}; upgrade kvtier")
+        self.path, self.found, self.known = path, found, known
+
+
+class LedgerError(KvtierError):
+    """SQLite refused; nothing of the transaction happened."""
+
+
+class AlreadyRunningError(KvtierError):
+    """Another daemon holds the lock of this state directory."""
+
+    def __init__(self, lock_path: Path, pid: int | None) -> None:
+        who = f"pid {pid}" if pid else "another process"
+        super().__init__(f"{lock_path} is held by {who}; stop that daemon, or give this one another state_dir")
+        self.lock_path, self.pid = lock_path, pid
+
+
+class DaemonUnreachableError(KvtierError):
+    """No daemon answers at the address."""
+
+    def __init__(self, address: str, problem: str) -> None:
+        super().__init__(f"no kvtier-daemon answers at {address} ({problem}); start `kvtier-daemon`, or pass --socket")
+        self.address = address
+
+
+class DrainingError(KvtierError):
+    """The daemon is shutting down and takes no new work."""
+
+    def __init__(self) -> None:
+        super().__init__("the daemon is shutting down; try again when it is back")
+
+
+class SessionRefusedError(KvtierError):
+    """The daemon refused this engine's Hello; trying again with the same Hello is useless."""
+
+
+class RenderError(KvtierError):
+    """vLLM could not render the prompt to tokens."""

@@ -1,0 +1,6 @@
+"""The ledger: SQLite, the truth for namespaces, prompts, bindings and packs."""
+
+from kvtier.ledger.ledger import Ledger
+from kvtier.ledger.rows import BindingRow, LedgerSnapshot, NamespaceRow, PromptRow
+
+__all__ = ["BindingRow", "Ledger", "LedgerSnapshot", "NamespaceRow", "PromptRow"]

@@ -1,0 +1,208 @@
+"""The ledger's operations: one transaction each, durable on return.
+
+The rules that make a crash harmless: a pack's file is durable before `commit_pack`, and is unlinked after the rows are
+gone. So a row always has its file, and a file without a row is an orphan for `DiskTier.sweep`.
+"""
+
+import json
+import sqlite3
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import InvalidArgumentError, LedgerError
+from kvtier.ledger.loading import load_snapshot
+from kvtier.ledger.rows import (
+    BindingRow,
+    LedgerSnapshot,
+    NamespaceRow,
+    PromptRow,
+    encode_checksum,
+    encode_keys,
+    encode_layout,
+    encode_tokens,
+)
+from kvtier.ledger.schema import open_database
+
+
+class Ledger:
+    """SQLite in WAL mode, synchronous=FULL, one writer.
+
+    All methods block, and are called from one dedicated thread, which need not be the one that opened it. A failed
+    method changed nothing: it raises LedgerError (in writing methods for any refusal of SQLite) and may be tried again.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        """Take over an opened database; use `open`."""
+        self.path = path
+        self._connection = connection
+
+    @classmethod
+    def open(cls, path: Path) -> "Ledger":
+        """Open the ledger, or create an empty one.
+
+        Raises:
+            FormatVersionError: A newer kvtier wrote it.
+            LedgerError: It is damaged, not a ledger, or cannot be opened.
+        """
+        return cls(path, open_database(path))
+
+    def close(self) -> None:
+        """Close the database; idempotent."""
+        self._connection.close()
+
+    def load(self) -> LedgerSnapshot:
+        """Return everything.
+
+        Raises:
+            LedgerError: The database cannot be read, or a row makes no sense.
+        """
+        try:
+            return load_snapshot(self._connection)
+        except (sqlite3.Error, ValueError, TypeError, KeyError, InvalidArgumentError) as exc:
+            raise LedgerError(f"cannot load the ledger {self.path}: {exc}; restore it from a backup") from exc
+
+    # Namespaces
+
+    def put_namespace(self, row: NamespaceRow) -> None:
+        """Insert or update a namespace."""
+        with self._transaction() as sql:
+            sql.execute(
+                "INSERT INTO namespaces VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (namespace_id) DO UPDATE SET"
+                " model = excluded.model, fingerprint = excluded.fingerprint, layout = excluded.layout,"
+                " created_unix_s = excluded.created_unix_s, seen_unix_s = excluded.seen_unix_s",
+                (
+                    row.namespace_id,
+                    row.model,
+                    json.dumps(dict(row.fingerprint), sort_keys=True),
+                    encode_layout(row.layout),
+                    row.created_unix_s,
+                    row.seen_unix_s,
+                ),
+            )
+
+    def delete_namespace(self, namespace_id: str) -> None:
+        """Delete a namespace with its bindings, packs and chunks."""
+        with self._transaction() as sql:
+            sql.execute("DELETE FROM namespaces WHERE namespace_id = ?", (namespace_id,))
+
+    # Prompts and bindings
+
+    def put_prompt(self, row: PromptRow) -> None:
+        """Insert or replace a prompt by name; bindings stay while its `pin_id` does.
+
+        Raises:
+            LedgerError: Another prompt has this `pin_id`.
+        """
+        with self._transaction() as sql:
+            # Not INSERT OR REPLACE: that deletes the row first, and the bindings of an unchanged pin with it.
+            sql.execute("DELETE FROM prompts WHERE name = ? AND pin_id <> ?", (row.name, row.pin_id))
+            sql.execute(
+                "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
+                " pinned = excluded.pinned, tokens = excluded.tokens, model = excluded.model,"
+                " lora_name = excluded.lora_name, lora_path = excluded.lora_path, cache_salt = excluded.cache_salt,"
+                " recipe_json = excluded.recipe_json, created_unix_s = excluded.created_unix_s,"
+                " expires_unix_s = excluded.expires_unix_s",
+                (
+                    row.name,
+                    row.pin_id,
+                    row.pinned,
+                    encode_tokens(row.tokens),
+                    row.model,
+                    row.lora_name,
+                    row.lora_path,
+                    row.cache_salt,
+                    row.recipe_json,
+                    row.created_unix_s,
+                    row.expires_unix_s,
+                ),
+            )
+
+    def delete_prompt(self, name: str) -> None:
+        """Delete a prompt with its bindings."""
+        with self._transaction() as sql:
+            sql.execute("DELETE FROM prompts WHERE name = ?", (name,))
+
+    def put_binding(self, row: BindingRow) -> None:
+        """Insert or replace the binding of a prompt in a namespace.
+
+        Raises:
+            LedgerError: The ledger has no such prompt or namespace.
+        """
+        with self._transaction() as sql:
+            sql.execute(
+                "INSERT OR REPLACE INTO bindings VALUES (?, ?, ?, ?, ?)",
+                (row.pin_id, row.namespace_id, *encode_keys(row.keys), row.covered_tokens),
+            )
+
+    # Packs
+
+    def commit_pack(self, record: PackRecord) -> list[str]:
+        """Record a pack that is durable on disk. A chunk that an older pack holds too is read from this one now.
+
+        Returns:
+            Packs left without chunks, whose rows are gone: the caller unlinks them.
+
+        Raises:
+            LedgerError: The ledger has no such namespace, or has the pack already.
+        """
+        with self._transaction() as sql:
+            sql.execute("INSERT INTO packs VALUES (?, ?, ?)", (record.pack_id, record.namespace_id, record.file_bytes))
+            sql.executemany(
+                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (_chunk_columns(record.namespace_id, chunk) for chunk in record.chunks),
+            )
+            return _delete_empty_packs(sql)
+
+    def drop_chunks(self, namespace_id: str, keys: Collection[ChunkKey]) -> list[str]:
+        """Forget chunks; unknown ones are fine.
+
+        Returns:
+            Packs left without chunks, whose rows are gone: the caller unlinks them.
+        """
+        with self._transaction() as sql:
+            sql.executemany(
+                "DELETE FROM chunks WHERE namespace_id = ? AND key = ?", ((namespace_id, key) for key in keys)
+            )
+            return _delete_empty_packs(sql)
+
+    def drop_pack(self, pack_id: str) -> None:
+        """Forget a pack with its chunks; an unknown one is fine."""
+        with self._transaction() as sql:
+            sql.execute("DELETE FROM packs WHERE pack_id = ?", (pack_id,))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            yield self._connection
+            self._connection.execute("COMMIT")
+        except BaseException as exc:
+            with suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            if isinstance(exc, sqlite3.Error):
+                raise LedgerError(f"{self.path}: {exc}; nothing was changed") from exc
+            raise
+
+
+def _chunk_columns(namespace_id: str, chunk: StoredChunk) -> tuple[object, ...]:
+    return (
+        namespace_id,
+        chunk.key,
+        chunk.pack_id,
+        chunk.offset,
+        chunk.stored_bytes,
+        chunk.raw_bytes,
+        chunk.codec,
+        encode_checksum(chunk.checksum),
+    )
+
+
+def _delete_empty_packs(sql: sqlite3.Connection) -> list[str]:
+    rows = sql.execute(
+        "DELETE FROM packs WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.pack_id = packs.pack_id)"
+        " RETURNING pack_id"
+    )
+    return [pack_id for (pack_id,) in rows]

@@ -1,0 +1,110 @@
+"""Reading the whole ledger at start-up."""
+
+import json
+import sqlite3
+from operator import attrgetter
+
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.ledger.rows import (
+    CHECKSUM_MASK,
+    BindingRow,
+    LedgerSnapshot,
+    NamespaceRow,
+    PromptRow,
+    decode_keys,
+    decode_layout,
+    decode_tokens,
+)
+
+
+def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
+    """Return all rows.
+
+    Raises:
+        sqlite3.Error: The database cannot be read.
+        ValueError, TypeError, KeyError, InvalidArgumentError: A column does not decode.
+    """
+    return LedgerSnapshot(
+        namespaces=_load_namespaces(sql),
+        prompts=_load_prompts(sql),
+        bindings=_load_bindings(sql),
+        packs=_load_packs(sql),
+    )
+
+
+def _load_namespaces(sql: sqlite3.Connection) -> tuple[NamespaceRow, ...]:
+    rows = sql.execute(
+        "SELECT namespace_id, model, fingerprint, layout, created_unix_s, seen_unix_s FROM namespaces"
+        " ORDER BY created_unix_s, namespace_id"
+    )
+    return tuple(
+        NamespaceRow(
+            namespace_id=namespace_id,
+            model=model,
+            fingerprint=json.loads(fingerprint),
+            layout=decode_layout(layout),
+            created_unix_s=created_unix_s,
+            seen_unix_s=seen_unix_s,
+        )
+        for namespace_id, model, fingerprint, layout, created_unix_s, seen_unix_s in rows
+    )
+
+
+def _load_prompts(sql: sqlite3.Connection) -> tuple[PromptRow, ...]:
+    rows = sql.execute(
+        "SELECT name, pin_id, pinned, tokens, model, lora_name, lora_path, cache_salt, recipe_json, created_unix_s,"
+        " expires_unix_s FROM prompts ORDER BY name"
+    )
+    return tuple(
+        PromptRow(
+            name=name,
+            pin_id=pin_id,
+            pinned=bool(pinned),
+            tokens=decode_tokens(tokens),
+            model=model,
+            lora_name=lora_name,
+            lora_path=lora_path,
+            cache_salt=cache_salt,
+            recipe_json=recipe_json,
+            created_unix_s=created,
+            expires_unix_s=expires,
+        )
+        for name, pin_id, pinned, tokens, model, lora_name, lora_path, cache_salt, recipe_json, created, expires in rows
+    )
+
+
+def _load_bindings(sql: sqlite3.Connection) -> tuple[BindingRow, ...]:
+    rows = sql.execute("SELECT pin_id, namespace_id, key_bytes, keys, covered_tokens FROM bindings")
+    return tuple(
+        BindingRow(
+            pin_id=pin_id,
+            namespace_id=namespace_id,
+            keys=decode_keys(key_bytes, keys),
+            covered_tokens=covered_tokens,
+        )
+        for pin_id, namespace_id, key_bytes, keys, covered_tokens in rows
+    )
+
+
+def _load_packs(sql: sqlite3.Connection) -> dict[str, PackRecord]:
+    chunks = _load_chunks(sql)
+    rows = sql.execute("SELECT pack_id, namespace_id, file_bytes FROM packs")
+    return {
+        pack_id: PackRecord(
+            pack_id=pack_id, namespace_id=namespace_id, file_bytes=file_bytes, chunks=tuple(chunks.get(pack_id, ()))
+        )
+        for pack_id, namespace_id, file_bytes in rows
+    }
+
+
+def _load_chunks(sql: sqlite3.Connection) -> dict[str, list[StoredChunk]]:
+    """Return the chunks of each pack, ordered by offset."""
+    rows = sql.execute("SELECT key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum FROM chunks")
+    chunks: dict[str, list[StoredChunk]] = {}
+    for key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum in rows:
+        # Positional, in the order of the fields: this is the one loop of start-up that is hot.
+        chunk = StoredChunk(key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum & CHECKSUM_MASK)
+        chunks.setdefault(pack_id, []).append(chunk)
+    for of_pack in chunks.values():
+        of_pack.sort(key=attrgetter("offset"))
+    return chunks

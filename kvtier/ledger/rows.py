@@ -1,0 +1,179 @@
+"""What the ledger keeps, as values, and how each is coded in its columns."""
+
+import dataclasses
+import json
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.core.stored import PackRecord
+from kvtier.errors import InvalidArgumentError
+
+CHECKSUM_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamespaceRow:
+    """One namespace.
+
+    Attributes:
+        namespace_id: Digest of the fingerprint.
+        model: For people.
+        fingerprint: Everything that makes KV bytes interchangeable.
+        layout: Of its arena rows and packs.
+        created_unix_s: First opened.
+        seen_unix_s: Last opened.
+    """
+
+    namespace_id: str
+    model: str
+    fingerprint: Mapping[str, str]
+    layout: KVLayout
+    created_unix_s: float
+    seen_unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow:
+    """One prompt.
+
+    Attributes:
+        name: Unique.
+        pin_id: Unique; bindings refer to it.
+        pinned: The promise stands.
+        tokens: Token ids, empty for a recipe that is not rendered yet.
+        model: Empty for any model.
+        lora_name: Empty for none.
+        lora_path: Empty for none.
+        cache_salt: Empty for none.
+        recipe_json: How the tokens came to be; opaque.
+        created_unix_s: When it was first pinned.
+        expires_unix_s: When the pin ends by itself; 0: never.
+    """
+
+    name: str
+    pin_id: str
+    pinned: bool
+    tokens: tuple[int, ...]
+    model: str
+    lora_name: str
+    lora_path: str
+    cache_salt: str
+    recipe_json: str
+    created_unix_s: float
+    expires_unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BindingRow:
+    """The chunks by which one namespace recognizes a prompt.
+
+    Attributes:
+        pin_id: The prompt.
+        namespace_id: The namespace.
+        keys: Every reachable chunk, in the engine's order; all keys of one length.
+        covered_tokens: Tokens of the prompt that whole chunks cover.
+    """
+
+    pin_id: str
+    namespace_id: str
+    keys: tuple[ChunkKey, ...]
+    covered_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerSnapshot:
+    """All that the ledger holds.
+
+    Attributes:
+        namespaces: Oldest first.
+        prompts: By name.
+        bindings: In no order.
+        packs: By pack id; chunks that were replaced or dropped are not in their pack's record any more.
+    """
+
+    namespaces: tuple[NamespaceRow, ...]
+    prompts: tuple[PromptRow, ...]
+    bindings: tuple[BindingRow, ...]
+    packs: dict[str, PackRecord]
+
+
+def encode_tokens(tokens: tuple[int, ...]) -> bytes:
+    """Return tokens as little-endian uint32.
+
+    Raises:
+        InvalidArgumentError: A token is negative or needs more than 32 bits.
+    """
+    try:
+        return _little_endian(array("I", tokens)).tobytes()
+    except OverflowError as exc:
+        raise InvalidArgumentError("tokens", f"{min(tokens)}..{max(tokens)}", "token ids have 32 bits") from exc
+
+
+def decode_tokens(blob: bytes) -> tuple[int, ...]:
+    """Undo `encode_tokens`.
+
+    Raises:
+        ValueError: The blob is no whole number of tokens.
+    """
+    tokens = array("I")
+    tokens.frombytes(blob)
+    return tuple(_little_endian(tokens))
+
+
+def encode_keys(keys: tuple[ChunkKey, ...]) -> tuple[int, bytes]:
+    """Return the keys' common length (0 without keys) and the keys, one after the other.
+
+    Raises:
+        InvalidArgumentError: The keys differ in length.
+    """
+    key_bytes = len(keys[0]) if keys else 0
+    if any(len(key) != key_bytes for key in keys):
+        lengths = sorted({len(key) for key in keys})
+        raise InvalidArgumentError("keys", f"lengths {lengths}", "all chunk keys of a binding have one length")
+    return key_bytes, b"".join(keys)
+
+
+def decode_keys(key_bytes: int, blob: bytes) -> tuple[ChunkKey, ...]:
+    """Undo `encode_keys`.
+
+    Raises:
+        ValueError: The blob is no whole number of keys.
+    """
+    if not blob:
+        return ()
+    if key_bytes <= 0 or len(blob) % key_bytes:
+        raise ValueError(f"{len(blob)} bytes are no whole number of keys of {key_bytes} bytes")
+    return tuple(blob[start : start + key_bytes] for start in range(0, len(blob), key_bytes))
+
+
+def encode_layout(layout: KVLayout) -> str:
+    """Return a layout as JSON."""
+    return json.dumps(dataclasses.asdict(layout), separators=(",", ":"))
+
+
+def decode_layout(text: str) -> KVLayout:
+    """Undo `encode_layout`.
+
+    Raises:
+        ValueError: Not JSON.
+        TypeError: Fields are missing or unknown.
+        KeyError: There are no groups.
+        InvalidArgumentError: The quantities make no layout.
+    """
+    fields = json.loads(text)
+    groups = tuple(GroupLayout(**group) for group in fields.pop("groups"))
+    return KVLayout(groups=groups, **fields)
+
+
+def encode_checksum(checksum: int) -> int:
+    """Return 64 unsigned bits as SQLite's signed integer; `& CHECKSUM_MASK` undoes it."""
+    return checksum - 2**64 if checksum >= 2**63 else checksum
+
+
+def _little_endian(values: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

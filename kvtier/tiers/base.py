@@ -1,0 +1,109 @@
+"""The contract of the last tier. Every implementation and every fake passes `tests/contract`."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import PackRecord, StoredChunk
+
+__all__ = ["ChunkPayload", "DiskTier", "PackRecord", "StoredChunk", "checksum_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkPayload:
+    """A chunk to be written.
+
+    Attributes:
+        key: Its key.
+        segments: The payload's pieces in order, contiguous bytes; views into the arena row, owned by the caller, who
+            keeps them unchanged until the write returns.
+        checksum: xxh3_64 of the payload, computed when the chunk was committed to host memory.
+    """
+
+    key: ChunkKey
+    segments: Sequence[memoryview]
+    checksum: int
+
+    @property
+    def raw_bytes(self) -> int:
+        """Length of the payload."""
+        return sum(segment.nbytes for segment in self.segments)
+
+
+class DiskTier(Protocol):
+    """Durable packs of chunks.
+
+    All methods block and are called from worker threads; several reads may run at once with one write. `sweep`
+    runs alone.
+    """
+
+    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
+        """Write the chunks as one new pack, which is durable on return.
+
+        Args:
+            namespace_id: Recorded in the pack.
+            chunks: At least one, each key once.
+
+        Raises:
+            ChunkDamagedError: A payload's checksum no longer agrees; the error's `key` names the chunk. No pack is
+                left, so the caller drops that chunk and writes the others again.
+            TierIOError: The operating system refused. No pack is left.
+            InvalidArgumentError: No chunks, or a key twice.
+        """
+        ...
+
+    def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
+        """Read a chunk into writable segments and verify its checksum after decoding.
+
+        After an error the segments' content is undefined.
+
+        Args:
+            chunk: As `write_pack` or the ledger gave it.
+            into: Segments of `raw_bytes` in all.
+
+        Raises:
+            ChunkDamagedError: The pack is missing or short, or its bytes are not what was written.
+            TierIOError: The operating system refused; a later try may succeed.
+        """
+        ...
+
+    def delete_pack(self, pack_id: str) -> None:
+        """Delete a pack; one that is gone already is fine. Its row has left the ledger before.
+
+        Raises:
+            TierIOError: The operating system refused.
+        """
+        ...
+
+    def list_packs(self) -> dict[str, int]:
+        """Return the length in bytes of every complete pack, by pack id.
+
+        Raises:
+            TierIOError: The operating system refused.
+        """
+        ...
+
+    def sweep(self, known: Collection[str]) -> list[str]:
+        """Remove what a crash left: temporary files, and packs that are not in `known`. Only at start-up.
+
+        Args:
+            known: Ids of the packs in the ledger.
+
+        Returns:
+            Names of what was removed, sorted.
+
+        Raises:
+            TierIOError: The operating system refused.
+        """
+        ...
+
+
+def checksum_of(segments: Iterable[memoryview]) -> int:
+    """Return the xxh3_64 of a payload given as segments in order."""
+    digest = xxhash.xxh3_64()
+    for segment in segments:
+        digest.update(segment)
+    return digest.intdigest()

@@ -1,0 +1,177 @@
+"""The bytes of a pack, without I/O. A pack is a valid safetensors file, so that any tool can open one.
+
+    0           header length N, 8 bytes little endian
+    8           header: JSON, padded with spaces; 8 + N is a multiple of 4096
+    8 + N       stored bytes of the chunks, back to back
+
+Each chunk is a 1-D uint8 tensor named by its key in hex. `__metadata__` (strings only, as safetensors wants) states the
+format version, the namespace, and codec, length and checksum of every chunk: the chunk rows of a lost ledger can be
+rebuilt from the packs. Byte layout and versions: docs/format.md.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import ChunkDamagedError, FormatVersionError
+
+FORMAT_VERSION = 1
+DATA_ALIGNMENT_BYTES = 4096
+CODEC_RAW = "raw"
+CODEC_ZSTD = "zstd"
+LENGTH_PREFIX = struct.Struct("<Q")
+MAX_HEADER_BYTES = 100_000_000
+"""safetensors' own limit. Source: safetensors 0.8.0, tensor.rs, MAX_HEADER_SIZE."""
+
+_META = "__metadata__"
+_META_FORMAT = "kvtier.format"
+_META_NAMESPACE = "kvtier.namespace"
+_META_CHUNKS = "kvtier.chunks"
+_MAX_CHECKSUM = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackEntry:
+    """One chunk of a pack's header; chunks lie back to back in the order of their entries."""
+
+    key: ChunkKey
+    stored_bytes: int
+    raw_bytes: int
+    codec: str
+    checksum: int
+
+
+def reserve_bytes(namespace_id: str, sizes: Sequence[tuple[ChunkKey, int]]) -> int:
+    """Return the offset where data can start, before the stored sizes are known.
+
+    The header is written last, in front of the data, so that chunks are compressed and written one by one. A chunk's
+    stored size never exceeds its raw size, so a header with raw sizes is the longest there can be.
+
+    Args:
+        namespace_id: The pack's namespace.
+        sizes: Key and raw bytes of each chunk.
+    """
+    largest = [
+        PackEntry(key=key, stored_bytes=raw_bytes, raw_bytes=raw_bytes, codec=CODEC_ZSTD, checksum=_MAX_CHECKSUM)
+        for key, raw_bytes in sizes
+    ]
+    needed = LENGTH_PREFIX.size + len(_header_json(namespace_id, largest))
+    return -(-needed // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+
+
+def build_header(namespace_id: str, entries: Sequence[PackEntry], data_offset: int) -> bytes:
+    """Return the first `data_offset` bytes of a pack.
+
+    Raises:
+        ValueError: The header does not fit; `data_offset` did not come from `reserve_bytes`.
+    """
+    room = data_offset - LENGTH_PREFIX.size
+    header = _header_json(namespace_id, entries)
+    if len(header) > room:
+        raise ValueError(f"pack header needs {len(header)} bytes, {room} are reserved")
+    return LENGTH_PREFIX.pack(room) + header.ljust(room)
+
+
+def header_bytes_of(path: Path, prefix: bytes, file_bytes: int) -> int:
+    """Return N, the length of the JSON header, from the first 8 bytes of a pack.
+
+    Raises:
+        ChunkDamagedError: The prefix is short, or N cannot be.
+    """
+    if len(prefix) < LENGTH_PREFIX.size:
+        raise ChunkDamagedError(path, f"has {file_bytes} bytes, a pack has at least {LENGTH_PREFIX.size}")
+    (header_bytes,) = LENGTH_PREFIX.unpack_from(prefix)
+    if header_bytes > min(MAX_HEADER_BYTES, file_bytes - LENGTH_PREFIX.size):
+        raise ChunkDamagedError(path, f"states a header of {header_bytes} bytes in a file of {file_bytes}")
+    return int(header_bytes)
+
+
+def parse_header(path: Path, header: bytes, file_bytes: int) -> PackRecord:
+    """Return what a pack's JSON header states.
+
+    Args:
+        path: The pack; its stem is the pack id.
+        header: The JSON, padding included, without the length prefix.
+        file_bytes: Length of the file.
+
+    Raises:
+        FormatVersionError: A newer kvtier wrote it.
+        ChunkDamagedError: It is not a pack's header, or the file is shorter than it says.
+    """
+    try:
+        tensors = json.loads(header)
+        metadata = tensors.pop(_META)
+        version = int(metadata[_META_FORMAT])
+        if version > FORMAT_VERSION:
+            raise FormatVersionError(path, version, FORMAT_VERSION)
+        data_offset = LENGTH_PREFIX.size + len(header)
+        facts = json.loads(metadata[_META_CHUNKS])
+        chunks = [_stored_chunk(path.stem, data_offset, name, tensors[name], facts[name]) for name in tensors]
+        namespace_id = str(metadata[_META_NAMESPACE])
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise ChunkDamagedError(path, f"is not a kvtier pack ({type(exc).__name__}: {exc})") from exc
+    chunks.sort(key=lambda chunk: chunk.offset)
+    end = max((chunk.offset + chunk.stored_bytes for chunk in chunks), default=data_offset)
+    if end != file_bytes:
+        raise ChunkDamagedError(path, f"has {file_bytes} bytes, its header says {end}")
+    return PackRecord(pack_id=path.stem, namespace_id=namespace_id, file_bytes=file_bytes, chunks=tuple(chunks))
+
+
+def stored_chunks(pack_id: str, entries: Sequence[PackEntry], data_offset: int) -> tuple[StoredChunk, ...]:
+    """Return where each entry's bytes lie."""
+    chunks, offset = [], data_offset
+    for entry in entries:
+        chunks.append(
+            StoredChunk(
+                key=entry.key,
+                pack_id=pack_id,
+                offset=offset,
+                stored_bytes=entry.stored_bytes,
+                raw_bytes=entry.raw_bytes,
+                codec=entry.codec,
+                checksum=entry.checksum,
+            )
+        )
+        offset += entry.stored_bytes
+    return tuple(chunks)
+
+
+def _header_json(namespace_id: str, entries: Sequence[PackEntry]) -> bytes:
+    facts = {
+        entry.key.hex(): {"codec": entry.codec, "raw_bytes": entry.raw_bytes, "xxh3_64": f"{entry.checksum:016x}"}
+        for entry in entries
+    }
+    metadata = {
+        _META_FORMAT: str(FORMAT_VERSION),
+        _META_NAMESPACE: namespace_id,
+        _META_CHUNKS: json.dumps(facts, separators=(",", ":")),
+    }
+    tensors: dict[str, Any] = {_META: metadata}
+    offset = 0
+    for entry in entries:
+        end = offset + entry.stored_bytes
+        tensors[entry.key.hex()] = {"dtype": "U8", "shape": [entry.stored_bytes], "data_offsets": [offset, end]}
+        offset = end
+    return json.dumps(tensors, separators=(",", ":")).encode()
+
+
+def _stored_chunk(
+    pack_id: str, data_offset: int, name: str, tensor: dict[str, Any], facts: dict[str, Any]
+) -> StoredChunk:
+    start, end = (int(offset) for offset in tensor["data_offsets"])
+    if start < 0 or end < start:
+        raise ValueError(f"tensor {name} spans {start}..{end}")
+    return StoredChunk(
+        key=bytes.fromhex(name),
+        pack_id=pack_id,
+        offset=data_offset + start,
+        stored_bytes=end - start,
+        raw_bytes=int(facts["raw_bytes"]),
+        codec=str(facts["codec"]),
+        checksum=int(facts["xxh3_64"], 16),
+    )

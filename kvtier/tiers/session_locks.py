@@ -1,0 +1,77 @@
+"""When may slots of a lost session be used again? When no process holds the session's lock file any more.
+
+Every process of an engine holds a shared flock on the file while it may touch slots of the session. The kernel drops it
+when the process is gone, and not before: a stopped (SIGSTOP) engine keeps it. Time never decides.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+from kvtier.errors import TierIOError
+
+LOCK_SUFFIX = ".lock"
+SESSION_LOCK_PREFIX = "session-"
+
+
+class SessionLock:
+    """The daemon's side of one session's lock file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, directory: Path, session_id: str) -> "SessionLock":
+        """Create `session-<session_id>.lock` (0600) in a directory, which is created (0700) when it is missing.
+
+        Args:
+            directory: Reachable for the engine's processes.
+            session_id: Made by the daemon, new with every session.
+
+        Raises:
+            TierIOError: The file cannot be created, or exists.
+        """
+        path = directory / (SESSION_LOCK_PREFIX + session_id + LOCK_SUFFIX)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except OSError as exc:
+            raise TierIOError(path, "create", exc) from exc
+        return cls(path)
+
+    def released(self) -> bool:
+        """Say whether nobody holds the lock; then its path is gone too, and stays gone.
+
+        The path is unlinked while the exclusive lock is held: a process that opens it later finds nothing, and one that
+        had opened it before and locks it now sees, comparing inodes, that it has locked a file without a name.
+
+        Raises:
+            TierIOError: The operating system refused.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        except OSError as exc:
+            raise TierIOError(self.path, "open", exc) from exc
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path.unlink(missing_ok=True)
+        except BlockingIOError:
+            return False
+        except OSError as exc:
+            raise TierIOError(self.path, "lock", exc) from exc
+        finally:
+            os.close(fd)
+        return True
+
+    def close(self) -> None:
+        """Unlink the path, whoever holds the lock: nobody joins this session any more.
+
+        Raises:
+            TierIOError: The operating system refused.
+        """
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise TierIOError(self.path, "unlink", exc) from exc
