@@ -1,0 +1,15 @@
+"""The daemon's settings: what they are (`model`), how they are written (`settings`), how they are merged (`load`)."""
+
+from kvtier.config.load import LoadedConfig, default_config_path, load_config
+from kvtier.config.model import DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig
+
+__all__ = [
+    "DaemonConfig",
+    "DiskConfig",
+    "HostConfig",
+    "LoadedConfig",
+    "LogConfig",
+    "ServerConfig",
+    "default_config_path",
+    "load_config",
+]

@@ -1,0 +1,72 @@
+"""What the daemon can be told, one frozen dataclass per concern.
+
+Paths are absolute and sizes are bytes here. How each setting is spelled in TOML and in the environment is in
+`kvtier.config.settings`; an attribute that repeats its table's name (`host.host_bytes`) drops it there (`host.bytes`).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+MIB = 1024 * 1024
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where the daemon listens and how it stops."""
+
+    socket: Path
+    """Unix socket of the gRPC server; at most 107 bytes long."""
+    drain_timeout_s: float = 10.0
+    """Seconds that running calls and writes get after SIGTERM before they are cut off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """The host tier: arenas in shared memory."""
+
+    arena_dir: Path
+    """Folder of the arena files, on a tmpfs; vLLM's processes map the files by this path."""
+    host_bytes: int
+    """Bytes of all arenas together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskConfig:
+    """The disk tier: packs and the ledger."""
+
+    disk_dir: Path
+    """Folder of packs, ledger and lock. One daemon per folder."""
+    disk_bytes: int
+    """Bytes of all packs together; pins that would not fit are refused."""
+    pack_bytes: int = 64 * MIB
+    """Raw bytes gathered before a pack is written: larger packs mean fewer fsyncs, later durability."""
+    pack_linger_s: float = 0.2
+    """Seconds that a pack waits for more chunks before it is written short of `pack_bytes`."""
+    zstd_level: int = 1
+    """zstd level of new packs, 1..22. Higher levels hardly shrink KV and cost a lot of time."""
+    io_threads: int = 2
+    """Threads that read, write and (de)compress packs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written to stderr."""
+
+    level: LogLevel = "info"
+    """Least severe level that is written."""
+    format: LogFormat = "text"
+    """`text` for people, `json` (one object per line) for collectors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonConfig:
+    """Everything the daemon can be told. Constructors take values from it, never the whole."""
+
+    server: ServerConfig
+    host: HostConfig
+    disk: DiskConfig
+    log: LogConfig = field(default_factory=LogConfig)

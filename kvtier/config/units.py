@@ -1,0 +1,97 @@
+"""Sizes as people write them, and what this machine has."""
+
+import os
+import re
+from pathlib import Path
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+# Both cgroup versions; a container's memory is the smaller of this and the machine's.
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of "64GiB", "512 MiB", "1.5TB" or "1048576".
+
+    Raises:
+        ValueError: Not a size; the message says how sizes are written.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError('not a size; write bytes, or a number with a unit like "64GiB" or "512MiB"')
+    return int(float(match[1]) * unit)
+
+
+def parse_percent(text: str) -> float | None:
+    """Return 0.25 for "25%", None when the text is no percentage."""
+    match = _PERCENT.fullmatch(text)
+    return float(match[1]) / 100 if match else None
+
+
+def format_size(num_bytes: float) -> str:
+    """Return the size for people, in binary units with three digits: "1.50 GiB"."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{int(size)} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+        size /= 1024
+    return f"{_three_digits(size)} TiB"
+
+
+def _three_digits(size: float) -> str:
+    return f"{size:.2f}" if size < 10 else f"{size:.1f}" if size < 100 else f"{size:.0f}"
+
+
+def physical_memory_bytes() -> int:
+    """Return the memory that this process may have: the machine's, or its container's if that is less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> list[int]:
+    limits = []
+    for path in _CGROUP_LIMITS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return limits
+
+
+def available_bytes(folder: Path) -> int:
+    """Return the free bytes of the folder's file system plus what the folder's own files take.
+
+    Without the second part an automatic limit would shrink at every restart by what kvtier already holds.
+    """
+    stat = os.statvfs(_existing_parent(folder))
+    return stat.f_bavail * stat.f_frsize + _used_bytes(folder)
+
+
+def filesystem_bytes(folder: Path) -> int:
+    """Return the size of the file system on which the folder lies, or will lie."""
+    stat = os.statvfs(_existing_parent(folder))
+    return stat.f_blocks * stat.f_frsize
+
+
+def _existing_parent(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _used_bytes(folder: Path) -> int:
+    used = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                # Blocks, not st_size: arenas are sparse until touched.
+                used += os.lstat(os.path.join(root, name)).st_blocks * 512  # noqa: PTH118 (a Path per pack is slow)
+            except FileNotFoundError:
+                continue
+    return used

@@ -1,0 +1,111 @@
+"""The daemon's folders, the lock on each, and what is left at the socket's path."""
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
+
+LOCK_NAME = "daemon.lock"
+START = "start"
+PROBE_TIMEOUT_S = 1.0
+
+
+def prepare_folder(key: str, folder: Path) -> None:
+    """Create the folder for us alone (0700), or check that an existing one is safe to use.
+
+    The mode of an existing folder is never changed: it may be /tmp or /dev/shm, named by mistake.
+
+    Args:
+        key: The setting that names it, for the error.
+        folder: Absolute path.
+
+    Raises:
+        ConfigError: It cannot be made or written, or anyone may write into it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = folder.stat().st_mode
+    except OSError as exc:
+        raise ConfigError(key, str(folder), START, f"cannot be created: {exc.strerror}; name another folder") from exc
+    if mode & stat.S_IWOTH:
+        problem = f"any user may write there; name a folder of its own, for example {folder / 'kvtier'}"
+        raise ConfigError(key, str(folder), START, problem)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        owner = folder.stat().st_uid
+        problem = f"uid {os.getuid()} may not write there (it belongs to uid {owner}); name another folder"
+        raise ConfigError(key, str(folder), START, problem)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Path]:
+    """Hold the folder's lock file, which then contains our pid; yields its path.
+
+    flock, so the kernel lets go when the process dies, however it dies. The file stays: unlinking it would let two
+    daemons hold locks on two files of one name.
+
+    Raises:
+        AlreadyRunningError: Another process holds it.
+        TierIOError: The file cannot be opened.
+    """
+    path = folder / LOCK_NAME
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as exc:
+        raise TierIOError(path, "open the lock", exc) from exc
+    try:
+        _flock(fd, path)
+        os.truncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield path
+    finally:
+        os.close(fd)
+
+
+def _flock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        text = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        raise AlreadyRunningError(path, int(text) if text.isdigit() else None) from exc
+    except OSError as exc:
+        raise TierIOError(path, "lock", exc) from exc
+
+
+def remove_stale_socket(path: Path) -> bool:
+    """Unlink the socket that a dead daemon left; True when there was one. Call with the folder's lock held.
+
+    gRPC unlinks what it finds before it binds, a living daemon's socket too, so the check has to be ours.
+
+    Raises:
+        ConfigError: Another daemon answers there, or the path is no socket.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISSOCK(mode):
+        problem = "exists and is not a socket; remove it, or choose another path with --socket"
+        raise ConfigError("server.socket", str(path), START, problem)
+    if _answers(path):
+        problem = "another daemon answers there; stop it, or give this one another path with --socket"
+        raise ConfigError("server.socket", str(path), START, problem)
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return True
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except OSError as exc:
+            # Only "refused" proves that nobody listens; a full backlog (EAGAIN) or no permission does not.
+            return exc.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+        return True

@@ -1,0 +1,109 @@
+"""From a merged configuration to a serving daemon and back: locks, folders, signals, drain."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from contextlib import ExitStack, suppress
+
+from kvtier.config import DaemonConfig
+from kvtier.daemon.folders import locked, prepare_folder, remove_stale_socket
+from kvtier.errors import AlreadyRunningError, ConfigError
+from kvtier.obs.log import log_event
+from kvtier.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(config: DaemonConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once.
+
+    Raises:
+        KvtierError: The daemon cannot start; nothing was changed that a later start would miss.
+    """
+    started_s = time.monotonic()
+    os.umask(0o077)
+    with ExitStack() as stack:
+        _claim(config, stack)
+        stack.callback(_unlink_socket, config)
+        asyncio.run(_serve(config, started_s))
+    log_event(logger, "stopped", pid=os.getpid())
+
+
+def _claim(config: DaemonConfig, stack: ExitStack) -> None:
+    """Make the folders ours: locks first, then the socket's path, which only the lock's holder may clear."""
+    prepare_folder("disk.dir", config.disk.disk_dir)
+    prepare_folder("host.arena_dir", config.host.arena_dir)
+    prepare_folder("server.socket", config.server.socket.parent)
+    stack.enter_context(locked(config.disk.disk_dir))
+    _claim_arena_dir(config, stack)
+    if remove_stale_socket(config.server.socket):
+        log_event(logger, "stale_socket_removed", socket=config.server.socket)
+
+
+def _claim_arena_dir(config: DaemonConfig, stack: ExitStack) -> None:
+    """Lock the arena folder too: a start unlinks old arenas, which must not be a living daemon's."""
+    arena_dir = config.host.arena_dir
+    if arena_dir == config.disk.disk_dir:
+        raise ConfigError("host.arena_dir", str(arena_dir), "start", "is disk.dir too; name two folders")
+    try:
+        stack.enter_context(locked(arena_dir))
+    except AlreadyRunningError as exc:
+        problem = f"the daemon with pid {exc.pid} uses it; stop that one, or give this one another --arena-dir"
+        raise ConfigError("host.arena_dir", str(arena_dir), "start", problem) from exc
+
+
+async def _serve(config: DaemonConfig, started_s: float) -> None:
+    from kvtier.rpc.server import serve
+
+    stop = asyncio.Event()
+    _install_signal_handlers(stop)
+
+    def ready() -> None:
+        log_event(
+            logger,
+            "ready",
+            socket=config.server.socket,
+            pid=os.getpid(),
+            version=__version__,
+            host_bytes=config.host.host_bytes,
+            disk_bytes=config.disk.disk_bytes,
+            start_s=time.monotonic() - started_s,
+        )
+        notify_systemd("READY=1")
+
+    await serve(config, ready=ready, stop=stop)
+
+
+def _install_signal_handlers(stop: asyncio.Event) -> None:
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            log_event(logger, "stopped_hard", level=logging.WARNING, signal=number.name)
+            # Not sys.exit: whatever hangs in the drain would hold that up as well.
+            os._exit(128 + number)
+        log_event(logger, "stopping", signal=number.name)
+        notify_systemd("STOPPING=1")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+
+
+def _unlink_socket(config: DaemonConfig) -> None:
+    with suppress(OSError):
+        config.server.socket.unlink(missing_ok=True)
+
+
+def notify_systemd(state: str) -> None:
+    """Tell systemd (Type=notify) about a change; nothing happens outside of it.
+
+    Source: sd_notify(3); a leading @ names an abstract socket.
+    """
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)

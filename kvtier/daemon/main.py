@@ -1,0 +1,121 @@
+"""`kvtier-daemon`: the command line."""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.config import LoadedConfig, load_config
+from kvtier.config.settings import SETTINGS
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.obs.log import setup_logging
+from kvtier.version import __version__
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+class _Level(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class _Format(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvtier-daemon {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def daemon(
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="KVTIER_CONFIG", help="TOML file [~/.config/kvtier/kvtier.toml, if any]"),
+    ] = None,
+    socket: Annotated[str | None, typer.Option(metavar="PATH", help="Unix socket to listen on")] = None,
+    host_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Host memory for KV caches: 64GiB, 25%, auto")
+    ] = None,
+    disk_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Disk space for KV caches: 500GiB, 50%, auto")
+    ] = None,
+    state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
+    arena_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the arenas, on a tmpfs")] = None,
+    log_level: Annotated[_Level | None, typer.Option(help="Least severe level")] = None,
+    log_format: Annotated[_Format | None, typer.Option(help="Log lines as text or JSON")] = None,
+    check_config: Annotated[bool, typer.Option("--check-config", help="Print the merged settings and exit")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
+    ] = False,
+) -> None:
+    """Keep pinned prompts' KV caches for vLLM, in host memory and on disk.
+
+    Runs without any option. Every setting can stand in a TOML file or in the environment
+    (KVTIER_HOST_BYTES=64GiB); flags win. Stop it with SIGTERM.
+    """
+    flags = {
+        "server.socket": socket,
+        "host.bytes": host_bytes,
+        "host.arena_dir": arena_dir,
+        "disk.dir": state_dir,
+        "disk.bytes": disk_bytes,
+        "log.level": log_level,
+        "log.format": log_format,
+    }
+    try:
+        loaded = load_config(path=config, flags=flags)
+        if check_config:
+            typer.echo(render_config(loaded))
+            return
+        setup_logging(loaded.config.log.level, loaded.config.log.format)
+        _run(loaded)
+    except ConfigError as exc:
+        _fail(exc, EXIT_USAGE)
+    except KvtierError as exc:
+        _fail(exc, EXIT_FAILED)
+
+
+def _run(loaded: LoadedConfig) -> None:
+    # Here, so that --help and --check-config need neither asyncio nor gRPC.
+    from kvtier.daemon.lifecycle import run
+
+    run(loaded.config)
+
+
+def _fail(error: KvtierError, code: int) -> None:
+    typer.echo(f"kvtier-daemon: {error}", err=True)
+    raise typer.Exit(code)
+
+
+def render_config(loaded: LoadedConfig) -> str:
+    """Return the merged settings as TOML, each with its source."""
+    lines: list[str] = []
+    table = ""
+    for setting in SETTINGS:
+        if setting.table != table:
+            table = setting.table
+            lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+        value = getattr(getattr(loaded.config, table), setting.attribute)
+        shown = f'"{value}"' if isinstance(value, str | Path) else value
+        lines.append(f"{setting.key.partition('.')[2]} = {shown}  # {loaded.sources[setting.key]}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Log lines: an event's name and fields, as text or JSON, on stderr.
+
+One event per transition, never per chunk; never a prompt's tokens or text, a cache salt or a credential. A field with
+such a name is withheld here, whatever the caller meant.
+"""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+_WITHHELD = frozenset(
+    {"tokens", "token_ids", "text", "messages", "content", "recipe", "recipe_json", "cache_salt", "api_key"}
+)
+_ATTRIBUTE = "kvtier_fields"
+
+
+def log_event(logger: logging.Logger, event: str, /, *, level: int = logging.INFO, **fields: object) -> None:
+    """Log that something happened.
+
+    Args:
+        logger: The module's logger.
+        event: What happened, in snake_case and the past tense or as a state: `pin_registered`, `ready`.
+        level: One of logging's.
+        fields: Bounded facts: names, counts, bytes, seconds, ids.
+    """
+    if logger.isEnabledFor(level):
+        shown = {name: "<withheld>" if name in _WITHHELD else value for name, value in fields.items()}
+        logger.log(level, event, extra={_ATTRIBUTE: shown}, stacklevel=2)
+
+
+def setup_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
+    """Send everything under the logger `kvtier` to stderr, and warnings of libraries too.
+
+    Args:
+        level: debug, info, warning or error.
+        log_format: text or json.
+        stream: Instead of stderr.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("kvtier").setLevel(level.upper())
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-11-21T09:30:00.123Z INFO kvtier.daemon.lifecycle ready pid=1`; values with spaces are JSON strings."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        head = f"{_time(record)} {record.levelname} {record.name} {record.getMessage()}"
+        line = " ".join([head, *(f"{name}={_text(value)}" for name, value in _fields(record).items())])
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, event, then the fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        head = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        tail = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
+        # The head wins: a field named "event" must not hide what happened.
+        return json.dumps({**_fields(record), **head, **tail}, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields: dict[str, object] = getattr(record, _ATTRIBUTE, {})
+    return fields
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, tz=UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{int(record.msecs):03d}Z"
+
+
+def _text(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    plain = text and text.isprintable() and not any(c in text for c in ' "=')
+    return text if plain else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,81 @@
+"""CacheService: what operators ask, as proto/kvtier/v1/cache.proto says it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kvtier._pb import cache_pb2 as pb
+from kvtier._pb import cache_pb2_grpc
+from kvtier.rpc.convert import daemon_status, prompt_status
+from kvtier.rpc.status import Context, translated
+from kvtier.service import Cache
+from kvtier.service.prompts import PinWish
+from kvtier.service.views import PromptView
+
+_WATCH_POLL_S = 0.1
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """Every method is one call of the service between two translations."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
+        """Make a prompt a pinned one."""
+        async with translated(context):
+            wish = PinWish(
+                name=request.name,
+                tokens=tuple(request.tokens),
+                model=request.model,
+                lora_name=request.lora_name,
+                lora_path=request.lora_path,
+                cache_salt=request.cache_salt,
+                recipe_json=request.recipe_json,
+                ttl_s=request.ttl_s,
+                replace=request.replace,
+            )
+            view = await self._cache.pin(wish)
+        return prompt_status(view)
+
+    async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
+        """Return all prompts, by name."""
+        views = [self._cache.view(prompt.name) for prompt in self._cache.prompts]
+        return pb.ListPromptsResponse(prompts=[prompt_status(view) for view in views])
+
+    async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
+        """Return one prompt."""
+        async with translated(context):
+            view = self._cache.view(request.name)
+        return prompt_status(view)
+
+    async def WatchPrompt(self, request: pb.GetPromptRequest, context: Context) -> AsyncIterator[pb.PromptStatus]:
+        """Return one prompt now and whenever it changes."""
+        last: PromptView | None = None
+        while True:
+            async with translated(context):
+                view = self._cache.view(request.name)
+            if view != last:
+                last = view
+                yield prompt_status(view)
+            await asyncio.sleep(_WATCH_POLL_S)
+
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
+        """End a promise."""
+        async with translated(context):
+            view = await self._cache.unpin(request.name)
+        return prompt_status(view)
+
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
+        """Drop a prompt's chunks."""
+        async with translated(context):
+            done = await self._cache.evict(request.name, force=request.force)
+        return pb.EvictResponse(
+            num_chunks=done.num_chunks,
+            host_bytes=done.host_bytes,
+            disk_bytes=done.disk_bytes,
+            num_shared_chunks=done.num_shared_chunks,
+        )
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
+        """Return tiers, sessions, namespaces and counters."""
+        return daemon_status(self._cache)

@@ -1,0 +1,116 @@
+"""The service's views as messages of proto/kvtier/v1/cache.proto."""
+
+import os
+
+from kvtier._pb import cache_pb2 as pb
+from kvtier.service import Cache
+from kvtier.service.namespace import Namespace
+from kvtier.service.prompts import tokens_digest
+from kvtier.service.session import Session
+from kvtier.service.views import BindingView, PromptState, PromptView
+from kvtier.version import __version__
+
+_STATES = {
+    PromptState.UNRENDERED: pb.PromptStatus.UNRENDERED,
+    PromptState.WAITING: pb.PromptStatus.WAITING,
+    PromptState.CAPTURING: pb.PromptStatus.CAPTURING,
+    PromptState.DURABLE: pb.PromptStatus.DURABLE,
+    PromptState.OVER_QUOTA: pb.PromptStatus.OVER_QUOTA,
+}
+
+
+def prompt_status(view: PromptView) -> pb.PromptStatus:
+    """Return a prompt as a message."""
+    prompt = view.prompt
+    return pb.PromptStatus(
+        name=prompt.name,
+        pin_id=prompt.pin_id,
+        pinned=prompt.pinned,
+        state=_STATES[view.state],
+        model=prompt.model,
+        lora_name=prompt.lora_name,
+        cache_salt=prompt.cache_salt,
+        num_tokens=len(prompt.tokens),
+        created_unix_s=prompt.created_unix_s,
+        expires_unix_s=prompt.expires_unix_s,
+        bindings=[_binding(binding) for binding in view.bindings],
+        recipe_json=prompt.recipe_json,
+        num_engines=view.num_engines,
+        num_confirmed=view.num_confirmed,
+        tokens_digest=tokens_digest(prompt.tokens),
+        error=view.error,
+    )
+
+
+def _binding(view: BindingView) -> pb.PromptBinding:
+    return pb.PromptBinding(
+        namespace_id=view.namespace_id,
+        model=view.model,
+        covered_tokens=view.covered_tokens,
+        num_chunks=view.num_chunks,
+        num_host_chunks=view.num_host_chunks,
+        num_durable_chunks=view.num_durable_chunks,
+        raw_bytes=view.raw_bytes,
+        disk_bytes=view.disk_bytes,
+        live=view.live,
+    )
+
+
+def daemon_status(cache: Cache) -> pb.DaemonStatus:
+    """Return the whole daemon as a message."""
+    namespaces = list(cache.namespaces.values())
+    prompts = list(cache.prompts)
+    return pb.DaemonStatus(
+        version=__version__,
+        pid=os.getpid(),
+        started_unix_s=cache.started_unix_s,
+        socket=str(cache.config.server.socket),
+        host=pb.TierStatus(
+            location=str(cache.config.host.arena_dir),
+            used_bytes=sum(namespace.table.num_host * namespace.layout.row_bytes for namespace in namespaces),
+            limit_bytes=cache.stores.budget.limit_bytes,
+            num_chunks=sum(namespace.table.num_host for namespace in namespaces),
+        ),
+        disk=pb.TierStatus(
+            location=str(cache.config.disk.disk_dir),
+            used_bytes=cache.stores.disk_usage.used_bytes,
+            limit_bytes=cache.stores.disk_usage.limit_bytes,
+            num_chunks=sum(_num_on_disk(namespace) for namespace in namespaces),
+        ),
+        sessions=[_session(session) for session in cache.sessions],
+        namespaces=[_namespace(namespace) for namespace in namespaces],
+        num_prompts=len(prompts),
+        num_pinned=sum(prompt.pinned for prompt in prompts),
+        counters=cache.stores.counters.as_dict(),
+    )
+
+
+def _num_on_disk(namespace: Namespace) -> int:
+    return sum(chunk.location is not None for chunk in namespace.table)
+
+
+def _session(session: Session) -> pb.SessionStatus:
+    return pb.SessionStatus(
+        session_id=session.session_id,
+        engine_id=session.hello.engine_id,
+        pid=session.hello.pid,
+        namespace_id=session.namespace.namespace_id,
+        model_names=session.hello.model_names,
+        attached_unix_s=session.attached_unix_s,
+        num_leases=session.num_leases,
+        num_store_grants=session.num_store_grants,
+        quarantined=session.ended,
+    )
+
+
+def _namespace(namespace: Namespace) -> pb.NamespaceStatus:
+    return pb.NamespaceStatus(
+        namespace_id=namespace.namespace_id,
+        model=namespace.row.model,
+        num_host_chunks=namespace.table.num_host,
+        num_disk_chunks=_num_on_disk(namespace),
+        disk_bytes=sum(chunk.location.stored_bytes for chunk in namespace.table if chunk.location is not None),
+        row_bytes=namespace.layout.row_bytes,
+        fingerprint=namespace.fingerprint,
+        live=namespace.live,
+    )

@@ -1,0 +1,263 @@
+"""EngineService: one stream, one session."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier._pb import engine_pb2_grpc
+from kvtier.core.acquire import LeasedChunk
+from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.core.slots import SlotRef
+from kvtier.errors import InvalidArgumentError, KvtierError
+from kvtier.ledger import PromptRow
+from kvtier.rpc.status import Context, translated
+from kvtier.service import Cache, EngineHello
+
+if TYPE_CHECKING:
+    from kvtier.service.session import Session
+
+PROTOCOL = 1
+_MAX_STORE_CREDITS = 4096
+
+
+class StreamPeer:
+    """Outgoing half of a session: turns the service's words into messages and queues them for the stream."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[pb.DaemonMessage | None] = asyncio.Queue()
+
+    def send(self, message: pb.DaemonMessage) -> None:
+        """Queue a message."""
+        self._queue.put_nowait(message)
+
+    def finish(self) -> None:
+        """End the stream after what is queued."""
+        self._queue.put_nowait(None)
+
+    async def next(self) -> pb.DaemonMessage | None:
+        """Return the next message to send, None at the end."""
+        return await self._queue.get()
+
+    def acquire_answered(
+        self, acquire_id: int, leased: Sequence[LeasedChunk], pending_bytes: int, promote_bytes_per_s: float
+    ) -> None:
+        """See EnginePeer."""
+        chunks = [
+            pb.ChunkResidency(
+                index=chunk.index,
+                state=pb.ChunkResidency.PROMOTING if chunk.promoting else pb.ChunkResidency.HOST,
+                slot=_slot(chunk.slot),
+            )
+            for chunk in leased
+        ]
+        self._send_update(acquire_id, chunks, pending_bytes, promote_bytes_per_s)
+
+    def promotion_advanced(
+        self,
+        acquire_id: int,
+        ready: Sequence[tuple[int, SlotRef]],
+        failed: Sequence[int],
+        pending_bytes: int,
+        promote_bytes_per_s: float,
+    ) -> None:
+        """See EnginePeer."""
+        chunks = [
+            pb.ChunkResidency(index=index, state=pb.ChunkResidency.HOST, slot=_slot(ref), from_disk=True)
+            for index, ref in ready
+        ]
+        chunks += [pb.ChunkResidency(index=index, state=pb.ChunkResidency.MISS) for index in failed]
+        self._send_update(acquire_id, chunks, pending_bytes, promote_bytes_per_s)
+
+    def _send_update(
+        self, acquire_id: int, chunks: Sequence[pb.ChunkResidency], pending_bytes: int, promote_bytes_per_s: float
+    ) -> None:
+        update = pb.AcquireUpdate(
+            acquire_id=acquire_id, chunks=chunks, pending_bytes=pending_bytes, promote_bytes_per_s=promote_bytes_per_s
+        )
+        self.send(pb.DaemonMessage(acquire_update=update))
+
+    def credits_granted(self, slots: Sequence[SlotRef]) -> None:
+        """See EnginePeer."""
+        self.send(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=[_slot(ref) for ref in slots])))
+
+    def pin_added(self, prompt: PromptRow) -> None:
+        """See EnginePeer."""
+        self.send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin_message(prompt))))
+
+    def pin_removed(self, pin_id: str) -> None:
+        """See EnginePeer."""
+        self.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
+
+    def chunks_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
+        """See EnginePeer."""
+        self.send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held)))
+
+    def ponged(self, ping_id: int) -> None:
+        """See EnginePeer."""
+        self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """Attach of proto/kvtier/v1/engine.proto."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._peers: set[StreamPeer] = set()
+
+    async def Attach(
+        self,
+        request_iterator: AsyncIterator[pb.EngineMessage],
+        context: Context,
+    ) -> AsyncIterator[pb.DaemonMessage]:
+        """Serve one session until either side ends the stream."""
+        async with translated(context):
+            hello = parse_hello(await anext(request_iterator, None))
+            peer = StreamPeer()
+            session = await self._cache.attach(hello, peer)
+        self._peers.add(peer)
+        try:
+            yield pb.DaemonMessage(welcome=self._welcome(session))
+            session.top_up()
+            reader = asyncio.create_task(self._read(session, peer, request_iterator), name="session-reader")
+            try:
+                while (message := await peer.next()) is not None:
+                    yield message
+            finally:
+                reader.cancel()
+                (outcome,) = await asyncio.gather(reader, return_exceptions=True)
+            if isinstance(outcome, KvtierError):
+                async with translated(context):
+                    raise outcome
+        finally:
+            self._peers.discard(peer)
+            self._cache.end(session)
+
+    def finish_all(self) -> None:
+        """The daemon stops: end every stream."""
+        for peer in list(self._peers):
+            peer.finish()
+
+    async def _read(self, session: "Session", peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> None:
+        try:
+            async for message in messages:
+                await self._dispatch(session, message)
+        finally:
+            peer.finish()
+
+    async def _dispatch(self, session: "Session", message: pb.EngineMessage) -> None:
+        match message.WhichOneof("kind"):
+            case "acquire":
+                session.acquire(message.acquire.acquire_id, list(message.acquire.keys))
+            case "release":
+                release = message.release
+                session.release(release.acquire_id, None if release.all else list(release.indexes))
+            case "touch":
+                session.touch(message.touch.keys)
+            case "store_begin":
+                session.store_begin(_stores(message.store_begin.stores))
+            case "store_done":
+                session.store_done(_stores(message.store_done.stores))
+            case "store_abort":
+                session.store_abort(_stores(message.store_abort.stores))
+            case "bind_pin":
+                bind = message.bind_pin
+                await self._cache.bind(session, bind.pin_id, list(bind.keys), bind.covered_tokens, bind.error)
+            case "ping":
+                session.peer.ponged(message.ping.id)
+            case kind:
+                raise InvalidArgumentError("message", kind, "Hello comes once; this kvtier knows no other message here")
+
+    def _welcome(self, session: "Session") -> pb.Welcome:
+        arena = session.namespace.arena
+        differences = [
+            pb.NamespaceDifference(namespace_id=d.namespace_id, fields=d.fields, num_prompts=d.num_prompts)
+            for d in self._cache.differences(session)
+        ]
+        return pb.Welcome(
+            session_id=session.session_id,
+            namespace_id=session.namespace.namespace_id,
+            arena=pb.ArenaInfo(
+                arena_id=arena.geometry.arena_id,
+                path=str(arena.path),
+                num_slots=arena.geometry.num_slots,
+                row_bytes=arena.geometry.row_bytes,
+            ),
+            lock_path=str(session.lock.path),
+            pins=[pin_message(prompt) for prompt in self._cache.pins_for(session)],
+            other_namespaces=differences,
+        )
+
+
+def pin_message(prompt: PromptRow) -> pb.Pin:
+    """Return a prompt as engines get it."""
+    return pb.Pin(
+        pin_id=prompt.pin_id,
+        name=prompt.name,
+        tokens=prompt.tokens,
+        model=prompt.model,
+        lora_name=prompt.lora_name,
+        lora_path=prompt.lora_path,
+        cache_salt=prompt.cache_salt,
+        pinned=prompt.pinned,
+    )
+
+
+def parse_hello(message: pb.EngineMessage | None) -> EngineHello:
+    """Check the first message of a stream.
+
+    Raises:
+        InvalidArgumentError: It is not a usable Hello.
+    """
+    if message is None or message.WhichOneof("kind") != "hello":
+        kind = message.WhichOneof("kind") if message is not None else "nothing"
+        raise InvalidArgumentError("message", kind, "the first message of a session is Hello")
+    hello = message.hello
+    if hello.protocol != PROTOCOL:
+        raise InvalidArgumentError(
+            "hello.protocol", hello.protocol, f"this daemon speaks {PROTOCOL}; run daemon and connector of one version"
+        )
+    for field in ("engine_id", "model_names", "fingerprint"):
+        if not getattr(hello, field):
+            raise InvalidArgumentError(f"hello.{field}", "", "must not be empty")
+    if not 0 < hello.store_credits <= _MAX_STORE_CREDITS:
+        raise InvalidArgumentError("hello.store_credits", hello.store_credits, f"use 1 to {_MAX_STORE_CREDITS}")
+    return EngineHello(
+        engine_id=hello.engine_id,
+        pid=hello.pid,
+        vllm_version=hello.vllm_version,
+        model_names=tuple(hello.model_names),
+        fingerprint=dict(hello.fingerprint),
+        layout=_layout(hello.layout),
+        store_credits=hello.store_credits,
+        ephemeral=hello.ephemeral,
+    )
+
+
+def _layout(message: pb.KVLayout) -> KVLayout:
+    groups = sorted(
+        (
+            GroupLayout(
+                group_idx=group.group_idx,
+                chunk_tokens=group.chunk_tokens,
+                useful_bytes=group.useful_bytes,
+                window_chunks=group.window_chunks,
+            )
+            for group in message.groups
+        ),
+        key=lambda group: group.group_idx,
+    )
+    return KVLayout(
+        num_ranks=message.num_ranks,
+        rank_bytes=message.rank_bytes,
+        num_writers=message.num_writers,
+        groups=tuple(groups),
+    )
+
+
+def _slot(ref: SlotRef) -> pb.SlotRef:
+    return pb.SlotRef(slot=ref.slot, generation=ref.generation)
+
+
+def _stores(stores: Sequence[pb.StoreSlot]) -> list[tuple[ChunkKey, SlotRef]]:
+    return [(store.key, SlotRef(store.slot.slot, store.slot.generation)) for store in stores]

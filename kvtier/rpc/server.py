@@ -1,0 +1,80 @@
+"""The gRPC server of the daemon: both services, standard health and reflection, on one unix socket."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
+from kvtier.client.address import channel_target
+from kvtier.config import DaemonConfig
+from kvtier.errors import TierIOError
+from kvtier.rpc.cache_servicer import CacheServicer
+from kvtier.rpc.engine_servicer import EngineServicer
+from kvtier.service import Cache
+
+_MAX_MESSAGE_BYTES = 64 * 1024**2
+_STREAM_GRACE_S = 1.0
+
+_SERVICES = (
+    engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name,
+    cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
+)
+
+
+async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+    """Serve until `stop` is set, then drain within `server.drain_timeout_s`.
+
+    Args:
+        config: The merged configuration; its folders exist and are locked.
+        stop: Set by whoever ends the daemon.
+        ready: Called once calls are answered.
+
+    Raises:
+        KvtierError: The stores cannot be opened, or the socket cannot be bound.
+    """
+    cache = await Cache.open(config)
+    try:
+        server, engines, health_servicer = _build(cache)
+        _bind(server, config)
+        await server.start()
+        await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+        if ready is not None:
+            ready()
+        await stop.wait()
+        await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+        engines.finish_all()
+        await server.stop(grace=min(_STREAM_GRACE_S, config.server.drain_timeout_s))
+    finally:
+        await cache.close()
+
+
+def _build(cache: Cache) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:
+    options = [
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ]
+    server = grpc.aio.server(options=options)
+    engines, health_servicer = EngineServicer(cache), HealthServicer()
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server, engines, health_servicer
+
+
+def _bind(server: grpc.aio.Server, config: DaemonConfig) -> None:
+    try:
+        server.add_insecure_port(channel_target(config.server.socket))
+    except RuntimeError as error:
+        raise TierIOError(config.server.socket, "bind the socket", OSError(0, str(error))) from error
+
+
+async def _set_health(
+    servicer: HealthServicer, state: "health_pb2.HealthCheckResponse.ServingStatus.ValueType"
+) -> None:
+    for service in ("", *_SERVICES):
+        await servicer.set(service, state)

@@ -1,0 +1,468 @@
+"""The daemon's heart: opens the stores, keeps namespaces, sessions and prompts, and carries out what operators ask."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvtier.config import DaemonConfig
+from kvtier.core.fingerprint import differing_fields, namespace_id
+from kvtier.core.layout import ChunkKey
+from kvtier.errors import (
+    DrainingError,
+    KvtierError,
+    LedgerError,
+    NamespaceMismatchError,
+    PromptPinnedError,
+)
+from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
+from kvtier.obs.log import log_event
+from kvtier.service.namespace import Namespace
+from kvtier.service.peer import EngineHello, EnginePeer
+from kvtier.service.prompts import PinWish, PromptBook, check_quota
+from kvtier.service.recovery import recover
+from kvtier.service.session import Session
+from kvtier.service.stores import Stores
+from kvtier.service.tasks import Tasks
+from kvtier.service.views import EvictionView, PromptView, view_binding, view_prompt
+from kvtier.tiers.arena import sweep_arena_directory
+from kvtier.tiers.packs import PackTier
+from kvtier.tiers.session_locks import SessionLock
+
+logger = logging.getLogger(__name__)
+
+_EXPIRY_POLL_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamespaceDifference:
+    """A namespace of the same model whose chunks an engine cannot use, and the fields that differ."""
+
+    namespace_id: str
+    fields: tuple[str, ...]
+    num_prompts: int
+
+
+class Cache:
+    """Owns everything of the daemon but gRPC. Loop thread only.
+
+    Changes (pin, unpin, evict, expiry, binding, attaching) run one at a time, so that no decision is taken
+    on a state that an awaited ledger write has meanwhile made old. They run to their end even when the caller leaves: a
+    ledger write cannot be called back, and memory has to follow it.
+    """
+
+    def __init__(self, config: DaemonConfig, stores: Stores) -> None:
+        self.config = config
+        self.stores = stores
+        self.started_unix_s = time.time()
+        self.prompts = PromptBook()
+        self.namespaces: dict[str, Namespace] = {}
+        self._tasks = Tasks()
+        self._changing = asyncio.Lock()
+        self._draining = False
+
+    @classmethod
+    async def open(cls, config: DaemonConfig) -> "Cache":
+        """Open ledger and packs, reconcile them, and take up what they hold.
+
+        The caller holds the single-instance lock: files of a dead daemon are swept.
+
+        Raises:
+            LedgerError: The ledger cannot be opened.
+            FormatVersionError: It was written by a newer kvtier.
+            TierIOError: The disk tier cannot be read.
+        """
+        sweep_arena_directory(config.host.arena_dir)
+        disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level)
+        ledger_path = config.disk.disk_dir / "ledger.sqlite"
+        _refuse_packs_without_ledger(ledger_path, disk)
+        cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path)))
+        await recover(cache)
+        cache._tasks.start("expiry", cache._expire())
+        return cache
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Sessions of all namespaces, quarantined ones too."""
+        return [session for namespace in self.namespaces.values() for session in namespace.sessions]
+
+    @property
+    def live_sessions(self) -> list[Session]:
+        """Engines attached now."""
+        return [session for session in self.sessions if not session.ended]
+
+    def adopt_namespace(self, row: NamespaceRow, *, ephemeral: bool) -> Namespace:
+        """Take a namespace in."""
+        namespace = Namespace(
+            row,
+            self.stores,
+            ephemeral=ephemeral,
+            find_room=self._find_room,
+            find_disk_room=self._find_disk_room,
+            top_up_all=self._top_up_all,
+        )
+        self.namespaces[row.namespace_id] = namespace
+        return namespace
+
+    def _find_room(self, asker: Namespace, num_bytes: int) -> None:
+        """Make other namespaces give back host memory: those without an engine first."""
+        for other in sorted(self.namespaces.values(), key=lambda namespace: namespace.live):
+            if self.stores.budget.free_bytes >= num_bytes:
+                return
+            if other is not asker and other.slots.num_backed and (not other.live or not asker.slots.num_backed):
+                other.give_back_room(num_bytes - self.stores.budget.free_bytes)
+
+    def _top_up_all(self) -> None:
+        for session in self.sessions:
+            session.top_up()
+
+    async def _find_disk_room(self, num_bytes: int) -> None:
+        """Drop from disk what is pinned no more until a pack of `num_bytes` fits.
+
+        First what no prompt names (it was replaced, or bound anew by other keys), then the oldest prompts.
+        """
+        for namespace in list(self.namespaces.values()):
+            named = {key for row in self.prompts.bindings_in(namespace.namespace_id) for key in row.keys}
+            unnamed = [chunk.key for chunk in namespace.table if chunk.location is not None and chunk.key not in named]
+            await self._drop_unpinned(namespace, unnamed, num_bytes)
+        for prompt in sorted(self.prompts, key=lambda prompt: prompt.created_unix_s):
+            for row in self.prompts.bindings_of(prompt.pin_id):
+                if row.namespace_id in self.namespaces:
+                    await self._drop_unpinned(self.namespaces[row.namespace_id], row.keys, num_bytes)
+
+    async def _drop_unpinned(self, namespace: Namespace, keys: Sequence[ChunkKey], num_bytes: int) -> None:
+        if self.stores.disk_usage.fits(num_bytes):
+            return
+        chunks = [chunk for key in keys if (chunk := namespace.table.get(key)) is not None]
+        dropped = [chunk.key for chunk in chunks if chunk.location is not None and not chunk.num_pins]
+        await namespace.drop_from_disk(dropped)
+        self.stores.counters.disk_evictions += len(dropped)
+        namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
+
+    # Engines
+
+    async def attach(self, hello: EngineHello, peer: EnginePeer) -> Session:
+        """Open a session.
+
+        Raises:
+            DrainingError: The daemon is stopping.
+            NamespaceMismatchError: The namespace exists with another layout, or is ephemeral and shall not be.
+            ArenaError: No arena can be had.
+            TierIOError: The session's lock file cannot be made.
+        """
+        async with self._changing:
+            if self._draining:
+                raise DrainingError
+            namespace = await self._namespace_of(hello)
+            session_id = uuid.uuid4().hex
+            try:
+                arena = namespace.open_arena(self.config.host.arena_dir)
+                lock = SessionLock.create(self.config.host.arena_dir, session_id)
+            except KvtierError:
+                await self._end_if_over(namespace)
+                raise
+            session = Session(session_id, namespace, hello, peer, lock)
+            namespace.sessions.append(session)
+            self.stores.counters.sessions_opened += 1
+        log_event(
+            logger,
+            "session_opened",
+            session=session_id,
+            engine=hello.engine_id,
+            pid=hello.pid,
+            namespace=namespace.namespace_id,
+            model=hello.model_names[0],
+            vllm=hello.vllm_version,
+            arena=arena.path,
+        )
+        return session
+
+    async def _namespace_of(self, hello: EngineHello) -> Namespace:
+        found_id = namespace_id(hello.fingerprint)
+        namespace = self.namespaces.get(found_id)
+        now_unix_s = time.time()
+        if namespace is None:
+            row = NamespaceRow(
+                namespace_id=found_id,
+                model=hello.model_names[0],
+                fingerprint=dict(hello.fingerprint),
+                layout=hello.layout,
+                created_unix_s=now_unix_s,
+                seen_unix_s=now_unix_s,
+            )
+            namespace = self.adopt_namespace(row, ephemeral=hello.ephemeral)
+        elif namespace.layout != hello.layout:
+            raise NamespaceMismatchError(
+                f"namespace {found_id} has another layout than this engine states for the same fingerprint; "
+                "the engine's connector and the one that created it are of different versions: upgrade both"
+            )
+        elif namespace.ephemeral != hello.ephemeral:
+            raise NamespaceMismatchError(
+                f"namespace {found_id} is {'' if namespace.ephemeral else 'not '}ephemeral and this engine's is not to "
+                "share it; give an ephemeral engine a fingerprint of its own"
+            )
+        namespace.row = replace(namespace.row, seen_unix_s=now_unix_s)
+        if not namespace.ephemeral:
+            await self.stores.in_ledger(self.stores.ledger.put_namespace, namespace.row)
+        return namespace
+
+    def pins_for(self, session: Session) -> list[PromptRow]:
+        """Return the prompts that the engine shall recognize."""
+        return [prompt for prompt in self.prompts if session.serves(prompt)]
+
+    def differences(self, session: Session) -> list[NamespaceDifference]:
+        """Explain an empty namespace: others of the same model that hold chunks, and what differs."""
+        mine = session.namespace
+        if any(chunk.held for chunk in mine.table):
+            return []
+        return [
+            NamespaceDifference(
+                namespace_id=other.namespace_id,
+                fields=tuple(differing_fields(mine.fingerprint, other.fingerprint)),
+                num_prompts=sum(self.prompts.binding(p.pin_id, other.namespace_id) is not None for p in self.prompts),
+            )
+            for other in self.namespaces.values()
+            if other is not mine and other.row.model in session.hello.model_names and any(c.held for c in other.table)
+        ]
+
+    async def bind(
+        self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str
+    ) -> None:
+        """An engine recognizes a prompt by these keys (or says why it cannot).
+
+        Raises:
+            InvalidArgumentError: A key is of no group of the namespace.
+            LedgerError: The ledger refused.
+        """
+        await self._tasks.complete("bind", self._bind(session, pin_id, keys, covered_tokens, error))
+
+    async def _bind(
+        self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str
+    ) -> None:
+        namespace = session.namespace
+        async with self._changing:
+            prompt = self.prompts.by_pin_id(pin_id)
+            if prompt is None or session.ended:
+                return
+            if error:
+                session.bind_errors[pin_id] = error
+                log_event(logger, "pin_not_bound", level=logging.WARNING, name=prompt.name, problem=error)
+                return
+            namespace.check_keys("bind_pin.keys", keys)
+            row = BindingRow(
+                pin_id=pin_id, namespace_id=namespace.namespace_id, keys=tuple(keys), covered_tokens=covered_tokens
+            )
+            old = self.prompts.binding(pin_id, namespace.namespace_id)
+            if old != row:
+                if not namespace.ephemeral:
+                    await self.stores.in_ledger(self.stores.ledger.put_binding, row)
+                if prompt.pinned:
+                    namespace.table.pin(row.keys)
+                    namespace.table.unpin(old.keys if old else ())
+                    namespace.spiller.add(row.keys)
+                self.prompts.bind(row)
+            session.bind_errors.pop(pin_id, None)
+            session.bound.add(pin_id)
+        held = [key for key in keys if namespace.table.holds(key)]
+        missing = [key for key in keys if not namespace.table.holds(key)]
+        if not session.ended:
+            session.peer.chunks_held(held, True)
+            session.peer.chunks_held(missing, False)
+
+    def end(self, session: Session) -> None:
+        """The stream is gone; its slots are freed when the engine's processes let go."""
+        had_some = session.num_leases or session.num_store_grants
+        session.lost()
+        self.stores.counters.sessions_lost += bool(had_some)
+        self._tasks.start(f"quarantine-{session.session_id[:8]}", self._quarantine(session))
+
+    async def _quarantine(self, session: Session) -> None:
+        await session.wait_until_let_go()
+        namespace = session.namespace
+        namespace.sessions.remove(session)
+        self._top_up_all()
+        await self._end_if_over(namespace)
+
+    async def _end_if_over(self, namespace: Namespace) -> None:
+        """An ephemeral namespace goes with its last session; its prompts forget that it was."""
+        if namespace.ephemeral and not namespace.sessions:
+            del self.namespaces[namespace.namespace_id]
+            self.prompts.forget_namespace(namespace.namespace_id)
+            await namespace.close()
+            self.stores.budget.give_back(namespace.slots.num_backed * namespace.layout.row_bytes)
+            self._top_up_all()
+
+    # Operators
+
+    async def pin(self, wish: PinWish) -> PromptView:
+        """Make a prompt a pinned one; durable on return.
+
+        Raises:
+            PromptExistsError: The name is taken.
+            QuotaExceededError: It would not fit on disk.
+        """
+        await self._tasks.complete("pin", self._pin(wish))
+        return self.view(wish.name)
+
+    async def _pin(self, wish: PinWish) -> None:
+        async with self._changing:
+            prompt, old = self.prompts.draft(wish, time.time())
+            check_quota(self.prompts, self.namespaces, prompt, self.config.disk.disk_bytes)
+            await self.stores.in_ledger(self.stores.ledger.put_prompt, prompt)
+            if old is not None and old.pin_id != prompt.pin_id:
+                self._let_go(old)
+            elif old is not None and not old.pinned:
+                self._count_pins(prompt, pinned=True)
+            self.prompts.put(prompt)
+            if old != prompt:
+                self._announce(prompt)
+        log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
+
+    async def unpin(self, name: str) -> PromptView:
+        """End the promise; the chunks stay as evictable cache.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+        """
+        await self._tasks.complete("unpin", self._unpin_named(name))
+        return self.view(name)
+
+    async def _unpin_named(self, name: str) -> None:
+        async with self._changing:
+            await self._unpin(self.prompts.get(name))
+
+    async def _unpin(self, prompt: PromptRow) -> None:
+        if prompt.pinned:
+            unpinned = replace(prompt, pinned=False, expires_unix_s=0.0)
+            await self.stores.in_ledger(self.stores.ledger.put_prompt, unpinned)
+            self.prompts.put(unpinned)
+            self._count_pins(unpinned, pinned=False)
+            self._announce(unpinned)
+            self._retry_refused()
+            log_event(logger, "pin_ended", name=prompt.name)
+
+    def _retry_refused(self) -> None:
+        """What the disk quota refused may fit now."""
+        for namespace in self.namespaces.values():
+            namespace.spiller.retry_refused()
+
+    async def evict(self, name: str, *, force: bool) -> EvictionView:
+        """Drop a prompt's chunks from host memory and disk, except what other pinned prompts share.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+            PromptPinnedError: It is pinned, and `force` is not set.
+        """
+        return await self._tasks.complete("evict", self._evict(name, force=force))
+
+    async def _evict(self, name: str, *, force: bool) -> EvictionView:
+        async with self._changing:
+            prompt = self.prompts.get(name)
+            if prompt.pinned and not force:
+                raise PromptPinnedError(name)
+            num_chunks = host_bytes = disk_bytes = num_shared = 0
+            for row in self.prompts.bindings_of(prompt.pin_id):
+                namespace = self.namespaces.get(row.namespace_id)
+                if namespace is None:  # ephemeral, and ended while the one before was dealt with
+                    continue
+                keys = [key for key in row.keys if (chunk := namespace.table.get(key)) is not None and chunk.held]
+                dropped = [key for key in keys if namespace.table.get(key).num_pins <= prompt.pinned]  # type: ignore[union-attr]
+                num_shared += len(keys) - len(dropped)
+                num_chunks += len(dropped)
+                # Doomed before anything is awaited: what becomes durable meanwhile is dropped by who makes it so.
+                num_freed = sum(namespace.table.doom(key) for key in dropped)
+                host_bytes += num_freed * namespace.layout.row_bytes
+                disk_bytes += await namespace.drop_from_disk(dropped)
+                self.stores.counters.host_evictions += num_freed
+                self.stores.counters.disk_evictions += len(dropped)
+                namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
+                self._top_up_all()
+            if not prompt.pinned:
+                await self.stores.in_ledger(self.stores.ledger.delete_prompt, name)
+                self._let_go(prompt)
+            self._retry_refused()
+        log_event(logger, "prompt_evicted", name=name, chunks=num_chunks, disk_bytes=disk_bytes, forced=force)
+        return EvictionView(
+            num_chunks=num_chunks, host_bytes=host_bytes, disk_bytes=disk_bytes, num_shared_chunks=num_shared
+        )
+
+    def view(self, name: str) -> PromptView:
+        """Return a prompt's status.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+        """
+        prompt = self.prompts.get(name)
+        rows = [row for row in self.prompts.bindings_of(prompt.pin_id) if row.namespace_id in self.namespaces]
+        rows.sort(key=lambda row: self.namespaces[row.namespace_id].row.seen_unix_s)
+        bindings = [view_binding(self.namespaces[row.namespace_id], row) for row in rows]
+        return view_prompt(prompt, bindings, self.live_sessions)
+
+    def _let_go(self, prompt: PromptRow) -> None:
+        """A prompt's row is gone from the ledger: forget it, and tell engines."""
+        if prompt.pinned:
+            self._count_pins(prompt, pinned=False)
+        self.prompts.forget(prompt)
+        for session in self.live_sessions:
+            session.bound.discard(prompt.pin_id)
+            session.bind_errors.pop(prompt.pin_id, None)
+            session.peer.pin_removed(prompt.pin_id)
+
+    def _count_pins(self, prompt: PromptRow, *, pinned: bool) -> None:
+        for row in self.prompts.bindings_of(prompt.pin_id):
+            namespace = self.namespaces[row.namespace_id]
+            if pinned:
+                namespace.table.pin(row.keys)
+                namespace.spiller.add(row.keys)  # what lost its place on disk while it was not pinned
+            else:
+                namespace.table.unpin(row.keys)
+
+    def _announce(self, prompt: PromptRow) -> None:
+        for session in self.live_sessions:
+            if session.serves(prompt):
+                session.peer.pin_added(prompt)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRY_POLL_S)
+            for prompt in self.prompts.expired(time.time()):
+                async with self._changing:
+                    if self.prompts.by_pin_id(prompt.pin_id) == prompt:
+                        await self._try_to_unpin(prompt)
+
+    async def _try_to_unpin(self, prompt: PromptRow) -> None:
+        try:
+            await self._unpin(prompt)
+        except LedgerError as error:  # the next turn tries again
+            log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
+
+    # The end
+
+    async def close(self) -> None:
+        """Take no new engines, make durable what is committed (within the drain timeout), free everything."""
+        self._draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.server.drain_timeout_s):
+                for namespace in list(self.namespaces.values()):  # ephemeral ones may end meanwhile
+                    await namespace.tasks.settle()
+                    await namespace.spiller.flush()
+        await self._tasks.close()
+        for namespace in self.namespaces.values():
+            await namespace.close()
+        for session in self.sessions:
+            session.lock.close()
+        self.stores.close()
+        sweep_arena_directory(self.config.host.arena_dir)
+
+
+def _refuse_packs_without_ledger(ledger_path: Path, disk: PackTier) -> None:
+    """A start sweeps packs that the ledger does not know: a lost ledger must not mean that all of them are deleted."""
+    if not ledger_path.exists() and (num_packs := len(disk.list_packs())):
+        raise LedgerError(
+            f"{ledger_path} is missing, but {disk.directory} holds {num_packs} packs; put the ledger back, or move the "
+            "packs away to begin anew"
+        )

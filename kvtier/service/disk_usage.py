@@ -1,0 +1,37 @@
+"""Bytes of all packs on disk, against `disk_bytes`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class DiskUsage:
+    """Exact at any time: it is rebuilt from the ledger at start and follows every pack."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._packs: dict[str, int] = {}
+        self._promised_bytes = 0  # packs being written
+
+    def add(self, pack_id: str, file_bytes: int) -> None:
+        """A pack came into being."""
+        self.remove(pack_id)
+        self._packs[pack_id] = file_bytes
+        self.used_bytes += file_bytes
+
+    def remove(self, pack_id: str) -> None:
+        """A pack is gone; unknown ones are ignored."""
+        self.used_bytes -= self._packs.pop(pack_id, 0)
+
+    def fits(self, num_bytes: int) -> bool:
+        """Say whether a pack of at most `num_bytes` may be written."""
+        return self.used_bytes + self._promised_bytes + num_bytes <= self.limit_bytes
+
+    @contextmanager
+    def promised(self, num_bytes: int) -> Iterator[None]:
+        """Keep room for a pack while it is written: namespaces write at the same time."""
+        self._promised_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._promised_bytes -= num_bytes

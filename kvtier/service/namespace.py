@@ -1,0 +1,241 @@
+"""One namespace: its chunks, its arena while engines use it, the sessions attached to it."""
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtier.core.chunks import ChunkTable
+from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, KVLayout, group_idx_of
+from kvtier.core.slots import SlotRef, SlotState, SlotTable
+from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError, LedgerError, TierIOError
+from kvtier.ledger import NamespaceRow
+from kvtier.obs.log import log_event
+from kvtier.service.promoter import Promoter
+from kvtier.service.spiller import Spiller
+from kvtier.service.stores import Stores
+from kvtier.service.tasks import Tasks
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.base import StoredChunk
+
+if TYPE_CHECKING:
+    from kvtier.service.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class Namespace:
+    """KV bytes that are interchangeable: one layout, one chunk table, at most one arena.
+
+    Args:
+        row: What the ledger keeps of it (an ephemeral namespace has a row too, but it is never written).
+        ephemeral: It dies with its last session and never reaches disk.
+        find_room: Asks other namespaces to give back up to n bytes of host memory; returns nothing, the budget tells.
+        find_disk_room: Drops what is pinned no more until a pack of n bytes fits, or nothing is left to drop.
+        top_up_all: Room appeared in host memory: grants it to sessions that are short of credits, in all namespaces.
+    """
+
+    def __init__(
+        self,
+        row: NamespaceRow,
+        stores: Stores,
+        *,
+        ephemeral: bool,
+        find_room: Callable[["Namespace", int], None],
+        find_disk_room: Callable[[int], Awaitable[None]],
+        top_up_all: Callable[[], None],
+    ) -> None:
+        self.row = row
+        self.stores = stores
+        self.ephemeral = ephemeral
+        self.sessions: list[Session] = []
+        self.tasks = Tasks()
+        num_slots = stores.config.host.host_bytes // row.layout.row_bytes
+        self.slots = SlotTable(num_slots, row.layout.row_bytes, stores.budget)
+        self.table: ChunkTable[StoredChunk] = ChunkTable(self.slots)
+        self.promoter = Promoter(self)
+        self.spiller = Spiller(self)
+        self._arena: Arena | None = None
+        self._find_room = find_room
+        self.find_disk_room = find_disk_room
+        self.top_up_all = top_up_all
+
+    @property
+    def namespace_id(self) -> str:
+        """The digest of its fingerprint."""
+        return self.row.namespace_id
+
+    @property
+    def layout(self) -> KVLayout:
+        """How its chunks lie in rows and packs."""
+        return self.row.layout
+
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """The fields that make it what it is."""
+        return self.row.fingerprint
+
+    @property
+    def live(self) -> bool:
+        """An engine is attached."""
+        return any(not session.ended for session in self.sessions)
+
+    @property
+    def arena(self) -> Arena:
+        """The arena; only after `open_arena`."""
+        if self._arena is None:
+            raise ArenaError(f"namespace {self.namespace_id} has no arena yet")
+        return self._arena
+
+    def open_arena(self, directory: Path) -> Arena:
+        """Create the arena if there is none.
+
+        Raises:
+            ArenaFullError: host_bytes holds not even one row.
+            ArenaError: The file cannot be made.
+        """
+        if self._arena is None:
+            if self.slots.num_slots < 1:
+                raise ArenaFullError(
+                    f"one chunk of this model takes {self.layout.row_bytes} bytes, host.bytes is "
+                    f"{self.stores.budget.limit_bytes}; raise host.bytes"
+                )
+            self._arena = Arena.create(directory, self.layout, self.slots.num_slots)
+        return self._arena
+
+    def payload(self, key: ChunkKey, ref: SlotRef) -> list[memoryview]:
+        """Return the writable views of a chunk's useful bytes in its slot."""
+        return self.arena.payload(ref.slot, group_idx_of(key))
+
+    def check_keys(self, field: str, keys: Iterable[ChunkKey]) -> None:
+        """Refuse keys that are no chunk's of this namespace.
+
+        Raises:
+            InvalidArgumentError: A key is too short, or of no group.
+        """
+        groups = set(self.layout.group_indexes())
+        for key in keys:
+            if len(key) <= GROUP_SUFFIX_BYTES or group_idx_of(key) not in groups:
+                raise InvalidArgumentError(field, key.hex(), f"group suffix must be one of {sorted(groups)}")
+
+    def payload_bytes(self, key: ChunkKey) -> int:
+        """Return the uncompressed length of a chunk."""
+        return self.layout.payload_bytes(group_idx_of(key))
+
+    # Room in host memory
+
+    def ensure_takable(self, num_slots: int) -> None:
+        """Ask other namespaces for room if fewer than `num_slots` slots could be taken now."""
+        num_short = num_slots - self.slots.num_takable
+        if num_short > 0:
+            self._find_room(self, num_short * self.layout.row_bytes)
+
+    def give_back_room(self, num_bytes: int) -> None:
+        """Evict and unback rows until `num_bytes` were given back to the budget, or nothing is left to evict."""
+        num_slots = -(-num_bytes // self.layout.row_bytes)
+        num_short = num_slots - self.slots.num_free
+        if num_short > 0:
+            self.forget_lost(self.table.make_room(num_short).lost)
+        freed = self.slots.take_back_free(num_slots)
+        if freed:
+            self.arena.unback(freed)
+
+    async def grant_slots(self, num_slots: int) -> list[SlotRef]:
+        """Take up to `num_slots` slots for writing, backed and with their generation set in the arena.
+
+        First what is free, then new pages, then what eviction frees.
+        """
+        refs = self._grant_free(num_slots)
+        if len(refs) < num_slots:
+            self.ensure_takable(num_slots - len(refs))
+            refs += await self._grant_unbacked(num_slots - len(refs))
+        if len(refs) < num_slots:
+            evicted = self.table.make_room(num_slots - len(refs))
+            self.stores.counters.host_evictions += evicted.num_slots
+            self.forget_lost(evicted.lost)
+            refs += self._grant_free(num_slots - len(refs))
+        self.stores.counters.store_credits_short += len(refs) < num_slots
+        return refs
+
+    def _grant_free(self, num_slots: int) -> list[SlotRef]:
+        refs: list[SlotRef] = []
+        while len(refs) < num_slots and (ref := self.table.grant()) is not None:
+            self.arena.set_generation(ref.slot, ref.generation)
+            refs.append(ref)
+        return refs
+
+    async def _grant_unbacked(self, num_slots: int) -> list[SlotRef]:
+        refs: list[SlotRef] = []
+        while len(refs) < num_slots and (ref := self.slots.take_unbacked(SlotState.GRANTED)) is not None:
+            refs.append(ref)
+        if not refs:
+            return []
+        num_backed = 0
+        try:
+            num_backed = await self.stores.in_io(self.arena.back, [ref.slot for ref in refs])
+        except ArenaError as error:
+            log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(error))
+        for ref in refs[:num_backed]:
+            self.slots.mark_backed(ref.slot)
+            self.arena.set_generation(ref.slot, ref.generation)
+        for ref in refs[num_backed:]:
+            self.slots.free(ref.slot)
+        if num_backed < len(refs):
+            log_event(logger, "arena_out_of_memory", level=logging.WARNING, path=self.arena.path, backed=num_backed)
+        return refs[:num_backed]
+
+    # What engines know
+
+    def announce(self, keys: Sequence[ChunkKey], *, held: bool) -> None:
+        """Tell every session that these chunks are held, or are not held any more."""
+        if keys:
+            for session in self.sessions:
+                if not session.ended:
+                    session.peer.chunks_held(keys, held)
+
+    def forget_lost(self, keys: Sequence[ChunkKey]) -> None:
+        """Chunks went out of the last tier they were in."""
+        self.announce(keys, held=False)
+
+    async def drop_from_disk(self, keys: Collection[ChunkKey]) -> int:
+        """Take chunks out of the ledger, then unlink packs left empty; return the stored bytes given up.
+
+        The chunks stop being found at once; the row goes before the file.
+
+        Raises:
+            LedgerError: The ledger refused; the chunks are on disk as before.
+        """
+        dropped: dict[ChunkKey, StoredChunk] = {}
+        for key in keys:
+            chunk = self.table.get(key)
+            if chunk is not None and chunk.location is not None:
+                dropped[key] = chunk.location
+                self.table.unplace(key)
+        if dropped:
+            try:
+                emptied = await self.stores.in_ledger(self.stores.ledger.drop_chunks, self.namespace_id, list(dropped))
+            except LedgerError:
+                for key, stored in dropped.items():
+                    self.table.place(key, stored)
+                raise
+            await self.delete_packs(emptied)
+        return sum(stored.stored_bytes for stored in dropped.values())
+
+    async def delete_packs(self, pack_ids: Iterable[str]) -> None:
+        """Unlink packs whose rows are gone; what cannot be unlinked still counts, and the next start sweeps it."""
+        for pack_id in pack_ids:
+            try:
+                await self.stores.in_io(self.stores.disk.delete_pack, pack_id)
+            except TierIOError as error:
+                log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error))
+            else:
+                self.stores.disk_usage.remove(pack_id)
+
+    async def close(self) -> None:
+        """End its tasks and unmap and unlink the arena; running disk calls are waited for."""
+        await self.spiller.close()
+        await self.promoter.close()
+        await self.tasks.close()
+        if self._arena is not None:
+            self._arena.close(unlink=True)
+            self._arena = None

@@ -1,0 +1,58 @@
+"""What the service says to an engine, and how an engine introduces itself. gRPC implements the peer, tests a list."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.core.acquire import LeasedChunk
+from kvtier.core.layout import ChunkKey, KVLayout
+from kvtier.core.slots import SlotRef
+from kvtier.ledger import PromptRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHello:
+    """Hello of proto/kvtier/v1/engine.proto, checked and typed."""
+
+    engine_id: str
+    pid: int
+    vllm_version: str
+    model_names: tuple[str, ...]
+    fingerprint: Mapping[str, str]
+    layout: KVLayout
+    store_credits: int
+    ephemeral: bool
+
+
+class EnginePeer(Protocol):
+    """The outgoing half of a session's stream. Never blocks: it queues."""
+
+    def acquire_answered(
+        self, acquire_id: int, leased: Sequence[LeasedChunk], pending_bytes: int, promote_bytes_per_s: float
+    ) -> None:
+        """First answer to an acquire."""
+
+    def promotion_advanced(
+        self,
+        acquire_id: int,
+        ready: Sequence[tuple[int, SlotRef]],
+        failed: Sequence[int],
+        pending_bytes: int,
+        promote_bytes_per_s: float,
+    ) -> None:
+        """Chunks of an acquire (by index) became readable, or will not."""
+
+    def credits_granted(self, slots: Sequence[SlotRef]) -> None:
+        """Arena slots for stores to come."""
+
+    def pin_added(self, prompt: PromptRow) -> None:
+        """A prompt to recognize, or one that changed from pinned to unpinned."""
+
+    def pin_removed(self, pin_id: str) -> None:
+        """A prompt to forget."""
+
+    def chunks_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
+        """What is held of bound keys changed."""
+
+    def ponged(self, ping_id: int) -> None:
+        """Answer to a ping."""

@@ -1,0 +1,214 @@
+"""Named prompts: what is pinned, by which keys each is recognized in which namespace, and how far it is durable."""
+
+import hashlib
+import re
+import sys
+import uuid
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvtier.core.layout import ChunkKey
+from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError, QuotaExceededError
+from kvtier.ledger import BindingRow, PromptRow
+
+if TYPE_CHECKING:
+    from kvtier.service.namespace import Namespace
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
+_MAX_TOKENS = 4 * 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinWish:
+    """PinRequest of proto/kvtier/v1/cache.proto, checked.
+
+    Raises:
+        InvalidArgumentError: A field cannot be used.
+    """
+
+    name: str
+    tokens: tuple[int, ...] = ()
+    model: str = ""
+    lora_name: str = ""
+    lora_path: str = ""
+    cache_salt: str = ""
+    recipe_json: str = ""
+    ttl_s: int = 0
+    replace: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidArgumentError(
+                "name", self.name[:40], "use 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
+            )
+        if not self.tokens and not self.recipe_json:
+            raise InvalidArgumentError("tokens", "[]", "give the prompt's token ids, or a recipe to render later")
+        if len(self.tokens) > _MAX_TOKENS:
+            raise InvalidArgumentError("tokens", f"{len(self.tokens)} ids", f"at most {_MAX_TOKENS} are supported")
+        if bool(self.lora_name) != bool(self.lora_path):
+            raise InvalidArgumentError("lora_path", self.lora_path, "lora_name and lora_path go together")
+
+
+def tokens_digest(tokens: Sequence[int]) -> str:
+    """Return a short digest of a token sequence, empty for none."""
+    if not tokens:
+        return ""
+    data = array("I", tokens)  # not token by token: this runs on the loop for every status of a prompt
+    if sys.byteorder == "big":
+        data.byteswap()
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+class PromptBook:
+    """All prompts and bindings, in memory; the ledger has the same, written before this changes. Loop thread only."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, PromptRow] = {}
+        self._by_pin_id: dict[str, PromptRow] = {}
+        self._bindings: dict[tuple[str, str], BindingRow] = {}
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        return iter(sorted(self._by_name.values(), key=lambda prompt: prompt.name))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def get(self, name: str) -> PromptRow:
+        """Return the prompt.
+
+        Raises:
+            PromptNotFoundError: There is none of this name.
+        """
+        if name not in self._by_name:
+            raise PromptNotFoundError(name)
+        return self._by_name[name]
+
+    def by_pin_id(self, pin_id: str) -> PromptRow | None:
+        """Return the prompt with this id, None when there is none (any more)."""
+        return self._by_pin_id.get(pin_id)
+
+    def bindings_of(self, pin_id: str) -> list[BindingRow]:
+        """Return the prompt's bindings, over all namespaces."""
+        return [row for (bound_id, _), row in self._bindings.items() if bound_id == pin_id]
+
+    def bindings_in(self, namespace_id: str) -> list[BindingRow]:
+        """Return the bindings in a namespace, over all prompts."""
+        return [row for (_, bound_in), row in self._bindings.items() if bound_in == namespace_id]
+
+    def binding(self, pin_id: str, namespace_id: str) -> BindingRow | None:
+        """Return the prompt's binding in a namespace."""
+        return self._bindings.get((pin_id, namespace_id))
+
+    def draft(self, wish: PinWish, now_unix_s: float) -> tuple[PromptRow, PromptRow | None]:
+        """Return the prompt as it will be, and the one whose place it takes.
+
+        The same prompt again keeps its id, and with it its bindings and chunks.
+
+        Raises:
+            PromptExistsError: The name is taken by another prompt, and replacing was not asked for.
+        """
+        old = self._by_name.get(wish.name)
+        expires_unix_s = now_unix_s + wish.ttl_s if wish.ttl_s else 0.0
+        if old is not None and (differs_in := _difference(old, wish)) is None:
+            return replace(
+                old, pinned=True, expires_unix_s=expires_unix_s, recipe_json=wish.recipe_json or old.recipe_json
+            ), old
+        if old is not None and old.tokens and not wish.replace:
+            raise PromptExistsError(wish.name, differs_in or "content")
+        return PromptRow(
+            name=wish.name,
+            pin_id=uuid.uuid4().hex,
+            pinned=True,
+            tokens=wish.tokens,
+            model=wish.model,
+            lora_name=wish.lora_name,
+            lora_path=wish.lora_path,
+            cache_salt=wish.cache_salt,
+            recipe_json=wish.recipe_json,
+            created_unix_s=now_unix_s,
+            expires_unix_s=expires_unix_s,
+        ), old
+
+    def put(self, prompt: PromptRow) -> None:
+        """Take in a prompt; another one of its name must have been forgotten before."""
+        self._by_name[prompt.name] = prompt
+        self._by_pin_id[prompt.pin_id] = prompt
+
+    def forget(self, prompt: PromptRow) -> None:
+        """Drop a prompt and its bindings."""
+        self._by_name.pop(prompt.name, None)
+        self._by_pin_id.pop(prompt.pin_id, None)
+        for row in self.bindings_of(prompt.pin_id):
+            del self._bindings[row.pin_id, row.namespace_id]
+
+    def bind(self, row: BindingRow) -> None:
+        """Take in a binding, in place of an older one."""
+        self._bindings[row.pin_id, row.namespace_id] = row
+
+    def forget_namespace(self, namespace_id: str) -> None:
+        """Drop the bindings in a namespace that has ended."""
+        for row in self.bindings_in(namespace_id):
+            del self._bindings[row.pin_id, namespace_id]
+
+    def expired(self, now_unix_s: float) -> list[PromptRow]:
+        """Return pinned prompts whose time is over."""
+        return [prompt for prompt in self if prompt.pinned and 0 < prompt.expires_unix_s <= now_unix_s]
+
+
+def _difference(old: PromptRow, wish: PinWish) -> str | None:
+    for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt"):
+        if getattr(old, field) != getattr(wish, field):
+            return field
+    return None
+
+
+def check_quota(book: PromptBook, namespaces: Mapping[str, "Namespace"], prompt: PromptRow, limit_bytes: int) -> None:
+    """Refuse a prompt that, with all pinned prompts, would not fit on disk in the namespaces that engines use now.
+
+    The estimate counts uncompressed bytes for what is not on disk yet, so it errs towards refusing.
+
+    Raises:
+        QuotaExceededError: With the numbers.
+    """
+    for namespace in namespaces.values():
+        if not namespace.live or namespace.ephemeral:
+            continue
+        serving = [session for session in namespace.sessions if session.serves(prompt)]
+        if not serving:
+            continue
+        needed_bytes = estimate_bytes(namespace, prompt)
+        used_bytes = sum(
+            pinned_bytes(namespace, other, book)
+            for other in book
+            if other.pinned and other.name != prompt.name and serving[0].serves(other)
+        )
+        if needed_bytes + used_bytes > limit_bytes:
+            raise QuotaExceededError(prompt.name, needed_bytes, used_bytes, limit_bytes)
+
+
+def estimate_bytes(namespace: "Namespace", prompt: PromptRow) -> int:
+    """Return about how many uncompressed bytes the prompt's reachable chunks take in a namespace."""
+    total = 0
+    for group in namespace.layout.groups:
+        num_chunks = len(prompt.tokens) // group.chunk_tokens
+        if group.window_chunks:
+            num_chunks = min(num_chunks, group.window_chunks)
+        total += num_chunks * namespace.layout.payload_bytes(group.group_idx)
+    return total
+
+
+def pinned_bytes(namespace: "Namespace", prompt: PromptRow, book: PromptBook) -> int:
+    """Return bytes that a pinned prompt takes on disk now, or will take."""
+    binding = book.binding(prompt.pin_id, namespace.namespace_id)
+    if binding is None:
+        return estimate_bytes(namespace, prompt)
+    return sum(_chunk_bytes(namespace, key) for key in binding.keys)
+
+
+def _chunk_bytes(namespace: "Namespace", key: ChunkKey) -> int:
+    chunk = namespace.table.get(key)
+    if chunk is None or chunk.location is None:
+        return namespace.payload_bytes(key)
+    return chunk.location.stored_bytes

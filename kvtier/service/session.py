@@ -1,0 +1,266 @@
+"""One engine's session: leases, store credits, bound pins. The contract is proto/kvtier/v1/engine.proto."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtier.core.acquire import plan_acquire
+from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.slots import SlotRef, SlotState
+from kvtier.errors import InvalidArgumentError, TierIOError
+from kvtier.ledger import PromptRow
+from kvtier.obs.log import log_event
+from kvtier.service.peer import EngineHello, EnginePeer
+from kvtier.tiers.base import checksum_of
+from kvtier.tiers.session_locks import SessionLock
+
+if TYPE_CHECKING:
+    from kvtier.service.namespace import Namespace
+
+logger = logging.getLogger(__name__)
+
+_LOCK_POLL_S = 0.1
+_MAX_CREDIT_SHARE = 4
+StoreList = Sequence[tuple[ChunkKey, SlotRef]]
+
+
+@dataclass
+class _Lease:
+    """Chunks of one acquire by index, and which of them are still being promoted."""
+
+    keys: dict[int, ChunkKey] = field(default_factory=dict)
+    pending: set[int] = field(default_factory=set)
+
+
+class Session:
+    """Everything here runs on the loop thread and never blocks; `lost` ends the session."""
+
+    def __init__(
+        self, session_id: str, namespace: "Namespace", hello: EngineHello, peer: EnginePeer, lock: SessionLock
+    ):
+        self.session_id = session_id
+        self.namespace = namespace
+        self.hello = hello
+        self.peer = peer
+        self.lock = lock
+        self.attached_unix_s = time.time()
+        self.ended = False
+        self.bound: set[str] = set()
+        self.bind_errors: dict[str, str] = {}
+        self._credits: dict[int, SlotRef] = {}
+        self._writing: dict[SlotRef, ChunkKey] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._topping_up = False
+
+    @property
+    def num_leases(self) -> int:
+        """Chunks leased."""
+        return sum(len(lease.keys) for lease in self._leases.values())
+
+    @property
+    def num_store_grants(self) -> int:
+        """Slots that this session may write."""
+        return len(self._credits) + len(self._writing)
+
+    def serves(self, prompt: PromptRow) -> bool:
+        """Say whether the engine shall recognize the prompt."""
+        return bool(prompt.tokens) and (not prompt.model or prompt.model in self.hello.model_names)
+
+    # Loads
+
+    def acquire(self, acquire_id: int, keys: Sequence[ChunkKey]) -> None:
+        """Lease what is held of `keys`, start promotions, answer.
+
+        Raises:
+            InvalidArgumentError: The id is in use.
+        """
+        if acquire_id in self._leases:
+            raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
+        namespace = self.namespace
+        namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
+        plan = plan_acquire(namespace.table, namespace.layout, keys)
+        lease = self._leases[acquire_id] = _Lease({chunk.index: chunk.key for chunk in plan.leased})
+        for chunk in plan.leased:
+            if chunk.promoting:
+                lease.pending.add(chunk.index)
+                namespace.promoter.wait_for(chunk.key, self, acquire_id, chunk.index)
+        namespace.promoter.start(plan.promotions)
+        counters = namespace.stores.counters
+        counters.acquires += 1
+        counters.acquired_chunks_disk += len(lease.pending)
+        counters.acquired_chunks_host += len(plan.leased) - len(lease.pending)
+        counters.missed_chunks += plan.num_missed
+        self.peer.acquire_answered(acquire_id, plan.leased, self._pending_bytes(lease), namespace.promoter.bytes_per_s)
+        namespace.forget_lost(plan.lost)
+
+    def _only_on_disk(self, key: ChunkKey) -> bool:
+        chunk = self.namespace.table.get(key)
+        return chunk is not None and chunk.slot is None and chunk.location is not None
+
+    def _pending_bytes(self, lease: _Lease) -> int:
+        return sum(self.namespace.payload_bytes(lease.keys[index]) for index in lease.pending)
+
+    def promotion_advanced(self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int]) -> None:
+        """Chunks of an acquire became readable, or will not (their leases are gone already)."""
+        lease = self._leases.get(acquire_id)
+        if lease is None:
+            return
+        for index in failed:
+            lease.keys.pop(index, None)
+        lease.pending.difference_update([index for index, _ in ready], failed)
+        if not lease.keys:
+            del self._leases[acquire_id]
+        still_leased = [(index, ref) for index, ref in ready if index in lease.keys]
+        rate = self.namespace.promoter.bytes_per_s
+        if not self.ended:
+            self.peer.promotion_advanced(acquire_id, still_leased, failed, self._pending_bytes(lease), rate)
+
+    def release(self, acquire_id: int, indexes: Iterable[int] | None) -> None:
+        """End leases of an acquire: all (None), or those of these indexes. What is unknown is ignored."""
+        lease = self._leases.get(acquire_id)
+        if lease is None:
+            return
+        for index in list(lease.keys) if indexes is None else indexes:
+            key = lease.keys.pop(index, None)
+            if key is not None:
+                lease.pending.discard(index)
+                self.namespace.table.unlease(key)
+        if not lease.keys:
+            del self._leases[acquire_id]
+        self.namespace.top_up_all()
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Recency only."""
+        for key in keys:
+            self.namespace.table.touch(key)
+
+    # Stores
+
+    def top_up(self) -> None:
+        """Grant credits until the session has as many as it asked for, or no slot is to be had."""
+        if not self._topping_up and not self.ended and self._num_short():
+            self._topping_up = True
+            self.namespace.tasks.start(f"credits-{self.session_id[:8]}", self._top_up())
+
+    def _num_short(self) -> int:
+        # Idle credits are slots that hold nothing: never more than a share of the arena.
+        most = max(1, self.namespace.slots.num_slots // _MAX_CREDIT_SHARE)
+        return max(0, min(self.hello.store_credits, most) - len(self._credits))
+
+    async def _top_up(self) -> None:
+        try:
+            refs = await self.namespace.grant_slots(self._num_short())
+        finally:
+            self._topping_up = False
+        if self.ended:
+            for ref in refs:
+                self.namespace.table.abort_store(ref)
+            self.namespace.top_up_all()
+            return
+        if refs:
+            self._credits |= {ref.slot: ref for ref in refs}
+            self.peer.credits_granted(refs)
+
+    def store_begin(self, stores: StoreList) -> None:
+        """Credits are being written.
+
+        Raises:
+            InvalidArgumentError: A slot was not granted to this session at that generation, or a key is of no group.
+        """
+        self.namespace.check_keys("store_begin.key", [key for key, _ in stores])
+        for key, ref in stores:
+            if self._credits.get(ref.slot) != ref:
+                raise InvalidArgumentError(
+                    "store slot", f"{ref.slot}@{ref.generation}", "was not granted to this session"
+                )
+            del self._credits[ref.slot]
+            self._writing[ref] = key
+        self.top_up()
+
+    def store_done(self, stores: StoreList) -> None:
+        """All ranks reported; the stamps decide."""
+        sealing: list[tuple[ChunkKey, SlotRef]] = []
+        for key, ref in stores:
+            if self._writing.get(ref) == key and self.namespace.table.begin_seal(ref):
+                del self._writing[ref]
+                sealing.append((key, ref))
+        if sealing:
+            self.namespace.tasks.start(f"seal-{self.session_id[:8]}", self._seal(sealing))
+
+    def store_abort(self, stores: StoreList) -> None:
+        """No rank touches these slots any more, and they hold nothing."""
+        for key, ref in stores:
+            if self._writing.get(ref) == key:
+                del self._writing[ref]
+                self.namespace.table.abort_store(ref)
+                self.namespace.stores.counters.stores_aborted += 1
+        self.namespace.top_up_all()
+
+    async def _seal(self, stores: StoreList) -> None:
+        namespace, counters = self.namespace, self.namespace.stores.counters
+        checksums = await namespace.stores.in_io(self._verify, stores)
+        held: list[ChunkKey] = []
+        refused: list[ChunkKey] = []
+        for key, ref in stores:
+            checksum = checksums.get(ref)
+            chunk = namespace.table.get(key)
+            if checksum is None or chunk is None:  # not stamped as granted, or nobody wants it any more
+                namespace.table.abort_store(ref)
+                counters.stores_refused_stamp += checksum is None
+                refused.append(key)
+                continue
+            counters.stores_committed += namespace.table.commit_store(key, ref, checksum)
+            # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
+            (held if namespace.table.holds(key) else refused).append(key)
+        namespace.spiller.add(held)
+        namespace.announce(held, held=True)
+        namespace.announce([key for key in refused if not namespace.table.holds(key)], held=False)
+        namespace.top_up_all()
+
+    def _verify(self, stores: StoreList) -> Mapping[SlotRef, int]:
+        """Worker thread: checksums of the slots whose stamps agree with the grant."""
+        arena = self.namespace.arena
+        return {
+            ref: checksum_of(arena.payload(ref.slot, group_idx_of(key)))
+            for key, ref in stores
+            if arena.stamps_agree(ref.slot, key, ref.generation)
+        }
+
+    # The end
+
+    def lost(self) -> None:
+        """The stream is gone: quarantine what the engine's processes may still touch until they let go."""
+        if self.ended:
+            return
+        self.ended = True
+        refs = [*self._credits.values(), *self._writing]
+        for ref in refs:
+            self.namespace.slots.move(ref.slot, SlotState.QUARANTINED)
+        self.namespace.stores.counters.slots_quarantined += len(refs)
+        log_event(logger, "session_lost", session=self.session_id, leases=self.num_leases, quarantined=len(refs))
+
+    async def wait_until_let_go(self) -> None:
+        """Return when no process of the engine touches slots of this session any more, and everything is freed.
+
+        Cancelled when the daemon stops: its arena goes with it.
+        """
+        # A kernel lock has no event to wait for.
+        while not self._let_go():  # noqa: ASYNC110
+            await asyncio.sleep(_LOCK_POLL_S)
+        for ref in [*self._credits.values(), *self._writing]:
+            self.namespace.table.abort_store(ref)
+        self._credits.clear()
+        self._writing.clear()
+        for acquire_id in list(self._leases):
+            self.release(acquire_id, None)
+        log_event(logger, "session_let_go", session=self.session_id)
+
+    def _let_go(self) -> bool:
+        try:
+            return self.lock.released()
+        except TierIOError as error:  # out of descriptors, for one; who knows nothing waits
+            log_event(logger, "lock_unknown", level=logging.WARNING, session=self.session_id, problem=str(error))
+            return False

@@ -1,0 +1,61 @@
+"""Named background tasks with one owner: errors are logged, and all are cancelled and awaited at the end."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvtier.errors import DrainingError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """A set of running tasks."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def start(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background; after `close` it is dropped."""
+        if self._closed:
+            coroutine.close()
+            return
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task %s failed", task.get_name(), exc_info=error)
+
+    async def complete(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end, even when the caller is cancelled meanwhile, and return its result.
+
+        Raises:
+            DrainingError: After `close`.
+        """
+        if self._closed:
+            coroutine.close()
+            raise DrainingError
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def settle(self) -> None:
+        """Wait until every task started so far has ended."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def close(self) -> None:
+        """Cancel what runs and wait for it."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

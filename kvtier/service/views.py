@@ -1,0 +1,118 @@
+"""What operators see: prompts, tiers, sessions and namespaces as plain values, computed when asked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from kvtier.ledger import BindingRow, PromptRow
+
+if TYPE_CHECKING:
+    from kvtier.service.namespace import Namespace
+    from kvtier.service.session import Session
+
+
+class PromptState(Enum):
+    """PromptStatus.State of proto/kvtier/v1/cache.proto; the meanings stand there."""
+
+    UNRENDERED = auto()
+    WAITING = auto()
+    CAPTURING = auto()
+    DURABLE = auto()
+    OVER_QUOTA = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BindingView:
+    """A prompt in one namespace."""
+
+    namespace_id: str
+    model: str
+    covered_tokens: int
+    num_chunks: int
+    num_host_chunks: int
+    num_durable_chunks: int
+    num_refused_chunks: int
+    raw_bytes: int
+    disk_bytes: int
+    live: bool
+
+    @property
+    def durable(self) -> bool:
+        """Every reachable chunk is in an fsynced pack."""
+        return self.num_durable_chunks == self.num_chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptView:
+    """A prompt and how far its promise is kept."""
+
+    prompt: PromptRow
+    state: PromptState
+    bindings: tuple[BindingView, ...]
+    num_engines: int
+    num_confirmed: int
+    error: str
+
+
+def view_binding(namespace: "Namespace", row: BindingRow) -> BindingView:
+    """Count where the chunks of a binding are."""
+    chunks = [namespace.table.get(key) for key in row.keys]
+    return BindingView(
+        namespace_id=namespace.namespace_id,
+        model=namespace.row.model,
+        covered_tokens=row.covered_tokens,
+        num_chunks=len(row.keys),
+        num_host_chunks=sum(chunk is not None and chunk.readable for chunk in chunks),
+        num_durable_chunks=sum(chunk is not None and chunk.location is not None for chunk in chunks),
+        num_refused_chunks=sum(namespace.spiller.is_refused(key) for key in row.keys),
+        raw_bytes=sum(namespace.payload_bytes(key) for key in row.keys),
+        disk_bytes=sum(
+            chunk.location.stored_bytes for chunk in chunks if chunk is not None and chunk.location is not None
+        ),
+        live=namespace.live,
+    )
+
+
+def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Sequence["Session"]) -> PromptView:
+    """Judge a prompt.
+
+    Args:
+        prompt: The prompt.
+        bindings: In each namespace, the one used last at the end.
+        sessions: Engines attached now.
+    """
+    serving = [session for session in sessions if session.serves(prompt)]
+    errors = [session.bind_errors[prompt.pin_id] for session in serving if prompt.pin_id in session.bind_errors]
+    return PromptView(
+        prompt=prompt,
+        state=_state(prompt, bindings, serving),
+        bindings=tuple(bindings),
+        num_engines=len(serving),
+        num_confirmed=sum(prompt.pin_id in session.bound for session in serving),
+        error=errors[0] if errors else "",
+    )
+
+
+def _state(prompt: PromptRow, bindings: Sequence[BindingView], serving: Sequence["Session"]) -> PromptState:
+    if not prompt.tokens:
+        return PromptState.UNRENDERED
+    live_ids = {session.namespace.namespace_id for session in serving}
+    relevant = [binding for binding in bindings if binding.namespace_id in live_ids] if live_ids else bindings[-1:]
+    if not relevant:
+        return PromptState.WAITING
+    if len(relevant) >= len(live_ids) and all(binding.durable for binding in relevant):
+        return PromptState.DURABLE
+    if any(binding.num_refused_chunks for binding in relevant):
+        return PromptState.OVER_QUOTA
+    return PromptState.CAPTURING
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionView:
+    """What an eviction did."""
+
+    num_chunks: int
+    host_bytes: int
+    disk_bytes: int
+    num_shared_chunks: int
