@@ -1,0 +1,1 @@
+"""`kvtier`, the command line: a client of the daemon (gRPC) and of vLLM (HTTP)."""

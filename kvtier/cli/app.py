@@ -1,0 +1,122 @@
+"""`kvtier`: the commands."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
+from kvtier.cli.output import Output, to_jsonable
+from kvtier.cli.pin import pin
+from kvtier.cli.tables import daemon_details, prompt_details, prompts_table
+from kvtier.client.address import SOCKET_VARIABLE, default_socket_path
+from kvtier.config.units import format_size
+from kvtier.version import __version__
+
+app = typer.Typer(
+    cls=ErrorReportingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    # A traceback with local variables would print prompts and keys.
+    pretty_exceptions_enable=False,
+    help="Pin system prompts in a self-hosted vLLM, so that their KV cache outlives GPU pressure and restarts.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon answers.",
+)
+
+_Name = Annotated[str, typer.Argument(help="Name of the prompt", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _globals(
+    context: typer.Context,
+    socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", envvar=SOCKET_VARIABLE, help="The daemon's unix socket", show_default=False),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
+    ] = False,
+) -> None:
+    context.obj = Settings(socket=socket or default_socket_path())
+
+
+app.command()(pin)
+
+
+@app.command("list")
+def list_prompts(context: typer.Context, as_json: _Json = False) -> None:
+    """List the prompts."""
+    output = Output(json=as_json)
+    with settings_of(context).connect() as client:
+        prompts = client.list()
+    if as_json:
+        output.answer([to_jsonable(status) for status in prompts])
+    elif prompts:
+        output.show(prompts_table(prompts, output.console.width))
+    else:
+        output.say("no prompts yet; pin one with: kvtier pin NAME --system FILE")
+
+
+@app.command()
+def show(context: typer.Context, name: _Name, as_json: _Json = False) -> None:
+    """Show one prompt: where its chunks are, and its source."""
+    output = Output(json=as_json)
+    with settings_of(context).connect() as client:
+        status = client.get(name)
+    if as_json:
+        output.answer(to_jsonable(status))
+    else:
+        output.show(prompt_details(status))
+
+
+@app.command()
+def unpin(context: typer.Context, name: _Name) -> None:
+    """End a pin. The chunks stay as cache until evicted."""
+    with settings_of(context).connect() as client:
+        client.unpin(name)
+    output = Output()
+    output.say(f"unpinned: {name}")
+    output.say(f"its chunks stay until there is pressure; drop them now with: kvtier evict {name}")
+
+
+@app.command()
+def evict(
+    context: typer.Context,
+    name: _Name,
+    force: Annotated[bool, typer.Option("--force", help="Even if pinned; the pin itself stays")] = False,
+) -> None:
+    """Drop a prompt's chunks from host memory and disk."""
+    with settings_of(context).connect() as client:
+        response = client.evict(name, force=force)
+    output = Output()
+    output.say(
+        f"evicted: {response.num_chunks} chunks, {format_size(response.host_bytes)} of host memory, "
+        f"{format_size(response.disk_bytes)} of disk"
+    )
+    if response.num_shared_chunks:
+        output.say(f"kept: {response.num_shared_chunks} chunks that other pinned prompts share")
+
+
+@app.command()
+def status(context: typer.Context, as_json: _Json = False) -> None:
+    """Show the daemon: tiers, attached engines, namespaces, counters."""
+    output = Output(json=as_json)
+    with settings_of(context).connect() as client:
+        daemon = client.status()
+    if as_json:
+        output.answer(to_jsonable(daemon))
+    else:
+        output.show(daemon_details(daemon))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(app())

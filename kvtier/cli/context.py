@@ -1,0 +1,65 @@
+"""What every command shares: the daemon's socket, the exit codes, and how errors reach the shell."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvtier.cli.output import Output
+from kvtier.client.address import default_socket_path
+from kvtier.client.admin import AdminClient, RemoteError
+from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_INTERRUPTED = 130
+_USAGE_KINDS = ("InvalidArgumentError",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Global options.
+
+    Attributes:
+        socket: The daemon's unix socket.
+    """
+
+    socket: Path
+
+    def connect(self) -> AdminClient:
+        """Return a client; the caller closes it."""
+        return AdminClient(self.socket)
+
+
+def settings_of(context: typer.Context) -> Settings:
+    """Return the global options of a command's context."""
+    settings = context.find_object(Settings)
+    return settings or Settings(socket=default_socket_path())
+
+
+def exit_code(error: KvtierError) -> int:
+    """Return what the shell sees of an error."""
+    if isinstance(error, DaemonUnreachableError):
+        return EXIT_UNREACHABLE
+    usage = isinstance(error, InvalidArgumentError) or (isinstance(error, RemoteError) and error.kind in _USAGE_KINDS)
+    return EXIT_USAGE if usage else EXIT_FAILED
+
+
+class ErrorReportingGroup(TyperGroup):
+    """Turns kvtier's errors into one line on stderr and an exit code, for every command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KvtierError as exc:
+            Output().fail(str(exc))
+            raise typer.Exit(exit_code(exc)) from exc
+        except BrokenPipeError as exc:
+            # `kvtier list | head`: not an error; nothing may be written on the way out either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise typer.Exit(0) from exc

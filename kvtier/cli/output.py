@@ -1,0 +1,89 @@
+"""Where the CLI writes: answers on stdout, warnings on stderr, JSON when asked."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+_PIPE_WIDTH = 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """The two streams of one command.
+
+    Attributes:
+        json: The answer is one JSON value on stdout; what is said on the way goes to stderr then.
+    """
+
+    json: bool = False
+    _out: Console = field(default_factory=lambda: _console(stderr=False))
+    _err: Console = field(default_factory=lambda: _console(stderr=True))
+
+    @property
+    def console(self) -> Console:
+        """Where progress is shown."""
+        return self._err if self.json else self._out
+
+    def say(self, text: str = "") -> None:
+        """Write a line for people."""
+        _write(self.console, Text(text))
+
+    def warn(self, text: str) -> None:
+        """Write a warning to stderr."""
+        _write(self._err, Text.assemble(("warning: ", "yellow"), text))
+
+    def fail(self, text: str) -> None:
+        """Write an error to stderr."""
+        _write(self._err, Text.assemble(("error: ", "bold red"), text))
+
+    def show(self, renderable: RenderableType) -> None:
+        """Draw a table."""
+        self.console.print(renderable)
+
+    def answer(self, value: Any) -> None:
+        """Write the JSON answer."""
+        print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        # rich would fold a table to 80 columns in a pipe, and names with it.
+        console.width = _PIPE_WIDTH
+    return console
+
+
+def _write(console: Console, text: Text) -> None:
+    # In a pipe a line stays a line, so that grep and copied commands work; a terminal gets words wrapped.
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def to_jsonable(message: Message) -> dict[str, Any]:
+    """Return a protobuf message as plain JSON values, every field present.
+
+    protobuf's own JSON form writes 64-bit numbers as strings, which no shell script expects.
+    """
+    return {f.name: _field_value(message, f) for f in message.DESCRIPTOR.fields}
+
+
+def _field_value(message: Message, descriptor: Any) -> Any:
+    value = getattr(message, descriptor.name)
+    kind = descriptor.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        return {str(key): value[key] for key in sorted(value)}
+    if descriptor.is_repeated:
+        return [_scalar(item, descriptor) for item in value]
+    return _scalar(value, descriptor)
+
+
+def _scalar(value: Any, descriptor: Any) -> Any:
+    if descriptor.message_type is not None:
+        return to_jsonable(value)
+    if descriptor.enum_type is not None:
+        return descriptor.enum_type.values_by_number[value].name
+    return value.hex() if isinstance(value, bytes) else value

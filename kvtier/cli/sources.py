@@ -1,0 +1,192 @@
+"""What an operator pins: a source read from files, kept as a recipe so that it can be rendered again.
+
+A recipe is JSON: `{"version": 1, "kind": "system", "content": "You are ...", "tools": [...]}`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import InvalidArgumentError, RenderError
+
+RECIPE_VERSION = 1
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAX_TOKEN_ID = 2**32 - 1
+_SHOWN_CHARS = 60
+
+
+class SourceKind(StrEnum):
+    """How the prompt was given."""
+
+    SYSTEM = "system"
+    MESSAGES = "messages"
+    TEXT = "text"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A prompt before rendering.
+
+    Attributes:
+        kind: Which of vLLM's inputs it is.
+        content: Text (system, text), a list of messages, or None for token ids, which are kept as tokens.
+        tools: OpenAI tools, passed through as they are.
+    """
+
+    kind: SourceKind
+    content: Any = None
+    tools: list[Any] | None = None
+
+    def to_json(self) -> str:
+        """Return the stored form."""
+        fields: dict[str, Any] = {"version": RECIPE_VERSION, "kind": self.kind.value}
+        fields |= {"content": self.content} if self.content is not None else {}
+        fields |= {"tools": self.tools} if self.tools else {}
+        return json.dumps(fields, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Recipe":
+        """Return the recipe of a stored form.
+
+        Raises:
+            RenderError: This kvtier cannot read it.
+        """
+        try:
+            fields = json.loads(text)
+            if fields["version"] > RECIPE_VERSION:
+                raise RenderError(f"the recipe has version {fields['version']}, this kvtier knows {RECIPE_VERSION}")
+            return cls(kind=SourceKind(fields["kind"]), content=fields.get("content"), tools=fields.get("tools"))
+        except (ValueError, KeyError, TypeError) as exc:
+            raise RenderError(
+                "the stored recipe is not kvtier's; pin again with --system, --messages or --text"
+            ) from exc
+
+    def messages(self) -> list[Any]:
+        """Return the chat messages of a system or messages recipe."""
+        if self.kind is SourceKind.SYSTEM:
+            return [{"role": "system", "content": self.content}]
+        return list(self.content)
+
+    def source_text(self) -> str:
+        """Return all text of the source, to tell it from what a chat template adds."""
+        return "\n".join([*_strings(self.content), *_strings(self.tools)])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def read_system(path: str, tools: list[Any] | None) -> Recipe:
+    """Read a system prompt. The text is taken as it is: a final newline counts."""
+    return Recipe(kind=SourceKind.SYSTEM, content=_read_text("--system", path), tools=tools)
+
+
+def read_plain_text(path: str) -> Recipe:
+    """Read text for the completions API, which no chat template touches."""
+    return Recipe(kind=SourceKind.TEXT, content=_read_text("--text", path))
+
+
+def read_messages(path: str, tools: list[Any] | None) -> Recipe:
+    """Read a list of chat messages, or a whole chat request with `messages` and perhaps `tools`."""
+    value = _read_json("--messages", path)
+    if isinstance(value, dict) and "messages" in value:
+        tools = tools or value.get("tools")
+        value = value["messages"]
+    messages = _require_list("--messages", path, value, 'a JSON list like [{"role": "system", "content": "..."}]')
+    for index, message in enumerate(messages):
+        _check_message(f"--messages[{index}]", message)
+    return Recipe(kind=SourceKind.MESSAGES, content=messages, tools=tools)
+
+
+def read_tools(path: str) -> list[Any]:
+    """Read OpenAI tools; what is in them is vLLM's to judge."""
+    value = _read_json("--tools", path)
+    tools = _require_list("--tools", path, value, 'a JSON list like [{"type": "function", "function": {...}}]')
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise InvalidArgumentError(
+                f"--tools[{index}]", _short(tool), "must be an object like the OpenAI API's tools"
+            )
+    return tools
+
+
+def read_tokens(path: str) -> list[int]:
+    """Read token ids: a JSON list, or an object with `tokens` as vLLM's /tokenize returns."""
+    value = _read_json("--tokens", path)
+    if isinstance(value, dict) and "tokens" in value:
+        value = value["tokens"]
+    tokens = _require_list("--tokens", path, value, 'a JSON list of token ids like [1, 3087], or {"tokens": [1, 3087]}')
+    for index, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_TOKEN_ID:
+            raise InvalidArgumentError(f"--tokens[{index}]", _short(token), "must be a token id, a whole number from 0")
+    return tokens
+
+
+def _check_message(field: str, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise InvalidArgumentError(field, _short(message), 'must be an object with "role" and "content"')
+    role = message.get("role")
+    if role not in KNOWN_ROLES:
+        raise InvalidArgumentError(f"{field}.role", _short(role), f"must be one of {', '.join(KNOWN_ROLES)}")
+    content = message.get("content")
+    if not isinstance(content, str | list) and not (role == "assistant" and content is None):
+        raise InvalidArgumentError(f"{field}.content", _short(content), "must be text, or a list of content parts")
+
+
+def _require_list(field: str, path: str, value: Any, example: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidArgumentError(field, path, f"holds {_json_kind(value)}; it must hold {example}")
+    if not value:
+        raise InvalidArgumentError(field, path, f"holds an empty list; it must hold {example}")
+    return value
+
+
+def _read_json(field: str, path: str) -> Any:
+    text = _read_text(field, path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as exc:
+        raise InvalidArgumentError(
+            field, path, f"is not valid JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}"
+        ) from exc
+
+
+def _read_text(field: str, path: str) -> str:
+    try:
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = raw.decode("utf-8")
+    except OSError as exc:
+        raise InvalidArgumentError(field, path, f"cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise InvalidArgumentError(field, path, f"is not UTF-8 text (byte {exc.start}); save it as UTF-8") from exc
+    if not text.strip():
+        raise InvalidArgumentError(field, path, "is empty; there is nothing to pin")
+    return text
+
+
+def _json_kind(value: Any) -> str:
+    kinds: Sequence[tuple[type | tuple[type, ...], str]] = (
+        (dict, "an object"),
+        (list, "a list"),
+        (str, "a string"),
+        (bool, "a boolean"),
+        ((int, float), "a number"),
+    )
+    return next((noun for kind, noun in kinds if isinstance(value, kind)), "null")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"

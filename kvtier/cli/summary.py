@@ -1,0 +1,73 @@
+"""A prompt's bindings in one line of numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier._pb.cache_pb2 import PromptBinding, PromptStatus
+
+STATE_NAMES = {
+    PromptStatus.UNRENDERED: "unrendered",
+    PromptStatus.WAITING: "waiting",
+    PromptStatus.CAPTURING: "capturing",
+    PromptStatus.DURABLE: "durable",
+    PromptStatus.OVER_QUOTA: "over quota",
+}
+STATE_MEANINGS = {
+    PromptStatus.UNRENDERED: "not yet turned into tokens; run `kvtier pin NAME` while vLLM runs",
+    PromptStatus.WAITING: "no vLLM with the kvtier connector has recognized it yet",
+    PromptStatus.CAPTURING: "chunks are stored as vLLM computes them",
+    PromptStatus.DURABLE: "every chunk is on disk and survives kill -9 and reboot",
+    PromptStatus.OVER_QUOTA: "disk.bytes leaves no room; unpin and evict a prompt, or raise it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Numbers over the namespaces that count: those of attached engines, else the last one."""
+
+    covered_tokens: int
+    num_chunks: int
+    num_host_chunks: int
+    num_durable_chunks: int
+    raw_bytes: int
+    disk_bytes: int
+
+    @property
+    def complete(self) -> bool:
+        """Every chunk is durable, and there is at least one."""
+        return 0 < self.num_chunks <= self.num_durable_chunks
+
+    @property
+    def missing(self) -> bool:
+        """Some chunk may be neither in host memory nor on disk.
+
+        A chunk that is in both hides one that is in neither, so False is a guess that the next status corrects.
+        """
+        return self.num_host_chunks + self.num_durable_chunks < self.num_chunks
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes per byte on disk; 0 when nothing is there."""
+        return self.raw_bytes / self.disk_bytes if self.disk_bytes else 0.0
+
+
+def state_name(status: PromptStatus) -> str:
+    """Return the state as people read it."""
+    return STATE_NAMES.get(status.state, "unknown")
+
+
+def summarize(status: PromptStatus) -> Summary:
+    """Return the numbers of a prompt."""
+    bindings = _counted(status)
+    return Summary(
+        covered_tokens=max((b.covered_tokens for b in bindings), default=0),
+        num_chunks=sum(b.num_chunks for b in bindings),
+        num_host_chunks=sum(b.num_host_chunks for b in bindings),
+        num_durable_chunks=sum(b.num_durable_chunks for b in bindings),
+        raw_bytes=sum(b.raw_bytes for b in bindings),
+        disk_bytes=sum(b.disk_bytes for b in bindings),
+    )
+
+
+def _counted(status: PromptStatus) -> Sequence[PromptBinding]:
+    return [b for b in status.bindings if b.live] or list(status.bindings)[-1:]

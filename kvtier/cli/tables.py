@@ -1,0 +1,231 @@
+"""What `list`, `show` and `status` look like. Drawn to fit 80 columns."""
+
+import json
+import time
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
+from kvtier.cli.summary import STATE_MEANINGS, state_name, summarize
+from kvtier.cli.units import format_age, format_duration, format_expiry, format_moment
+from kvtier.config.units import format_size
+
+_SHORT_ID = 12
+_MODEL_CHARS = 22
+_MIN_MODEL_CHARS = 12
+_NUMBERS_WIDTH = 56
+_PREVIEW_CHARS = 300
+
+
+def prompts_table(prompts: Iterable[PromptStatus], width: int) -> Table:
+    """Return the table of `kvtier list`, for a console of so many columns."""
+    # What the other columns leave is for name and model.
+    model_chars = max(_MIN_MODEL_CHARS, (width - _NUMBERS_WIDTH) // 2)
+    table = _table("NAME", "STATE", "PIN", "TOKENS>", "CHUNKS>", "HOST>", "DISK>", "MODEL", "AGE>", "ENDS>")
+    for status in prompts:
+        numbers = summarize(status)
+        table.add_row(
+            status.name,
+            state_name(status),
+            "yes" if status.pinned else "no",
+            str(status.num_tokens) if status.num_tokens else "-",
+            f"{numbers.num_durable_chunks}/{numbers.num_chunks}" if numbers.num_chunks else "-",
+            str(numbers.num_host_chunks) if numbers.num_chunks else "-",
+            _compact(numbers.disk_bytes),
+            _short_model(status.model or "any", model_chars),
+            format_age(status.created_unix_s),
+            format_expiry(status.expires_unix_s) if status.pinned else "-",
+        )
+    return table
+
+
+def prompt_details(status: PromptStatus) -> RenderableType:
+    """Return what `kvtier show` prints."""
+    rows = {
+        "name": status.name,
+        "state": f"{state_name(status)}: {STATE_MEANINGS.get(status.state, '')}",
+        "pinned": _pinned(status),
+        "model": status.model or "any",
+        "LoRA": status.lora_name,
+        "cache salt": "set" if status.cache_salt else "",
+        "tokens": _tokens(status),
+        "created": format_moment(status.created_unix_s),
+        "engines": f"{status.num_engines} attached, {status.num_confirmed} confirmed",
+        "error": status.error,
+        "source": _source(status.recipe_json),
+    }
+    bindings = [bindings_table(status.bindings)] if status.bindings else []
+    return Group(_pairs(rows), *bindings)
+
+
+def bindings_table(bindings: Iterable[PromptBinding]) -> Table:
+    """Return one row per namespace of a prompt."""
+    table = _table("NAMESPACE", "LIVE", "COVERED>", "HOST>", "ON DISK>", "RAW>", "STORED>", "RATIO>")
+    for binding in bindings:
+        table.add_row(
+            binding.namespace_id[:_SHORT_ID],
+            "yes" if binding.live else "no",
+            str(binding.covered_tokens),
+            f"{binding.num_host_chunks}/{binding.num_chunks}",
+            f"{binding.num_durable_chunks}/{binding.num_chunks}",
+            format_size(binding.raw_bytes),
+            format_size(binding.disk_bytes),
+            f"{binding.raw_bytes / binding.disk_bytes:.2f}x" if binding.disk_bytes else "-",
+        )
+    return table
+
+
+def pin_result(status: PromptStatus) -> RenderableType:
+    """Return the end of `kvtier pin`: what is held, and where."""
+    numbers = summarize(status)
+    rows = {
+        "tokens": f"{status.num_tokens}, {numbers.covered_tokens} of them in whole chunks",
+        "chunks": str(numbers.num_chunks),
+        "bytes": _stored(numbers.raw_bytes, numbers.disk_bytes, numbers.ratio),
+        "in host memory": f"{numbers.num_host_chunks}/{numbers.num_chunks} chunks",
+        "on disk": f"{numbers.num_durable_chunks}/{numbers.num_chunks} chunks",
+        "ends": format_expiry(status.expires_unix_s),
+    }
+    return _pairs(rows)
+
+
+def daemon_details(status: DaemonStatus) -> RenderableType:
+    """Return what `kvtier status` prints."""
+    rows = {
+        "daemon": f"kvtier {status.version}, pid {status.pid}, up {_uptime(status.started_unix_s)}",
+        "socket": status.socket,
+        "host": _tier(status.host),
+        "disk": _tier(status.disk),
+        "prompts": f"{status.num_prompts}, {status.num_pinned} pinned",
+    }
+    parts: list[RenderableType] = [_pairs(rows), Text(), sessions_table(status.sessions)]
+    if status.namespaces:
+        parts += [Text(), namespaces_table(status.namespaces)]
+    if counted := {name: status.counters[name] for name in sorted(status.counters) if status.counters[name]}:
+        parts += [Text(), Text("Events since the daemon started", style="bold"), counters_table(counted)]
+    return Group(*parts)
+
+
+def sessions_table(sessions: Iterable[SessionStatus]) -> RenderableType:
+    """Return one row per attached engine, or how to attach one."""
+    rows = list(sessions)
+    if not rows:
+        return Text(f"engines  none attached\n         {HOW_TO_ATTACH}")
+    table = _table("ENGINE", "PID>", "MODEL", "NAMESPACE", "UP>", "LEASES>", "STORES>")
+    for row in rows:
+        table.add_row(
+            row.engine_id[:_SHORT_ID] + (" (lost)" if row.quarantined else ""),
+            str(row.pid),
+            _short_model(row.model_names[0] if row.model_names else "-"),
+            row.namespace_id[:_SHORT_ID],
+            format_age(row.attached_unix_s),
+            str(row.num_leases),
+            str(row.num_store_grants),
+        )
+    return table
+
+
+HOW_TO_ATTACH = "start vLLM with the KVTierConnector (see README, `vllm serve --kv-transfer-config ...`)"
+
+
+def namespaces_table(namespaces: Iterable[NamespaceStatus]) -> Table:
+    """Return one row per namespace."""
+    table = _table("NAMESPACE", "MODEL", "LIVE", "HOST>", "ON DISK>", "BYTES>", "SLOT>")
+    for row in namespaces:
+        table.add_row(
+            row.namespace_id[:_SHORT_ID],
+            _short_model(row.model or "-"),
+            "yes" if row.live else "no",
+            str(row.num_host_chunks),
+            str(row.num_disk_chunks),
+            format_size(row.disk_bytes),
+            format_size(row.row_bytes),
+        )
+    return table
+
+
+def counters_table(counters: dict[str, int]) -> Table:
+    """Return name and value of each counter."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in counters.items():
+        table.add_row(name, format_size(value) if "bytes" in name.split("_") else str(value))
+    return table
+
+
+def _table(*headers: str) -> Table:
+    """Return an empty table; a header that ends with > is a number's."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+    for header in headers:
+        table.add_column(
+            header.removesuffix(">"),
+            justify="right" if header.endswith(">") else "left",
+            overflow="fold",
+            no_wrap=header != "NAME",
+        )
+    return table
+
+
+def _pairs(rows: dict[str, str]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        if value:
+            # Text: a name or a prompt may contain what looks like rich's markup.
+            table.add_row(name, Text(value))
+    return table
+
+
+def _pinned(status: PromptStatus) -> str:
+    if not status.pinned:
+        return "no; `kvtier evict` drops its chunks"
+    if not status.expires_unix_s:
+        return "yes, until unpinned"
+    return f"yes, until {format_moment(status.expires_unix_s)} (in {format_expiry(status.expires_unix_s)})"
+
+
+def _tokens(status: PromptStatus) -> str:
+    return f"{status.num_tokens} (digest {status.tokens_digest[:_SHORT_ID]})" if status.num_tokens else ""
+
+
+def _stored(raw_bytes: int, disk_bytes: int, ratio: float) -> str:
+    if not disk_bytes:
+        return f"{format_size(raw_bytes)} raw, nothing on disk yet"
+    return f"{format_size(raw_bytes)} raw, {format_size(disk_bytes)} on disk ({ratio:.2f}x smaller)"
+
+
+def _source(recipe_json: str) -> str:
+    """Return the recipe's kind and its beginning; the whole is in --json."""
+    try:
+        recipe = json.loads(recipe_json)
+        content = recipe.get("content")
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
+        tools = f" with {len(recipe['tools'])} tools" if recipe.get("tools") else ""
+        shown = text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + f"… ({len(text)} characters)"
+        return f"{recipe.get('kind', 'unknown')}{tools}\n{shown}".strip()
+    except (ValueError, AttributeError, TypeError):
+        return ""
+
+
+def _tier(tier: TierStatus) -> str:
+    share = 100 * tier.used_bytes / tier.limit_bytes if tier.limit_bytes else 0
+    used = f"{format_size(tier.used_bytes)} of {format_size(tier.limit_bytes)} ({share:.0f}%)"
+    return f"{used}, {tier.num_chunks} chunks, in {tier.location}"
+
+
+def _uptime(started_unix_s: float) -> str:
+    return format_duration(time.time() - started_unix_s)
+
+
+def _compact(num_bytes: int) -> str:
+    return format_size(num_bytes).replace("iB", "").replace(" ", "") if num_bytes else "-"
+
+
+def _short_model(model: str, max_chars: int = _MODEL_CHARS) -> str:
+    """Return the end of a long model name: paths differ there."""
+    return model if len(model) <= max_chars else "…" + model[1 - max_chars :]

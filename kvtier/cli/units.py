@@ -1,0 +1,55 @@
+"""Durations and moments as people write and read them."""
+
+import re
+import time
+
+from kvtier.errors import InvalidArgumentError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
+
+
+def parse_duration(field: str, text: str) -> int:
+    """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never".
+
+    Raises:
+        InvalidArgumentError: Not a duration of at least a second.
+    """
+    if text.strip().lower() == "never":
+        return 0
+    match = _DURATION.fullmatch(text.lower())
+    seconds = int(float(match[1]) * _SECONDS[match[2]]) if match else 0
+    if seconds < 1:
+        raise InvalidArgumentError(field, text, 'must be a duration like "90s", "30m", "12h", "7d" or "2w", or "never"')
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Return the two largest units at most: "3d 4h", "5m", "12s"."""
+    left = max(0, int(seconds))
+    parts = []
+    for unit in "dhms":
+        number, left = divmod(left, _SECONDS[unit])
+        if number:
+            parts.append(f"{number}{unit}")
+        if len(parts) == 2:
+            break
+    return " ".join(parts) or "0s"
+
+
+def format_age(unix_s: float) -> str:
+    """Return how long ago a moment was, in its largest unit."""
+    return format_duration(time.time() - unix_s).split()[0] if unix_s else "-"
+
+
+def format_expiry(expires_unix_s: float) -> str:
+    """Return in how long a pin ends: "never", "3d", "expired"."""
+    if not expires_unix_s:
+        return "never"
+    left = expires_unix_s - time.time()
+    return "expired" if left <= 0 else format_duration(left).split()[0]
+
+
+def format_moment(unix_s: float) -> str:
+    """Return the local time of a moment."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else "-"

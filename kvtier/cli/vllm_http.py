@@ -1,0 +1,176 @@
+"""What the CLI asks of vLLM's API server: models, /tokenize, /detokenize and one-token completions."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httpx
+
+from kvtier.errors import InvalidArgumentError, RenderError
+
+TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SHOWN_CHARS = 400
+
+
+class VllmUnreachableError(RenderError):
+    """No vLLM answers at the URL."""
+
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(f"no vLLM answers at {url} ({problem}); start `vllm serve`, or pass --url")
+        self.url = url
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One entry of GET /v1/models.
+
+    Attributes:
+        name: What requests call it.
+        base: The model under a LoRA adapter; for a base model its first name.
+        lora_path: Where the adapter was loaded from; empty for a base model.
+    """
+
+    name: str
+    base: str
+    lora_path: str = ""
+
+    @property
+    def lora_name(self) -> str:
+        """The adapter's name; empty for a base model."""
+        return self.name if self.lora_path else ""
+
+
+class VllmClient:
+    """vLLM's HTTP API, as far as kvtier needs it.
+
+    All methods raise VllmUnreachableError when nobody answers, RenderError when vLLM refuses.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Prepare the connection.
+
+        Args:
+            url: Base URL; a trailing /v1 is cut, since /tokenize lies beside it.
+            api_key: Bearer token, if vLLM asks for one.
+
+        Raises:
+            InvalidArgumentError: Not an HTTP URL.
+        """
+        self.url = url.rstrip("/").removesuffix("/v1")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidArgumentError("--url", url, "must look like http://127.0.0.1:8000")
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            # A proxy in the environment cannot reach our loopback; loading CA files for http costs 0.1 s.
+            trust_env=parts.hostname not in _LOOPBACK,
+            verify=parts.scheme == "https",
+        )
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def models(self) -> list[ServedModel]:
+        """Return what is served: base models first, as vLLM lists them."""
+        entries = self._request("GET", "/v1/models").get("data") or []
+        # Aliases of one model share its root; engines know the first of them.
+        first_names: dict[str, str] = {}
+        for entry in entries:
+            if not entry.get("parent"):
+                first_names.setdefault(str(entry.get("root")), str(entry["id"]))
+        return [_served_model(entry, first_names) for entry in entries]
+
+    def tokenize_chat(self, model: str, messages: Sequence[Any], tools: Sequence[Any] | None) -> list[int]:
+        """Render messages with the model's chat template, generation prompt included."""
+        body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
+        return self._tokenize(body | ({"tools": list(tools)} if tools else {}))
+
+    def tokenize_text(self, model: str, text: str) -> list[int]:
+        """Tokenize as the completions API does, special tokens included."""
+        return self._tokenize({"model": model, "prompt": text})
+
+    def detokenize(self, model: str, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._request("POST", "/detokenize", {"model": model, "tokens": list(tokens)}).get("prompt", ""))
+
+    def warm(self, model: str, tokens: Sequence[int], cache_salt: str, timeout_s: float) -> None:
+        """Let vLLM compute the tokens: a completion of one token."""
+        body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
+        self._request("POST", "/v1/completions", body | ({"cache_salt": cache_salt} if cache_salt else {}), timeout_s)
+
+    def _tokenize(self, body: dict[str, Any]) -> list[int]:
+        tokens = self._request("POST", "/tokenize", body).get("tokens")
+        if not isinstance(tokens, list):
+            raise RenderError(f"{self.url}/tokenize answered without tokens; is it a vLLM server?")
+        return tokens
+
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> dict[str, Any]:
+        try:
+            response = self._http.request(
+                method, path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+            )
+        except httpx.TimeoutException as exc:
+            raise VllmUnreachableError(self.url, f"{path}: no answer within {timeout_s:g} s") from exc
+        except httpx.TransportError as exc:
+            raise VllmUnreachableError(self.url, _reason(exc)) from exc
+        if response.is_success:
+            return _json_object(response, self.url + path)
+        raise RenderError(_explain(response, self.url + path))
+
+
+def _served_model(entry: dict[str, Any], first_names: dict[str, str]) -> ServedModel:
+    name = str(entry["id"])
+    parent = entry.get("parent")
+    if not parent:
+        return ServedModel(name=name, base=first_names[str(entry.get("root"))])
+    return ServedModel(name=name, base=str(parent), lora_path=str(entry.get("root") or name))
+
+
+def _json_object(response: httpx.Response, url: str) -> dict[str, Any]:
+    try:
+        value = response.json()
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RenderError(f"{url} did not answer with a JSON object; is it a vLLM server?")
+    return value
+
+
+def _reason(exc: httpx.TransportError) -> str:
+    # "[Errno 111] Connection refused": the number helps nobody.
+    return re.sub(r"^\[Errno -?\d+\] ", "", str(exc)).lower() or type(exc).__name__
+
+
+def _explain(response: httpx.Response, url: str) -> str:
+    said = _server_message(response)
+    if response.status_code in (401, 403):
+        return f"{url} wants an API key ({said}); pass --api-key, or set VLLM_API_KEY or OPENAI_API_KEY"
+    if response.status_code == 404 and "model" not in said.lower():
+        return f"{url} does not exist ({said}); --url must be the base URL of a vLLM server"
+    return f"{url} answered {response.status_code}: {said}"
+
+
+def _server_message(response: httpx.Response) -> str:
+    try:
+        value = response.json()
+        error = value.get("error", value)
+        said = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        said = response.text or response.reason_phrase
+    return said if len(said) <= _SHOWN_CHARS else said[: _SHOWN_CHARS - 1] + "…"

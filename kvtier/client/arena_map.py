@@ -1,0 +1,175 @@
+"""A process's view of an arena: addresses of rows, generations, stamps, and the session lock that protects them."""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from kvtier.core.arena_format import HEADER_BYTES, STAMP_WORDS, WORD_BYTES, ArenaGeometry, unpack_header
+from kvtier.errors import ArenaError
+
+
+class Stamp(NamedTuple):
+    """A rank's statement that it has written its region of a slot."""
+
+    key_tag: int
+    generation: int
+    length: int
+
+
+class ArenaMap:
+    """One mapped arena file; owns the mapping until `close`.
+
+    Any thread may read and stamp; rows are plain memory that the caller copies by address. The mapping outlives the
+    file's name, so a daemon that restarts never pulls memory away from under a copy.
+    """
+
+    def __init__(self, path: Path | str, arena_id: bytes) -> None:
+        """Map the arena at `path`.
+
+        Raises:
+            ArenaError: It cannot be opened, is not an arena of this format, or is another arena than `arena_id`.
+        """
+        self.path = Path(path)
+        self._mapping = _map_file(self.path)
+        try:
+            self.geometry = _checked_geometry(self._mapping, self.path, arena_id)
+            table_bytes = self.geometry.table_words * WORD_BYTES
+            self._words = memoryview(self._mapping)[HEADER_BYTES : HEADER_BYTES + table_bytes].cast("Q")
+            self._anchor = ctypes.c_char.from_buffer(self._mapping)
+            self._base_address = ctypes.addressof(self._anchor)
+        except BaseException:
+            self._mapping.close()
+            raise
+
+    @property
+    def arena_id(self) -> bytes:
+        """The arena's identity, new with every file."""
+        return self.geometry.arena_id
+
+    def row_address(self, slot: int) -> int:
+        """Return the address of a row's first byte, valid until `close`.
+
+        Raises:
+            ArenaError: The arena has no such slot.
+        """
+        if not 0 <= slot < self.geometry.num_slots:
+            raise ArenaError(f"{self.path} has {self.geometry.num_slots} slots, asked for slot {slot}")
+        return self._base_address + self.geometry.row_offset(slot)
+
+    def generation(self, slot: int) -> int:
+        """Return the slot's generation as it is now."""
+        return self._words[self.geometry.generation_word(slot)]
+
+    def stamp(self, slot: int, rank: int, key_tag: int, generation: int, length: int) -> None:
+        """State that `rank` has written its region of the slot, all of it.
+
+        The generation word goes last: a reader that sees it sees the other words and the copied bytes too. x86 keeps
+        stores in order; the interpreter's locks between copy and stamp are full barriers elsewhere.
+        """
+        first = self.geometry.stamp_word(slot, rank)
+        self._words[first] = key_tag
+        self._words[first + 2] = length
+        self._words[first + 1] = generation
+
+    def stamp_of(self, slot: int, rank: int) -> Stamp:
+        """Return what `rank` stamped last."""
+        first = self.geometry.stamp_word(slot, rank)
+        return Stamp(*self._words[first : first + STAMP_WORDS])
+
+    def close(self) -> None:
+        """Unmap; addresses given out become invalid."""
+        if hasattr(self, "_anchor"):
+            del self._anchor
+        self._words.release()
+        self._mapping.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SessionLockHolder:
+    """Holds a session's lock file shared, so that the daemon gives none of the session's slots to anyone else.
+
+    The daemon unlinks the file, under an exclusive lock, before it reuses the slots of an ended session. So a lock that
+    was taken on a file still reachable by its path protects; anything else must not touch the arena.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._fd = -1
+
+    def acquire(self) -> None:
+        """Take the lock; never waits.
+
+        Raises:
+            ArenaError: The session has ended (the file is gone, replaced or exclusively locked).
+        """
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as exc:
+            raise ArenaError(f"cannot open session lock {self.path} ({exc.strerror}); the session has ended") from exc
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            here, there = os.fstat(self._fd), self.path.stat()
+        except OSError as exc:
+            self.release()
+            raise ArenaError(
+                f"session lock {self.path} is not to be had ({exc.strerror}); the session has ended"
+            ) from exc
+        if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+            self.release()
+            raise ArenaError(f"session lock {self.path} was replaced; the session has ended")
+
+    def release(self) -> None:
+        """Let go; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+@contextlib.contextmanager
+def session_lock(path: Path | str) -> Iterator[None]:
+    """Hold a session's lock for the length of a `with` block.
+
+    Raises:
+        ArenaError: The session has ended.
+    """
+    holder = SessionLockHolder(path)
+    holder.acquire()
+    try:
+        yield
+    finally:
+        holder.release()
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as exc:
+        raise ArenaError(
+            f"cannot open arena {path} ({exc.strerror}) as uid {os.getuid()}; run vLLM and kvtier-daemon as one user "
+            "with one /dev/shm (containers: share it, e.g. --ipc=host)"
+        ) from exc
+    try:
+        return mmap.mmap(fd, 0)
+    except (OSError, ValueError) as exc:
+        raise ArenaError(f"cannot map arena {path}: {exc}") from exc
+    finally:
+        os.close(fd)
+
+
+def _checked_geometry(mapping: mmap.mmap, path: Path, arena_id: bytes) -> ArenaGeometry:
+    geometry = unpack_header(mapping[:HEADER_BYTES])
+    if geometry.arena_id != arena_id:
+        raise ArenaError(f"{path} is arena {geometry.arena_id.hex()}, not {arena_id.hex()}; it was replaced meanwhile")
+    if len(mapping) < geometry.file_bytes:
+        raise ArenaError(f"{path} has {len(mapping)} bytes, its header asks for {geometry.file_bytes}")
+    return geometry
