@@ -1,0 +1,105 @@
+"""Binds pins: computes a prompt's chunk keys with vLLM's own hasher, in the background."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier_connector.keys import GroupShape, ReachableKeys, reachable_keys
+from kvtier_connector.lora import Adapter, AdapterDigests
+from kvtier_connector.pins import BoundPin
+
+logger = logging.getLogger(__name__)
+
+BlockHasher = Callable[[Any], list[bytes]]
+"""vLLM's `get_request_block_hasher`: block hashes of a request from its first unhashed block on."""
+
+
+@dataclass(kw_only=True)
+class _LoraName:
+    """As much of vLLM's LoRARequest as its hasher reads."""
+
+    lora_name: str
+    lora_path: str
+
+
+@dataclass(kw_only=True)
+class _Prompt:
+    """As much of vLLM's Request as its hasher reads: so salts and adapters enter exactly as for a request."""
+
+    all_token_ids: list[int]
+    cache_salt: str | None
+    lora_request: _LoraName | None
+    block_hashes: list[bytes] = field(default_factory=list)
+    mm_features: tuple[()] = ()
+    prompt_embeds: None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """The outcome for one pin: what the daemon is told, and what the mirror takes in (nothing on error)."""
+
+    message: pb.BindPin
+    bound: BoundPin | None
+
+
+class PinBinder:
+    """Turns pins into chunk keys. Background thread only.
+
+    Args:
+        groups: The engine's KV cache groups.
+        hasher: Returns vLLM's block hasher once the engine has initialized it.
+        digests: Content digests of LoRA adapters.
+        max_model_len: Longest prompt the engine serves.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupShape],
+        hasher: Callable[[], BlockHasher],
+        digests: AdapterDigests,
+        max_model_len: int,
+    ) -> None:
+        self._groups, self._hasher, self._digests = groups, hasher, digests
+        self._max_model_len = max_model_len
+
+    def bind(self, pin: pb.Pin) -> Binding:
+        """Compute the pin's reachable keys, or say why it cannot be bound."""
+        num_tokens = len(pin.tokens)
+        digest: bytes | None = None
+        if num_tokens >= self._max_model_len:
+            return _refuse(pin, f"the prompt has {num_tokens} tokens, max_model_len is {self._max_model_len}")
+        if pin.lora_name:
+            if not pin.lora_path:
+                return _refuse(pin, f"LoRA adapter {pin.lora_name!r} has no path; pin with the path vLLM loads it from")
+            digest = self._digests.digest_for_pin(Adapter(pin.lora_name, pin.lora_path))
+            if digest is None:
+                return _refuse(pin, f"LoRA adapter {pin.lora_path!r} cannot be read by the engine; check the path")
+        reachable = self._keys(pin, digest)
+        if not reachable.keys:
+            chunk_tokens = max(group.chunk_tokens for group in self._groups)
+            return _refuse(pin, f"the prompt has {num_tokens} tokens, less than one chunk of {chunk_tokens}")
+        logger.info("kvtier pin bound name=%s tokens=%d covered=%d", pin.name, num_tokens, reachable.covered_tokens)
+        return Binding(
+            message=pb.BindPin(
+                pin_id=pin.pin_id,
+                keys=reachable.keys,
+                covered_tokens=reachable.covered_tokens,
+            ),
+            bound=BoundPin(pin_id=pin.pin_id, keys=reachable.keys, pinned=pin.pinned),
+        )
+
+    def _keys(self, pin: pb.Pin, digest: bytes | None) -> ReachableKeys:
+        lora = _LoraName(lora_name=pin.lora_name, lora_path=pin.lora_path) if pin.lora_name else None
+        prompt = _Prompt(all_token_ids=list(pin.tokens), cache_salt=pin.cache_salt or None, lora_request=lora)
+        return reachable_keys(self._groups, self._hasher()(prompt), prompt.num_tokens, digest)
+
+
+def _refuse(pin: pb.Pin, error: str) -> Binding:
+    logger.warning("kvtier pin not bound name=%s: %s", pin.name, error)
+    return Binding(message=pb.BindPin(pin_id=pin.pin_id, error=error), bound=None)

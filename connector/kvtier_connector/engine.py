@@ -1,0 +1,148 @@
+"""From vLLM's configuration to a running session: the Hello, the pin binder, the parts of the manager."""
+
+import functools
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.engine import PROTOCOL_VERSION, NotReadyError
+from kvtier.version import __version__
+from kvtier_connector.background import Background
+from kvtier_connector.binder import BlockHasher, PinBinder
+from kvtier_connector.fingerprint import engine_fingerprint, weights_field
+from kvtier_connector.keys import GroupShape
+from kvtier_connector.layout import engine_layout, group_shapes, store_credits
+from kvtier_connector.link import EngineLink
+from kvtier_connector.lora import AdapterDigests
+from kvtier_connector.manager import EngineParts
+from kvtier_connector.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What this engine is; read by the session's threads, changed by nobody.
+
+    Attributes:
+        settings: The connector's settings.
+        vllm_config: vLLM's configuration.
+        kv_cache_config: Its KV cache groups.
+        offloading: vLLM's offloading view of both.
+        group_configs: vLLM's `GroupOffloadConfig` of each offloaded group.
+    """
+
+    settings: ConnectorSettings
+    vllm_config: "VllmConfig"
+    kv_cache_config: "KVCacheConfig"
+    offloading: "OffloadingConfig"
+    group_configs: Sequence[Any]
+
+    def start_session(self) -> EngineParts:
+        """Begin to attach, in the background, and return what the manager needs."""
+        background = Background("kvtier-bind")
+        digests = AdapterDigests(background)
+        hello = HelloMaker(self)
+        link = EngineLink(
+            self.settings.socket,
+            hello.make,
+            lambda: PinBinder(self.shapes, self._hasher, digests, self.vllm_config.model_config.max_model_len),
+            background,
+        )
+        link.start()
+        return EngineParts(
+            link=link,
+            digests=digests,
+            groups=self.shapes,
+            useful_bytes=tuple(group.useful_bytes for group in hello.layout.groups),
+            num_credits=hello.num_credits,
+            lookup_timeout_s=self.settings.lookup_timeout_s,
+            prefill_tokens_per_s=self.settings.prefill_tokens_per_s,
+        )
+
+    @functools.cached_property
+    def shapes(self) -> tuple[GroupShape, ...]:
+        """What decides chunk keys, per group."""
+        return group_shapes(self.group_configs)
+
+    def _hasher(self) -> BlockHasher:
+        """Return vLLM's own block hasher. Only used after Hello, so the hash seed is there."""
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+        hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+        hasher: BlockHasher = get_request_block_hasher(self.offloading.cache.tokens_per_hash, hash_fn)
+        return hasher
+
+
+class HelloMaker:
+    """Makes the Hello of each session; the slow part, fingerprinting the weights, once. Session thread.
+
+    Attributes:
+        layout: The engine's row layout.
+        num_credits: Arena slots to ask for ahead.
+    """
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self._facts = facts
+        self._engine_id = uuid.uuid4().hex
+        self._weights: str | None = None
+        self._computing = threading.Lock()  # protects _weights
+        self.layout = engine_layout(facts.offloading, facts.kv_cache_config, facts.shapes)
+        max_tokens = facts.vllm_config.scheduler_config.max_num_batched_tokens
+        self.num_credits = store_credits(max_tokens, facts.shapes)
+
+    def make(self, turn: int) -> pb.Hello:
+        """Return the Hello; after a reset of the cache, of a namespace of its own that ends with the session.
+
+        Raises:
+            NotReadyError: vLLM has not chosen its hash seed yet: it does so after it constructs the connector.
+        """
+        import vllm
+        from vllm.v1.core import kv_cache_utils
+
+        none_hash: bytes | None = getattr(kv_cache_utils, "NONE_HASH", None)
+        if none_hash is None:
+            raise NotReadyError("vLLM is still starting")
+        facts = self._facts
+        return pb.Hello(
+            protocol=PROTOCOL_VERSION,
+            engine_id=self._engine_id,
+            pid=os.getpid(),
+            vllm_version=vllm.__version__,
+            kvtier_version=__version__,
+            model_names=self._model_names(),
+            fingerprint=engine_fingerprint(
+                facts.vllm_config,
+                facts.kv_cache_config,
+                facts.offloading,
+                weights=self._weights_once(),
+                none_hash=none_hash,
+                epoch=f"{self._engine_id}:{turn}" if turn else "",
+            ),
+            layout=self.layout,
+            store_credits=self.num_credits,
+            ephemeral=turn > 0,
+        )
+
+    def _weights_once(self) -> str:
+        with self._computing:
+            if self._weights is None:
+                self._weights = weights_field(self._facts.vllm_config, self._facts.settings.weights_fingerprint)
+            return self._weights
+
+    def _model_names(self) -> list[str]:
+        model = self._facts.vllm_config.model_config
+        served = model.served_model_name
+        served = [served] if isinstance(served, str) else list(served or ())
+        return list(dict.fromkeys([*served, str(model.model)]))

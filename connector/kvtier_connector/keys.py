@@ -1,0 +1,82 @@
+"""Chunk keys: from vLLM's block hashes to what the daemon knows a chunk by. The one place that maps them.
+
+A chunk key is vLLM's offload key, except that the hash part is hashed again where vLLM's does not suffice: with a LoRA
+adapter (vLLM hashes its name and path, not its content), and for hash algorithms that yield other than 32 bytes.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey
+
+_HASH_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupShape:
+    """What of a KV cache group decides its chunk keys.
+
+    Attributes:
+        group_idx: vLLM's index of the group.
+        chunk_tokens: Tokens per chunk.
+        hashes_per_chunk: Block hashes per chunk; the last of them names the chunk.
+        window_chunks: 0 when a hit needs the whole prefix, else how many last chunks it needs.
+    """
+
+    group_idx: int
+    chunk_tokens: int
+    hashes_per_chunk: int
+    window_chunks: int
+
+    def key(self, block_hashes: Sequence[bytes], chunk_idx: int, adapter_digest: bytes | None) -> ChunkKey:
+        """Return the key of a prompt's chunk."""
+        block_hash = block_hashes[(chunk_idx + 1) * self.hashes_per_chunk - 1]
+        return chunk_key(block_hash + self.group_idx.to_bytes(GROUP_SUFFIX_BYTES, "big"), adapter_digest)
+
+    def num_chunks(self, block_hashes: Sequence[bytes]) -> int:
+        """Return how many whole chunks these hashes cover."""
+        return len(block_hashes) // self.hashes_per_chunk
+
+
+def chunk_key(offload_key: bytes, adapter_digest: bytes | None) -> ChunkKey:
+    """Return the chunk key of vLLM's offload key, under an adapter of this content or none."""
+    if adapter_digest is None and len(offload_key) == _HASH_BYTES + GROUP_SUFFIX_BYTES:
+        return offload_key
+    block_hash, suffix = offload_key[:-GROUP_SUFFIX_BYTES], offload_key[-GROUP_SUFFIX_BYTES:]
+    return hashlib.sha256(block_hash + (adapter_digest or b"")).digest() + suffix
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReachableKeys:
+    """The chunks by which a prompt is recognized and restored.
+
+    Attributes:
+        keys: In prefix order within each group, groups one after the other.
+        covered_tokens: Tokens that a restore of all of them brings back.
+    """
+
+    keys: tuple[ChunkKey, ...]
+    covered_tokens: int
+
+
+def reachable_keys(
+    groups: Sequence[GroupShape], block_hashes: Sequence[bytes], num_tokens: int, adapter_digest: bytes | None
+) -> ReachableKeys:
+    """Return what a hit on the whole prompt needs: every chunk of full-attention groups, the last window of others.
+
+    All groups end at one boundary, the last that is a whole number of chunks in each. Models with windows or recurrent
+    state keep these only where a repeat of the prompt could resume, which is one token before its end at the latest; a
+    prompt of whole chunks is bound up to the chunk before, or its last window would never be stored.
+    Source: `reachable_boundaries` in `_build_store_jobs` of vLLM 0.32.
+    """
+    boundary_tokens = math.lcm(*(group.chunk_tokens for group in groups))
+    resumable_tokens = num_tokens - 1 if any(group.window_chunks for group in groups) else num_tokens
+    covered_tokens = resumable_tokens // boundary_tokens * boundary_tokens
+    keys: list[ChunkKey] = []
+    for group in groups:
+        end = covered_tokens // group.chunk_tokens
+        first = max(0, end - group.window_chunks) if group.window_chunks else 0
+        keys.extend(group.key(block_hashes, chunk_idx, adapter_digest) for chunk_idx in range(first, end))
+    return ReachableKeys(keys=tuple(keys), covered_tokens=covered_tokens)

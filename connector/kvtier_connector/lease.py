@@ -1,0 +1,157 @@
+"""One Acquire of one request: what was asked, what the daemon said, and what is still to be released."""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.engine import Attachment
+from kvtier.core.layout import ChunkKey
+from kvtier_connector.lora import Adapter
+
+_HOST, _MISS, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
+
+
+class Residency(NamedTuple):
+    """What the daemon said of one chunk."""
+
+    state: int
+    slot: int
+    generation: int
+    from_disk: bool
+
+
+class AcquirePlan(NamedTuple):
+    """What to ask for a request.
+
+    Attributes:
+        keys: In prefix order within each group.
+        num_prefix_keys: How many of `keys`, the first ones, are the run of the first full-attention group.
+        chunk_tokens: Tokens of one chunk of that run.
+        first_token: Where the run begins.
+        end_token: Where it ends.
+    """
+
+    keys: tuple[ChunkKey, ...]
+    num_prefix_keys: int
+    chunk_tokens: int
+    first_token: int
+    end_token: int
+
+
+@dataclass(kw_only=True)
+class Lease:
+    """The scheduler's side of one Acquire. Scheduler thread only.
+
+    Attributes:
+        attachment: The session it belongs to; it dies with it.
+        acquire_id: Unique in the session.
+        plan: What was asked.
+        answer_deadline_s: When the first answer is late.
+        promote_deadline_s: Set by the first answer: until when promotions are worth waiting for.
+        pending_bytes: Being promoted, at the last update.
+        promote_bytes_per_s: The daemon's rate, at the last update.
+        is_promoting: Some chunk that could be used is still on its way from disk.
+        loading: Chunks that a load job reads now.
+    """
+
+    attachment: Attachment
+    acquire_id: int
+    plan: AcquirePlan
+    answer_deadline_s: float
+    promote_deadline_s: float | None = None
+    pending_bytes: int = 0
+    promote_bytes_per_s: float = 0.0
+    is_promoting: bool = False
+    loading: set[ChunkKey] = field(default_factory=set)
+    _chunks: dict[ChunkKey, Residency] = field(default_factory=dict)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the first answer has come."""
+        return self.promote_deadline_s is not None
+
+    def readable(self, key: ChunkKey) -> Residency | None:
+        """Return the chunk's place if it may be read, else None."""
+        chunk = self._chunks.get(key)
+        return chunk if chunk is not None and chunk.state == _HOST else None
+
+    def apply(self, update: pb.AcquireUpdate) -> None:
+        """Take in what the daemon says."""
+        for chunk in update.chunks:
+            self._chunks[self.plan.keys[chunk.index]] = Residency(
+                chunk.state, chunk.slot.slot, chunk.slot.generation, chunk.from_disk
+            )
+        self.is_promoting = self._has_usable_promotion()
+        self.pending_bytes, self.promote_bytes_per_s = update.pending_bytes, update.promote_bytes_per_s
+
+    def _has_usable_promotion(self) -> bool:
+        states = [self._chunks[key].state if key in self._chunks else _MISS for key in self.plan.keys]
+        prefix, others = states[: self.plan.num_prefix_keys], states[self.plan.num_prefix_keys :]
+        if _MISS in prefix:
+            return _PROMOTING in prefix[: prefix.index(_MISS)]
+        return _PROMOTING in prefix or _PROMOTING in others
+
+    def tokens_at_stake(self) -> int:
+        """Return the tokens that would be computed if promotions were not waited for."""
+        plan = self.plan
+        prefix, others = plan.keys[: plan.num_prefix_keys], plan.keys[plan.num_prefix_keys :]
+        if any(key in self._chunks and self.readable(key) is None for key in others):
+            return plan.end_token - plan.first_token
+        readable = next((i for i, key in enumerate(prefix) if self.readable(key) is None), len(prefix))
+        return plan.end_token - plan.first_token - readable * plan.chunk_tokens
+
+    def release(self, keys: Sequence[ChunkKey] | None = None) -> None:
+        """Give back these chunks, or all."""
+        release = pb.Release(acquire_id=self.acquire_id, all=keys is None)
+        if keys is not None:
+            wanted = set(keys)
+            release.indexes.extend(i for i, key in enumerate(self.plan.keys) if key in wanted)
+        self.attachment.send(pb.EngineMessage(release=release))
+
+
+class Phase(enum.Enum):
+    """Where a request is in its lookup round."""
+
+    NEW = enum.auto()
+    """Nothing asked in this round."""
+    ASKED = enum.auto()
+    """Acquire sent, no answer yet."""
+    PROMOTING = enum.auto()
+    """Answered; waiting for promotions."""
+    SETTLED = enum.auto()
+    """HIT and MISS are fixed; vLLM may ask again for many steps."""
+    TAKEN = enum.auto()
+    """vLLM allocated; another question means a new round (preemption, failed load)."""
+
+
+@dataclass(kw_only=True)
+class RequestState:
+    """What kvtier knows of one vLLM request. Scheduler thread only.
+
+    Attributes:
+        req_id: vLLM's id.
+        is_finished: Whether vLLM is done with it.
+        adapter: Its LoRA adapter.
+        adapter_digest: The adapter's content, once known.
+        adapter_deadline_s: Until when the request waits for that; None before the first question.
+        cacheable: False when chunk keys could not tell its KV apart: nothing is looked up or stored.
+        phase: Where its lookup round is.
+        asked_tokens: vLLM's own prefix hit when the round began.
+        lease: Of this round.
+        failed: A load failed; everything is MISS from then on.
+        store_deadline_s: Until when its stores wait for arena slots; None before the first shortage.
+    """
+
+    req_id: str
+    is_finished: Callable[[], bool] = lambda: True
+    adapter: Adapter | None = None
+    adapter_digest: bytes | None = None
+    adapter_deadline_s: float | None = None
+    cacheable: bool = True
+    phase: Phase = Phase.NEW
+    asked_tokens: int = 0
+    lease: Lease | None = None
+    failed: bool = False
+    store_deadline_s: float | None = None

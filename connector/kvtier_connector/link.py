@@ -1,0 +1,130 @@
+"""Between the session's threads and the scheduler's: an event queue, with pins bound on the way."""
+
+import logging
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.engine import Attachment, EngineSession
+from kvtier_connector.background import Background
+from kvtier_connector.binder import PinBinder
+from kvtier_connector.fingerprint import explain_difference
+from kvtier_connector.pins import BoundPin
+
+logger = logging.getLogger(__name__)
+
+
+class Attached(NamedTuple):
+    """A new session is up."""
+
+    attachment: Attachment
+
+
+class Detached(NamedTuple):
+    """A session is over."""
+
+    attachment: Attachment
+
+
+class Received(NamedTuple):
+    """The daemon said something."""
+
+    attachment: Attachment
+    message: pb.DaemonMessage
+
+
+class PinBound(NamedTuple):
+    """A pin's chunk keys are known and the daemon is being told."""
+
+    attachment: Attachment
+    pin: BoundPin
+
+
+class PinGone(NamedTuple):
+    """A pin was removed."""
+
+    attachment: Attachment
+    pin_id: str
+
+
+Event = Attached | Detached | Received | PinBound | PinGone
+
+
+class EngineLink:
+    """Owns the session and feeds the scheduler: its listener enqueues, `poll` drains.
+
+    Pins go through the background thread in the order they came. A pin's `PinBound` is enqueued before the daemon
+    hears of the binding, so what the daemon then says of its chunks finds them known.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        make_hello: Callable[[int], pb.Hello],
+        make_binder: Callable[[], PinBinder],
+        background: Background,
+    ) -> None:
+        self._session = EngineSession(socket_path, make_hello, self)
+        self._make_binder, self._background = make_binder, background
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Begin to attach, in the background."""
+        self._session.start()
+
+    def poll(self) -> Iterator[Event]:
+        """Yield what happened since the last call; never waits.
+
+        What a session before the last `reopen` said is left out: it may have attached in the very moment of the reset.
+        """
+        while not self._events.empty():
+            event = self._events.get()
+            if event.attachment.turn == self._session.turn:
+                yield event
+
+    def probe(self, wanted: bool) -> None:
+        """Say whether the session shall probe the daemon."""
+        self._session.probe(wanted)
+
+    def reopen(self) -> None:
+        """End the session and open another with a new Hello."""
+        self._session.reopen()
+
+    def close(self) -> None:
+        """End the session for good."""
+        self._background.close()
+        self._session.close()
+
+    def on_attached(self, attachment: Attachment) -> None:
+        """Enqueue; bind the pins that stand. Session thread."""
+        self._events.put(Attached(attachment))
+        for other in attachment.welcome.other_namespaces:
+            logger.warning("%s", explain_difference(other.namespace_id, sorted(other.fields), other.num_prompts))
+        for pin in attachment.welcome.pins:
+            self._submit_bind(attachment, pin)
+
+    def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
+        """Enqueue; pins by way of the background thread. Session thread."""
+        match message.WhichOneof("kind"):
+            case "pin_added":
+                self._submit_bind(attachment, message.pin_added.pin)
+            case "pin_removed":
+                gone = PinGone(attachment, message.pin_removed.pin_id)
+                self._background.submit(lambda: self._events.put(gone))
+            case _:
+                self._events.put(Received(attachment, message))
+
+    def on_detached(self, attachment: Attachment) -> None:
+        """Enqueue. Session thread."""
+        self._events.put(Detached(attachment))
+
+    def _submit_bind(self, attachment: Attachment, pin: pb.Pin) -> None:
+        self._background.submit(lambda: self._bind(attachment, pin))
+
+    def _bind(self, attachment: Attachment, pin: pb.Pin) -> None:
+        binding = self._make_binder().bind(pin)
+        if binding.bound is not None:
+            self._events.put(PinBound(attachment, binding.bound))
+        attachment.send(pb.EngineMessage(bind_pin=binding.message))

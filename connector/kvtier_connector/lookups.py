@@ -1,0 +1,189 @@
+"""The lookup rounds of all requests: one Acquire each, answered in the background, decided locally.
+
+A round goes NEW -> ASKED -> PROMOTING -> SETTLED -> TAKEN; a question after TAKEN begins another (preemption). While
+ASKED or PROMOTING the request waits without being scanned.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.breaker import Breaker
+from kvtier.client.engine import Attachment
+from kvtier.core.layout import ChunkKey
+from kvtier_connector.lease import AcquirePlan, Lease, Phase, RequestState, Residency
+from kvtier_connector.planner import AcquirePlanner
+from kvtier_connector.policy import PrefillRate, worth_waiting
+
+_TOUCH_PERIOD_S = 1.0
+_SILENT_TIMEOUTS = 4
+
+
+class Lookups:
+    """Leases of the current session. Scheduler thread only; nothing here waits or does I/O.
+
+    Args:
+        planner: Chooses what to ask.
+        breaker: Decides whether to ask.
+        rate: Forecasts what recomputing would cost.
+    """
+
+    def __init__(self, planner: AcquirePlanner, breaker: Breaker, rate: PrefillRate) -> None:
+        self._planner, self._breaker, self._rate = planner, breaker, rate
+        self._ids = itertools.count(1)
+        self._leases: dict[int, Lease] = {}
+        self._attachment: Attachment | None = None
+        self._silent_deadline_s = 0.0
+        self._touched_s: dict[ChunkKey, float] = {}
+        self._touches: list[ChunkKey] = []
+
+    def attach(self, attachment: Attachment | None) -> None:
+        """Another session is up, or none: every lease of the last one is void, and its answers are MISS."""
+        self._attachment = attachment
+        self._leases.clear()
+        self._touches.clear()
+        self._touched_s.clear()
+
+    def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
+        """Take in an answer; one for a lease given back already is ignored."""
+        self._silent_deadline_s = self._breaker.deadline_s(now_s, _SILENT_TIMEOUTS)
+        lease = self._leases.get(update.acquire_id)
+        if lease is None:
+            return
+        lease.apply(update)
+        if lease.promote_deadline_s is None:
+            lease.promote_deadline_s = now_s + self._rate.prefill_s(lease.tokens_at_stake())
+
+    def advance(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> bool:
+        """Move the request's round on; return whether its HITs and MISSes are fixed.
+
+        Args:
+            state: The request's state.
+            request: vLLM's Request; its block hashes are read when a round begins.
+            num_computed_tokens: vLLM's own prefix hit at this moment.
+            now_s: Monotonic seconds.
+        """
+        if state.phase is Phase.SETTLED and _hit_shrank(state, num_computed_tokens):
+            self.drop(state)
+            state.phase = Phase.NEW
+        if state.phase in (Phase.NEW, Phase.TAKEN):
+            self._ask(state, request, num_computed_tokens, now_s)
+        if state.phase is Phase.ASKED:
+            self._await_answer(state, now_s)
+        if state.phase is Phase.PROMOTING:
+            self._await_promotion(state, now_s)
+        return state.phase is Phase.SETTLED
+
+    def readable(self, state: RequestState, key: ChunkKey) -> Residency | None:
+        """Return where the chunk may be read under the request's lease, or None: MISS."""
+        lease = state.lease
+        if lease is None or lease.attachment is not self._attachment:
+            return None
+        return lease.readable(key)
+
+    def take(self, state: RequestState) -> None:
+        """vLLM has allocated for the request: give back what no load job reads."""
+        lease = self._live(state)
+        if lease is not None and lease.loading:
+            if rest := [key for key in lease.plan.keys if key not in lease.loading]:
+                lease.release(rest)
+        else:
+            self.drop(state)
+        state.phase = Phase.TAKEN
+
+    def loaded(self, state: RequestState, keys: Iterable[ChunkKey]) -> None:
+        """A load job is over, well or badly: give its chunks back."""
+        lease = self._live(state)
+        if lease is None:
+            return
+        lease.loading.difference_update(keys)
+        if not lease.loading:
+            self.drop(state)
+
+    def finish(self, state: RequestState) -> None:
+        """The request is gone; what a running load job reads stays leased until `loaded`."""
+        if state.lease is None or not state.lease.loading:
+            self.drop(state)
+
+    def drop(self, state: RequestState) -> None:
+        """Give back all that the request holds, also what the daemon has yet to answer: messages stay in order."""
+        lease = self._live(state)
+        state.lease = None
+        if lease is not None:
+            del self._leases[lease.acquire_id]
+            lease.release()
+
+    def flush_touches(self) -> None:
+        """Send the chunks hit in GPU memory since the last flush."""
+        if self._touches and self._attachment is not None:
+            self._attachment.send(pb.EngineMessage(touch=pb.Touch(keys=self._touches)))
+        self._touches.clear()
+
+    def _live(self, state: RequestState) -> Lease | None:
+        """Return the request's lease if its session still stands."""
+        return self._leases.get(state.lease.acquire_id) if state.lease is not None else None
+
+    def _ask(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
+        self.drop(state)
+        state.phase, state.asked_tokens = Phase.SETTLED, num_computed_tokens
+        attachment = self._attachment
+        if attachment is None or not self._breaker.is_closed or state.failed or not state.cacheable:
+            return
+        hashes, digest = request.block_hashes, state.adapter_digest
+        first_key = self._planner.first_key(hashes, digest)
+        if first_key is None:
+            return
+        self._touch(first_key, hashes, digest, num_computed_tokens, now_s)
+        plan = self._planner.plan(hashes, digest, num_computed_tokens)
+        if plan is not None:
+            state.lease = self._acquire(plan, attachment, now_s)
+            state.phase = Phase.ASKED
+
+    def _acquire(self, plan: AcquirePlan, attachment: Attachment, now_s: float) -> Lease:
+        lease = Lease(
+            attachment=attachment,
+            acquire_id=next(self._ids),
+            plan=plan,
+            answer_deadline_s=self._breaker.deadline_s(now_s),
+        )
+        self._leases[lease.acquire_id] = lease
+        attachment.send(pb.EngineMessage(acquire=pb.Acquire(acquire_id=lease.acquire_id, keys=plan.keys)))
+        return lease
+
+    def _await_answer(self, state: RequestState, now_s: float) -> None:
+        lease = self._live(state)
+        if lease is not None and lease.is_answered:
+            state.phase = Phase.PROMOTING
+        elif lease is None or self._breaker.late(lease.answer_deadline_s, now_s):
+            self.drop(state)
+            state.phase = Phase.SETTLED
+
+    def _await_promotion(self, state: RequestState, now_s: float) -> None:
+        lease = self._live(state)
+        is_worth_it = (
+            lease is not None
+            and lease.promote_deadline_s is not None
+            and lease.is_promoting
+            # Promotions come in their order: word of any shows that they move.
+            and now_s < self._silent_deadline_s
+            and worth_waiting(lease.pending_bytes, lease.promote_bytes_per_s, now_s, lease.promote_deadline_s)
+        )
+        if not is_worth_it:
+            state.phase = Phase.SETTLED
+
+    def _touch(
+        self, first_key: ChunkKey, hashes: list[bytes], digest: bytes | None, num_tokens: int, now_s: float
+    ) -> None:
+        """Note a GPU hit of a pinned prompt, at most once a second per prompt."""
+        if now_s - self._touched_s.get(first_key, -_TOUCH_PERIOD_S) < _TOUCH_PERIOD_S:
+            return
+        if keys := self._planner.pinned_prefix(hashes, digest, num_tokens):
+            self._touched_s[first_key] = now_s
+            self._touches.extend(keys)
+
+
+def _hit_shrank(state: RequestState, num_computed_tokens: int) -> bool:
+    """Return whether vLLM evicted, while the request waited, what lay before the chunks that were asked for."""
+    asked_tokens = state.asked_tokens if state.lease is None else state.lease.plan.first_token
+    return num_computed_tokens < asked_tokens

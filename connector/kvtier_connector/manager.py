@@ -1,0 +1,301 @@
+"""The scheduler half: vLLM's OffloadingManager on top of a session with the daemon. No call waits."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.breaker import Breaker
+from kvtier.client.engine import Attachment
+from kvtier.core.arena_format import key_tag_of
+from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier_connector.keys import GroupShape, chunk_key
+from kvtier_connector.lease import RequestState
+from kvtier_connector.link import Attached, Detached, EngineLink, PinBound, PinGone, Received
+from kvtier_connector.lookups import Lookups
+from kvtier_connector.lora import Adapter, AdapterDigests
+from kvtier_connector.pins import PinMirror
+from kvtier_connector.planner import AcquirePlanner
+from kvtier_connector.policy import PrefillRate
+from kvtier_connector.stores import StoreBook, store_deadline_s
+from kvtier_connector.transfer import ArenaChunk, ArenaSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What the connector knows and the manager needs.
+
+    Attributes:
+        link: The session with the daemon.
+        digests: Of LoRA adapters.
+        groups: The engine's KV cache groups.
+        useful_bytes: Per group, as announced to the daemon.
+        num_credits: As asked for in Hello.
+        lookup_timeout_s: How long a first answer may take.
+        prefill_tokens_per_s: As configured; None: measure.
+    """
+
+    link: EngineLink
+    digests: AdapterDigests
+    groups: tuple[GroupShape, ...]
+    useful_bytes: tuple[int, ...]
+    num_credits: int
+    lookup_timeout_s: float
+    prefill_tokens_per_s: float | None = None
+
+
+class KVTierOffloadingManager(OffloadingManager):
+    """Answers vLLM from local knowledge only; vLLM's spec factory makes it, the connector starts it.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._requests: dict[str, RequestState] = {}
+        self._mirror = PinMirror()
+        self._rate = PrefillRate()
+        self._attachment: Attachment | None = None
+
+    def start(self, parts: EngineParts) -> None:
+        """Begin to work with the daemon. Before, and without a session, everything is MISS."""
+        self._parts = parts
+        self._link = parts.link
+        self._breaker = Breaker(parts.lookup_timeout_s)
+        self._rate = PrefillRate(parts.prefill_tokens_per_s)
+        self._lookups = Lookups(AcquirePlanner(parts.groups, self._mirror), self._breaker, self._rate)
+        self._stores = StoreBook(self._mirror, parts.num_credits)
+
+    def register(self, request: Any) -> None:
+        """Take in a request before vLLM offers it to `on_new_request`, which knows less of it."""
+        state = RequestState(req_id=request.request_id, is_finished=request.is_finished)
+        if lora := request.lora_request:
+            state.adapter = Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)
+            # An adapter reloaded in place keeps name, path and keys, but not its content.
+            state.cacheable = not lora.load_inplace
+        self._requests[state.req_id] = state
+
+    def advance(self, request: Any, num_computed_tokens: int) -> bool:
+        """Return whether the request's HITs and MISSes are fixed; if not, vLLM shall ask again later."""
+        state = self._requests.get(request.request_id)
+        if state is None or request.skip_reading_prefix_cache:
+            return True
+        now_s = self._clock()
+        self._drain(now_s)
+        self._learn_adapter(state)
+        if state.adapter is not None and state.adapter_digest is None:
+            return not self._awaits_adapter(state, state.adapter, now_s)
+        was_closed = self._breaker.is_closed
+        is_settled = self._lookups.advance(state, request, num_computed_tokens, now_s)
+        if was_closed and not self._breaker.is_closed:
+            logger.warning("kvtier: no answer from the daemon in time; lookups are misses until it answers a probe")
+            self._link.probe(True)
+        return is_settled
+
+    def allocated(self, req_id: str) -> None:
+        """vLLM has allocated blocks for the request; called after any `prepare_load`."""
+        if (state := self._requests.get(req_id)) is not None:
+            self._lookups.take(state)
+
+    def load_failed(self, req_id: str) -> None:
+        """A worker could not load what was promised: MISS for this request from now on, or it would loop."""
+        if (state := self._requests.get(req_id)) is not None:
+            state.failed = True
+
+    def step_began(self, num_tokens: int) -> None:
+        """A step over so many tokens is scheduled."""
+        self._rate.step_began(num_tokens, self._clock())
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        state = self._state(req_context)
+        readable = self._lookups.readable(state, chunk_key(key, state.adapter_digest))
+        return LookupResult.MISS if readable is None else LookupResult.HIT
+
+    @override
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        state = self._state(req_context)
+        readable = self._lookups.readable(state, chunk_key(key, state.adapter_digest))
+        if readable is None:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED
+        return CacheHitSource.DISK if readable.from_disk else CacheHitSource.HOST
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ArenaSpec:
+        state = self._state(req_context)
+        chunks: list[ArenaChunk] = []
+        for key in self._chunk_keys(keys, state):
+            readable = self._lookups.readable(state, key)
+            # vLLM loads what lookup called HIT in this very step. Should it ever not, the job lacks a chunk and fails.
+            if readable is not None and state.lease is not None:
+                state.lease.loading.add(key)
+                chunks.append(_arena_chunk(key, readable.slot, readable.generation))
+        return self._arena_spec(state.req_id, chunks)
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        state = self._state(req_context)
+        self._lookups.loaded(state, self._chunk_keys(keys, state))
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        state, now_s = self._state(req_context), self._clock()
+        by_chunk = self._storable(keys, state, now_s)
+        if not by_chunk or self._attachment is None:
+            return PrepareStoreOutput([], self._arena_spec(state.req_id, []), [])
+        # What a finished request offers it offers for the last time.
+        if self._stores.lacks_slots(len(by_chunk)) and not state.is_finished():
+            state.store_deadline_s = state.store_deadline_s or store_deadline_s(now_s)
+            if now_s < state.store_deadline_s:
+                return None
+        begun = self._stores.begin(list(by_chunk), self._attachment)
+        chunks = [_arena_chunk(key, grant.slot, grant.generation) for key, grant in begun]
+        return PrepareStoreOutput([by_chunk[key] for key, _ in begun], self._arena_spec(state.req_id, chunks), [])
+
+    @override
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        state = self._state(req_context)
+        self._stores.complete(self._chunk_keys(keys, state), self._attachment, self._clock())
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        # A context without a registered request is one that vLLM never scheduled.
+        state = self._requests.get(req_context.req_id) or RequestState(req_id=req_context.req_id, cacheable=False)
+        req_context.set_state(state)
+        # REQUEST_LEVEL: a request whose tail was loaded must still offer a head that is missing.
+        return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.finish(self._state(req_context))
+        self._requests.pop(req_context.req_id, None)
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._drain(self._clock())
+        self._lookups.flush_touches()
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        # vLLM asks once at the end of every step.
+        self._rate.step_ended(self._clock())
+        return ()
+
+    @override
+    def reset_cache(self) -> None:
+        # vLLM forgets its jobs, the workers do not: slots of the old session stay out of use until no worker holds the
+        # session's lock. So nothing is released one by one; the session goes, and all it held.
+        self._detach()
+        self._stores.jobs_dropped()
+        self._link.reopen()
+
+    @override
+    def shutdown(self) -> None:
+        self._link.close()
+
+    def _state(self, req_context: ReqContext) -> RequestState:
+        state: RequestState | None = req_context.get_state(RequestState)
+        assert state is not None, "on_new_request comes first"
+        return state
+
+    def _learn_adapter(self, state: RequestState) -> None:
+        if state.adapter is not None and state.adapter_digest is None and state.cacheable:
+            state.adapter_digest = self._parts.digests.digest(state.adapter)
+
+    def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
+        """Return whether the adapter's content will be known in no time: a pin has had it read."""
+        state.adapter_deadline_s = state.adapter_deadline_s or self._breaker.deadline_s(now_s)
+        is_due = self._attachment is None or not state.cacheable or now_s >= state.adapter_deadline_s
+        return not is_due and self._parts.digests.is_worth_waiting(adapter)
+
+    def _storable(self, keys: Collection[OffloadKey], state: RequestState, now_s: float) -> dict[ChunkKey, OffloadKey]:
+        """Return what shall be stored, by chunk key, in the order offered."""
+        self._learn_adapter(state)
+        if not state.cacheable or (state.adapter is not None and state.adapter_digest is None):
+            return {}
+        by_chunk = {chunk_key(key, state.adapter_digest): key for key in keys}
+        return {key: by_chunk[key] for key in self._stores.wanted(list(by_chunk), now_s)}
+
+    def _chunk_keys(self, keys: Collection[OffloadKey], state: RequestState) -> list[ChunkKey]:
+        return [chunk_key(key, state.adapter_digest) for key in keys]
+
+    def _arena_spec(self, req_id: str, chunks: list[ArenaChunk]) -> ArenaSpec:
+        welcome = self._attachment.welcome if self._attachment is not None else pb.Welcome()
+        return ArenaSpec(
+            req_id=req_id,
+            arena_id=welcome.arena.arena_id,
+            arena_path=welcome.arena.path,
+            lock_path=welcome.lock_path,
+            useful_bytes=self._parts.useful_bytes,
+            chunks=tuple(chunks),
+        )
+
+    def _drain(self, now_s: float) -> None:
+        """Take in what the session's threads have heard. Never between a lookup and its `prepare_load`."""
+        for event in self._link.poll():
+            match event:
+                case Attached(attachment):
+                    self._attach(attachment)
+                case _ if event.attachment is not self._attachment:
+                    continue
+                case Detached():
+                    self._detach()
+                case PinBound(_, pin):
+                    self._mirror.add(pin)
+                case PinGone(_, pin_id):
+                    self._mirror.remove(pin_id)
+                case Received(_, message):
+                    self._receive(message, now_s)
+
+    def _receive(self, message: pb.DaemonMessage, now_s: float) -> None:
+        match message.WhichOneof("kind"):
+            case "acquire_update":
+                self._lookups.apply(message.acquire_update, now_s)
+            case "store_credits":
+                self._stores.add_credits(message.store_credits.slots)
+            case "chunks_held":
+                self._mirror.set_held(message.chunks_held.keys, message.chunks_held.held)
+                self._stores.settled(message.chunks_held.keys)
+            case "pong":
+                self._close_breaker()
+
+    def _attach(self, attachment: Attachment) -> None:
+        self._detach()
+        self._attachment = attachment
+        self._lookups.attach(attachment)
+        self._close_breaker()
+
+    def _detach(self) -> None:
+        self._attachment = None
+        self._lookups.attach(None)
+        self._stores.session_lost()
+        self._mirror.clear()
+
+    def _close_breaker(self) -> None:
+        if not self._breaker.is_closed:
+            logger.info("kvtier: the daemon answers again")
+        self._breaker.close()
+        self._link.probe(False)
+
+
+def _arena_chunk(key: ChunkKey, slot: int, generation: int) -> ArenaChunk:
+    return ArenaChunk(key_tag=key_tag_of(key), slot=slot, generation=generation, group_idx=group_idx_of(key))

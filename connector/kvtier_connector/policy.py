@@ -1,0 +1,70 @@
+"""How long a promotion is worth waiting for. Pure; time is an argument."""
+
+from collections import deque
+
+UNMEASURED_TOKENS_PER_S = 100.0
+"""Assumed before the first prefill: very slow, because guessing too fast costs a whole prefill and guessing too slow a
+part of one promotion, once: the first prompt after a restart waits for its chunks from disk, on a busy machine too."""
+_EWMA_WEIGHT = 0.3
+_MIN_STEP_TOKENS = 64
+_MAX_STEPS_OPEN = 8
+
+
+class PrefillRate:
+    """Tokens per second of this engine's steps that are mostly prefill, as a moving average.
+
+    Steps end in the order they began; under asynchronous scheduling the next begins before the last ends.
+
+    Args:
+        fixed_tokens_per_s: Taken instead of what is measured.
+    """
+
+    def __init__(self, fixed_tokens_per_s: float | None = None) -> None:
+        self._fixed_tokens_per_s = fixed_tokens_per_s
+        self._open: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS_OPEN)
+        self._last_end_s = 0.0
+        self._tokens_per_s: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The average, or a guess before the first measurement."""
+        if self._fixed_tokens_per_s is not None:
+            return self._fixed_tokens_per_s
+        return UNMEASURED_TOKENS_PER_S if self._tokens_per_s is None else self._tokens_per_s
+
+    def step_began(self, num_tokens: int, now_s: float) -> None:
+        """A step over this many tokens was scheduled."""
+        self._open.append((now_s, num_tokens))
+
+    def step_ended(self, now_s: float) -> None:
+        """The oldest open step is done."""
+        if not self._open:
+            return
+        began_s, num_tokens = self._open.popleft()
+        elapsed_s = now_s - max(began_s, self._last_end_s)
+        self._last_end_s = now_s
+        if num_tokens < _MIN_STEP_TOKENS or elapsed_s <= 0:
+            return
+        rate = num_tokens / elapsed_s
+        if self._tokens_per_s is None:
+            self._tokens_per_s = rate
+        else:
+            self._tokens_per_s += _EWMA_WEIGHT * (rate - self._tokens_per_s)
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Forecast how long computing these tokens would take."""
+        return num_tokens / self.tokens_per_s
+
+
+def worth_waiting(pending_bytes: int, promote_bytes_per_s: float, now_s: float, deadline_s: float) -> bool:
+    """Return whether the promotion is forecast to end before recomputing would.
+
+    Args:
+        pending_bytes: Still to be promoted.
+        promote_bytes_per_s: The daemon's measured rate; 0 when it has none yet, which gets the benefit of the doubt.
+        now_s: Now.
+        deadline_s: When recomputing, begun at the first answer, would have ended.
+    """
+    if now_s >= deadline_s:
+        return False
+    return promote_bytes_per_s <= 0 or now_s + pending_bytes / promote_bytes_per_s <= deadline_s

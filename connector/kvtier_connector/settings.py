@@ -1,0 +1,133 @@
+"""`kv_connector_extra_config`: what we take, what we refuse, and what in vLLM's own settings rules kvtier out."""
+
+import enum
+import logging
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.client.address import default_socket_path
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SPEC_NAME, SPEC_MODULE = "KVTierOffloadingSpec", "kvtier_connector.spec"
+_SOURCE = "kv_connector_extra_config"
+_OUR_KEYS = ("blocks_per_chunk", "lookup_timeout_ms", "prefill_tokens_per_s", "socket", "weights_fingerprint")
+# vLLM's own keys that mean the same here; its others (cpu_bytes_to_use, block_size, canonical_layout, ...) would be
+# silently without effect.
+_VLLM_KEYS = ("offload_prompt_only", "self_describing_kv_events")
+_SPEC_KEYS = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE}
+_CRYPTO_HASHES = frozenset({"sha256", "sha256_cbor"})
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsFingerprint(enum.Enum):
+    """How much of the weight files is read to tell two models apart."""
+
+    SAMPLED = "sampled"
+    FULL = "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorSettings:
+    """The validated settings of one connector."""
+
+    socket: Path
+    """The daemon's unix socket."""
+    blocks_per_chunk: int = 1
+    """vLLM blocks that make one chunk, our stored unit."""
+    lookup_timeout_s: float = 0.25
+    """How long a request waits for the daemon's first answer before it counts as a miss."""
+    prefill_tokens_per_s: int | None = None
+    """What recomputing is taken to cost when a promotion from disk is weighed against it; None: measured as vLLM runs."""
+    weights_fingerprint: WeightsFingerprint = WeightsFingerprint.SAMPLED
+    """Whether every byte of the weights is hashed, or a sample of each tensor."""
+
+
+def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
+    """Validate `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: A key is unknown or its value unusable; names key, value and what is allowed.
+    """
+    for key, value in extra.items():
+        _refuse_unknown(key, value)
+    return ConnectorSettings(
+        socket=_socket(extra.get("socket")),
+        blocks_per_chunk=_positive_int(extra, "blocks_per_chunk", 1),
+        lookup_timeout_s=_positive_int(extra, "lookup_timeout_ms", 250) / 1000,
+        prefill_tokens_per_s=_positive_int(extra, "prefill_tokens_per_s", 1)
+        if "prefill_tokens_per_s" in extra
+        else None,
+        weights_fingerprint=_fingerprint_mode(extra.get("weights_fingerprint", "sampled")),
+    )
+
+
+def name_our_spec(extra: MutableMapping[str, Any]) -> None:
+    """Point vLLM's spec factory at our spec. Idempotent; needed in every process that builds a spec or its metrics."""
+    extra.update(_SPEC_KEYS)
+
+
+def check_vllm_config(config: "VllmConfig") -> None:
+    """Refuse vLLM settings under which nothing could ever be restored, and warn of a harmful one.
+
+    Raises:
+        ConfigError: Names the setting and the remedy.
+    """
+    cache = config.cache_config
+    if not cache.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching", False, "vLLM", "kvtier restores prefixes; start vLLM with --enable-prefix-caching"
+        )
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm not in _CRYPTO_HASHES and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            "prefix_caching_hash_algo",
+            algorithm,
+            "vLLM",
+            "its hashes differ at every start, so nothing would be found again; use --prefix-caching-hash-algo sha256, "
+            "or set PYTHONHASHSEED to a fixed value",
+        )
+    if config.kv_transfer_config.kv_load_failure_policy == "fail":
+        logger.warning(
+            'kvtier: kv_load_failure_policy is "fail": a chunk lost while it is loaded fails its request; set '
+            '"kv_load_failure_policy": "recompute" in --kv-transfer-config'
+        )
+
+
+def _refuse_unknown(key: str, value: object) -> None:
+    if key in _OUR_KEYS or key in _VLLM_KEYS:
+        return
+    if key not in _SPEC_KEYS:
+        allowed = ", ".join(sorted(_OUR_KEYS + _VLLM_KEYS))
+        raise ConfigError(key, value, _SOURCE, f"unknown key; allowed are {allowed}")
+    if value != _SPEC_KEYS[key]:
+        raise ConfigError(key, value, _SOURCE, "set by kvtier itself; remove it")
+
+
+def _socket(value: object) -> Path:
+    if value is None:
+        return default_socket_path()
+    if not isinstance(value, str) or not value:
+        raise ConfigError("socket", value, _SOURCE, "must be the path of the daemon's unix socket")
+    return Path(value).expanduser()
+
+
+def _positive_int(extra: Mapping[str, Any], key: str, default: int) -> int:
+    value = extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(key, value, _SOURCE, "must be a positive whole number")
+    return value
+
+
+def _fingerprint_mode(value: object) -> WeightsFingerprint:
+    try:
+        return WeightsFingerprint(value)
+    except ValueError as exc:
+        allowed = " or ".join(repr(mode.value) for mode in WeightsFingerprint)
+        raise ConfigError("weights_fingerprint", value, _SOURCE, f"must be {allowed}") from exc

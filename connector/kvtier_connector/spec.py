@@ -1,0 +1,38 @@
+"""vLLM's factory hook: makes the manager in the scheduler process and the copier in the workers."""
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
+
+from kvtier_connector.layout import num_regions, rank_bytes
+from kvtier_connector.manager import KVTierOffloadingManager
+from kvtier_connector.worker import KVTierCPUWorker, WorkerLayout, page_places
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import CanonicalKVCaches
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+
+class KVTierOffloadingSpec(OffloadingSpec):
+    """Named by `spec_name` in kv_connector_extra_config; the connector sets that itself."""
+
+    def __init__(self, config: "OffloadingConfig") -> None:
+        super().__init__(config)
+        self.replicated_layout = config.replicated_layout
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        return KVTierOffloadingManager()
+
+    @override
+    def get_worker(self, kv_caches: "CanonicalKVCaches") -> OffloadingWorker:
+        config: Any = self.config
+        layout = WorkerLayout(
+            region=config.parallel.rank if num_regions(config) > 1 else 0,
+            rank_bytes=rank_bytes(config),
+            blocks_per_chunk=config.cache.blocks_per_chunk,
+            group_positions={group.group_id: position for position, group in enumerate(config.groups)},
+            pages=page_places(kv_caches, config.cache.blocks_per_chunk),
+        )
+        return KVTierCPUWorker(layout, kv_caches)

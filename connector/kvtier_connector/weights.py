@@ -1,0 +1,152 @@
+"""A fingerprint of weight files: cheap, but moved by any real change of the weights."""
+
+import hashlib
+import json
+import logging
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from kvtier_connector.settings import WeightsFingerprint
+
+_SAMPLE_BYTES = 4096
+_MAX_SAMPLES = 3
+_OPAQUE_SAMPLES = 256
+_READ_BYTES = 1 << 20
+_SAFETENSORS, _OTHERS = (".safetensors",), (".bin", ".pt", ".pth", ".gguf")
+_PYTORCH_FORMATS = frozenset({"pt", "npcache"})
+_MAX_HEADER_BYTES = 100 << 20
+
+logger = logging.getLogger(__name__)
+
+
+def weight_files(model: Path, load_format: str = "auto") -> list[Path]:
+    """Return a model's weight files in name order, of the format that vLLM prefers if there are several."""
+    if model.is_file():
+        return [model]
+    for suffixes in (_OTHERS, _SAFETENSORS) if load_format in _PYTORCH_FORMATS else (_SAFETENSORS, _OTHERS):
+        if files := sorted(path for path in model.iterdir() if path.suffix in suffixes):
+            return files
+    return []
+
+
+def fingerprint_files(files: Sequence[Path], mode: WeightsFingerprint, cache: "DigestCache") -> list[dict[str, object]]:
+    """Return name, size and content digest of each file.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    entries: list[dict[str, object]] = []
+    for path in files:
+        stat = path.stat()
+        identity = f"{mode.value}:{path.absolute()}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{stat.st_size}"
+        digest = cache.get(identity)
+        if digest is None:
+            digest = file_digest(path, mode)
+            cache.put(identity, digest)
+        entries.append({"name": path.name, "size": stat.st_size, "digest": digest})
+    cache.save()
+    return entries
+
+
+def file_digest(path: Path, mode: WeightsFingerprint) -> str:
+    """Return a SHA-256 over all bytes, or over the header and samples of every tensor.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if mode is WeightsFingerprint.FULL:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+            return digest.hexdigest()
+        for offset, length in _sampled_ranges(file, path, digest):
+            file.seek(offset)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _sampled_ranges(file: BinaryIO, path: Path, digest: "hashlib._Hash") -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges to sample; a safetensors header goes into the digest whole."""
+    size = path.stat().st_size
+    tensors = _safetensors_ranges(file, size, digest) if path.suffix == ".safetensors" else None
+    if tensors is None:
+        yield from _spread(0, size, _OPAQUE_SAMPLES)
+        return
+    for begin, end in tensors:
+        yield from _spread(begin, end, _MAX_SAMPLES)
+
+
+def _safetensors_ranges(file: BinaryIO, size: int, digest: "hashlib._Hash") -> list[tuple[int, int]] | None:
+    """Return the tensors' byte ranges in the file, or None when it is not a safetensors file."""
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        return None
+    (header_bytes,) = struct.unpack("<Q", prefix)
+    if header_bytes > min(size, _MAX_HEADER_BYTES):
+        return None
+    header = file.read(header_bytes)
+    try:
+        entries = json.loads(header)
+        offsets = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    digest.update(header)
+    base = 8 + header_bytes
+    return sorted((base + begin, base + end) for begin, end in offsets)
+
+
+def _spread(begin: int, end: int, num_samples: int) -> Iterator[tuple[int, int]]:
+    """Yield evenly spread samples of [begin, end), first and last bytes included."""
+    if end - begin <= num_samples * _SAMPLE_BYTES:
+        yield begin, end - begin
+        return
+    stride = (end - begin - _SAMPLE_BYTES) / (num_samples - 1)
+    for sample in range(num_samples):
+        yield begin + int(sample * stride), _SAMPLE_BYTES
+
+
+class DigestCache:
+    """Digests of files that have not changed, in one JSON file. Best effort: trouble with it means computing anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digests: dict[str, str] = {}
+        self._changed = False
+        try:
+            loaded = json.loads(path.read_text())
+            self._digests = {key: value for key, value in loaded.items() if isinstance(value, str)}
+        except (OSError, ValueError, AttributeError):
+            logger.debug("no fingerprint cache at %s", path)
+
+    def get(self, identity: str) -> str | None:
+        """Return the digest of an unchanged file, if known."""
+        return self._digests.get(identity)
+
+    def put(self, identity: str, digest: str) -> None:
+        """Remember a digest until `save`."""
+        self._digests[identity] = digest
+        self._changed = True
+
+    def save(self) -> None:
+        """Write the file atomically, if anything is new."""
+        if not self._changed:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
+                json.dump(self._digests, file)
+            Path(file.name).replace(self._path)
+        except OSError as exc:
+            logger.debug("fingerprint cache not written: %s", exc)
+        self._changed = False
+
+
+def default_cache_path() -> Path:
+    """Return `$XDG_CACHE_HOME/kvtier/fingerprints.json`."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_home) / "kvtier" / "fingerprints.json"
