@@ -1,0 +1,1 @@
+"""A real vllm serve, a real daemon, the real CLI."""

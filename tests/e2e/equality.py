@@ -1,0 +1,51 @@
+"""The oracle: what makes a restored answer right. A comparison that compares nothing fails."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.e2e.harness import TIERS, Answer
+
+
+@dataclass
+class Comparisons:
+    """Compares, counts what was compared, and says so through `note`."""
+
+    note: Callable[[str], None]
+    num_answers: int = 0
+    num_logprobs: int = 0
+    num_chunks: int = 0
+
+    def restored_equals_own_hit(self, restored: Answer, reference: Answer, tier: str | None = None) -> None:
+        """Check that a restored prefix gives the logprobs of vLLM's own hit of the same length, to the last digit.
+
+        Args:
+            restored: Of a request that was alone in the engine.
+            reference: Of the same request, its prefix from vLLM's own cache.
+            tier: Where the prefix must have come from; None: any of kvtier's tiers.
+        """
+        tiers = (tier,) if tier else TIERS
+        assert reference.by_source["device"] == reference.cached_tokens > 0, reference
+        assert sum(restored.by_source[each] for each in tiers) == restored.cached_tokens, restored
+        assert restored.cached_tokens == reference.cached_tokens, (restored.by_source, reference.by_source)
+        self.same_logprobs(restored, reference)
+
+    def same_logprobs(self, one: Answer, other: Answer) -> None:
+        """Check that two answers agree in every logprob."""
+        num_values = sum(len(position) for position in one.logprobs)
+        assert num_values > len(one.logprobs) > 0, "nothing to compare"
+        assert one.logprobs == other.logprobs
+        self.num_answers += 1
+        self.num_logprobs += num_values
+
+    def same_bytes(self, before: dict[tuple[str, bytes], int], after: dict[tuple[str, bytes], int]) -> None:
+        """Check that the same chunks hold the same bytes, by the xxh3 of their raw KV (`Stack.stored_checksums`)."""
+        assert len(before) > 0, "nothing to compare"
+        assert after == before, f"{sum(after.get(key) != checksum for key, checksum in before.items())} chunks differ"
+        self.num_chunks += len(before)
+
+    def report(self) -> None:
+        """Say how much was compared."""
+        if self.num_answers:
+            self.note(f"{self.num_answers} answers compared, {self.num_logprobs} logprobs, all equal")
+        if self.num_chunks:
+            self.note(f"{self.num_chunks} chunks compared byte by byte (xxh3), all equal")

@@ -1,0 +1,260 @@
+"""What the end-to-end tests do with daemon, vLLM and CLI: ask, flood, pin, look."""
+
+import json
+import random
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from benchmarks.processes import CliResult, Daemon, Engine, EngineOptions, run_cli, wait_until
+from kvtier._pb.cache_pb2 import PromptStatus
+from kvtier.client.admin import AdminClient
+
+Tokens = list[int]
+
+TOP_LOGPROBS = 5
+ANSWER_TOKENS = 8
+FIRST_PLAIN_TOKEN = 16
+LAST_PLAIN_TOKEN = 2000
+NUM_TAIL_TOKENS = 10
+# For tests beside which another engine runs: on a busy machine the daemon's answer may take more than the default
+# 0.25 s, and a promotion from disk longer than computing a small model's prompt. Both make a miss, rightly, but not the
+# one that a test is about.
+PATIENT = {"lookup_timeout_ms": 10_000, "prefill_tokens_per_s": 20}
+TIERS = ("host", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer of vLLM.
+
+    Attributes:
+        logprobs: Per generated token, the most probable tokens with their logprobs.
+        cached_tokens: Prompt tokens that vLLM did not compute, as the API says.
+        by_source: The same from /metrics: device (vLLM's own cache), host, disk. Empty for concurrent requests.
+        seconds: Until the answer was complete.
+    """
+
+    text: str
+    logprobs: tuple[Mapping[str, float], ...]
+    cached_tokens: int
+    by_source: Mapping[str, int]
+    seconds: float
+
+    @property
+    def restored_tokens(self) -> int:
+        """Tokens that came from kvtier."""
+        return sum(self.by_source[tier] for tier in TIERS)
+
+
+def tokens(seed: int, num_tokens: int) -> Tokens:
+    """Return random token ids; other seeds differ from the first one on."""
+    rng = random.Random(seed)
+    return [
+        FIRST_PLAIN_TOKEN + seed % 1000,
+        *(rng.randint(FIRST_PLAIN_TOKEN, LAST_PLAIN_TOKEN) for _ in range(num_tokens - 1)),
+    ]
+
+
+def ask(
+    engine: Engine,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = ANSWER_TOKENS,
+    model: str = "model",
+    cache_salt: str = "",
+    alone: bool = True,
+) -> Answer:
+    """Complete a prompt of token ids through the openai client, greedily."""
+    before = engine.cached_by_source() if alone else {}
+    extra: dict[str, object] = {"ignore_eos": True} | ({"cache_salt": cache_salt} if cache_salt else {})
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=110, max_retries=0) as client:
+        start_s = time.monotonic()
+        completion = client.completions.create(
+            model=model,
+            prompt=list(prompt),
+            max_tokens=max_tokens,
+            temperature=0,
+            logprobs=TOP_LOGPROBS,
+            extra_body=extra,
+        )
+        seconds = time.monotonic() - start_s
+    after = engine.cached_by_source() if alone else {}
+    choice, usage = completion.choices[0], completion.usage
+    assert usage is not None
+    assert choice.logprobs is not None
+    details = usage.prompt_tokens_details
+    return Answer(
+        text=choice.text,
+        logprobs=tuple(choice.logprobs.top_logprobs or ()),
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        by_source={source: after[source] - before[source] for source in after},
+        seconds=seconds,
+    )
+
+
+def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = ANSWER_TOKENS) -> list[Answer]:
+    """Ask all at once."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: ask(engine, prompt, max_tokens=max_tokens, alone=False), prompts))
+
+
+def flood(engine: Engine, seed: int) -> int:
+    """Overwrite vLLM's whole KV cache with other prompts; return how many tokens that took."""
+    options = engine.options
+    wanted = int(options.pool_blocks * options.block_size * 1.2)
+    length = options.max_model_len - options.block_size
+    sent = 0
+    while sent < wanted:
+        ask(engine, tokens(seed + sent, length), max_tokens=1)
+        sent += length
+    return sent
+
+
+def forget_gpu(engine: Engine) -> None:
+    """Empty vLLM's own prefix cache; kvtier keeps what it has."""
+
+    def is_reset() -> bool:
+        answer = engine.http.post("/reset_prefix_cache")
+        answer.raise_for_status()
+        # vLLM answers 200 also when it could not, because blocks are still being stored.
+        return bool(answer.json()["success"])
+
+    wait_until(is_reset, 10, "vLLM to reset its prefix cache")
+
+
+def own_hit(engine: Engine, prefix: Sequence[int], question: Sequence[int], **options: Any) -> Answer:
+    """Return the reference answer: `prefix` from vLLM's own cache and nothing else, `question` computed.
+
+    The prefix must end at a block, and nobody may have asked this question since the cache was emptied.
+    """
+    forget_gpu(engine)
+    # A little longer than the prefix: with several KV groups vLLM does not hit the last block of a prompt ending there.
+    computed = ask(engine, [*prefix, *tokens(len(prefix), NUM_TAIL_TOKENS)], max_tokens=1, **options)
+    assert computed.cached_tokens == 0, "the reference must be computed by vLLM"
+    answer = ask(engine, [*prefix, *question], **options)
+    assert answer.by_source["device"] == answer.cached_tokens == len(prefix), answer
+    return answer
+
+
+class Stack:
+    """A daemon, and the engines that run beside it one after the other or together."""
+
+    def __init__(self, home: Path, options: EngineOptions, host_bytes: str = "512MiB") -> None:
+        """Prepare; nothing runs yet."""
+        self.home = home
+        self.daemon = Daemon(home, host_bytes=host_bytes)
+        self.options = replace(options, kvtier_socket=self.daemon.socket)
+        self._num_engines = 0
+
+    @contextmanager
+    def engine(self, **changes: Any) -> Iterator[Engine]:
+        """Run a vllm serve with the connector."""
+        with self.unstarted_engine(**changes) as engine:
+            engine.start()
+            yield engine
+
+    @contextmanager
+    def unstarted_engine(self, **changes: Any) -> Iterator[Engine]:
+        """Prepare a vllm serve and end it if somebody starts it."""
+        self._num_engines += 1
+        engine = Engine(replace(self.options, **changes), self.home / f"vllm-{self._num_engines}.log")
+        try:
+            yield engine
+        finally:
+            engine.__exit__(None, None, None)
+
+    def cli(self, *args: str, expect: int = 0, timeout_s: float = 110) -> CliResult:
+        """Run the CLI and check its exit code."""
+        done = run_cli(self.daemon.socket, *args, timeout_s=timeout_s)
+        assert done.returncode == expect, f"kvtier {' '.join(args)}: {done}\n{self.daemon.log_tail()}"
+        return done
+
+    def json(self, *args: str) -> Any:
+        """Run a reading command and return its JSON."""
+        return json.loads(self.cli(*args, "--json").stdout)
+
+    def pin(self, name: str, prefix: Sequence[int], engine: Engine | None = None, *args: str) -> CliResult:
+        """Pin token ids; with an engine they are warmed.
+
+        A few tokens more than the prefix are pinned. They are no whole chunk and never stored; but a warm request hits
+        the whole prefix in vLLM's cache, which always computes the last token of a prompt, and with it its block.
+        """
+        path = self.home / f"{name}.json"
+        path.write_text(json.dumps([*prefix, *tokens(len(prefix), NUM_TAIL_TOKENS)]))
+        url = engine.url if engine is not None else "http://127.0.0.1:9"
+        return self.cli("pin", name, "--tokens", str(path), "--url", url, *args)
+
+    def store_again(self, name: str, prefix: Sequence[int], engine: Engine, *args: str) -> None:
+        """Drop a prompt from kvtier and store it anew from vLLM's own blocks, into which it was restored before."""
+        before = engine.cached_by_source()
+        self.cli("evict", name, "--force")
+        self.pin(name, prefix, engine, *args)
+        after = engine.cached_by_source()
+        changes = {source: after[source] - before[source] for source in after}
+        # Once per round of warming; a second one comes when the arena slots for storing did not arrive in time.
+        assert changes["device"] in (len(prefix), 2 * len(prefix), 3 * len(prefix)), changes
+        assert not any(changes[tier] for tier in TIERS), changes
+
+    def admin(self) -> AdminClient:
+        """Return a client of the daemon; for polling, where starting the CLI takes too long."""
+        return AdminClient(self.daemon.socket)
+
+    def counters(self) -> dict[str, int]:
+        """Return the daemon's counters."""
+        with self.admin() as client:
+            return dict(client.status().counters)
+
+    def wait_durable(self, name: str, timeout_s: float = 60.0) -> None:
+        """Wait until a prompt is durable."""
+        with self.admin() as client:
+            wait_until(lambda: client.get(name).state == PromptStatus.DURABLE, timeout_s, f"{name} to be durable")
+
+    def wait_attached(self, engine: Engine, timeout_s: float = 60.0) -> float:
+        """Wait until the engine has bound every pin of its model; return how long it took."""
+        wait_s = wait_until(self._has_session, timeout_s, f"an engine to attach\n{engine.log_tail()}")
+        return wait_s + wait_until(self._is_bound, timeout_s, f"the engine to bind the pins\n{engine.log_tail()}")
+
+    def _has_session(self) -> bool:
+        with self.admin() as client:
+            return any(not session.quarantined for session in client.status().sessions)
+
+    def _is_bound(self) -> bool:
+        with self.admin() as client:
+            return all(prompt.num_engines == prompt.num_confirmed or prompt.error for prompt in client.list())
+
+    def stored_checksums(self) -> dict[tuple[str, bytes], int]:
+        """Return the xxh3 of every chunk on disk, as computed when it was stored, by (namespace, key)."""
+        with sqlite3.connect(f"file:{self.daemon.disk_dir / 'ledger.sqlite'}?mode=ro", uri=True) as ledger:
+            rows = ledger.execute("SELECT namespace_id, key, checksum FROM chunks").fetchall()
+        ledger.close()
+        return {(namespace, bytes(key)): checksum for namespace, key, checksum in rows}
+
+    def packs(self) -> list[Path]:
+        """Return the pack files, the largest first."""
+        return sorted(self.daemon.disk_dir.rglob("*.kvpack"), key=lambda path: -path.stat().st_size)
+
+
+@contextmanager
+def running_stack(options: EngineOptions, *, start_daemon: bool = True, **settings: Any) -> Iterator[Stack]:
+    """Run a daemon in a folder of its own, and remove everything of it afterwards."""
+    home = Path(tempfile.mkdtemp(prefix="kvt-"))
+    try:
+        stack = Stack(home, options, **settings)
+        try:
+            if start_daemon:
+                stack.daemon.start()
+            yield stack
+        finally:
+            stack.daemon.__exit__(None, None, None)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)

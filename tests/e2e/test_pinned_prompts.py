@@ -1,0 +1,250 @@
+"""The main job on a small Llama: pinned before vLLM runs or while it runs, through floods, restarts and kill -9.
+
+The tests of this file run in order, on one daemon and one engine after the other. Prefills are chunked: 256 tokens a
+step.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionToolParam
+
+from benchmarks.models import TINY, cached_model
+from benchmarks.processes import Engine, EngineOptions
+from benchmarks.prompts import system_prompt
+from tests.e2e.conftest import Note
+from tests.e2e.equality import Comparisons
+from tests.e2e.harness import PATIENT, Answer, Stack, ask, ask_all, flood, forget_gpu, own_hit, running_stack, tokens
+
+PREFIX_TOKENS = 640
+EARLY, HELD, PLAIN = tokens(1, PREFIX_TOKENS), tokens(2, PREFIX_TOKENS), tokens(3, PREFIX_TOKENS)
+SHORT, LONG = tokens(4, 40), tokens(5, 300)
+ORDER_TOOL: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "get_order",
+        "description": "Returns one order with its items and its state.",
+        "parameters": {"type": "object", "properties": {"number": {"type": "string"}}, "required": ["number"]},
+    },
+}
+QUESTIONS = [tokens(10 + i, 60) for i in range(6)]
+
+
+@dataclass
+class World:
+    """What the tests share.
+
+    Attributes:
+        references: Answers with the prefix computed by vLLM, before anything of it was stored.
+    """
+
+    stack: Stack
+    engines: ExitStack
+    engine: Engine
+    references: dict[str, Answer] = field(default_factory=dict)
+
+    def restart_engine(self) -> None:
+        """End the engine and start another."""
+        self.engines.close()
+        self.engine = self.engines.enter_context(self.stack.engine())
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Pin by token ids before there is an engine, then start one."""
+    options = EngineOptions(model=str(cached_model("tiny", TINY)), max_batched_tokens=256, connector_config=PATIENT)
+    with running_stack(options) as stack, ExitStack() as engines:
+        stack.pin("early", EARLY)
+        assert stack.json("show", "early")["state"] == "WAITING"
+        yield World(stack, engines, engines.enter_context(stack.engine()))
+
+
+def test_oracle_sees_the_kv_cache(world: World) -> None:
+    """Another prefix, same question: other logprobs. Else equality would prove nothing."""
+    one, other = (own_hit(world.engine, prefix, SHORT) for prefix in (HELD, PLAIN))
+    assert one.logprobs != other.logprobs
+
+
+def test_pin_by_tokens_is_captured_when_first_computed(world: World, compare: Comparisons) -> None:
+    """EARLY was pinned before vLLM ran, and nobody warmed it."""
+    stack, engine = world.stack, world.engine
+    stack.wait_attached(engine)
+    first = ask(engine, EARLY, max_tokens=1)
+    assert first.cached_tokens == 0
+    reference = ask(engine, EARLY + SHORT)
+    assert reference.by_source["device"] == PREFIX_TOKENS
+    stack.wait_durable("early")
+    flood(engine, 10_000)
+    compare.restored_equals_own_hit(ask(engine, EARLY + SHORT), reference, "host")
+    world.references["early"] = reference
+
+
+def test_pin_stores_what_vllm_holds_already(world: World, compare: Comparisons) -> None:
+    """HELD is in vLLM's own cache when it is pinned, so warming computes nothing, and it is stored all the same."""
+    stack, engine = world.stack, world.engine
+    world.references |= {"short": own_hit(engine, HELD, SHORT), "long": own_hit(engine, HELD, LONG)}
+    computed_before = engine.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+    done = stack.pin("held", HELD, engine)
+    computed = engine.metric("vllm:prompt_tokens_by_source_total", source="local_compute") - computed_before
+    assert computed <= 2 * engine.options.block_size, "the warm request should have hit vLLM's cache"
+    assert f"{PREFIX_TOKENS // 32}/{PREFIX_TOKENS // 32}" in done.stdout
+    assert stack.json("show", "held")["state"] == "DURABLE"
+    assert flood(engine, 20_000) > engine.options.pool_blocks * engine.options.block_size
+    for name, question in (("short", SHORT), ("long", LONG)):
+        compare.restored_equals_own_hit(ask(engine, HELD + question), world.references[name], "host")
+        forget_gpu(engine)
+
+
+def test_only_pinned_prefixes_are_stored(world: World) -> None:
+    """Prompts that nobody pinned, and what follows a pinned prefix, leave nothing behind."""
+    stack, engine = world.stack, world.engine
+    status = stack.json("status")
+    assert status["disk"]["num_chunks"] == 2 * PREFIX_TOKENS // 32
+    assert status["host"]["num_chunks"] == 2 * PREFIX_TOKENS // 32
+    forget_gpu(engine)
+    assert ask(engine, PLAIN + SHORT).cached_tokens == 0
+
+
+def test_cache_salt_isolates(world: World, compare: Comparisons) -> None:
+    """A salted request never hits the unsalted pin; a salted pin is hit under its salt only."""
+    stack, engine = world.stack, world.engine
+    forget_gpu(engine)
+    assert ask(engine, HELD + SHORT, cache_salt="tenant").cached_tokens == 0
+    reference = own_hit(engine, HELD, SHORT, cache_salt="tenant")
+    stack.pin("salted", HELD, engine, "--cache-salt", "tenant")
+    forget_gpu(engine)
+    compare.restored_equals_own_hit(ask(engine, HELD + SHORT, cache_salt="tenant"), reference)
+    forget_gpu(engine)
+    assert ask(engine, HELD + SHORT, cache_salt="other").cached_tokens == 0
+    stack.cli("unpin", "salted")
+    stack.cli("evict", "salted")
+
+
+def test_system_prompt_with_tools(world: World, note: Note) -> None:
+    """vLLM renders it when it is pinned; a chat with another question gets every whole chunk of it."""
+    stack, engine = world.stack, world.engine
+    system, tools = system_prompt(0)[:1500], [ORDER_TOOL]
+    (stack.home / "system.md").write_text(system)
+    (stack.home / "tools.json").write_text(json.dumps(tools))
+    files = ("--system", str(stack.home / "system.md"), "--tools", str(stack.home / "tools.json"))
+    stack.cli("pin", "chat", *files, "--url", engine.url)
+    covered_tokens = stack.json("show", "chat")["bindings"][0]["covered_tokens"]
+    forget_gpu(engine)
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0) as client:
+        completion = client.chat.completions.create(
+            model="model",
+            messages=[{"role": "system", "content": system}, {"role": "user", "content": "Where is my order?"}],
+            tools=tools,
+            tool_choice="none",
+            max_tokens=4,
+        )
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens_details is not None
+    assert completion.usage.prompt_tokens_details.cached_tokens == covered_tokens
+    note(f"{covered_tokens} of {completion.usage.prompt_tokens} tokens of a chat with tools restored")
+    assert covered_tokens > 0.8 * completion.usage.prompt_tokens
+    stack.cli("unpin", "chat")
+    stack.cli("evict", "chat")
+
+
+def test_several_requests_share_the_prefix_at_once(world: World, compare: Comparisons) -> None:
+    """All of them are served; the restored bytes are right."""
+    stack, engine = world.stack, world.engine
+    before = stack.stored_checksums()
+    flood(engine, 30_000)
+    answers = ask_all(engine, [HELD + question for question in QUESTIONS])
+    assert [answer.cached_tokens for answer in answers] == [PREFIX_TOKENS] * len(QUESTIONS)
+    stack.store_again("held", HELD, engine)
+    compare.same_bytes(before, stack.stored_checksums())
+
+
+def test_preempted_requests_are_restored_right(world: World, compare: Comparisons, note: Note) -> None:
+    """More running requests than vLLM's pool holds: some are preempted, and look up again."""
+    stack, engine = world.stack, world.engine
+    before = stack.stored_checksums()
+    preempted_before = engine.metric("vllm:num_preemptions_total")
+    flood(engine, 40_000)
+    answers = ask_all(engine, [HELD + question for question in QUESTIONS], max_tokens=300)
+    assert all(len(answer.logprobs) == 300 for answer in answers)
+    preempted = engine.metric("vllm:num_preemptions_total") - preempted_before
+    assert preempted > 0
+    note(f"{preempted:.0f} preemptions")
+    stack.store_again("held", HELD, engine)
+    compare.same_bytes(before, stack.stored_checksums())
+    flood(engine, 50_000)
+    compare.restored_equals_own_hit(ask(engine, HELD + LONG), world.references["long"])
+
+
+def test_engine_restart(world: World, compare: Comparisons) -> None:
+    """A new vllm serve, the same daemon: from host memory."""
+    world.restart_engine()
+    world.stack.wait_attached(world.engine)
+    for name, prompt in (("early", EARLY + SHORT), ("short", HELD + SHORT), ("long", HELD + LONG)):
+        compare.restored_equals_own_hit(ask(world.engine, prompt), world.references[name], "host")
+        forget_gpu(world.engine)
+
+
+def test_daemon_kill_and_engine_restart(world: World, compare: Comparisons, note: Note) -> None:
+    """Kill -9 loses no pin and no durable chunk: from disk, then from host memory."""
+    stack = world.stack
+    pins_before, chunks_before = stack.json("list"), stack.stored_checksums()
+    stack.daemon.kill()
+    stack.daemon.start()
+    note(f"the daemon is ready {stack.daemon.ready_s:.2f} s after its start")
+    assert [prompt["name"] for prompt in stack.json("list")] == [prompt["name"] for prompt in pins_before]
+    assert stack.stored_checksums() == chunks_before
+    world.restart_engine()
+    stack.wait_attached(world.engine)
+    for tier in ("disk", "host"):
+        for name, prompt in (("early", EARLY + SHORT), ("long", HELD + LONG)):
+            compare.restored_equals_own_hit(ask(world.engine, prompt), world.references[name], tier)
+            forget_gpu(world.engine)
+    # Once more the bytes: disk -> host -> vLLM -> host -> disk.
+    ask(world.engine, HELD + SHORT, max_tokens=1)
+    stack.store_again("held", HELD, world.engine)
+    compare.same_bytes(chunks_before, stack.stored_checksums())
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate"])
+def test_damaged_pack(world: World, compare: Comparisons, damage: str) -> None:
+    """It is detected, counted, a miss with the right answer, and written anew."""
+    stack, engine = world.stack, world.engine
+    stack.daemon.stop()
+    forget_gpu(engine)
+    computed = ask(engine, HELD + SHORT)
+    assert computed.cached_tokens == 0
+    forget_gpu(engine)
+    for pack in stack.packs():
+        data = bytearray(pack.read_bytes())
+        header_bytes = 8 + int.from_bytes(data[:8], "little")
+        if damage == "flip":
+            # In every chunk of the pack: the prompt's first chunk is among them.
+            for offset in range(header_bytes + 100, len(data), 512):
+                data[offset] ^= 1
+        else:
+            del data[header_bytes + 100 :]
+        pack.write_bytes(data)
+    stack.daemon.start()
+    stack.wait_attached(engine)
+    answer = ask(engine, HELD + SHORT)
+    assert answer.cached_tokens == 0
+    compare.same_logprobs(answer, computed)
+    assert stack.counters()["chunks_damaged"] > 0
+    stack.wait_durable("held")
+    forget_gpu(engine)
+    compare.restored_equals_own_hit(ask(engine, HELD + SHORT), world.references["short"])
+
+
+def test_unpin_and_evict(world: World) -> None:
+    """A pinned prompt is not evicted unless forced; an unpinned one is forgotten."""
+    stack = world.stack
+    assert "pinned" in stack.cli("evict", "held", expect=1).stderr
+    stack.cli("unpin", "held")
+    stack.cli("evict", "held")
+    assert [prompt["name"] for prompt in stack.json("list")] == ["early"]
+    forget_gpu(world.engine)
+    assert ask(world.engine, HELD + SHORT).cached_tokens == 0

@@ -1,0 +1,58 @@
+"""Stopping a tier's call in its worker thread, or making it fail, while a test goes on."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+_DEADLINE_S = 10.0
+
+
+class Gate:
+    """Calls of one method wait, before or after their work, until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._opened = threading.Event()
+
+    def wait(self) -> None:
+        """Worker thread: say that a call is here, and wait."""
+        self.reached.set()
+        assert self._opened.wait(_DEADLINE_S)
+
+    def open(self) -> None:
+        """Let calls through, now and later."""
+        self._opened.set()
+
+
+@contextmanager
+def gated(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> Iterator[Gate]:
+    """Hold every call of a method before its work; the gate opens at the end at the latest."""
+    gate, original = Gate(), getattr(owner, method)
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        gate.wait()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, held)
+    try:
+        yield gate
+    finally:
+        gate.open()
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, error: Callable[[], Exception], *, times: int
+) -> None:
+    """Make the first `times` calls of a method raise."""
+    original, left = getattr(owner, method), [None] * times
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            left.pop()
+            raise error()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, call)

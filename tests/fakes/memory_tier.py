@@ -1,0 +1,83 @@
+"""A disk tier in memory, for tests of the service. Passes `tests/contract`."""
+
+import uuid
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
+from kvtier.tiers.base import ChunkPayload, checksum_of
+
+
+class MemoryTier:
+    """Packs in a dict. Raises TierIOError from the next writes while `fail_writes` is above 0.
+
+    Attributes:
+        packs: Stored bytes by pack id; tests damage them in place.
+        leftovers: Names of temporary files that a crash would have left.
+        fail_writes: How many more writes fail.
+    """
+
+    def __init__(self) -> None:
+        self.packs: dict[str, bytearray] = {}
+        self.leftovers: list[str] = []
+        self.fail_writes = 0
+
+    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
+        """See `DiskTier.write_pack`."""
+        if not chunks or len({chunk.key for chunk in chunks}) != len(chunks):
+            raise InvalidArgumentError("chunks", len(chunks), "a pack needs chunks, each key once")
+        pack_id = uuid.uuid4().hex
+        if self.fail_writes:
+            self.fail_writes -= 1
+            raise TierIOError(Path(pack_id), "write", OSError(28, "No space left on device"))
+        data, stored = bytearray(), []
+        for chunk in chunks:
+            if checksum_of(chunk.segments) != chunk.checksum:
+                raise ChunkDamagedError(Path(pack_id), "changed in host memory", chunk.key)
+            stored.append(_stored(chunk, pack_id, len(data)))
+            for segment in chunk.segments:
+                data += segment
+        self.packs[pack_id] = data
+        return PackRecord(pack_id=pack_id, namespace_id=namespace_id, file_bytes=len(data), chunks=tuple(stored))
+
+    def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
+        """See `DiskTier.read_chunk`."""
+        path, data = Path(chunk.pack_id), self.packs.get(chunk.pack_id)
+        room = sum(segment.nbytes for segment in into)
+        if data is None or room != chunk.raw_bytes or len(data) < chunk.offset + room:
+            raise ChunkDamagedError(path, "missing or short", chunk.key)
+        offset = chunk.offset
+        for segment in into:
+            segment[:] = data[offset : offset + segment.nbytes]
+            offset += segment.nbytes
+        if checksum_of(into) != chunk.checksum:
+            raise ChunkDamagedError(path, "checksum differs", chunk.key)
+
+    def delete_pack(self, pack_id: str) -> None:
+        """See `DiskTier.delete_pack`."""
+        self.packs.pop(pack_id, None)
+
+    def list_packs(self) -> dict[str, int]:
+        """See `DiskTier.list_packs`."""
+        return {pack_id: len(data) for pack_id, data in self.packs.items()}
+
+    def sweep(self, known: Collection[str]) -> list[str]:
+        """See `DiskTier.sweep`."""
+        orphans = [pack_id for pack_id in self.packs if pack_id not in known]
+        for pack_id in orphans:
+            del self.packs[pack_id]
+        removed, self.leftovers = sorted(orphans + self.leftovers), []
+        return removed
+
+
+def _stored(chunk: ChunkPayload, pack_id: str, offset: int) -> StoredChunk:
+    return StoredChunk(
+        key=chunk.key,
+        pack_id=pack_id,
+        offset=offset,
+        stored_bytes=chunk.raw_bytes,
+        raw_bytes=chunk.raw_bytes,
+        codec="raw",
+        checksum=chunk.checksum,
+    )

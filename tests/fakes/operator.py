@@ -1,0 +1,72 @@
+"""What an operator asks of a daemon, and waiting for what it says."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from threading import Event
+
+from kvtier._pb import cache_pb2, cache_pb2_grpc
+from kvtier.config import DaemonConfig
+from kvtier.core.layout import ChunkKey
+from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, wait_durable
+
+Stub = cache_pb2_grpc.CacheServiceStub
+
+
+async def pin(stub: Stub, name: str = "p", tokens: int = 80, first: int = 0, **fields: object) -> str:
+    """Pin made-up tokens and return the pin id."""
+    wish = cache_pb2.PinRequest(name=name, tokens=range(first, first + tokens), **fields)  # type: ignore[arg-type]
+    return str((await stub.Pin(wish)).pin_id)
+
+
+async def prompt_of(stub: Stub, name: str = "p") -> cache_pb2.PromptStatus:
+    """Return a prompt's status."""
+    status: cache_pb2.PromptStatus = await stub.GetPrompt(cache_pb2.GetPromptRequest(name=name))
+    return status
+
+
+async def unpin(stub: Stub, name: str = "p") -> None:
+    """End a promise."""
+    await stub.Unpin(cache_pb2.UnpinRequest(name=name))
+
+
+async def evict(stub: Stub, name: str = "p", *, force: bool = False) -> cache_pb2.EvictResponse:
+    """Drop a prompt's chunks."""
+    done: cache_pb2.EvictResponse = await stub.Evict(cache_pb2.EvictRequest(name=name, force=force))
+    return done
+
+
+async def status_of(stub: Stub) -> cache_pb2.DaemonStatus:
+    """Return the daemon's status."""
+    status: cache_pb2.DaemonStatus = await stub.GetStatus(cache_pb2.GetStatusRequest())
+    return status
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():  # noqa: ASYNC110 - the state is in another process
+            await asyncio.sleep(0.02)
+
+
+async def reached(event: Event) -> None:
+    """Wait for a worker thread."""
+    assert await asyncio.to_thread(event.wait, DEADLINE_S)
+
+
+async def store_last_apart(stub: Stub, engine: ScriptedEngine, keys: Sequence[ChunkKey], name: str = "p") -> None:
+    """Store a bound prompt's chunks so that the last one has a pack of its own, and wait until all are durable."""
+    await engine.store(keys[:-1])
+
+    async def on_disk() -> bool:
+        return (await status_of(stub)).disk.num_chunks == len(keys) - 1
+
+    await until(on_disk)
+    await engine.store(keys[-1:])
+    await wait_durable(stub, name)
+
+
+def pack_of(config: DaemonConfig, key: ChunkKey) -> Path:
+    """Return the pack that holds a chunk."""
+    (pack,) = (path for path in config.disk.disk_dir.rglob("*.kvpack") if key.hex().encode() in path.read_bytes())
+    return pack

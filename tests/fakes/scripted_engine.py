@@ -1,0 +1,224 @@
+"""An engine without vLLM: a real gRPC session that maps the real arena, told step by step what to do."""
+
+import asyncio
+import ctypes
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2_grpc
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.address import channel_target
+from kvtier.client.arena_map import ArenaMap, SessionLockHolder
+from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
+from kvtier.core.arena_format import key_tag_of
+from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout, group_idx_of
+from kvtier.rpc.server import serve
+
+DEADLINE_S = 10.0
+ONE_GROUP = KVLayout(
+    num_ranks=1,
+    rank_bytes=8192,
+    num_writers=1,
+    groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=6000),),
+)
+
+
+def config_in(folder: Path, *, host_bytes: int = 1 << 20, disk_bytes: int = 1 << 30, **disk: Any) -> DaemonConfig:
+    """A small daemon whose files are all under `folder`."""
+    for name in ("arena", "disk"):
+        (folder / name).mkdir(exist_ok=True)
+    return DaemonConfig(
+        server=ServerConfig(socket=folder / "d.sock", drain_timeout_s=5),
+        host=HostConfig(arena_dir=folder / "arena", host_bytes=host_bytes),
+        disk=DiskConfig(disk_dir=folder / "disk", disk_bytes=disk_bytes, pack_linger_s=0.01, **disk),
+    )
+
+
+@asynccontextmanager
+async def running(config: DaemonConfig) -> AsyncIterator[cache_pb2_grpc.CacheServiceStub]:
+    """Run a daemon in this loop and yield an operator's stub."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(serve(config, stop=stop, ready=ready.set))
+    try:
+        waiter = asyncio.create_task(ready.wait())
+        await asyncio.wait({task, waiter}, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        if task.done():
+            task.result()
+        async with grpc.aio.insecure_channel(channel_target(config.server.socket)) as channel:
+            yield cache_pb2_grpc.CacheServiceStub(channel)
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, DEADLINE_S)
+
+
+def chunk_key(name: object, group_idx: int = 0) -> ChunkKey:
+    """A key of the real form."""
+    return hashlib.sha256(repr(name).encode()).digest() + group_idx.to_bytes(4, "big")
+
+
+class ScriptedEngine:
+    """One session. Messages that are not awaited by kind are kept in order."""
+
+    def __init__(self, config: DaemonConfig, layout: KVLayout = ONE_GROUP, **hello: Any) -> None:
+        self.layout = layout
+        self._config = config
+        self._hello: dict[str, Any] = {
+            "protocol": 1,
+            "engine_id": "engine",
+            "pid": 1,
+            "model_names": ["model"],
+            "fingerprint": {"weights": "1"},
+            "store_credits": 4,
+        } | hello
+        self._unread: list[pb.DaemonMessage] = []
+        self.credits: list[pb.SlotRef] = []
+        self.held: dict[bytes, bool] = {}
+
+    async def __aenter__(self) -> "ScriptedEngine":
+        self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket))
+        self._call = engine_pb2_grpc.EngineServiceStub(self._channel).Attach()
+        groups = [
+            pb.KVGroup(
+                group_idx=group.group_idx,
+                chunk_tokens=group.chunk_tokens,
+                useful_bytes=group.useful_bytes,
+                window_chunks=group.window_chunks,
+            )
+            for group in self.layout.groups
+        ]
+        layout = pb.KVLayout(
+            num_ranks=self.layout.num_ranks,
+            rank_bytes=self.layout.rank_bytes,
+            num_writers=self.layout.num_writers,
+            groups=groups,
+        )
+        await self.send(hello=pb.Hello(layout=layout, **self._hello))
+        self.welcome = (await self.receive("welcome")).welcome
+        self.arena = ArenaMap(self.welcome.arena.path, self.welcome.arena.arena_id)
+        self.lock = SessionLockHolder(self.welcome.lock_path)
+        self.lock.acquire()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.lock.release()
+        await self.disconnect()
+        if hasattr(self, "arena"):
+            self.arena.close()
+
+    async def disconnect(self) -> None:
+        """Cut the stream; the lock stays as it is."""
+        self._call.cancel()
+        await self._channel.close(None)
+
+    async def send(self, **kind: Any) -> None:
+        """Send one message."""
+        await self._call.write(pb.EngineMessage(**kind))
+
+    async def receive(self, kind: str) -> pb.DaemonMessage:
+        """Return the next message of a kind; credits and held changes on the way are taken in."""
+        for message in self._unread:
+            if message.WhichOneof("kind") == kind:
+                self._unread.remove(message)
+                return message
+        while True:
+            message = await asyncio.wait_for(self._call.read(), DEADLINE_S)
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+                code, details = await self._call.code(), await self._call.details()
+                raise EOFError(f"{code}: {details}")
+            self._take_in(message)
+            if message.WhichOneof("kind") == kind:
+                return message
+            self._unread.append(message)
+
+    def _take_in(self, message: pb.DaemonMessage) -> None:
+        if message.WhichOneof("kind") == "store_credits":
+            self.credits += message.store_credits.slots
+        if message.WhichOneof("kind") == "chunks_held":
+            self.held |= dict.fromkeys(message.chunks_held.keys, message.chunks_held.held)
+
+    async def bind(self, pin_id: str, keys: Sequence[ChunkKey]) -> None:
+        """Bind a pin and wait for both answers."""
+        await self.send(bind_pin=pb.BindPin(pin_id=pin_id, keys=keys, covered_tokens=16 * len(keys)))
+        await self.receive("chunks_held")
+        await self.receive("chunks_held")
+
+    async def wait_held(self, keys: Sequence[ChunkKey], *, held: bool = True) -> None:
+        """Wait until the daemon said so of each key."""
+        while any(self.held.get(key) is not held for key in keys):
+            await self.receive("chunks_held")
+
+    def payload(self, key: ChunkKey, seed: int = 0) -> bytes:
+        """Bytes that a worker would hold for the chunk (of each writer)."""
+        useful_bytes = self.layout.group(group_idx_of(key)).useful_bytes
+        return hashlib.shake_128(key + bytes([seed])).digest(useful_bytes)
+
+    async def take_credit(self) -> pb.SlotRef:
+        """Return a granted slot, waiting for one."""
+        while not self.credits:
+            await self.receive("store_credits")
+        return self.credits.pop(0)
+
+    def write(self, key: ChunkKey, ref: pb.SlotRef, *, stamp_generation: int | None = None) -> None:
+        """What all ranks do: copy and stamp."""
+        data = self.payload(key)
+        for rank in range(self.layout.num_writers):
+            address = self.arena.row_address(ref.slot) + rank * self.layout.rank_bytes
+            ctypes.memmove(address, data, len(data))
+            generation = ref.generation if stamp_generation is None else stamp_generation
+            self.arena.stamp(ref.slot, rank, key_tag_of(key), generation, len(data))
+
+    async def store(self, keys: Sequence[ChunkKey], *, wait: bool = True) -> None:
+        """Store chunks as an engine does."""
+        for key in keys:
+            ref = await self.take_credit()
+            stores = [pb.StoreSlot(key=key, slot=ref)]
+            await self.send(store_begin=pb.StoreBegin(stores=stores))
+            self.write(key, ref)
+            await self.send(store_done=pb.StoreDone(stores=stores))
+        if wait:
+            await self.wait_held(keys)
+
+    async def acquire(self, acquire_id: int, keys: Sequence[ChunkKey]) -> dict[int, pb.ChunkResidency]:
+        """Acquire and wait for all promotions; returns what is readable, by index."""
+        await self.send(acquire=pb.Acquire(acquire_id=acquire_id, keys=keys))
+        chunks: dict[int, pb.ChunkResidency] = {}
+        while True:
+            update = (await self.receive("acquire_update")).acquire_update
+            if update.acquire_id != acquire_id:
+                continue
+            chunks |= {chunk.index: chunk for chunk in update.chunks}
+            if not any(chunk.state == pb.ChunkResidency.PROMOTING for chunk in chunks.values()):
+                return {i: chunk for i, chunk in chunks.items() if chunk.state == pb.ChunkResidency.HOST}
+
+    def read(self, key: ChunkKey, chunk: pb.ChunkResidency) -> bytes:
+        """What a worker reads of a leased chunk's first rank."""
+        useful_bytes = self.layout.group(group_idx_of(key)).useful_bytes
+        return ctypes.string_at(self.arena.row_address(chunk.slot.slot), useful_bytes)
+
+    async def release(self, acquire_id: int) -> None:
+        """End all leases of an acquire."""
+        await self.send(release=pb.Release(acquire_id=acquire_id, all=True))
+
+    async def barrier(self) -> None:
+        """Wait until the daemon has dealt with what was sent before."""
+        await self.send(ping=pb.Ping(id=7))
+        await self.receive("pong")
+
+
+async def wait_durable(stub: cache_pb2_grpc.CacheServiceStub, name: str) -> cache_pb2.PromptStatus:
+    """Wait until a prompt is durable and return its status."""
+
+    async def watch() -> cache_pb2.PromptStatus:
+        status: cache_pb2.PromptStatus
+        async for status in stub.WatchPrompt(cache_pb2.GetPromptRequest(name=name)):
+            if status.state == cache_pb2.PromptStatus.DURABLE:
+                return status
+        raise EOFError
+
+    return await asyncio.wait_for(watch(), DEADLINE_S)

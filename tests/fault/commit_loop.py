@@ -1,0 +1,56 @@
+"""A child process that stores, re-stores and drops chunks, and says what is acknowledged; its parent kills it.
+
+Run as `python commit_loop.py STATE_DIR SEED`. Lines: `held N`, `dropping N` (before), `pinned NAME`.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+from kvtier.ledger import Ledger
+from kvtier.tiers.packs import PackTier
+from tests.fakes.chunks import key_of, payload_of, soft
+from tests.fakes.rows import namespace_row, prompt_row
+
+NUM_CHUNKS = 30
+
+
+def data_of(number: int) -> bytes:
+    """Return what chunk `number` always holds."""
+    return soft(20_000 + number, seed=number)
+
+
+def main(state_dir: Path, seed: int) -> None:
+    """Start up as the daemon does, then work until killed."""
+    rng = random.Random(seed)
+    ledger, tier = Ledger.open(state_dir / "ledger.db"), PackTier(state_dir / "packs")
+    tier.sweep(ledger.load().packs.keys())
+    ledger.put_namespace(namespace_row())
+    say("ready")
+    while True:
+        numbers = rng.sample(range(NUM_CHUNKS), 3)
+        record = tier.write_pack("ns", [payload_of(number, data_of(number)) for number in numbers])
+        unlink(tier, ledger.commit_pack(record))
+        for number in numbers:
+            say(f"held {number}")
+        name = f"prompt {seed} {rng.randrange(10**9)}"
+        ledger.put_prompt(prompt_row(name, f"pin of {name}", tokens=range(1000)))
+        say(f"pinned {name}")
+        victim = rng.randrange(NUM_CHUNKS)
+        say(f"dropping {victim}")
+        unlink(tier, ledger.drop_chunks("ns", [key_of(victim)]))
+
+
+def unlink(tier: PackTier, pack_ids: list[str]) -> None:
+    """Delete packs whose rows are gone."""
+    for pack_id in pack_ids:
+        tier.delete_pack(pack_id)
+
+
+def say(line: str) -> None:
+    """Acknowledge."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

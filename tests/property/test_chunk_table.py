@@ -1,0 +1,146 @@
+"""ChunkTable against a dict model: conservation of slots, bytes and leases after every step."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.core.acquire import plan_acquire
+from kvtier.core.chunks import ChunkTable
+from kvtier.core.layout import GroupLayout, KVLayout
+from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
+from tests.fakes.scripted_engine import chunk_key
+
+NUM_SLOTS, ROW_BYTES, BUDGET_ROWS = 6, 4096, 5
+KEYS = [chunk_key(n, n % 2) for n in range(8)]
+LAYOUT = KVLayout(
+    num_ranks=1,
+    rank_bytes=ROW_BYTES,
+    num_writers=1,
+    groups=(
+        GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=100),
+        GroupLayout(group_idx=1, chunk_tokens=16, useful_bytes=100, window_chunks=2),
+    ),
+)
+any_key = st.sampled_from(KEYS)
+
+
+class ChunkTableMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget = HostBudget(BUDGET_ROWS * ROW_BYTES)
+        self.slots = SlotTable(NUM_SLOTS, ROW_BYTES, self.budget)
+        self.table: ChunkTable[str] = ChunkTable(self.slots)
+        self.table.pin(KEYS)
+        self.granted: list[SlotRef] = []
+        self.generations: dict[int, int] = {}
+        self.leases: dict[int, list[bytes]] = {}
+        self.next_id = 0
+        self.durable: set[bytes] = set()
+
+    def saw(self, ref: SlotRef) -> None:
+        assert ref.generation == self.generations.get(ref.slot, 0) + 1, "generations grow by one each time"
+        self.generations[ref.slot] = ref.generation
+
+    @rule()
+    def grant(self) -> None:
+        ref = self.table.grant()
+        if ref is None:
+            ref = self.slots.take_unbacked(SlotState.GRANTED)
+            if ref is None:
+                return
+            self.slots.mark_backed(ref.slot)
+        self.saw(ref)
+        self.granted.append(ref)
+
+    @rule()
+    def grant_without_pages(self) -> None:
+        ref = self.slots.take_unbacked(SlotState.GRANTED)
+        if ref is not None:
+            self.saw(ref)
+            self.slots.free(ref.slot)
+
+    @precondition(lambda self: self.granted)
+    @rule(key=any_key)
+    def store(self, key: bytes) -> None:
+        ref = self.granted.pop()
+        had_slot = self.table.get(key).slot is not None  # type: ignore[union-attr]
+        assert self.table.begin_seal(ref)
+        assert not self.table.begin_seal(ref), "a slot is sealed once"
+        assert self.table.commit_store(key, ref, 1) is not had_slot
+
+    @precondition(lambda self: self.granted)
+    @rule()
+    def lose_session(self) -> None:
+        ref = self.granted.pop()
+        self.slots.move(ref.slot, SlotState.QUARANTINED)
+        self.table.abort_store(ref)
+
+    @rule(key=any_key)
+    def make_durable(self, key: bytes) -> None:
+        chunk = self.table.get(key)
+        if chunk is not None and chunk.readable:
+            self.table.place(key, "pack")
+            self.durable.add(key)
+
+    @rule(key=any_key)
+    def damage(self, key: bytes) -> None:
+        self.table.unplace(key)
+        self.durable.discard(key)
+
+    @rule(keys=st.lists(any_key, unique=True, max_size=6))
+    def acquire(self, keys: list[bytes]) -> None:
+        held_before = {key for key in keys if self.table.holds(key)}
+        plan = plan_acquire(self.table, LAYOUT, keys)
+        assert {chunk.key for chunk in plan.leased} <= held_before
+        assert len(plan.leased) + plan.num_missed == len(keys)
+        prefix = [chunk.index for chunk in plan.leased if chunk.key[-1] == 0]
+        assert prefix == [i for i, key in enumerate(keys) if key[-1] == 0][: len(prefix)], "a prefix has no holes"
+        for chunk in plan.leased:
+            if chunk.key in plan.promotions:
+                self.saw(chunk.slot)
+        for key in plan.promotions:
+            if key[0] % 4:
+                self.slots.mark_backed(self.table.get(key).slot.slot)  # type: ignore[union-attr]
+                self.table.complete_promotion(key)
+            else:
+                dropped = self.table.fail_promotion(key)
+                assert dropped == 1
+        leased = [chunk.key for chunk in plan.leased if self.table.get(chunk.key).slot is not None]  # type: ignore[union-attr]
+        if leased:
+            self.leases[self.next_id] = leased
+            self.next_id += 1
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        for key in self.leases.pop(data.draw(st.sampled_from(sorted(self.leases)))):
+            self.table.unlease(key)
+
+    @rule(num_slots=st.integers(1, 3))
+    def make_room(self, num_slots: int) -> None:
+        evicted = self.table.make_room(num_slots)
+        assert evicted.lost == [], "what is not on disk is not evicted"
+
+    @rule(key=any_key)
+    def doom(self, key: bytes) -> None:
+        self.table.doom(key)
+
+    @rule(num_slots=st.integers(1, 3))
+    def give_back(self, num_slots: int) -> None:
+        self.slots.take_back_free(num_slots)
+
+    @invariant()
+    def conserved(self) -> None:
+        self.table.check()
+        assert self.budget.used_bytes == self.slots.num_backed * ROW_BYTES <= self.budget.limit_bytes
+        held = [key for keys in self.leases.values() for key in keys]
+        assert sum(chunk.num_leases for chunk in self.table) == len(held)
+        for key in held:
+            chunk = self.table.get(key)
+            assert chunk is not None
+            assert chunk.slot is not None, "a leased chunk keeps its slot"
+        assert {chunk.key for chunk in self.table if chunk.location is not None} == self.durable
+
+
+TestChunkTable = ChunkTableMachine.TestCase
+TestChunkTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

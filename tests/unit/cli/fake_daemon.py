@@ -1,0 +1,177 @@
+"""A CacheService that keeps prompts in a dict, on a unix socket."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+
+from kvtier._pb import cache_pb2_grpc
+from kvtier._pb.cache_pb2 import (
+    DaemonStatus,
+    EvictRequest,
+    EvictResponse,
+    GetPromptRequest,
+    ListPromptsResponse,
+    PinRequest,
+    PromptBinding,
+    PromptStatus,
+    TierStatus,
+    UnpinRequest,
+)
+from kvtier.errors import InvalidArgumentError, KvtierError, PromptExistsError, PromptNotFoundError, PromptPinnedError
+
+CHUNK_TOKENS = 16
+CHUNK_BYTES = 1 << 20
+_STATUS = {
+    InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
+    PromptExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    PromptPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
+    """Knobs and state. An attached engine binds every prompt at once.
+
+    Attributes:
+        num_engines: Engines attached.
+        bind_error: Said by them instead of binding.
+        prompts: By name.
+        pins: Every PinRequest.
+        counters: For the status.
+    """
+
+    def __init__(self) -> None:
+        self.num_engines = 0
+        self.bind_error = ""
+        self.over_quota = False
+        self.prompts: dict[str, PromptStatus] = {}
+        self.pins: list[PinRequest] = []
+        self.counters: dict[str, int] = {}
+        self._changed = threading.Condition()
+
+    def capture(self, num_chunks: int | None = None) -> None:
+        """Make so many chunks of every prompt durable (None: all), as a warm request would."""
+        with self._changed:
+            for status in self.prompts.values():
+                for binding in status.bindings:
+                    held = binding.num_chunks if num_chunks is None else min(num_chunks, binding.num_chunks)
+                    binding.num_host_chunks = binding.num_durable_chunks = held
+                    binding.disk_bytes = held * CHUNK_BYTES * 2 // 3
+                    complete = held == binding.num_chunks
+                    status.state = PromptStatus.DURABLE if complete else PromptStatus.CAPTURING
+                    if self.over_quota:
+                        status.state = PromptStatus.OVER_QUOTA
+            self._changed.notify_all()
+
+    def Pin(self, request: PinRequest, context: Any) -> PromptStatus:
+        self.pins.append(request)
+        if " " in request.name:
+            self._abort(context, InvalidArgumentError("name", request.name, "no spaces"))
+        old = self.prompts.get(request.name)
+        if old is not None and old.num_tokens not in (0, len(request.tokens)) and not request.replace:
+            self._abort(context, PromptExistsError(request.name, "tokens"))
+        status = self._status_of(request)
+        with self._changed:
+            self.prompts[request.name] = status
+            self._changed.notify_all()
+        return status
+
+    def ListPrompts(self, request: Any, context: Any) -> ListPromptsResponse:
+        return ListPromptsResponse(prompts=self.prompts.values())
+
+    def GetPrompt(self, request: GetPromptRequest, context: Any) -> PromptStatus:
+        if request.name not in self.prompts:
+            self._abort(context, PromptNotFoundError(request.name))
+        return self.prompts[request.name]
+
+    def WatchPrompt(self, request: GetPromptRequest, context: Any) -> Iterator[PromptStatus]:
+        sent = None
+        while context.is_active():
+            with self._changed:
+                status = PromptStatus.FromString(self.prompts[request.name].SerializeToString())
+                if status == sent:
+                    self._changed.wait(0.05)
+                    continue
+            sent = status
+            yield status
+
+    def Unpin(self, request: UnpinRequest, context: Any) -> PromptStatus:
+        status = self.GetPrompt(GetPromptRequest(name=request.name), context)
+        status.pinned = False
+        return status
+
+    def Evict(self, request: EvictRequest, context: Any) -> EvictResponse:
+        status = self.GetPrompt(GetPromptRequest(name=request.name), context)
+        if status.pinned and not request.force:
+            self._abort(context, PromptPinnedError(request.name))
+        return EvictResponse(num_chunks=3, host_bytes=3 << 20, disk_bytes=2 << 20, num_shared_chunks=1)
+
+    def GetStatus(self, request: Any, context: Any) -> DaemonStatus:
+        return DaemonStatus(
+            version="0.1.0",
+            pid=1,
+            started_unix_s=time.time() - 90,
+            socket="/run/s",
+            host=TierStatus(location="/dev/shm/kvtier", used_bytes=1 << 30, limit_bytes=4 << 30, num_chunks=7),
+            disk=TierStatus(location="/var/lib/kvtier", used_bytes=0, limit_bytes=9 << 30),
+            num_prompts=len(self.prompts),
+            counters=self.counters,
+        )
+
+    def _status_of(self, request: PinRequest) -> PromptStatus:
+        status = PromptStatus(
+            name=request.name,
+            pin_id="p1",
+            pinned=True,
+            state=PromptStatus.WAITING if request.tokens else PromptStatus.UNRENDERED,
+            model=request.model,
+            lora_name=request.lora_name,
+            cache_salt=request.cache_salt,
+            num_tokens=len(request.tokens),
+            created_unix_s=time.time(),
+            expires_unix_s=time.time() + request.ttl_s if request.ttl_s else 0,
+            recipe_json=request.recipe_json,
+            num_engines=self.num_engines if request.tokens else 0,
+            error=self.bind_error if self.num_engines else "",
+            tokens_digest="d" * 12,
+        )
+        if self.num_engines and request.tokens and not self.bind_error:
+            status.num_confirmed = self.num_engines
+            status.state = PromptStatus.CAPTURING
+            status.bindings.append(self._binding(request))
+        return status
+
+    def _binding(self, request: PinRequest) -> PromptBinding:
+        num_chunks = len(request.tokens) // CHUNK_TOKENS
+        return PromptBinding(
+            namespace_id="n" * 64,
+            model=request.model,
+            covered_tokens=num_chunks * CHUNK_TOKENS,
+            num_chunks=num_chunks,
+            raw_bytes=num_chunks * CHUNK_BYTES,
+            live=True,
+        )
+
+    def _abort(self, context: Any, error: KvtierError) -> NoReturn:
+        context.set_trailing_metadata((("kvtier-error", type(error).__name__),))
+        context.abort(_STATUS[type(error)], str(error))
+        raise AssertionError
+
+
+@contextmanager
+def serving(daemon: FakeDaemon, socket: Path) -> Iterator[FakeDaemon]:
+    """Serve it."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=8))
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(daemon, server)
+    server.add_insecure_port(f"unix:{socket}")
+    server.start()
+    try:
+        yield daemon
+    finally:
+        server.stop(0).wait()

@@ -1,0 +1,200 @@
+"""The reading commands, unpin and evict: what they say, their JSON, their exit codes, 80 columns."""
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus
+from kvtier.cli.output import Output, to_jsonable
+from kvtier.cli.tables import daemon_details
+from kvtier.cli.units import format_duration, format_expiry, parse_duration
+from kvtier.client.admin import AdminClient
+from kvtier.errors import DaemonUnreachableError, InvalidArgumentError
+from kvtier.version import __version__
+from tests.unit.cli.conftest import Kvtier
+from tests.unit.cli.fake_daemon import FakeDaemon
+
+
+@pytest.fixture
+def prompt(daemon: FakeDaemon) -> PromptStatus:
+    """Put a prompt with every field into the daemon."""
+    status = PromptStatus(
+        name="support-bot",
+        pinned=True,
+        state=PromptStatus.CAPTURING,
+        model="/srv/models/Qwen3-235B-A22B-Instruct-2507-FP8",
+        num_tokens=123456,
+        created_unix_s=time.time() - 7200,
+        expires_unix_s=time.time() + 3 * 86400,
+        num_engines=1,
+        num_confirmed=1,
+        tokens_digest="abcdef123456",
+        recipe_json=json.dumps({"version": 1, "kind": "system", "content": "You are [bold]brave[/bold]. " * 40}),
+        bindings=[
+            PromptBinding(
+                namespace_id="n" * 64,
+                covered_tokens=123440,
+                num_chunks=7715,
+                num_host_chunks=7000,
+                num_durable_chunks=6500,
+                raw_bytes=25 << 30,
+                disk_bytes=17 << 30,
+                live=True,
+            )
+        ],
+    )
+    daemon.prompts[status.name] = status
+    return status
+
+
+def assert_narrow(text: str) -> None:
+    assert max(len(line) for line in text.splitlines()) <= 80, text
+
+
+def test_version(kvtier: Kvtier) -> None:
+    assert kvtier("--version").output == f"kvtier {__version__}\n"
+
+
+def test_empty_list_says_how_to_pin(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    assert "kvtier pin NAME --system FILE" in kvtier("list").output
+    assert json.loads(kvtier("list", "--json").output) == []
+
+
+def test_list_fits_80_columns(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    result = kvtier("list")
+    assert result.exit_code == 0
+    assert_narrow(result.output)
+    for cell in ("support-bot", "capturing", "yes", "123456", "6500/7715", "7000", "17.0G", "2h", "2d"):
+        assert cell in result.output
+    assert "…" in result.output, "a long model name is shortened at its beginning"
+
+
+def test_list_json(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    (entry,) = json.loads(kvtier("list", "--json").output)
+    assert (entry["name"], entry["state"]) == ("support-bot", "CAPTURING")
+    assert entry["bindings"][0]["raw_bytes"] == 25 << 30
+
+
+def test_show(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    result = kvtier("show", "support-bot")
+    assert result.exit_code == 0
+    assert_narrow(result.output)
+    for said in ("chunks are stored as vLLM computes them", "6500/7715", "1.47x", "[bold]brave[/bold]", "(1120"):
+        assert said in result.output
+    assert json.loads(kvtier("show", "support-bot", "--json").output)["num_tokens"] == 123456
+
+
+def test_unknown_name(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    for command in ("show", "unpin", "evict"):
+        result = kvtier(command, "nope")
+        assert result.exit_code == 1
+        assert "no prompt named 'nope'; `kvtier list` shows the names" in result.stderr
+
+
+def test_unpin_then_evict(prompt: PromptStatus, daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    refused = kvtier("evict", "support-bot")
+    assert refused.exit_code == 1
+    assert "kvtier unpin support-bot" in refused.stderr
+    assert "kvtier evict support-bot" in kvtier("unpin", "support-bot").output
+    assert not daemon.prompts["support-bot"].pinned
+    result = kvtier("evict", "support-bot")
+    assert "3 chunks, 3.00 MiB of host memory, 2.00 MiB of disk" in result.output
+    assert "other pinned prompts share" in result.output
+
+
+def test_evict_force(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    assert kvtier("evict", "support-bot", "--force").exit_code == 0
+
+
+def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    daemon.counters = {"acquires": 4711, "fsyncs": 0, "pack_bytes_written": 1 << 20}
+    result = kvtier("status")
+    assert result.exit_code == 0
+    assert_narrow(result.output)
+    for said in ("pid 1", "up 1m 30s", "1.00 GiB of 4.00 GiB (25%), 7 chunks", "none attached", "4711", "1.00 MiB"):
+        assert said in result.output
+    assert "fsyncs" not in result.output
+    assert json.loads(kvtier("status", "--json").output)["counters"]["fsyncs"] == 0
+
+
+def test_status_with_engines_fits_80_columns(kvtier: Kvtier, capsys: pytest.CaptureFixture[str]) -> None:
+    session = SessionStatus(
+        engine_id="e" * 36,
+        pid=123456,
+        namespace_id="n" * 64,
+        model_names=["/srv/models/Qwen3-235B-A22B"],
+        num_leases=12,
+        quarantined=True,
+    )
+    namespace = NamespaceStatus(namespace_id="n" * 64, model="/srv/models/Qwen3-235B", num_disk_chunks=99999)
+    Output().show(daemon_details(DaemonStatus(sessions=[session], namespaces=[namespace])))
+    text = capsys.readouterr().out
+    assert_narrow(text)
+    assert "(lost)" in text
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["show", "x"], ["unpin", "x"], ["evict", "x"], ["status"]])
+def test_without_daemon_the_exit_code_is_3(kvtier: Kvtier, arguments: list[str]) -> None:
+    result = kvtier(*arguments)
+    assert result.exit_code == 3
+    assert "there is no such socket" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["list", "--loud"], ["show"]])
+def test_wrong_usage_is_2(kvtier: Kvtier, arguments: list[str]) -> None:
+    assert kvtier(*arguments).exit_code == 2
+
+
+def test_dead_daemons_socket(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "dead"))
+    with AdminClient(tmp_path / "dead") as client, pytest.raises(DaemonUnreachableError, match="nobody listens"):
+        client.status()
+
+
+def test_forbidden_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched, since root may connect to every socket."""
+
+    class Forbidding(socket.socket):
+        def connect(self, address: object) -> None:
+            raise PermissionError
+
+    monkeypatch.setattr(socket, "socket", Forbidding)
+    with AdminClient(tmp_path / "s") as client, pytest.raises(DaemonUnreachableError, match="run as that user"):
+        client.status()
+
+
+def test_a_daemon_that_does_not_answer(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(tmp_path / "mute"))
+        mute.listen()
+        with (
+            AdminClient(tmp_path / "mute", timeout_s=0.2) as client,
+            pytest.raises(DaemonUnreachableError, match=r"no answer within 0\.2 s"),
+        ):
+            client.status()
+
+
+def test_watch_ends_by_itself(prompt: PromptStatus, tmp_path: Path) -> None:
+    with AdminClient(tmp_path / "s") as client:
+        assert [status.name for status in client.watch("support-bot", timeout_s=0.3)] == ["support-bot"]
+
+
+def test_durations() -> None:
+    assert [parse_duration("--ttl", text) for text in ("90s", "1.5h", "7d", "2w", "never")] == [
+        90, 5400, 604800, 1209600, 0,
+    ]  # fmt: skip
+    for text in ("", "7", "-1d", "0s", "0.5s", "1y"):
+        with pytest.raises(InvalidArgumentError):
+            parse_duration("--ttl", text)
+    assert format_duration(90061) == "1d 1h"
+    assert format_expiry(0) == "never"
+    assert format_expiry(1.0) == "expired"
+
+
+def test_every_field_is_in_the_json() -> None:
+    assert to_jsonable(PromptStatus()).keys() == {field.name for field in PromptStatus.DESCRIPTOR.fields}

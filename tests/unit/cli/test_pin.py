@@ -1,0 +1,193 @@
+"""`kvtier pin` from the command line to the end, against fakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier._pb.cache_pb2 import PromptStatus
+from tests.unit.cli.conftest import Kvtier
+from tests.unit.cli.fake_daemon import FakeDaemon
+from tests.unit.cli.fake_vllm import FakeVllm
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path) -> None:
+    (tmp_path / "s.txt").write_text("You are a parrot. " * 20)
+    (tmp_path / "t.json").write_text(json.dumps(list(range(100))))
+    (tmp_path / "short.json").write_text("[1, 2, 3]")
+
+
+@pytest.fixture
+def attached(daemon: FakeDaemon, vllm: FakeVllm) -> FakeDaemon:
+    """Attach the engine: a completion makes every chunk durable."""
+    daemon.num_engines = 1
+    vllm.on_completion = lambda body: daemon.capture()
+    return daemon
+
+
+def completions(vllm: FakeVllm) -> list[dict[str, Any]]:
+    return [body for path, body in vllm.requests if path == "/v1/completions"]
+
+
+def test_system_prompt_all_the_way(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--ttl", "7d", "--cache-salt", "pepper")
+    assert result.exit_code == 0, result.output
+    for said in ("registered: bot (durable in the ledger)", "confirmed by 1 of 1", "on disk (1.50x smaller)", "23/23"):
+        assert said in result.output
+    (pinned,) = attached.pins
+    (warmed,) = completions(vllm)
+    assert list(pinned.tokens) == warmed["prompt"]
+    assert (warmed["model"], warmed["max_tokens"], warmed["cache_salt"]) == ("toy", 1, "pepper")
+    assert (pinned.model, pinned.ttl_s, pinned.cache_salt, pinned.replace) == ("toy", 7 * 86400, "pepper", False)
+    assert json.loads(pinned.recipe_json)["content"] == "You are a parrot. " * 20
+
+
+def test_json_is_the_only_thing_on_stdout(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--system", "-", "--url", vllm.url, "--json", stdin="You are a parrot, long enough.")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["state"] == "DURABLE"
+    assert answer["bindings"][0]["num_durable_chunks"] == answer["bindings"][0]["num_chunks"] > 0
+    assert isinstance(answer["bindings"][0]["disk_bytes"], int)
+    assert "registered: bot" in result.stderr
+
+
+def test_a_lora_is_pinned_under_its_base(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    vllm.models.append({"id": "tuned", "root": "/loras/tuned", "parent": "toy"})
+    assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--model", "tuned").exit_code == 0
+    (pinned,) = attached.pins
+    assert (pinned.model, pinned.lora_name, pinned.lora_path) == ("toy", "tuned", "/loras/tuned")
+    assert completions(vllm)[0]["model"] == "tuned"
+
+
+def test_tokens_without_vllm_wait_for_it(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--tokens", "t.json", "--url", NOBODY)
+    assert result.exit_code == 0
+    assert "captured when" in result.output
+    assert list(daemon.pins[0].tokens) == list(range(100))
+    assert daemon.pins[0].model == "", "token ids without --model apply to every engine, with vLLM or without"
+
+
+def test_tokens_with_vllm_are_warmed(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--tokens", "t.json", "--url", vllm.url)
+    assert result.exit_code == 0, result.output
+    assert completions(vllm)[0]["prompt"] == list(range(100))
+    assert attached.pins[0].model == ""
+
+
+def test_a_source_without_vllm_is_kept_and_rendered_later(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", NOBODY, "--ttl", "1d")
+    assert result.exit_code == 1
+    assert f"kvtier pin bot --url {NOBODY}" in result.output
+    assert attached.prompts["bot"].state == PromptStatus.UNRENDERED
+    result = kvtier("pin", "bot", "--url", vllm.url)
+    assert result.exit_code == 0, result.output
+    assert attached.prompts["bot"].state == PromptStatus.DURABLE
+    assert attached.pins[-1].ttl_s == pytest.approx(86400, abs=60), "a ttl that is not said anew stays"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--system", "s.txt"], ["--system", "s.txt", "--replace"]])
+def test_a_rendered_prompt_is_never_replaced_by_an_unrendered_one(
+    attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier, arguments: list[str]
+) -> None:
+    assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url).exit_code == 0
+    result = kvtier("pin", "bot", *arguments, "--url", NOBODY)
+    assert result.exit_code == 1
+    assert "no vLLM answers" in result.stderr
+    assert attached.prompts["bot"].state == PromptStatus.DURABLE
+
+
+def test_no_engine_attached(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
+    assert result.exit_code == 1
+    assert "no vLLM with the kvtier connector is attached" in result.stderr
+    assert "--kv-transfer-config" in result.output
+    assert completions(vllm) == []
+    assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--no-warm").exit_code == 0
+
+
+def test_no_warm_sends_nothing(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--no-warm").exit_code == 0
+    assert completions(vllm) == []
+
+
+def test_an_engine_that_cannot_bind_is_quoted(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    attached.bind_error = "longer than max_model_len"
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
+    assert result.exit_code == 1
+    assert "registered, but vLLM cannot use it: longer than max_model_len" in result.stderr
+
+
+def test_over_quota_says_what_to_do(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    attached.over_quota = True
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
+    assert result.exit_code == 1
+    assert "unpin and evict" in result.stderr
+
+
+def test_less_than_a_chunk(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--tokens", "short.json", "--url", vllm.url)
+    assert result.exit_code == 1
+    assert "less than one chunk" in result.stderr
+
+
+def test_a_failing_warm_request_leaves_the_pin(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    vllm.statuses["/v1/completions"] = 500
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
+    assert result.exit_code == 1
+    assert "registered: bot" in result.stdout
+    assert "told to fail" in result.stderr
+
+
+def test_another_prompt_of_that_name(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    assert kvtier("pin", "bot", "--tokens", "t.json", "--url", vllm.url).exit_code == 0
+    refused = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
+    assert refused.exit_code == 1
+    assert "--replace" in refused.stderr
+    assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--replace").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--system", "s.txt", "--text", "s.txt"], "give one source"),
+        (["--text", "s.txt", "--tools", "t.json"], "goes with --system or --messages only"),
+        (["--system", "-", "--tools", "-"], "stdin can be read once"),
+        (["--system", "none.txt"], "No such file"),
+        (["--messages", "t.json"], "must be an object"),
+        (["--system", "s.txt", "--ttl", "soon"], "7d"),
+        (["--system", "s.txt", "--url", "localhost"], "http://"),
+        (["--system", "s.txt", "--timeout", "0"], "--timeout"),
+    ],
+)
+def test_wrong_usage(daemon: FakeDaemon, kvtier: Kvtier, arguments: list[str], said: str) -> None:
+    result = kvtier("pin", "bot", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert daemon.pins == []
+
+
+def test_usage_errors_that_others_find(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    wrong_model = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--model", "gpt")
+    assert (wrong_model.exit_code, "vLLM serves toy" in wrong_model.stderr) == (2, True)
+    wrong_name = kvtier("pin", "my bot", "--tokens", "t.json", "--url", vllm.url)
+    assert (wrong_name.exit_code, "no spaces" in wrong_name.stderr) == (2, True)
+    kvtier("pin", "ids", "--tokens", "t.json", "--url", vllm.url)
+    no_recipe = kvtier("pin", "ids", "--url", vllm.url)
+    assert (no_recipe.exit_code, "--tokens FILE" in no_recipe.stderr) == (2, True)
+
+
+def test_nothing_to_render_again(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot")
+    assert result.exit_code == 1
+    assert "no prompt named 'bot'" in result.stderr
+
+
+def test_no_daemon(vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
+    assert result.exit_code == 3
+    assert "start `kvtier-daemon`" in result.stderr

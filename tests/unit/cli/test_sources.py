@@ -1,0 +1,81 @@
+"""Reading what an operator pins: each mistake names field, value and remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import sources
+from kvtier.cli.sources import Recipe, SourceKind
+from kvtier.errors import InvalidArgumentError, RenderError
+
+
+def file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "file"
+    path.write_text(text)
+    return str(path)
+
+
+def test_recipe_survives_storage() -> None:
+    recipe = Recipe(kind=SourceKind.SYSTEM, content="Grüezi", tools=[{"type": "function"}])
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1, "kind": "poem"}', '{"version": 99, "kind": "text"}'])
+def test_a_recipe_of_another_kvtier(text: str) -> None:
+    with pytest.raises(RenderError):
+        Recipe.from_json(text)
+
+
+def test_system_text_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert sources.read_system(file(tmp_path, " You are\n"), None).content == " You are\n"
+
+
+def test_a_chat_request_brings_its_tools(tmp_path: Path) -> None:
+    request = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function"}]}
+    recipe = sources.read_messages(file(tmp_path, json.dumps(request)), None)
+    assert (recipe.content, recipe.tools) == (request["messages"], request["tools"])
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '{"count": 2, "tokens": [1, 2]}'])
+def test_tokens(tmp_path: Path, text: str) -> None:
+    assert sources.read_tokens(file(tmp_path, text)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "said"),
+    [
+        ("", "--messages", "is empty"),
+        ("[{", "--messages", "not valid JSON"),
+        ('"Hi"', "--messages", "holds a string"),
+        ("{}", "--messages", "holds an object"),
+        ("[]", "--messages", "empty list"),
+        ('["Hi"]', "--messages[0]", "must be an object"),
+        ('[{"role": "robot", "content": ""}]', "--messages[0].role", "one of system, developer, user"),
+        ('[{"role": "user", "content": 3}]', "--messages[0].content", "must be text"),
+    ],
+)
+def test_bad_messages(tmp_path: Path, text: str, field: str, said: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=said) as caught:
+        sources.read_messages(file(tmp_path, text), None)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("text", "field"), [("[1, -2]", "--tokens[1]"), ("[true]", "--tokens[0]"), ("{}", "--tokens")])
+def test_bad_tokens(tmp_path: Path, text: str, field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        sources.read_tokens(file(tmp_path, text))
+    assert caught.value.field == field
+
+
+def test_bad_tools(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="OpenAI API's tools"):
+        sources.read_tools(file(tmp_path, '["fly"]'))
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="No such file"):
+        sources.read_system(str(tmp_path / "none"), None)
+    (tmp_path / "latin").write_bytes(b"\xff")
+    with pytest.raises(InvalidArgumentError, match="UTF-8"):
+        sources.read_system(str(tmp_path / "latin"), None)

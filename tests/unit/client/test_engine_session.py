@@ -1,0 +1,197 @@
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client import engine
+from kvtier.client.engine import Attachment, EngineSession, NotReadyError
+from tests.fakes.fake_daemon import FakeDaemon
+from tests.fakes.waiting import wait_for
+
+
+class Recorder:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.attached: list[Attachment] = []
+        self.detached: list[Attachment] = []
+        self.messages: queue.SimpleQueue[pb.DaemonMessage] = queue.SimpleQueue()
+
+    def on_attached(self, attachment: Attachment) -> None:
+        self.attached.append(attachment)
+
+    def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
+        self.messages.put(message)
+
+    def on_detached(self, attachment: Attachment) -> None:
+        self.detached.append(attachment)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def session(daemon: FakeDaemon, recorder: Recorder) -> Iterator[EngineSession]:
+    made = EngineSession(
+        daemon.socket, lambda turn: pb.Hello(engine_id=f"e{turn}", store_credits=2, ephemeral=turn > 0), recorder
+    )
+    yield made
+    made.close()
+
+
+def acquire(acquire_id: int) -> pb.EngineMessage:
+    return pb.EngineMessage(acquire=pb.Acquire(acquire_id=acquire_id, keys=[b"k"]))
+
+
+def test_says_hello_first_and_answers_come_back(daemon: FakeDaemon, session: EngineSession, recorder: Recorder) -> None:
+    daemon.held[b"k"] = pb.SlotRef(slot=5, generation=1)
+    daemon.start()
+    session.start()
+    wait_for(lambda: bool(recorder.attached))
+    recorder.attached[0].send(acquire(1))
+    assert daemon.session().hello.engine_id == "e0"
+    assert recorder.messages.get(timeout=5).store_credits.slots
+    update = recorder.messages.get(timeout=5).acquire_update
+    assert (update.acquire_id, update.chunks[0].slot.slot) == (1, 5)
+
+
+def test_waits_for_a_daemon_that_is_not_there_yet(
+    daemon: FakeDaemon, session: EngineSession, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    session.start()
+    wait_for(lambda: "no such file" in caplog.text)
+    daemon.start()
+    wait_for(lambda: bool(recorder.attached))
+    assert caplog.text.count("is not reachable") == 1, "one warning, not one per attempt"
+
+
+def test_a_killed_and_restarted_daemon_is_used_again_within_two_seconds(
+    daemon: FakeDaemon, session: EngineSession, recorder: Recorder
+) -> None:
+    daemon.start()
+    session.start()
+    wait_for(lambda: bool(recorder.attached))
+    daemon.stop()
+    wait_for(lambda: len(recorder.detached) == 1)
+    daemon.start()
+    wait_for(lambda: len(recorder.attached) == 2, timeout_s=2.0)
+
+
+def test_messages_for_an_old_session_never_reach_a_new_one(
+    daemon: FakeDaemon, session: EngineSession, recorder: Recorder
+) -> None:
+    daemon.start()
+    session.start()
+    wait_for(lambda: bool(recorder.attached))
+    daemon.stop()
+    wait_for(lambda: len(recorder.detached) == 1)
+    daemon.start()
+    wait_for(lambda: len(recorder.attached) == 2)
+    recorder.attached[0].send(acquire(1))
+    recorder.attached[1].send(acquire(2))
+    wait_for(lambda: bool(daemon.sessions[1].received))
+    assert [message.acquire.acquire_id for message in daemon.sessions[1].received] == [2]
+
+
+def test_reopen_makes_a_new_hello(daemon: FakeDaemon, session: EngineSession, recorder: Recorder) -> None:
+    daemon.start()
+    session.start()
+    wait_for(lambda: bool(recorder.attached))
+    session.reopen()
+    assert recorder.attached[0].turn != session.turn
+    assert daemon.wait_sessions(2).hello.ephemeral
+    wait_for(lambda: len(recorder.attached) == 2)
+    assert recorder.attached[1].turn == session.turn == 1
+
+
+def test_a_refusal_is_logged_once_and_loudly(
+    daemon: FakeDaemon, session: EngineSession, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_REFUSED_RETRY_S", 0.01)
+    daemon.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "layout.rank_bytes = 0: must be positive")
+    daemon.start()
+    attempts = threading.Semaphore(0)
+
+    def make_hello(turn: int) -> pb.Hello:
+        attempts.release()
+        return pb.Hello()
+
+    session._make_hello = make_hello
+    session.start()
+    for _ in range(3):
+        assert attempts.acquire(timeout=5)
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert "layout.rank_bytes = 0" in errors[0].getMessage()
+
+
+def test_asks_for_the_hello_again_until_it_is_ready(daemon: FakeDaemon, recorder: Recorder) -> None:
+    daemon.start()
+    calls = iter([NotReadyError("starting"), NotReadyError("starting"), None])
+
+    def make_hello(turn: int) -> pb.Hello:
+        if (error := next(calls)) is not None:
+            raise error
+        return pb.Hello(engine_id="e")
+
+    session = EngineSession(daemon.socket, make_hello, recorder)
+    session.start()
+    wait_for(lambda: bool(recorder.attached))
+    session.close()
+
+
+def test_probes_only_while_told_to(daemon: FakeDaemon, session: EngineSession, recorder: Recorder) -> None:
+    daemon.start()
+    session.start()
+    wait_for(lambda: bool(recorder.attached))
+    assert "ping" not in daemon.session().kinds()
+    session.probe(True)
+    wait_for(lambda: "ping" in daemon.session().kinds())
+    recorder.messages.get(timeout=5)
+    assert recorder.messages.get(timeout=5).WhichOneof("kind") == "pong"
+
+
+def test_close_lets_what_is_enqueued_go_out(daemon: FakeDaemon, session: EngineSession, recorder: Recorder) -> None:
+    daemon.start()
+    session.start()
+    wait_for(lambda: bool(recorder.attached))
+    recorder.attached[0].send(acquire(9))
+    session.close()
+    assert daemon.session().kinds() == ["acquire"]
+    assert recorder.detached == recorder.attached
+
+
+def test_close_before_start_returns(daemon: FakeDaemon, recorder: Recorder) -> None:
+    EngineSession(daemon.socket, lambda turn: pb.Hello(), recorder).close()
+
+
+def test_a_stream_that_ends_in_the_moment_of_a_reopen_or_close_does_no_harm(
+    recorder: Recorder, daemon: FakeDaemon
+) -> None:
+    """Both run in vLLM's scheduler thread, the session's thread forgets the stream meanwhile."""
+
+    class Stream:
+        def cancel(self) -> None:
+            pass
+
+    class Vanishing(EngineSession):
+        num_reads = 0
+
+        @property
+        def _call(self) -> Any:
+            self.num_reads += 1
+            return Stream() if self.num_reads % 2 else None
+
+        @_call.setter
+        def _call(self, call: Any) -> None:
+            pass
+
+    session = Vanishing(daemon.socket, lambda turn: pb.Hello(), recorder)
+    session.reopen()
+    assert session.turn == 1

@@ -1,0 +1,47 @@
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvtier.client.address import channel_target, default_socket_path
+from kvtier.client.probe import explain, socket_problem
+
+
+def test_nothing_there_names_the_remedy(tmp_path: Path) -> None:
+    problem = socket_problem(tmp_path / "none" / "d.sock")
+    assert problem is not None
+    assert problem.startswith("no such file; start `kvtier-daemon`")
+
+
+def test_nobody_listening(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+    assert socket_problem(path) == "connection refused, nothing listens there; start `kvtier-daemon`"
+
+
+def test_a_listener_is_no_problem(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        assert socket_problem(path) is None
+
+
+def test_permission_denied_names_uid_and_folder() -> None:
+    problem = explain(Path("/run/kvtier/d.sock"), PermissionError(errno.EACCES, "denied"))
+    assert f"permission denied for uid {os.getuid()}" in problem
+    assert "/run/kvtier" in problem
+
+
+def test_default_socket_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KVTIER_SOCKET", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert default_socket_path() == Path(f"/tmp/kvtier-{os.getuid()}/daemon.sock")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_socket_path() == tmp_path / "kvtier" / "daemon.sock"
+    monkeypatch.setenv("KVTIER_SOCKET", "/x/y.sock")
+    assert default_socket_path() == Path("/x/y.sock")
+    assert channel_target("/x/y.sock") == "unix:/x/y.sock"

@@ -1,0 +1,213 @@
+"""Settings: what wins, how sizes are written, what is refused, and that configs/kvtier.toml is the truth."""
+
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvtier.client.address import SOCKET_VARIABLE
+from kvtier.config import DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig, load_config, settings, units
+from kvtier.config.settings import BY_KEY, SETTINGS
+from kvtier.config.units import available_bytes, format_size, parse_percent, parse_size
+from kvtier.errors import ConfigError
+
+SHIPPED = Path(__file__).parents[3] / "configs" / "kvtier.toml"
+GIB = 1024**3
+
+
+@pytest.fixture(autouse=True)
+def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide this machine's own settings and freeze what changes under the tests."""
+    for name in ("XDG_RUNTIME_DIR", SOCKET_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("CONFIG", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
+    monkeypatch.setattr(settings, "available_bytes", lambda folder: 100 * GIB)
+    monkeypatch.setattr(settings, "filesystem_bytes", lambda folder: 400 * GIB)
+    monkeypatch.setattr(settings, "physical_memory_bytes", lambda: 64 * GIB)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write_file(text: str) -> Path:
+        path = tmp_path / "kvtier.toml"
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def failure(
+    path: Path | None = None, environ: dict[str, str] | None = None, flags: dict[str, object] | None = None
+) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path=path, environ=environ or {}, flags=flags or {})
+    return caught.value
+
+
+def test_no_file_gives_sane_defaults(tmp_path: Path) -> None:
+    loaded = load_config(environ={})
+    assert loaded.path is None
+    assert set(loaded.sources.values()) == {"default"}
+    assert loaded.config.disk.disk_dir == tmp_path / "state" / "kvtier"
+    assert loaded.config.server.socket.is_absolute()
+    assert loaded.config.host.host_bytes == 16 * GIB
+    assert loaded.config.disk.disk_bytes == 50 * GIB
+
+
+def test_the_default_file_is_read_when_it_exists(tmp_path: Path) -> None:
+    path = tmp_path / "config" / "kvtier" / "kvtier.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text('[log]\nlevel = "debug"')
+    assert load_config(environ={}).config.log.level == "debug"
+
+
+def test_flag_beats_environment_beats_file(write: Callable[[str], Path]) -> None:
+    path = write('[host]\nbytes = "1GiB"\n[disk]\nbytes = "1GiB"\n[log]\nlevel = "error"')
+    environ = {"KVTIER_HOST_BYTES": "2GiB", "KVTIER_DISK_BYTES": "2GiB"}
+    loaded = load_config(path=path, environ=environ, flags={"disk.bytes": "3GiB", "log.format": None})
+    assert loaded.config.log.level == "error"
+    assert loaded.config.host.host_bytes == 2 * GIB
+    assert loaded.config.disk.disk_bytes == 3 * GIB
+    wanted = {"log.level": str(path), "host.bytes": "environment", "disk.bytes": "flag", "log.format": "default"}
+    assert {key: loaded.sources[key] for key in wanted} == wanted
+
+
+def test_the_socket_has_the_variable_that_clients_read(tmp_path: Path) -> None:
+    loaded = load_config(environ={SOCKET_VARIABLE: "/run/k.sock", "KVTIER_LOG_LEVEL": ""})
+    assert loaded.config.server.socket == Path("/run/k.sock")
+    assert loaded.sources["log.level"] == "default", "an empty variable counts as not set"
+
+
+def test_relative_paths_start_at_the_file(write: Callable[[str], Path], tmp_path: Path) -> None:
+    assert load_config(path=write('[disk]\ndir = "packs"'), environ={}).config.disk.disk_dir == tmp_path / "packs"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64GiB", 64 * GIB), ("512 MiB", 512 * 1024**2), ("1.5kb", 1500), ("7", 7), ("2TB", 2 * 10**12)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 XB", "-1GiB", "1,5GiB", "25%"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="64GiB"):
+        parse_size(text)
+
+
+def test_percent_is_of_memory_for_host_and_of_the_file_system_for_disk() -> None:
+    config = load_config(environ={"KVTIER_HOST_BYTES": "50%", "KVTIER_DISK_BYTES": "25 %"}).config
+    assert config.host.host_bytes == 32 * GIB
+    assert config.disk.disk_bytes == 100 * GIB
+    assert parse_percent("12.5%") == 0.125
+
+
+def test_automatic_sizes_respect_small_file_systems_and_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "available_bytes", lambda folder: 6 * GIB)
+    assert load_config(environ={}).config.host.host_bytes == 3 * GIB
+    monkeypatch.setattr(settings, "available_bytes", lambda folder: 9000 * GIB)
+    assert load_config(environ={}).config.disk.disk_bytes == 256 * GIB
+
+
+def test_available_bytes_counts_own_files_as_free(tmp_path: Path) -> None:
+    """Otherwise each restart of the daemon would halve what is left."""
+    before = available_bytes(tmp_path / "not yet there")
+    (tmp_path / "pack").write_bytes(bytes(8 << 20))
+    assert available_bytes(tmp_path) >= before - (4 << 20)
+    assert units.physical_memory_bytes() > 0
+
+
+def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> None:
+    path = write("[disk]\npack_byte = 1")
+    error = failure(path)
+    assert (error.key, error.value, error.source) == ("disk.pack_byte", 1, str(path))
+    assert "did you mean disk.pack_bytes?" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[hosts]\nbytes = 1", "did you mean host?"),
+        ('socket = "/x"', "write it as server.socket"),
+        ("host = 3", "write [host]"),
+        ("nonsense = 3", "[server], [host], [disk], [log]"),
+    ],
+)
+def test_misplaced_keys(write: Callable[[str], Path], text: str, said: str) -> None:
+    assert said in str(failure(write(text)))
+
+
+def test_unknown_variable_of_a_table_is_refused_and_others_are_not_ours() -> None:
+    assert "did you mean KVTIER_HOST_BYTES?" in str(failure(environ={"KVTIER_HOST_BYTE": "1GiB"}))
+    load_config(environ={"KVTIER_VLLM_URL": "x", "KVTIER_DEMO": "1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("host.bytes", "lots", "64GiB"),
+        ("host.bytes", 12, "at least 1.00 MiB"),
+        ("host.bytes", True, "64GiB"),
+        ("host.bytes", "500GiB", "larger tmpfs"),
+        ("disk.bytes", 1.5, "64GiB"),
+        ("disk.zstd_level", 0, "whole number from 1 to 22"),
+        ("disk.zstd_level", 1.5, "whole number from 1 to 22"),
+        ("disk.io_threads", "many", "whole number from 1 to 64"),
+        ("disk.pack_linger_s", "nan", "from 0 to 60"),
+        ("server.drain_timeout_s", -1, "from 0 to 3600"),
+        ("log.level", "loud", "debug, info, warning, error"),
+        ("log.format", 3, "text, json"),
+        ("disk.dir", 3, "path in quotes"),
+        ("server.socket", "/" + "x" * 107, "at most 107"),
+    ],
+)
+def test_bad_values_name_key_value_source_and_remedy(key: str, value: object, said: str) -> None:
+    error = failure(flags={key: value})
+    assert (error.key, error.value, error.source) == (key, value, "flag")
+    assert said in str(error)
+
+
+def test_unreadable_files(write: Callable[[str], Path], tmp_path: Path) -> None:
+    assert "not valid TOML" in str(failure(write("[log")))
+    assert "cannot be read" in str(failure(tmp_path / "none.toml"))
+
+
+def test_each_field_is_a_setting_and_each_setting_a_field() -> None:
+    config = load_config(environ={}).config
+    declared = {(t.name, f.name) for t in fields(DaemonConfig) for f in fields(getattr(config, t.name))}
+    assert declared == {(setting.table, setting.attribute) for setting in SETTINGS}
+
+
+def test_dataclass_defaults_are_the_settings_defaults() -> None:
+    config = load_config(environ={}).config
+    assert config.log == LogConfig()
+    assert config.server == ServerConfig(socket=config.server.socket)
+    assert config.host == HostConfig(arena_dir=config.host.arena_dir, host_bytes=config.host.host_bytes)
+    assert config.disk == DiskConfig(disk_dir=config.disk.disk_dir, disk_bytes=config.disk.disk_bytes)
+
+
+def test_the_shipped_file_has_every_setting_and_says_the_defaults(write: Callable[[str], Path]) -> None:
+    uncommented = re.sub(r"^#(?=\w+ = )", "", SHIPPED.read_text(), flags=re.MULTILINE)
+    loaded = load_config(path=write(uncommented), environ={})
+    assert {key for key, source in loaded.sources.items() if source != "default"} == set(BY_KEY)
+    assert loaded.config == load_config(environ={}).config
+    assert load_config(path=SHIPPED, environ={}).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (20 << 20, "20.0 MiB"),
+        (500 * GIB, "500 GiB"),
+        (2048 * GIB, "2.00 TiB"),
+    ],
+)
+def test_format_size(size: int, text: str) -> None:
+    assert format_size(size) == text

@@ -1,0 +1,85 @@
+"""What the scheduler process announces is what the workers' tensors have, though it sees less of the specs."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier_connector.layout import engine_layout, group_block_bytes
+from tests.unit.connector.harness import full_spec, vllm_config_of
+
+NUM_BLOCKS = 8
+
+
+def uneven_heads(num_kv_heads: list[int]) -> KVCacheConfig:
+    """One group of layers of one kind and different sizes, as vLLM lays it out (DeciLM, OpenELM), layer by layer."""
+    specs = {f"layer{index}": replace(full_spec(), num_kv_heads=heads) for index, heads in enumerate(num_kv_heads)}
+    total = sum(spec.page_size_bytes for spec in specs.values()) * NUM_BLOCKS
+    uniform = UniformTypeKVCacheSpecs.from_specs(specs)
+    assert uniform is not None
+    return KVCacheConfig(
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=total,
+                layers=[name],
+                layer_stride=spec.page_size_bytes * NUM_BLOCKS,
+                block_stride=spec.page_size_bytes,
+            )
+            for name, spec in specs.items()
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=list(specs), kv_cache_spec=uniform)],
+    )
+
+
+@pytest.mark.parametrize("num_kv_heads", [[1, 2, 4], [4, 2, 1], [2, 2, 2]])
+def test_layers_of_different_sizes_in_one_group(num_kv_heads: list[int]) -> None:
+    """vLLM's scheduler is told the first layer's spec only."""
+    worker = uneven_heads(num_kv_heads)
+    scheduler = generate_scheduler_kv_cache_config([copy.deepcopy(worker)])
+    page = full_spec().page_size_bytes // full_spec().num_kv_heads
+    assert group_block_bytes(worker, 0) == group_block_bytes(scheduler, 0) == sum(num_kv_heads) * page
+    config: Any = vllm_config_of()
+    offloading = build_offloading_config(config, scheduler)
+    assert offloading.worker_kv_bytes_per_block == sum(num_kv_heads) * page
+    assert engine_layout(offloading, scheduler, ()).rank_bytes == sum(num_kv_heads) * page
+
+
+def test_layers_interleaved_in_a_block_are_moved_with_it() -> None:
+    page = full_spec().page_size_bytes
+    config = KVCacheConfig(
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[
+            KVCacheTensor(size=2 * page * NUM_BLOCKS, layers=["a", "b"], layer_stride=page, block_stride=2 * page)
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=full_spec())],
+    )
+    assert group_block_bytes(config, 0) == 2 * page
+
+
+def test_padding_is_left_out() -> None:
+    padded = replace(full_spec(), page_size_padded=2 * full_spec().page_size_bytes)
+    assert torch.bfloat16 == padded.dtype
+    config = KVCacheConfig(
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=padded.page_size_bytes * NUM_BLOCKS,
+                layers=["a"],
+                layer_stride=padded.page_size_bytes * NUM_BLOCKS,
+                block_stride=padded.page_size_bytes,
+            )
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=["a"], kv_cache_spec=padded)],
+    )
+    assert group_block_bytes(config, 0) == full_spec().page_size_bytes

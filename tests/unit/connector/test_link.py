@@ -1,0 +1,93 @@
+"""The whole engine side against a fake daemon over real gRPC: pins are bound in order."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.core.arena_format import ArenaGeometry
+from kvtier_connector.background import Background
+from kvtier_connector.binder import PinBinder
+from kvtier_connector.link import Attached, EngineLink, Event, PinBound, PinGone, Received
+from kvtier_connector.lora import AdapterDigests
+from tests.fakes.fake_daemon import FakeDaemon
+from tests.fakes.waiting import wait_for
+from tests.unit.connector.test_binder import FULL
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    geometry = ArenaGeometry(arena_id=b"A" * 16, num_slots=16, row_bytes=4096, num_ranks=1, rank_bytes=4096)
+    fake = FakeDaemon(tmp_path, geometry)
+    fake.pins = [pb.Pin(pin_id="p", name="sys", tokens=range(20), pinned=True)]
+    fake.start()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def link(daemon: FakeDaemon) -> Iterator[EngineLink]:
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    background = Background("kvtier-test")
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
+    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background)
+    made.start()
+    yield made
+    made.close()
+
+
+def collect(link: EngineLink, kind: type, events: list[Event]) -> Event:
+    """Poll until an event of this kind has come."""
+
+    def has_come() -> bool:
+        events.extend(link.poll())
+        return any(isinstance(event, kind) for event in events)
+
+    wait_for(has_come)
+    return next(event for event in events if isinstance(event, kind))
+
+
+def test_a_pin_is_known_before_the_daemon_speaks_of_its_chunks(daemon: FakeDaemon, link: EngineLink) -> None:
+    events: list[Event] = []
+    bound = collect(link, PinBound, events)
+    assert isinstance(bound, PinBound)
+    wait_for(lambda: "bind_pin" in daemon.session().kinds())
+    (bind,) = [m.bind_pin for m in daemon.session().received if m.WhichOneof("kind") == "bind_pin"]
+    assert tuple(bind.keys) == bound.pin.keys
+    assert len(bind.keys) == 2
+
+    def heard() -> list[str | None]:
+        events.extend(link.poll())
+        return [e.message.WhichOneof("kind") if isinstance(e, Received) else type(e).__name__ for e in events]
+
+    wait_for(lambda: "chunks_held" in heard())
+    assert heard().index("PinBound") < heard().index("chunks_held")
+
+
+def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: EngineLink) -> None:
+    events: list[Event] = []
+    collect(link, PinBound, events)
+    session = daemon.session()
+    later = pb.Pin(pin_id="q", name="q", tokens=range(100, 120), pinned=True)
+    session.send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=later)))
+    session.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id="q")))
+    collect(link, PinGone, events)
+    of_q = [type(e) for e in events if getattr(getattr(e, "pin", e), "pin_id", "") == "q"]
+    assert of_q == [PinBound, PinGone]
+
+
+def test_a_session_that_attached_before_a_reset_is_never_heard_of(daemon: FakeDaemon, link: EngineLink) -> None:
+    """Weights changed in place: what the old session's namespace holds must not be found or added to."""
+    daemon.wait_sessions(1)
+    link.reopen()
+    daemon.wait_sessions(2)
+    events: list[Event] = []
+    attached = collect(link, Attached, events)
+    assert attached.attachment.turn == 1
+    assert {event.attachment.turn for event in events} == {1}

@@ -1,0 +1,251 @@
+"""The worker's copies against an oracle that knows the documented layout only, with tensors as vLLM makes them."""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+
+from kvtier.client.arena_map import ArenaMap, Stamp
+from kvtier.core.arena_format import ArenaGeometry
+from kvtier_connector.transfer import ArenaChunk, ArenaSpec
+from kvtier_connector.worker import KVTierCPUWorker, WorkerLayout, page_places
+from tests.fakes.fake_daemon import set_generation, write_arena
+from tests.fakes.waiting import wait_for
+
+NUM_BLOCKS, PAGE, PADDED = 24, 96, 128
+NUM_RANKS = 2
+
+
+class Bench:
+    """One rank's worker with two groups: group 3 has two tensors, group 5 one, padded and aliasing the first."""
+
+    def __init__(self, folder: Path, rank: int, blocks_per_chunk: int) -> None:
+        self.rank, self.blocks_per_chunk = rank, blocks_per_chunk
+        self.rank_bytes = 2 * PADDED * blocks_per_chunk
+        self.geometry = ArenaGeometry(
+            arena_id=b"A" * 16, num_slots=16, row_bytes=4096, num_ranks=NUM_RANKS, rank_bytes=self.rank_bytes
+        )
+        self.path, self.lock = folder / "arena", folder / "lock"
+        if not self.path.exists():
+            write_arena(self.path, self.geometry)
+            self.lock.touch()
+            for slot in range(16):
+                set_generation(self.path, self.geometry, slot, 1)
+        self.tensors = [torch.randint(-128, 127, (NUM_BLOCKS, PADDED), dtype=torch.int8) for _ in range(2)]
+        self.caches = CanonicalKVCaches(
+            tensors=[CanonicalKVCacheTensor(tensor, PADDED) for tensor in self.tensors],
+            group_data_refs=[
+                [CanonicalKVCacheRef(0, PADDED), CanonicalKVCacheRef(1, PADDED)],
+                [CanonicalKVCacheRef(0, PAGE)],
+            ],
+        )
+        self.useful_bytes = (2 * PADDED * blocks_per_chunk, PAGE * blocks_per_chunk)
+        layout = WorkerLayout(
+            region=rank,
+            rank_bytes=self.rank_bytes,
+            blocks_per_chunk=blocks_per_chunk,
+            group_positions={3: 0, 5: 1},
+            pages=page_places(self.caches, blocks_per_chunk),
+        )
+        self.worker = KVTierCPUWorker(layout, self.caches)
+
+    def spec(self, chunks: Sequence[tuple[int, int]], generation: int = 1) -> ArenaSpec:
+        """Return a job's arena side for (slot, group) pairs, as it arrives in a worker."""
+        made = ArenaSpec(
+            req_id="r",
+            arena_id=self.geometry.arena_id,
+            arena_path=str(self.path),
+            lock_path=str(self.lock),
+            useful_bytes=self.useful_bytes,
+            chunks=tuple(ArenaChunk(1000 + slot, slot, generation, group) for slot, group in chunks),
+        )
+        copied: ArenaSpec = pickle.loads(pickle.dumps(made))
+        return copied
+
+    def row_region(self, slot: int) -> bytes:
+        """Return this rank's region of a row."""
+        begin = self.geometry.row_offset(slot) + self.rank * self.rank_bytes
+        return self.path.read_bytes()[begin : begin + self.rank_bytes]
+
+    def expected(self, group: int, block_ids: Sequence[int]) -> bytes:
+        """The documented layout: per tensor of the group, its blocks' pages without padding."""
+        tensors, page = (self.tensors, PADDED) if group == 3 else (self.tensors[:1], PAGE)
+        return b"".join(tensor[block][:page].numpy().tobytes() for tensor in tensors for block in block_ids)
+
+    def stamp(self, slot: int) -> Stamp:
+        with ArenaMap(self.path, self.geometry.arena_id) as arena:
+            return arena.stamp_of(slot, self.rank)
+
+    def finish(self, job_id: int) -> set[str]:
+        """Wait for a job; return the requests whose load failed."""
+        self.worker.wait({job_id})
+        (result,) = self.worker.get_finished()
+        assert (result.job_id, result.success) == (job_id, True)
+        return self.worker.take_failed_loads()
+
+
+MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
+    benches: list[Bench] = []
+
+    def make(rank: int = 0, blocks_per_chunk: int = 1) -> Bench:
+        benches.append(Bench(tmp_path, rank, blocks_per_chunk))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.worker.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 3])
+def test_store_then_load_moves_exactly_the_documented_bytes(
+    make_bench: MakeBench, rank: int, blocks_per_chunk: int
+) -> None:
+    bench = make_bench(rank, blocks_per_chunk)
+    full = [[5, 6, 2][:blocks_per_chunk], [9, 1, 7][:blocks_per_chunk]]
+    window = [[11, 12, 13][:blocks_per_chunk]]
+    blocks = [block for chunk in full + window for block in chunk]
+    source = GPULoadStoreSpec(blocks, [2 * blocks_per_chunk, blocks_per_chunk], [0, 4 * blocks_per_chunk])
+    bench.worker.submit_store(1, source, bench.spec([(4, 3), (8, 3), (2, 5)]))
+    assert bench.finish(1) == set()
+    for slot, group, block_ids in [(4, 3, full[0]), (8, 3, full[1]), (2, 5, window[0])]:
+        payload = bench.expected(group, block_ids)
+        assert bench.row_region(slot)[: len(payload)] == payload
+        assert bench.stamp(slot) == Stamp(1000 + slot, 1, len(payload))
+    before = [bench.expected(3, chunk) for chunk in full] + [bench.expected(5, window[0])]
+    targets = [[16, 17, 18][:blocks_per_chunk], [20, 21, 22][:blocks_per_chunk], [3, 10, 0][:blocks_per_chunk]]
+    if blocks_per_chunk == 3:
+        targets[2][2] = 14
+    destination = GPULoadStoreSpec(
+        [block for chunk in targets for block in chunk],
+        [2 * blocks_per_chunk, blocks_per_chunk],
+        [0, 4 * blocks_per_chunk],
+    )
+    bench.worker.submit_load(2, bench.spec([(4, 3), (8, 3), (2, 5)]), destination)
+    assert bench.finish(2) == set()
+    after = [bench.expected(3, targets[0]), bench.expected(3, targets[1]), bench.expected(5, targets[2])]
+    assert after == before
+
+
+def test_ranks_write_their_own_regions_only(make_bench: MakeBench) -> None:
+    first, second = make_bench(0), make_bench(1)
+    first.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), first.spec([(4, 3)]))
+    first.finish(1)
+    assert second.row_region(4) == bytes(second.rank_bytes)
+    assert second.stamp(4) == Stamp(0, 0, 0)
+    second.worker.submit_store(1, GPULoadStoreSpec([6], [1, 0], [0, 0]), second.spec([(4, 3)]))
+    second.finish(1)
+    assert first.row_region(4) == first.expected(3, [5])
+    assert second.row_region(4) == second.expected(3, [6])
+
+
+def test_a_load_may_begin_and_end_inside_a_chunk(make_bench: MakeBench) -> None:
+    bench = make_bench(0, blocks_per_chunk=2)
+    bench.worker.submit_store(1, GPULoadStoreSpec([5, 6, 7, 8], [4, 0], [0, 0]), bench.spec([(4, 3), (8, 3)]))
+    bench.finish(1)
+    wanted = [bench.expected(3, [block]) for block in (6, 7)]
+    bench.worker.submit_load(2, bench.spec([(4, 3), (8, 3)]), GPULoadStoreSpec([16, 17], [2, 0], [1, 0]))
+    assert bench.finish(2) == set()
+    assert [bench.expected(3, [block]) for block in (16, 17)] == wanted
+
+
+def test_a_store_with_skipped_blocks_is_not_stamped(make_bench: MakeBench) -> None:
+    """A sliding window had freed one of the chunk's blocks: which one, vLLM does not say."""
+    bench = make_bench(0, blocks_per_chunk=2)
+    bench.worker.submit_store(1, GPULoadStoreSpec([5, 6, 7], [2, 1], [0, 3]), bench.spec([(4, 3), (8, 5)]))
+    assert bench.finish(1) == set()
+    assert bench.stamp(4).generation == 1
+    assert bench.stamp(8) == Stamp(0, 0, 0)
+
+
+def test_a_slot_given_out_again_fails_the_load(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
+    bench = make_bench()
+    set_generation(bench.path, bench.geometry, 4, 2)
+    bench.worker.submit_load(1, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(1) == {"r"}
+    assert "slot 4 is at generation 2, expected 1" in caplog.text
+
+
+def test_a_slot_given_out_again_is_not_stored_into(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    set_generation(bench.path, bench.geometry, 4, 2)
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert bench.finish(1) == set()
+    assert bench.stamp(4) == Stamp(0, 0, 0)
+    assert bench.row_region(4) == bytes(bench.rank_bytes)
+
+
+def test_an_ended_session_is_not_touched(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.lock.unlink()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    bench.finish(1)
+    assert bench.stamp(4) == Stamp(0, 0, 0)
+    bench.worker.submit_load(2, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(2) == {"r"}
+
+
+def test_a_new_arena_is_mapped_and_a_vanished_one_is_a_failed_load(make_bench: MakeBench, tmp_path: Path) -> None:
+    bench = make_bench()
+    bench.worker.submit_load(1, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(1) == set()
+    old = bench.spec([(4, 3)])
+    bench.path.unlink()
+    bench.geometry = ArenaGeometry(
+        arena_id=b"B" * 16, num_slots=4, row_bytes=4096, num_ranks=NUM_RANKS, rank_bytes=bench.rank_bytes
+    )
+    bench.path = tmp_path / "arena2"
+    write_arena(bench.path, bench.geometry)
+    bench.worker.submit_load(2, bench.spec([(1, 3)], generation=0), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(2) == set()
+    bench.worker.submit_load(3, old, GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(3) == {"r"}
+
+
+def test_a_layout_other_than_announced_moves_nothing(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
+    bench = make_bench()
+    bench.useful_bytes = (1, 2)
+    bench.worker.submit_load(1, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(1) == {"r"}
+    assert "the engine announced (1, 2)" in caplog.text
+
+
+def test_blocks_that_do_not_match_the_chunks_fail_the_load(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.worker.submit_load(1, bench.spec([(4, 3)]), GPULoadStoreSpec([5, 6], [2, 0], [0, 0]))
+    assert bench.finish(1) == {"r"}
+
+
+def test_wait_returns_for_unknown_jobs_and_jobs_run_in_order(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.worker.wait({77})
+    for job_id in range(5):
+        bench.worker.submit_store(job_id, GPULoadStoreSpec([job_id], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    done: list[int] = []
+
+    def all_done() -> bool:
+        done.extend(result.job_id for result in bench.worker.get_finished())
+        return len(done) == 5
+
+    wait_for(all_done)
+    assert done == [0, 1, 2, 3, 4]
+    assert bench.row_region(4) == bench.expected(3, [4])
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    meta = torch.empty((2, 8), dtype=torch.int8, device="meta")
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(meta, 8)], [[CanonicalKVCacheRef(0, 8)]])
+    with pytest.raises(NotImplementedError, match="CPU platform only, not on meta"):
+        page_places(caches, 1)

@@ -1,0 +1,23 @@
+"""Which chunks may leave host memory."""
+
+from kvtier.core.chunks import ChunkTable
+from kvtier.core.slots import HostBudget, SlotState, SlotTable
+
+KEY = b"k" * 36
+
+
+def test_a_chunk_in_host_memory_only_that_nobody_pins_is_evictable() -> None:
+    """Dropped from disk for somebody else's pin, it was in no lower tier and so could never be evicted: a lost slot."""
+    slots = SlotTable(1, 4096, HostBudget(4096))
+    table: ChunkTable[str] = ChunkTable(slots)
+    table.pin([KEY])
+    ref = slots.take_unbacked(SlotState.GRANTED)
+    assert ref is not None
+    slots.mark_backed(ref.slot)
+    assert table.begin_seal(ref)
+    assert table.commit_store(KEY, ref, checksum=1)
+    table.place(KEY, "pack")
+    table.unpin([KEY])
+    table.unplace(KEY)
+    assert table.make_room(1).lost == [KEY]
+    assert slots.num_free == 1

@@ -1,0 +1,122 @@
+"""Start, ready, signals, stop; with a fake server under it."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kvtier.rpc.server
+from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
+from kvtier.daemon import lifecycle
+from kvtier.daemon.folders import locked
+from kvtier.errors import AlreadyRunningError, ConfigError
+
+MIB = 1024 * 1024
+Serve = Callable[..., object]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DaemonConfig:
+    return DaemonConfig(
+        server=ServerConfig(socket=tmp_path / "run" / "daemon.sock"),
+        host=HostConfig(arena_dir=tmp_path / "arena", host_bytes=MIB),
+        disk=DiskConfig(disk_dir=tmp_path / "state", disk_bytes=MIB),
+    )
+
+
+@pytest.fixture(autouse=True)
+def restored_umask() -> Iterator[None]:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    yield
+    os.umask(mask)
+
+
+@pytest.fixture
+def serve_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Serve], None]:
+    return lambda serve: monkeypatch.setattr(kvtier.rpc.server, "serve", serve)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_daemon_and_the_socket_is_gone(
+    config: DaemonConfig, serve_with: Callable[[Serve], None], number: signal.Signals
+) -> None:
+    seen = []
+
+    async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        given.server.socket.touch()
+        ready()
+        os.kill(os.getpid(), number)
+        await stop.wait()
+        seen.append(given)
+
+    serve_with(serve)
+    lifecycle.run(config)
+    assert seen == [config]
+    assert not config.server.socket.exists()
+    with locked(config.disk.disk_dir), locked(config.host.arena_dir):
+        pass
+
+
+def test_a_second_signal_does_not_wait_for_the_drain(
+    config: DaemonConfig, serve_with: Callable[[Serve], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    gone = asyncio.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        gone.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+    async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await gone.wait()
+
+    serve_with(serve)
+    lifecycle.run(config)
+    assert codes == [128 + signal.SIGTERM]
+
+
+def test_systemd_learns_that_we_are_ready(
+    config: DaemonConfig, serve_with: Callable[[Serve], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        ready()
+
+    serve_with(serve)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        lifecycle.run(config)
+        assert systemd.recv(64) == b"READY=1"
+
+
+@pytest.mark.parametrize("folder", ["state", "arena"])
+def test_a_second_daemon_on_the_same_folder_is_refused_and_disturbs_nothing(
+    config: DaemonConfig, tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / folder).mkdir(mode=0o700)
+    config.server.socket.parent.mkdir(mode=0o700)
+    config.server.socket.touch()
+    with locked(tmp_path / folder), pytest.raises((AlreadyRunningError, ConfigError), match=str(os.getpid())):
+        lifecycle.run(config)
+    assert config.server.socket.exists()
+
+
+def test_one_folder_for_both_tiers_is_refused(config: DaemonConfig) -> None:
+    both = DaemonConfig(
+        server=config.server,
+        disk=config.disk,
+        host=HostConfig(arena_dir=config.disk.disk_dir, host_bytes=MIB),
+    )
+    with pytest.raises(ConfigError, match="two folders"):
+        lifecycle.run(both)

@@ -1,0 +1,84 @@
+"""The daemon's command line, and one real process of it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.client.address import SOCKET_VARIABLE
+from kvtier.client.admin import AdminClient
+from kvtier.daemon.main import app
+from kvtier.version import __version__
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    for name in ("CONFIG", "STATE", "RUNTIME"):
+        monkeypatch.delenv(f"XDG_{name}_DIR", raising=False)
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path))
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    return CliRunner()
+
+
+def test_version(runner: CliRunner) -> None:
+    assert runner.invoke(app, ["--version"]).output == f"kvtier-daemon {__version__}\n"
+
+
+def test_check_config_says_where_each_value_came_from(runner: CliRunner, tmp_path: Path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text("[disk]\nzstd_level = 3")
+    arguments = ["--check-config", "--config", str(path), "--host-bytes", "4MiB"]
+    result = runner.invoke(app, arguments, env={"KVTIER_LOG_LEVEL": "error"})
+    assert result.exit_code == 0
+    assert f"zstd_level = 3  # {path}\n" in result.output
+    assert "bytes = 4194304  # flag\n" in result.output
+    assert 'level = "error"  # environment\n' in result.output
+    assert "io_threads = 2  # default\n" in result.output
+
+
+def test_a_bad_setting_is_a_usage_error(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["--host-bytes", "lots"])
+    assert result.exit_code == 2
+    assert "flag: host.bytes = 'lots'" in result.stderr
+
+
+def start(tmp_path: Path) -> subprocess.Popen[str]:
+    arguments = ["--socket", tmp_path / "s", "--state-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
+    command = [sys.executable, "-m", "kvtier.daemon.main", *map(str, arguments), "--host-bytes", "4MiB"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "KVTIER_LOG_LEVEL": "info"}
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if " ready " in line:
+            return process
+    raise AssertionError(f"the daemon ended with {process.wait()}")
+
+
+def finish(process: subprocess.Popen[str], number: signal.Signals) -> int:
+    process.send_signal(number)
+    _, _ = process.communicate(timeout=30)
+    return process.returncode
+
+
+def test_a_real_daemon_starts_after_kill_9_and_stops_on_sigterm(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    assert finish(first, signal.SIGKILL) == -signal.SIGKILL
+    assert (tmp_path / "s").exists(), "kill -9 leaves the socket behind"
+    second = start(tmp_path)
+    try:
+        with AdminClient(tmp_path / "s") as client:
+            assert client.status().pid == second.pid
+        third = subprocess.run(second.args, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+        assert third.returncode == 1
+        assert f"pid {second.pid}" in third.stderr
+        with AdminClient(tmp_path / "s") as client:
+            assert client.status().pid == second.pid
+    finally:
+        code = finish(second, signal.SIGTERM)
+    assert code == 0
+    assert not (tmp_path / "s").exists()

@@ -1,0 +1,60 @@
+"""How values are coded in columns."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import InvalidArgumentError
+from kvtier.ledger import rows
+from tests.fakes.chunks import key_of, layout_of
+
+quick = settings(max_examples=40, deadline=None)
+
+
+@quick
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_tokens_are_little_endian_uint32(tokens: list[int]) -> None:
+    blob = rows.encode_tokens(tuple(tokens))
+    assert blob == b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert rows.decode_tokens(blob) == tuple(tokens)
+
+
+@quick
+@given(st.integers(0, 2**64 - 1))
+def test_a_checksum_fits_a_signed_column(checksum: int) -> None:
+    value = rows.encode_checksum(checksum)
+    assert -(2**63) <= value < 2**63
+    assert value & rows.CHECKSUM_MASK == checksum
+
+
+@pytest.mark.parametrize("tokens", [(-1,), (2**32,)])
+def test_a_token_that_does_not_fit_is_refused(tokens: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidArgumentError, match="tokens"):
+        rows.encode_tokens(tokens)
+
+
+@pytest.mark.parametrize("num_keys", [0, 1, 5])
+def test_keys_come_back_in_order(num_keys: int) -> None:
+    keys = tuple(key_of(number) for number in range(num_keys))
+    assert rows.decode_keys(*rows.encode_keys(keys)) == keys
+
+
+def test_keys_of_different_lengths_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="one length"):
+        rows.encode_keys((b"abcd", b"abc"))
+
+
+@pytest.mark.parametrize(("key_bytes", "blob"), [(0, b"abc"), (2, b"abc"), (-1, b"abc")])
+def test_a_blob_that_is_no_whole_number_of_keys_is_refused(key_bytes: int, blob: bytes) -> None:
+    with pytest.raises(ValueError, match="no whole number"):
+        rows.decode_keys(key_bytes, blob)
+
+
+def test_a_blob_that_is_no_whole_number_of_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of item size"):
+        rows.decode_tokens(b"abc")
+
+
+def test_a_layout_comes_back() -> None:
+    layout = layout_of(num_ranks=4, num_writers=1)
+    assert rows.decode_layout(rows.encode_layout(layout)) == layout

@@ -1,0 +1,67 @@
+"""A client that leaves in the middle of a change: memory and ledger say the same afterwards."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvtier._pb import cache_pb2
+from kvtier.ledger import Ledger
+from tests.fakes.gates import gated
+from tests.fakes.operator import pin, prompt_of, status_of, unpin, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
+
+KEYS = [chunk_key(n) for n in range(5)]
+
+
+def test_a_replacement_whose_caller_left_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger had the new prompt, memory the old one: binding it broke a foreign key and the engine's session."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            old = await pin(stub)
+            with gated(monkeypatch, Ledger, "put_prompt") as gate:
+                wish = cache_pb2.PinRequest(name="p", tokens=range(100, 180), replace=True)
+                with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+                    await stub.Pin(wish, timeout=0.2)
+                await asyncio.sleep(0.1)
+                gate.open()
+
+            async def replaced() -> bool:
+                return (await prompt_of(stub)).pin_id != old
+
+            await until(replaced)
+            await engine.bind((await prompt_of(stub)).pin_id, KEYS)
+
+    asyncio.run(scenario())
+
+
+def test_an_eviction_whose_caller_left_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows were gone, but the packs stayed on disk and in the quota until the next start."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+
+            async def on_disk() -> bool:
+                return (await status_of(stub)).disk.num_chunks == len(KEYS)
+
+            await until(on_disk)
+            await unpin(stub)
+            with gated(monkeypatch, Ledger, "drop_chunks") as gate:
+                with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+                    await stub.Evict(cache_pb2.EvictRequest(name="p"), timeout=0.2)
+                await asyncio.sleep(0.1)
+                gate.open()
+
+            async def forgotten() -> bool:
+                status = await status_of(stub)
+                return not status.num_prompts and not status.disk.used_bytes
+
+            await until(forgotten)
+
+    asyncio.run(scenario())

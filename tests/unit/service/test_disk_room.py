@@ -1,0 +1,104 @@
+"""The disk quota: kept exactly, and never held by what nobody is promised."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier._pb import cache_pb2
+from kvtier.tiers.packs import PackTier
+from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
+
+KEYS = [chunk_key(n) for n in range(5)]
+OTHERS = [chunk_key(n) for n in range(10, 15)]
+ROOM_FOR_ONE = 45_000  # five chunks take 30,000 bytes and a header of 4,096
+
+
+async def wait_over_quota(stub: Stub, name: str) -> None:
+    async def refused() -> bool:
+        return (await prompt_of(stub, name)).state == cache_pb2.PromptStatus.OVER_QUOTA
+
+    await until(refused)
+
+
+def test_chunks_of_a_replaced_prompt_make_room(tmp_path: Path) -> None:
+    """No prompt names them any more: neither `evict` nor pressure reached them, and the disk filled up for good."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            await engine.bind(await pin(stub, first=100, replace=True), OTHERS)
+            await engine.store(OTHERS)
+            await wait_durable(stub, "p")
+
+    asyncio.run(scenario())
+
+
+def test_unpinning_lets_what_was_refused_become_durable(tmp_path: Path) -> None:
+    """Only `evict` had the refused chunks tried again: after an unpin or an expiry OVER_QUOTA stayed."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE)
+        async with running(config) as stub:
+            pins = [await pin(stub), await pin(stub, "q", first=100)]
+            async with ScriptedEngine(config) as engine:
+                await engine.bind(pins[0], KEYS)
+                await engine.bind(pins[1], OTHERS)
+                await engine.store(KEYS)
+                await wait_durable(stub, "p")
+                await engine.store(OTHERS)
+                await wait_over_quota(stub, "q")
+                await unpin(stub)
+                await wait_durable(stub, "q")
+                # p lost its place on disk, its chunks are in host memory still: the promise again has to bring it back.
+                await unpin(stub, "q")
+                await pin(stub)
+                await wait_durable(stub, "p")
+
+    asyncio.run(scenario())
+
+
+def test_two_namespaces_do_not_fill_the_same_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both saw room for one pack, and both wrote one."""
+    original = PackTier.write_pack
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.2)
+        return original(*args)
+
+    monkeypatch.setattr(PackTier, "write_pack", slow)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE)
+        async with running(config) as stub:
+            pin_id = await pin(stub)
+            async with ScriptedEngine(config) as one, ScriptedEngine(config, fingerprint={"weights": "2"}) as two:
+                await one.bind(pin_id, KEYS)
+                await two.bind(pin_id, KEYS)
+                await asyncio.gather(one.store(KEYS), two.store(KEYS))
+                await wait_over_quota(stub, "p")
+                assert (await status_of(stub)).disk.used_bytes <= ROOM_FOR_ONE
+
+    asyncio.run(scenario())
+
+
+def test_a_pack_with_its_header_stays_within_the_quota(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path, disk_bytes=31_000)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+
+            async def settled() -> bool:
+                return (await prompt_of(stub)).state != cache_pb2.PromptStatus.CAPTURING
+
+            await until(settled)
+            assert (await status_of(stub)).disk.used_bytes <= 31_000
+
+    asyncio.run(scenario())

@@ -1,0 +1,146 @@
+"""An ephemeral namespace ends with its session, and nothing that outlives it stumbles over what it leaves."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.packs import PackTier
+from tests.fakes.gates import gated
+from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, unpin, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
+
+KEYS = [chunk_key(n) for n in range(5)]
+
+
+async def gone(stub: Stub) -> None:
+    async def nothing_left() -> bool:
+        status = await status_of(stub)
+        return not status.sessions and not status.namespaces
+
+    await until(nothing_left)
+
+
+def test_operators_can_change_a_prompt_that_was_bound_there(tmp_path: Path) -> None:
+    """The prompt's binding outlived the namespace: unpin, replace and evict failed with a KeyError, for ever."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            async with ScriptedEngine(config, ephemeral=True) as engine:
+                await engine.bind(await pin(stub), KEYS)
+                await engine.bind(await pin(stub, "q", first=100), KEYS)
+                await engine.store(KEYS)
+            await gone(stub)
+            await pin(stub, tokens=64, replace=True)
+            await unpin(stub)
+            await evict(stub)
+            await evict(stub, "q", force=True)
+            assert list((await prompt_of(stub, "q")).bindings) == []
+
+    asyncio.run(scenario())
+
+
+def test_the_same_namespace_again_starts_from_nothing(tmp_path: Path) -> None:
+    """The old binding looked up to date, so nothing was pinned and every store was refused as unwanted."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            pin_id = await pin(stub)
+            for _ in range(2):
+                async with ScriptedEngine(config, ephemeral=True) as engine:
+                    await engine.bind(pin_id, KEYS)
+                    await engine.store(KEYS)
+                await gone(stub)
+            assert (await status_of(stub)).host.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("first_is_ephemeral", [True, False])
+def test_one_fingerprint_is_not_both_ephemeral_and_durable(tmp_path: Path, first_is_ephemeral: bool) -> None:
+    """Bytes of an ephemeral engine reached the disk when a durable namespace had its fingerprint."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config), ScriptedEngine(config, ephemeral=first_is_ephemeral):
+            with pytest.raises(grpc.aio.AioRpcError, match="ephemeral"):
+                await ScriptedEngine(config, ephemeral=not first_is_ephemeral).__aenter__()
+
+    asyncio.run(scenario())
+
+
+def test_the_arena_is_closed_after_the_last_call_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled task leaves its worker thread running: that one used a descriptor that meant another file by then."""
+    calls: list[str] = []
+
+    def recorded(name: str) -> None:
+        original = getattr(Arena, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                calls.append(name)
+
+        monkeypatch.setattr(Arena, name, call)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        recorded("close")
+        recorded("back")
+        with gated(monkeypatch, Arena, "back") as gate:
+            async with running(config) as stub:
+                async with ScriptedEngine(config, ephemeral=True):
+                    await reached(gate.reached)
+                await asyncio.sleep(0.3)
+                assert calls == []
+                gate.open()
+                await gone(stub)
+
+    asyncio.run(scenario())
+    assert calls == ["back", "close"]
+
+
+def test_a_refused_ephemeral_engine_leaves_no_namespace(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path, host_bytes=4096)
+        async with running(config) as stub:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"host\.bytes"):
+                await ScriptedEngine(config, ephemeral=True).__aenter__()
+            assert list((await status_of(stub)).namespaces) == []
+
+    asyncio.run(scenario())
+
+
+def test_the_drain_is_not_disturbed_by_a_namespace_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was deleted while the drain went through all namespaces: the rest was not written, and nothing was closed."""
+
+    original = PackTier.write_pack
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.7)
+        return original(*args)
+
+    monkeypatch.setattr(PackTier, "write_pack", slow)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            pin_id = await pin(stub)
+            ephemeral = await ScriptedEngine(config, ephemeral=True).__aenter__()
+            async with ScriptedEngine(config, fingerprint={"weights": "2"}) as engine:
+                await engine.bind(pin_id, KEYS)
+                await engine.store(KEYS)
+            asyncio.get_running_loop().call_later(0.2, ephemeral.lock.release)
+        assert list(config.host.arena_dir.iterdir()) == []
+        await ephemeral.__aexit__()
+        async with running(config) as stub:
+            assert (await status_of(stub)).disk.num_chunks == len(KEYS)
+
+    asyncio.run(scenario())

@@ -1,0 +1,111 @@
+"""Evict while chunks are on their way: to disk, in a lease, into the arena again."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierIOError
+from kvtier.ledger import Ledger
+from kvtier.tiers.packs import PackTier
+from tests.fakes.gates import failing, gated
+from tests.fakes.operator import evict, pin, reached, status_of, unpin, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
+
+KEYS = [chunk_key(n) for n in range(5)]
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_chunk_that_becomes_durable_meanwhile_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    """Its pack was committed between "drop what is on disk" and "drop what is in memory", and stayed on disk."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub, tokens=32), KEYS[:2])
+            await engine.store(KEYS[:1])
+
+            async def on_disk() -> bool:
+                return (await status_of(stub)).disk.num_chunks == 1
+
+            await until(on_disk)
+            with gated(monkeypatch, Ledger, "commit_pack") as gate:
+                await engine.store(KEYS[1:2])
+                await reached(gate.reached)
+                if not force:
+                    # Unpin waits for the ledger's thread: it is enough that it was asked for before.
+                    unpinned = asyncio.create_task(unpin(stub))
+                    await asyncio.sleep(0.05)
+                evicted = asyncio.create_task(evict(stub, force=force))
+                await asyncio.sleep(0.1)
+                gate.open()
+                if not force:
+                    await unpinned
+                await evicted
+
+            async def empty() -> bool:
+                status = await status_of(stub)
+                return not status.disk.num_chunks and not status.disk.used_bytes and not status.host.num_chunks
+
+            await until(empty)
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_stored_again_while_its_evicted_copy_is_leased_stays_wanted(tmp_path: Path) -> None:
+    """The store was thrown away but announced as held; at the lease's end the chunk was gone for good."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            await engine.acquire(1, KEYS)
+            await evict(stub, force=True)
+            await engine.wait_held(KEYS, held=False)
+            engine.held.clear()
+            await engine.store(KEYS, wait=False)
+            await engine.wait_held(KEYS, held=False)
+            await engine.release(1)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+
+    asyncio.run(scenario())
+
+
+def test_a_pack_that_cannot_be_deleted_ends_neither_eviction_nor_spilling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error ended the task that writes packs: nothing became durable any more until the next start."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            failing(
+                monkeypatch,
+                PackTier,
+                "delete_pack",
+                lambda: TierIOError(tmp_path, "delete", PermissionError("no")),
+                times=2,
+            )
+            with gated(monkeypatch, PackTier, "write_pack") as gate:
+                await engine.store(KEYS)
+                await reached(gate.reached)
+                await evict(stub, force=True)
+
+            async def empty() -> bool:
+                return not (await status_of(stub)).host.num_chunks
+
+            await until(empty)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            await evict(stub, force=True)
+            used_bytes = (await status_of(stub)).disk.used_bytes
+            packs = list((config.disk.disk_dir / "packs").iterdir())
+            assert used_bytes == sum(pack.stat().st_size for pack in packs)
+
+    asyncio.run(scenario())

@@ -1,0 +1,157 @@
+"""The ledger, a disk or the arena's file system refuses once: a miss or an error, and everything runs on afterwards."""
+
+import asyncio
+import errno
+from pathlib import Path
+
+import grpc
+import pytest
+
+import kvtier.service.cache
+from kvtier._pb import engine_pb2 as pb
+from kvtier.errors import ArenaError, LedgerError, TierIOError
+from kvtier.ledger import Ledger
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.session_locks import SessionLock
+from tests.fakes.gates import failing
+from tests.fakes.operator import evict, pack_of, pin, prompt_of, status_of, store_last_apart, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
+
+KEYS = [chunk_key(n) for n in range(5)]
+
+
+def disk_full() -> LedgerError:
+    return LedgerError("database or disk is full")
+
+
+def test_promotion_outlives_a_ledger_that_cannot_forget_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refusal ended one of the readers; after the last one every acquire stayed PROMOTING for ever."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, io_threads=1)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await store_last_apart(stub, engine, KEYS)
+        pack = pack_of(config, KEYS[4])
+        pack.write_bytes(pack.read_bytes()[:-10])
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
+            failing(monkeypatch, Ledger, "drop_chunks", disk_full, times=1)
+            assert sorted(await engine.acquire(1, KEYS[4:])) == []
+            assert sorted(await engine.acquire(2, KEYS[:4])) == [0, 1, 2, 3]
+            await engine.wait_held(KEYS[4:], held=False)
+            await engine.store(KEYS[4:])
+            await wait_durable(stub, "p")
+
+    asyncio.run(scenario())
+
+
+def test_an_eviction_that_the_ledger_refused_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunks were forgotten in memory only: a second evict dropped nothing, and the next start had them again."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            failing(monkeypatch, Ledger, "drop_chunks", disk_full, times=1)
+            with pytest.raises(grpc.aio.AioRpcError, match="disk is full"):
+                await evict(stub, force=True)
+            assert (await evict(stub, force=True)).disk_bytes > 0
+            assert list((config.disk.disk_dir / "packs").iterdir()) == []
+
+    asyncio.run(scenario())
+
+
+def test_slots_come_back_when_their_pages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stayed granted to nobody: each refusal shrank host memory by a session's credits."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, host_bytes=32 * 8192)
+        failing(monkeypatch, Arena, "back", lambda: ArenaError("EIO"), times=1)
+        async with running(config), ScriptedEngine(config, store_credits=8) as engine:
+            await engine.barrier()
+            while len(engine.credits) < 8:
+                await engine.send(store_abort=pb.StoreAbort())  # frees nothing, but lets the daemon look for slots
+                await engine.barrier()
+
+    asyncio.run(scenario())
+
+
+def test_a_promotion_whose_pages_are_refused_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader ended, and with it the acquire's answer, its leases and its slots."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, io_threads=1)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
+            while len(engine.credits) < 4:
+                await engine.receive("store_credits")
+            failing(monkeypatch, Arena, "back", lambda: ArenaError("EIO"), times=5)
+            assert await engine.acquire(1, KEYS) == {}
+            assert sorted(await engine.acquire(2, KEYS)) == [0, 1, 2, 3, 4]
+
+    asyncio.run(scenario())
+
+
+def test_a_binding_that_the_ledger_refuses_ends_the_session_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream ended with OK, and nothing was logged."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            failing(monkeypatch, Ledger, "put_binding", disk_full, times=1)
+            with pytest.raises(grpc.aio.AioRpcError, match="disk is full"):
+                await engine.bind(await pin(stub), KEYS)
+
+    asyncio.run(scenario())
+
+
+def test_quarantined_slots_come_back_after_a_lock_file_could_not_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for the engine's processes ended with the error: the session and its slots stayed for ever."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            no_descriptors = OSError(errno.EMFILE, "Too many open files")
+            failing(
+                monkeypatch, SessionLock, "released", lambda: TierIOError(tmp_path, "open", no_descriptors), times=2
+            )
+            async with ScriptedEngine(config) as engine:
+                await engine.take_credit()
+
+            async def gone() -> bool:
+                return not (await status_of(stub)).sessions
+
+            await until(gone)
+
+    asyncio.run(scenario())
+
+
+def test_pins_expire_after_a_refusal_of_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task that ends pins ended itself."""
+    monkeypatch.setattr(kvtier.service.cache, "_EXPIRY_POLL_S", 0.02)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            await pin(stub, ttl_s=1)
+            failing(monkeypatch, Ledger, "put_prompt", disk_full, times=2)
+
+            async def ended() -> bool:
+                return not (await prompt_of(stub)).pinned
+
+            await until(ended)
+
+    asyncio.run(scenario())
