@@ -1,0 +1,327 @@
+"""`make demo`: a pinned system prompt through a flood, a restart of vLLM and a kill -9 of the daemon, in one table.
+
+Everything is real: kvtier-daemon, `vllm serve` with the connector, the `kvtier` CLI, the openai client. The exit status
+is 1 when a case was not served from where it should have been.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+from openai.types.chat import ChatCompletionMessageParam
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.machine import fast_dtype, machine_line
+from benchmarks.models import DEMO, cached_model
+from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, run_cli
+from benchmarks.prompts import QUESTIONS, system_prompt
+
+PROMPT_NAME = "harbour-support"
+PINNED_VARIANT = 0
+MAX_MODEL_LEN = 4096
+POOL_BLOCKS = 144
+BLOCK_TOKENS = 32
+FLOOD_RATIO = 1.2
+ANSWER_TOKENS = 8
+OUTPUT_COLUMNS = 120
+# What may be missing at the end of a restored prompt: less than a chunk, and the template's last tokens.
+SLACK_TOKENS = 2 * BLOCK_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One question and how it went.
+
+    Attributes:
+        cached_tokens: Prompt tokens that vLLM did not compute, as the API reports them.
+        by_tier: The same by the tier that had them, from vLLM's /metrics.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    by_tier: dict[str, int]
+    ttft_s: float
+
+    @property
+    def served_by(self) -> str:
+        """The tiers that supplied tokens, most first."""
+        used = sorted((tier for tier, tokens in self.by_tier.items() if tokens), key=lambda tier: -self.by_tier[tier])
+        return " + ".join(used) or "computed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A row of the table: what happened before the question, and where the answer must come from."""
+
+    name: str
+    expected: str
+    turn: Turn
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why."""
+
+
+class Demo:
+    """The story, step by step."""
+
+    def __init__(self, model: str, dtype: str, home: Path, console: Console) -> None:
+        """Prepare; nothing runs yet."""
+        self.console = console
+        self.home = home
+        self.daemon = Daemon(home, host_bytes="2GiB")
+        self.options = EngineOptions(
+            model=model,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_TOKENS,
+            pool_blocks=POOL_BLOCKS,
+            max_batched_tokens=MAX_MODEL_LEN,
+            dtype=dtype,
+            kvtier_socket=self.daemon.socket,
+            extra_env={"HF_HUB_OFFLINE": "1" if Path(model).is_dir() else os.environ.get("HF_HUB_OFFLINE", "0")},
+        )
+        self.cases: list[Case] = []
+        self.cold: list[Turn] = []
+        self._num_engines = 0
+        self._next_variant = PINNED_VARIANT + 1
+
+    def run(self) -> None:
+        """Run all cases.
+
+        Raises:
+            DemoError: A step failed.
+        """
+        with self.daemon:
+            self.say(f"kvtier-daemon is ready after {self.daemon.ready_s:.2f} s")
+            with self.engine() as engine:
+                self.measure_cold(engine)
+                self.pin(engine)
+                self.record(engine, "right after `kvtier pin`", "device", QUESTIONS[0])
+                self.flood(engine)
+                self.record(engine, "flooded until vLLM had evicted it", "host", QUESTIONS[1])
+            with self.engine() as engine:
+                self.record(engine, "vLLM restarted", "host", QUESTIONS[2])
+                self.measure_cold(engine)
+            self.say("kill -9 kvtier-daemon, start it again")
+            self.daemon.kill()
+            self.daemon.start()
+            with self.engine() as engine:
+                self.record(engine, "daemon killed (-9), both restarted", "disk", QUESTIONS[3])
+                self.measure_cold(engine)
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """Run a vllm serve, with one small request behind it."""
+        self._num_engines += 1
+        self.say("starting vllm serve ...")
+        with Engine(self.options, self.home / f"vllm-{self._num_engines}.log") as engine:
+            self.say(f"vllm serve is ready after {engine.ready_s:.0f} s")
+            ask(engine, [{"role": "user", "content": "Hello!"}])
+            yield engine
+
+    def measure_cold(self, engine: Engine) -> None:
+        """Ask with a system prompt of the same length that was never seen."""
+        turn = ask(engine, self.unseen(QUESTIONS[4]))
+        self.say(f"a comparable prompt without kvtier's help: {turn.prompt_tokens} tokens, TTFT {turn.ttft_s:.2f} s")
+        if turn.cached_tokens > SLACK_TOKENS:
+            raise DemoError(f"the cold prompt was not cold: {turn.cached_tokens} tokens came from {turn.served_by}")
+        self.cold.append(turn)
+
+    def pin(self, engine: Engine) -> None:
+        """Pin the system prompt with the CLI."""
+        path = self.home / "system.md"
+        path.write_text(system_prompt(PINNED_VARIANT))
+        self.console.print(f"\n[bold]$ kvtier pin {PROMPT_NAME} --system system.md --url {engine.url}")
+        done = run_cli(
+            self.daemon.socket, "pin", PROMPT_NAME, "--system", str(path), "--url", engine.url, timeout_s=600
+        )
+        self.console.print(escape((done.stdout + done.stderr).rstrip()), highlight=False)
+        if done.returncode:
+            raise DemoError(f"kvtier pin ended with status {done.returncode}")
+
+    def record(self, engine: Engine, name: str, expected: str, question: str) -> None:
+        """Ask the pinned assistant something new and note where its prompt came from."""
+        turn = ask(engine, conversation(PINNED_VARIANT, question))
+        self.say(
+            f"{name}: {turn.cached_tokens} of {turn.prompt_tokens} tokens from {turn.served_by}, {turn.ttft_s:.2f} s"
+        )
+        self.cases.append(Case(name=name, expected=expected, turn=turn))
+
+    def flood(self, engine: Engine) -> None:
+        """Send other long prompts until vLLM's whole KV cache has been overwritten."""
+        wanted = int(POOL_BLOCKS * BLOCK_TOKENS * FLOOD_RATIO)
+        sent = 0
+        while sent < wanted:
+            sent += ask(engine, self.unseen(QUESTIONS[5])).prompt_tokens
+        self.say(f"flooded vLLM's cache of {POOL_BLOCKS * BLOCK_TOKENS} tokens with {sent} tokens of other prompts")
+
+    def unseen(self, question: str) -> list[ChatCompletionMessageParam]:
+        """Return a conversation that shares no system prompt with any before."""
+        self._next_variant += 1
+        return conversation(self._next_variant, question)
+
+    def say(self, text: str) -> None:
+        """Print a line of progress."""
+        self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {escape(text)}", highlight=False)
+
+    def cold_ttft_s(self) -> float:
+        """Return the median time to first token of the cold prompts."""
+        return statistics.median(turn.ttft_s for turn in self.cold)
+
+    def failures(self) -> list[str]:
+        """Return what did not come from where it should have."""
+        problems = []
+        for case in self.cases:
+            tokens = case.turn.by_tier.get(case.expected, 0)
+            least = self.pinned_tokens() - SLACK_TOKENS
+            if tokens < least:
+                problems.append(f"{case.name}: {tokens} tokens came from {case.expected}, expected at least {least}")
+        return problems
+
+    def pinned_tokens(self) -> int:
+        """Return how many tokens vLLM itself found again right after the pin: all but the question."""
+        return self.cases[0].turn.cached_tokens
+
+    def table(self) -> Table:
+        """Return the result."""
+        cold_s = self.cold_ttft_s()
+        table = Table(
+            title=f"\nA pinned system prompt of about {self.pinned_tokens()} tokens, always with a new question"
+        )
+        table.add_column("case")
+        for column in ("cached tokens", "TTFT", "of cold"):
+            table.add_column(column, justify="right")
+        table.add_column("served by")
+        spread = f"{min(t.ttft_s for t in self.cold):.2f}-{max(t.ttft_s for t in self.cold):.2f} s"
+        table.add_row(
+            f"cold: a prompt not pinned (median of {len(self.cold)}, {spread})",
+            f"{self.cold[0].cached_tokens} of {self.cold[0].prompt_tokens}",
+            f"{cold_s:.2f} s",
+            "100 %",
+            self.cold[0].served_by,
+        )
+        for case in self.cases:
+            turn = case.turn
+            table.add_row(
+                case.name,
+                f"{turn.cached_tokens} of {turn.prompt_tokens}",
+                f"{turn.ttft_s:.2f} s",
+                f"{turn.ttft_s / cold_s:.0%}".replace("%", " %"),
+                {"device": "vLLM's own cache", "host": "kvtier, host memory", "disk": "kvtier, disk"}.get(
+                    turn.served_by, turn.served_by
+                ),
+            )
+        return table
+
+
+def conversation(variant: int, question: str) -> list[ChatCompletionMessageParam]:
+    """Return the messages of a first user turn."""
+    return [{"role": "system", "content": system_prompt(variant)}, {"role": "user", "content": question}]
+
+
+def ask(engine: Engine, messages: list[ChatCompletionMessageParam]) -> Turn:
+    """Ask through the openai client, streaming, and time the first token."""
+    before = engine.cached_by_source()
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=600, max_retries=0) as client:
+        start_s = time.perf_counter()
+        stream = client.chat.completions.create(
+            model="model",
+            messages=messages,
+            max_tokens=ANSWER_TOKENS,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        ttft_s, usage = 0.0, None
+        for chunk in stream:
+            if not ttft_s and chunk.choices:
+                ttft_s = time.perf_counter() - start_s
+            usage = chunk.usage or usage
+    if usage is None:
+        raise DemoError("vLLM sent no usage")
+    after = engine.cached_by_source()
+    details = usage.prompt_tokens_details
+    return Turn(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        by_tier={tier: after[tier] - before[tier] for tier in after},
+        ttft_s=ttft_s,
+    )
+
+
+def run_demo(model: str, dtype: str, console: Console) -> int:
+    """Run everything in a folder that is gone afterwards; return the exit status."""
+    with ExitStack() as stack:
+        home = Path(tempfile.mkdtemp(prefix="kvtier-demo-"))
+        stack.callback(shutil.rmtree, home, ignore_errors=True)
+        demo = Demo(model, dtype, home, console)
+        try:
+            demo.run()
+        except (DemoError, StartError, openai.OpenAIError) as error:
+            console.print(f"[bold red]demo failed:[/bold red] {escape(str(error))}", highlight=False)
+            for log in sorted(home.glob("*.log")):
+                console.print(f"[dim]--- the end of {log.name}[/dim]")
+                console.print(escape("\n".join(log.read_text(errors="replace").splitlines()[-15:])), highlight=False)
+            return 1
+        console.print(demo.table())
+        console.print(f"[dim]{machine_line()}; {escape(Path(model).name)}, {dtype}[/dim]", highlight=False)
+        problems = demo.failures()
+        for problem in problems:
+            console.print(f"[bold red]not as promised:[/bold red] {problem}", highlight=False)
+        return 1 if problems else 0
+
+
+def _raise_interrupt(number: int, frame: object) -> None:
+    # A second signal must not cut the clean-up short.
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument("--model", default="", help="model for vLLM; default: a small one, made here")
+    parser.add_argument("--dtype", default="", help="default: bfloat16 where the CPU is fast at it, else float32")
+    arguments = parser.parse_args()
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, _raise_interrupt)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=OUTPUT_COLUMNS)
+    dtype = arguments.dtype or fast_dtype()
+    start_s = time.monotonic()
+    try:
+        if platform.system() != "Linux":
+            raise DemoError("kvtier runs on Linux")
+        model = arguments.model
+        if not model:
+            console.print("making the demo model (16 layers x 1024, random weights) ...")
+            model = str(cached_model("demo", DEMO))
+        if dtype != "bfloat16":
+            console.print(
+                f"this CPU has no AVX-512, where bfloat16 is slow: the demo computes in {dtype}", highlight=False
+            )
+        status = run_demo(model, dtype, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started is stopped and removed")
+        return 130
+    console.print(f"[dim]{time.monotonic() - start_s:.0f} s in all[/dim]", highlight=False)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""CPU time that the connector costs vLLM's scheduler, per step and per request, beside vLLM's own offloading connector.
+
+usage: python -m benchmarks.scheduler_cost [--rounds 200]
+
+vLLM's OffloadingConnectorScheduler runs underneath in both columns, driven through the calls of one request's life as
+the scheduler makes them (stand-ins for requests and blocks: tests/unit/connector/harness.py). `vLLM` has a manager that
+knows nothing and answers MISS; `kvtier` is the real one, with its session played by the benchmark, so that no I/O is
+counted. Thread CPU time; the two take turns in one run.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        OffloadingManager,
+        OffloadPolicy,
+        PrepareStoreOutput,
+        RequestOffloadingContext,
+    )
+
+import pytest
+
+from benchmarks.machine import machine_line
+from kvtier._pb import engine_pb2 as pb
+from kvtier_connector.transfer import ArenaSpec
+from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, hashes_of
+
+PROMPT_CHUNKS = 94
+QUESTION_CHUNKS = 6
+NUM_RUNNING = 16
+STEPS_PER_ROUND = 20
+HOST = pb.ChunkResidency.HOST
+
+
+class NothingHeld(OffloadingManager):
+    """A manager that does nothing: what is left is vLLM's own cost."""
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        return LookupResult.MISS
+
+    def prepare_load(self, keys: Collection[Any], req_context: Any) -> ArenaSpec:
+        raise NotImplementedError
+
+    def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput:
+        spec = ArenaSpec(req_id="", arena_id=b"", arena_path="", lock_path="", useful_bytes=(), chunks=())
+        return PrepareStoreOutput([], spec, [])
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
+
+
+class Side:
+    """One connector and the calls on it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, num_pins: int, ours: bool) -> None:
+        self.scheduler: Any = Scheduler(patch, num_credits=8)
+        self.scheduler._block_ids = itertools.count(1)
+        self.connector: Any = self.scheduler.connector
+        self.kind = type(self.connector) if ours else OffloadingConnector
+        if not ours:
+            self.connector.connector_scheduler.manager = NothingHeld()
+            object.__setattr__(self.connector, "_manager", _Silent())
+        else:
+            self.scheduler.attach()
+            for number in range(num_pins):
+                keys = [key + bytes(4) for key in hashes_of(f"pin{number}", PROMPT_CHUNKS)]
+                self.scheduler.pin(keys, pin_id=f"pin{number}")
+        self._serial = 0
+
+    def request(self, name: str) -> Any:
+        """Make a request; its hashes exist before the clock runs, as vLLM computes them anyway."""
+        self._serial += 1
+        return _request(f"r{self._serial}", name)
+
+    def life(self, request: Any, *, hit: bool = False) -> None:
+        """All calls for one request."""
+        scheduler, kind, connector = self.scheduler, self.kind, self.connector
+        kind.on_new_request(connector, request)
+        matched, _ = kind.get_num_new_matched_tokens(connector, request, 0)
+        if hit:
+            (acquire,) = [m.acquire for m in scheduler.sent() if m.WhichOneof("kind") == "acquire"]
+            scheduler.answer(acquire, [HOST] * PROMPT_CHUNKS)
+            matched, _ = kind.get_num_new_matched_tokens(connector, request, 0)
+            assert matched == PROMPT_CHUNKS * BLOCK_TOKENS
+        block_ids = scheduler.allocate(request, 0, matched)
+        meta = scheduler.step(new=[(request, block_ids)])
+        scheduler.workers_report(list(meta.load_jobs))
+        scheduler.finish(request)
+        scheduler.sent()
+
+
+class _Silent:
+    """Stands where kvtier's manager would, so that the harness's calls cost nothing on vLLM's side."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_args: None
+
+
+def _request(req_id: str, name: str) -> Any:
+    from tests.unit.connector.harness import FakeRequest
+
+    hashes = hashes_of(name, PROMPT_CHUNKS) + hashes_of(req_id, QUESTION_CHUNKS)
+    return FakeRequest(req_id, hashes, len(hashes) * BLOCK_TOKENS + 1)
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    rounds = parser.parse_args().rounds
+    print(machine_line())
+    print(f"prompt of {PROMPT_CHUNKS} + {QUESTION_CHUNKS} chunks; medians of {rounds} rounds, thread CPU time")
+    with pytest.MonkeyPatch.context() as patch:
+        for num_pins in (0, 100, 1000):
+            sides = {"vLLM": Side(patch, num_pins=0, ours=False), "kvtier": Side(patch, num_pins=num_pins, ours=True)}
+            _print(f"{num_pins} pins: request that matches no pin", _requests(sides, rounds, "other"))
+            _print(f"{num_pins} pins: step with {NUM_RUNNING} running requests", _steps(sides, rounds))
+        ours = {"kvtier": sides["kvtier"]}
+        _print("1000 pins: request restored from the host tier", _requests(ours, rounds, "pin7", hit=True))
+
+
+def _requests(sides: dict[str, Side], rounds: int, name: str, *, hit: bool = False) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for label, side in sides.items():
+            request = side.request(name)
+            began_s = time.thread_time()
+            side.life(request, hit=hit)
+            samples[label].append(time.thread_time() - began_s)
+    return samples
+
+
+def _steps(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+    running: dict[str, list[Any]] = {}
+    for label, side in sides.items():
+        running[label] = [side.request("other") for _ in range(NUM_RUNNING)]
+        for request in running[label]:
+            side.kind.on_new_request(side.connector, request)
+            side.kind.get_num_new_matched_tokens(side.connector, request, 0)
+            request.num_computed_tokens = request.num_tokens - 1
+        side.scheduler.step(new=[(request, list(range(1, 102))) for request in running[label]])
+    samples: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for label, side in sides.items():
+            began_s = time.thread_time()
+            for _ in range(STEPS_PER_ROUND):
+                side.scheduler.step(running=running[label])
+                side.scheduler.workers_report([])
+            samples[label].append((time.thread_time() - began_s) / STEPS_PER_ROUND)
+    return samples
+
+
+def _print(title: str, samples: dict[str, list[float]]) -> None:
+    parts = []
+    for label, values in samples.items():
+        low, high = statistics.quantiles(values, n=10)[0], statistics.quantiles(values, n=10)[-1]
+        parts.append(f"{label} {statistics.median(values) * 1e6:7.1f} us (p10..p90 {low * 1e6:.1f}..{high * 1e6:.1f})")
+    if len(samples) == 2:
+        difference = statistics.median(samples["kvtier"]) - statistics.median(samples["vLLM"])
+        parts.append(f"difference {difference * 1e6:+.1f} us")
+    print(f"{title:46} " + "  ".join(parts))
+
+
+if __name__ == "__main__":
+    main()
