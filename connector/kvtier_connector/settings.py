@@ -44,7 +44,7 @@ class ConnectorSettings:
     lookup_timeout_s: float = 0.25
     """How long a request waits for the daemon's first answer before it counts as a miss."""
     prefill_tokens_per_s: int | None = None
-    """What recomputing is taken to cost when a promotion from disk is weighed against it; None: measured as vLLM runs."""
+    """What computing is taken to cost when a promotion from disk is weighed against it; None: measured."""
     weights_fingerprint: WeightsFingerprint = WeightsFingerprint.SAMPLED
     """Whether every byte of the weights is hashed, or a sample of each tensor."""
 

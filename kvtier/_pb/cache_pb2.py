@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/cache.proto\x12\tkvtier.v1\"\xac\x01\n\nPinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tlora_name\x18\x04 \x01(\t\x12\x11\n\tlora_path\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0brecipe_json\x18\x07 \x01(\t\x12\r\n\x05ttl_s\x18\x08 \x01(\x04\x12\x0f\n\x07replace\x18\t \x01(\x08\" \n\x10GetPromptRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12ListPromptsRequest\"?\n\x13ListPromptsResponse\x12(\n\x07prompts\x18\x01 \x03(\x0b\x32\x17.kvtier.v1.PromptStatus\"\x1c\n\x0cUnpinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"+\n\x0c\x45victRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"f\n\rEvictResponse\x12\x12\n\nnum_chunks\x18\x01 \x01(\x04\x12\x12\n\nhost_bytes\x18\x02 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x03 \x01(\x04\x12\x19\n\x11num_shared_chunks\x18\x04 \x01(\x04\"\xe0\x03\n\x0cPromptStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06pin_id\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12,\n\x05state\x18\x04 \x01(\x0e\x32\x1d.kvtier.v1.PromptStatus.State\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tlora_name\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\t \x01(\x01\x12\x16\n\x0e\x65xpires_unix_s\x18\n \x01(\x01\x12*\n\x08\x62indings\x18\x0b \x03(\x0b\x32\x18.kvtier.v1.PromptBinding\x12\x13\n\x0brecipe_json\x18\x0c \x01(\t\x12\x13\n\x0bnum_engines\x18\r \x01(\r\x12\x15\n\rnum_confirmed\x18\x0e \x01(\r\x12\x15\n\rtokens_digest\x18\x0f \x01(\t\x12\r\n\x05\x65rror\x18\x10 \x01(\t\"g\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nUNRENDERED\x10\x01\x12\x0b\n\x07WAITING\x10\x02\x12\r\n\tCAPTURING\x10\x03\x12\x0b\n\x07\x44URABLE\x10\x04\x12\x0e\n\nOVER_QUOTA\x10\x05\"\xca\x01\n\rPromptBinding\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63overed_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_chunks\x18\x04 \x01(\r\x12\x17\n\x0fnum_host_chunks\x18\x05 \x01(\r\x12\x1a\n\x12num_durable_chunks\x18\x06 \x01(\r\x12\x11\n\traw_bytes\x18\x07 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04live\x18\t \x01(\x08\"\x12\n\x10GetStatusRequest\"\x8d\x03\n\x0c\x44\x61\x65monStatus\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x16\n\x0estarted_unix_s\x18\x03 \x01(\x01\x12\x0e\n\x06socket\x18\x04 \x01(\t\x12#\n\x04host\x18\x05 \x01(\x0b\x32\x15.kvtier.v1.TierStatus\x12#\n\x04\x64isk\x18\x06 \x01(\x0b\x32\x15.kvtier.v1.TierStatus\x12*\n\x08sessions\x18\x07 \x03(\x0b\x32\x18.kvtier.v1.SessionStatus\x12.\n\nnamespaces\x18\x08 \x03(\x0b\x32\x1a.kvtier.v1.NamespaceStatus\x12\x13\n\x0bnum_prompts\x18\t \x01(\r\x12\x12\n\nnum_pinned\x18\n \x01(\r\x12\x37\n\x08\x63ounters\x18\x0b \x03(\x0b\x32%.kvtier.v1.DaemonStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"[\n\nTierStatus\x12\x10\n\x08location\x18\x01 \x01(\t\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\"\xca\x01\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x14\n\x0cnamespace_id\x18\x04 \x01(\t\x12\x13\n\x0bmodel_names\x18\x05 \x03(\t\x12\x17\n\x0f\x61ttached_unix_s\x18\x06 \x01(\x01\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\x18\n\x10num_store_grants\x18\x08 \x01(\r\x12\x13\n\x0bquarantined\x18\t \x01(\x08\"\x93\x02\n\x0fNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x17\n\x0fnum_host_chunks\x18\x03 \x01(\x04\x12\x17\n\x0fnum_disk_chunks\x18\x04 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x05 \x01(\x04\x12\x11\n\trow_bytes\x18\x06 \x01(\x04\x12@\n\x0b\x66ingerprint\x18\x07 \x03(\x0b\x32+.kvtier.v1.NamespaceStatus.FingerprintEntry\x12\x0c\n\x04live\x18\x08 \x01(\x08\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xd7\x03\n\x0c\x43\x61\x63heService\x12\x35\n\x03Pin\x12\x15.kvtier.v1.PinRequest\x1a\x17.kvtier.v1.PromptStatus\x12L\n\x0bListPrompts\x12\x1d.kvtier.v1.ListPromptsRequest\x1a\x1e.kvtier.v1.ListPromptsResponse\x12\x41\n\tGetPrompt\x12\x1b.kvtier.v1.GetPromptRequest\x1a\x17.kvtier.v1.PromptStatus\x12\x45\n\x0bWatchPrompt\x12\x1b.kvtier.v1.GetPromptRequest\x1a\x17.kvtier.v1.PromptStatus0\x01\x12\x39\n\x05Unpin\x12\x17.kvtier.v1.UnpinRequest\x1a\x17.kvtier.v1.PromptStatus\x12:\n\x05\x45vict\x12\x17.kvtier.v1.EvictRequest\x1a\x18.kvtier.v1.EvictResponse\x12\x41\n\tGetStatus\x12\x1b.kvtier.v1.GetStatusRequest\x1a\x17.kvtier.v1.DaemonStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/cache.proto\x12\tkvtier.v1\"\xac\x01\n\nPinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tlora_name\x18\x04 \x01(\t\x12\x11\n\tlora_path\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0brecipe_json\x18\x07 \x01(\t\x12\r\n\x05ttl_s\x18\x08 \x01(\x04\x12\x0f\n\x07replace\x18\t \x01(\x08\" \n\x10GetPromptRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12ListPromptsRequest\"?\n\x13ListPromptsResponse\x12(\n\x07prompts\x18\x01 \x03(\x0b\x32\x17.kvtier.v1.PromptStatus\"\x1c\n\x0cUnpinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"W\n\x0c\x45victRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x1d\n\x04tier\x18\x03 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x0b\n\x03\x61ll\x18\x04 \x01(\x08\"+\n\x0b\x46sckRequest\x12\x0e\n\x06repair\x18\x01 \x01(\x08\x12\x0c\n\x04\x64\x65\x65p\x18\x02 \x01(\x08\"\x8e\x01\n\nFsckReport\x12(\n\x08\x66indings\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.FsckFinding\x12\x11\n\tnum_packs\x18\x02 \x01(\x04\x12\x12\n\nnum_chunks\x18\x03 \x01(\x04\x12\x16\n\x0everified_bytes\x18\x04 \x01(\x04\x12\x17\n\x0fnum_arena_slots\x18\x05 \x01(\x04\"b\n\x0b\x46sckFinding\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x10\n\x08repaired\x18\x05 \x01(\x08\"3\n\rExportRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\t\"\x1b\n\x0b\x42undlePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"i\n\rImportMessage\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.kvtier.v1.ImportStartH\x00\x12\'\n\x05piece\x18\x02 \x01(\x0b\x32\x16.kvtier.v1.BundlePieceH\x00\x42\x06\n\x04kind\";\n\x0bImportStart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07replace\x18\x02 \x01(\x08\x12\r\n\x05ttl_s\x18\x03 \x01(\x04\"f\n\rEvictResponse\x12\x12\n\nnum_chunks\x18\x01 \x01(\x04\x12\x12\n\nhost_bytes\x18\x02 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x03 \x01(\x04\x12\x19\n\x11num_shared_chunks\x18\x04 \x01(\x04\"\xe0\x03\n\x0cPromptStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06pin_id\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12,\n\x05state\x18\x04 \x01(\x0e\x32\x1d.kvtier.v1.PromptStatus.State\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tlora_name\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\t \x01(\x01\x12\x16\n\x0e\x65xpires_unix_s\x18\n \x01(\x01\x12*\n\x08\x62indings\x18\x0b \x03(\x0b\x32\x18.kvtier.v1.PromptBinding\x12\x13\n\x0brecipe_json\x18\x0c \x01(\t\x12\x13\n\x0bnum_engines\x18\r \x01(\r\x12\x15\n\rnum_confirmed\x18\x0e \x01(\r\x12\x15\n\rtokens_digest\x18\x0f \x01(\t\x12\r\n\x05\x65rror\x18\x10 \x01(\t\"g\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nUNRENDERED\x10\x01\x12\x0b\n\x07WAITING\x10\x02\x12\r\n\tCAPTURING\x10\x03\x12\x0b\n\x07\x44URABLE\x10\x04\x12\x0e\n\nOVER_QUOTA\x10\x05\"\xca\x01\n\rPromptBinding\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63overed_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_chunks\x18\x04 \x01(\r\x12\x17\n\x0fnum_host_chunks\x18\x05 \x01(\r\x12\x1a\n\x12num_durable_chunks\x18\x06 \x01(\r\x12\x11\n\traw_bytes\x18\x07 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04live\x18\t \x01(\x08\"\x12\n\x10GetStatusRequest\"\x9c\x03\n\x0c\x44\x61\x65monStatus\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x16\n\x0estarted_unix_s\x18\x03 \x01(\x01\x12\x0e\n\x06socket\x18\x04 \x01(\t\x12#\n\x04host\x18\x05 \x01(\x0b\x32\x15.kvtier.v1.TierStatus\x12#\n\x04\x64isk\x18\x06 \x01(\x0b\x32\x15.kvtier.v1.TierStatus\x12*\n\x08sessions\x18\x07 \x03(\x0b\x32\x18.kvtier.v1.SessionStatus\x12.\n\nnamespaces\x18\x08 \x03(\x0b\x32\x1a.kvtier.v1.NamespaceStatus\x12\x13\n\x0bnum_prompts\x18\t \x01(\r\x12\x12\n\nnum_pinned\x18\n \x01(\r\x12\x37\n\x08\x63ounters\x18\x0b \x03(\x0b\x32%.kvtier.v1.DaemonStatus.CountersEntry\x12\r\n\x05store\x18\x0c \x01(\t\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x82\x01\n\nTierStatus\x12\x10\n\x08location\x18\x01 \x01(\t\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07latched\x18\x06 \x01(\t\"\xca\x01\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x14\n\x0cnamespace_id\x18\x04 \x01(\t\x12\x13\n\x0bmodel_names\x18\x05 \x03(\t\x12\x17\n\x0f\x61ttached_unix_s\x18\x06 \x01(\x01\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\x18\n\x10num_store_grants\x18\x08 \x01(\r\x12\x13\n\x0bquarantined\x18\t \x01(\x08\"\x93\x02\n\x0fNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x17\n\x0fnum_host_chunks\x18\x03 \x01(\x04\x12\x17\n\x0fnum_disk_chunks\x18\x04 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x05 \x01(\x04\x12\x11\n\trow_bytes\x18\x06 \x01(\x04\x12@\n\x0b\x66ingerprint\x18\x07 \x03(\x0b\x32+.kvtier.v1.NamespaceStatus.FingerprintEntry\x12\x0c\n\x04live\x18\x08 \x01(\x08\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*2\n\x04Tier\x12\x0c\n\x08TIER_ANY\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x32\x8b\x05\n\x0c\x43\x61\x63heService\x12\x35\n\x03Pin\x12\x15.kvtier.v1.PinRequest\x1a\x17.kvtier.v1.PromptStatus\x12L\n\x0bListPrompts\x12\x1d.kvtier.v1.ListPromptsRequest\x1a\x1e.kvtier.v1.ListPromptsResponse\x12\x41\n\tGetPrompt\x12\x1b.kvtier.v1.GetPromptRequest\x1a\x17.kvtier.v1.PromptStatus\x12\x45\n\x0bWatchPrompt\x12\x1b.kvtier.v1.GetPromptRequest\x1a\x17.kvtier.v1.PromptStatus0\x01\x12\x39\n\x05Unpin\x12\x17.kvtier.v1.UnpinRequest\x1a\x17.kvtier.v1.PromptStatus\x12:\n\x05\x45vict\x12\x17.kvtier.v1.EvictRequest\x1a\x18.kvtier.v1.EvictResponse\x12\x41\n\tGetStatus\x12\x1b.kvtier.v1.GetStatusRequest\x1a\x17.kvtier.v1.DaemonStatus\x12\x35\n\x04\x46sck\x12\x16.kvtier.v1.FsckRequest\x1a\x15.kvtier.v1.FsckReport\x12<\n\x06\x45xport\x12\x18.kvtier.v1.ExportRequest\x1a\x16.kvtier.v1.BundlePiece0\x01\x12=\n\x06Import\x12\x18.kvtier.v1.ImportMessage\x1a\x17.kvtier.v1.PromptStatus(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,6 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DAEMONSTATUS_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_NAMESPACESTATUS_FINGERPRINTENTRY']._loaded_options = None
   _globals['_NAMESPACESTATUS_FINGERPRINTENTRY']._serialized_options = b'8\001'
+  _globals['_TIER']._serialized_start=2834
+  _globals['_TIER']._serialized_end=2884
   _globals['_PINREQUEST']._serialized_start=37
   _globals['_PINREQUEST']._serialized_end=209
   _globals['_GETPROMPTREQUEST']._serialized_start=211
@@ -48,29 +50,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UNPINREQUEST']._serialized_start=332
   _globals['_UNPINREQUEST']._serialized_end=360
   _globals['_EVICTREQUEST']._serialized_start=362
-  _globals['_EVICTREQUEST']._serialized_end=405
-  _globals['_EVICTRESPONSE']._serialized_start=407
-  _globals['_EVICTRESPONSE']._serialized_end=509
-  _globals['_PROMPTSTATUS']._serialized_start=512
-  _globals['_PROMPTSTATUS']._serialized_end=992
-  _globals['_PROMPTSTATUS_STATE']._serialized_start=889
-  _globals['_PROMPTSTATUS_STATE']._serialized_end=992
-  _globals['_PROMPTBINDING']._serialized_start=995
-  _globals['_PROMPTBINDING']._serialized_end=1197
-  _globals['_GETSTATUSREQUEST']._serialized_start=1199
-  _globals['_GETSTATUSREQUEST']._serialized_end=1217
-  _globals['_DAEMONSTATUS']._serialized_start=1220
-  _globals['_DAEMONSTATUS']._serialized_end=1617
-  _globals['_DAEMONSTATUS_COUNTERSENTRY']._serialized_start=1570
-  _globals['_DAEMONSTATUS_COUNTERSENTRY']._serialized_end=1617
-  _globals['_TIERSTATUS']._serialized_start=1619
-  _globals['_TIERSTATUS']._serialized_end=1710
-  _globals['_SESSIONSTATUS']._serialized_start=1713
-  _globals['_SESSIONSTATUS']._serialized_end=1915
-  _globals['_NAMESPACESTATUS']._serialized_start=1918
-  _globals['_NAMESPACESTATUS']._serialized_end=2193
-  _globals['_NAMESPACESTATUS_FINGERPRINTENTRY']._serialized_start=2143
-  _globals['_NAMESPACESTATUS_FINGERPRINTENTRY']._serialized_end=2193
-  _globals['_CACHESERVICE']._serialized_start=2196
-  _globals['_CACHESERVICE']._serialized_end=2667
+  _globals['_EVICTREQUEST']._serialized_end=449
+  _globals['_FSCKREQUEST']._serialized_start=451
+  _globals['_FSCKREQUEST']._serialized_end=494
+  _globals['_FSCKREPORT']._serialized_start=497
+  _globals['_FSCKREPORT']._serialized_end=639
+  _globals['_FSCKFINDING']._serialized_start=641
+  _globals['_FSCKFINDING']._serialized_end=739
+  _globals['_EXPORTREQUEST']._serialized_start=741
+  _globals['_EXPORTREQUEST']._serialized_end=792
+  _globals['_BUNDLEPIECE']._serialized_start=794
+  _globals['_BUNDLEPIECE']._serialized_end=821
+  _globals['_IMPORTMESSAGE']._serialized_start=823
+  _globals['_IMPORTMESSAGE']._serialized_end=928
+  _globals['_IMPORTSTART']._serialized_start=930
+  _globals['_IMPORTSTART']._serialized_end=989
+  _globals['_EVICTRESPONSE']._serialized_start=991
+  _globals['_EVICTRESPONSE']._serialized_end=1093
+  _globals['_PROMPTSTATUS']._serialized_start=1096
+  _globals['_PROMPTSTATUS']._serialized_end=1576
+  _globals['_PROMPTSTATUS_STATE']._serialized_start=1473
+  _globals['_PROMPTSTATUS_STATE']._serialized_end=1576
+  _globals['_PROMPTBINDING']._serialized_start=1579
+  _globals['_PROMPTBINDING']._serialized_end=1781
+  _globals['_GETSTATUSREQUEST']._serialized_start=1783
+  _globals['_GETSTATUSREQUEST']._serialized_end=1801
+  _globals['_DAEMONSTATUS']._serialized_start=1804
+  _globals['_DAEMONSTATUS']._serialized_end=2216
+  _globals['_DAEMONSTATUS_COUNTERSENTRY']._serialized_start=2169
+  _globals['_DAEMONSTATUS_COUNTERSENTRY']._serialized_end=2216
+  _globals['_TIERSTATUS']._serialized_start=2219
+  _globals['_TIERSTATUS']._serialized_end=2349
+  _globals['_SESSIONSTATUS']._serialized_start=2352
+  _globals['_SESSIONSTATUS']._serialized_end=2554
+  _globals['_NAMESPACESTATUS']._serialized_start=2557
+  _globals['_NAMESPACESTATUS']._serialized_end=2832
+  _globals['_NAMESPACESTATUS_FINGERPRINTENTRY']._serialized_start=2782
+  _globals['_NAMESPACESTATUS_FINGERPRINTENTRY']._serialized_end=2832
+  _globals['_CACHESERVICE']._serialized_start=2887
+  _globals['_CACHESERVICE']._serialized_end=3538
 # @@protoc_insertion_point(module_scope)

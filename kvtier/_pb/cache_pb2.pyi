@@ -7,6 +7,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_ANY: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+    TIER_DISK: _ClassVar[Tier]
+TIER_ANY: Tier
+TIER_HOST: Tier
+TIER_DISK: Tier
+
 class PinRequest(_message.Message):
     __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -52,12 +61,84 @@ class UnpinRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("name", "force")
+    __slots__ = ("name", "force", "tier", "all")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
     name: str
     force: bool
-    def __init__(self, name: _Optional[str] = ..., force: bool = ...) -> None: ...
+    tier: Tier
+    all: bool
+    def __init__(self, name: _Optional[str] = ..., force: bool = ..., tier: _Optional[_Union[Tier, str]] = ..., all: bool = ...) -> None: ...
+
+class FsckRequest(_message.Message):
+    __slots__ = ("repair", "deep")
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
+    DEEP_FIELD_NUMBER: _ClassVar[int]
+    repair: bool
+    deep: bool
+    def __init__(self, repair: bool = ..., deep: bool = ...) -> None: ...
+
+class FsckReport(_message.Message):
+    __slots__ = ("findings", "num_packs", "num_chunks", "verified_bytes", "num_arena_slots")
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PACKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ARENA_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    findings: _containers.RepeatedCompositeFieldContainer[FsckFinding]
+    num_packs: int
+    num_chunks: int
+    verified_bytes: int
+    num_arena_slots: int
+    def __init__(self, findings: _Optional[_Iterable[_Union[FsckFinding, _Mapping]]] = ..., num_packs: _Optional[int] = ..., num_chunks: _Optional[int] = ..., verified_bytes: _Optional[int] = ..., num_arena_slots: _Optional[int] = ...) -> None: ...
+
+class FsckFinding(_message.Message):
+    __slots__ = ("code", "subject", "detail", "num_chunks", "repaired")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    subject: str
+    detail: str
+    num_chunks: int
+    repaired: bool
+    def __init__(self, code: _Optional[str] = ..., subject: _Optional[str] = ..., detail: _Optional[str] = ..., num_chunks: _Optional[int] = ..., repaired: bool = ...) -> None: ...
+
+class ExportRequest(_message.Message):
+    __slots__ = ("name", "namespace_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace_id: str
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ...) -> None: ...
+
+class BundlePiece(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ImportMessage(_message.Message):
+    __slots__ = ("start", "piece")
+    START_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    start: ImportStart
+    piece: BundlePiece
+    def __init__(self, start: _Optional[_Union[ImportStart, _Mapping]] = ..., piece: _Optional[_Union[BundlePiece, _Mapping]] = ...) -> None: ...
+
+class ImportStart(_message.Message):
+    __slots__ = ("name", "replace", "ttl_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    replace: bool
+    ttl_s: int
+    def __init__(self, name: _Optional[str] = ..., replace: bool = ..., ttl_s: _Optional[int] = ...) -> None: ...
 
 class EvictResponse(_message.Message):
     __slots__ = ("num_chunks", "host_bytes", "disk_bytes", "num_shared_chunks")
@@ -148,7 +229,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DaemonStatus(_message.Message):
-    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters")
+    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +248,7 @@ class DaemonStatus(_message.Message):
     NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
     started_unix_s: float
@@ -178,19 +260,24 @@ class DaemonStatus(_message.Message):
     num_prompts: int
     num_pinned: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    store: str
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks")
+    __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks", "pinned_bytes", "latched")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LATCHED_FIELD_NUMBER: _ClassVar[int]
     location: str
     used_bytes: int
     limit_bytes: int
     num_chunks: int
-    def __init__(self, location: _Optional[str] = ..., used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ...) -> None: ...
+    pinned_bytes: int
+    latched: str
+    def __init__(self, location: _Optional[str] = ..., used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., latched: _Optional[str] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
     __slots__ = ("session_id", "engine_id", "pid", "namespace_id", "model_names", "attached_unix_s", "num_leases", "num_store_grants", "quarantined")

@@ -69,6 +69,21 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.DaemonStatus.FromString,
                 _registered_method=True)
+        self.Fsck = channel.unary_unary(
+                '/kvtier.v1.CacheService/Fsck',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.FsckRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.FsckReport.FromString,
+                _registered_method=True)
+        self.Export = channel.unary_stream(
+                '/kvtier.v1.CacheService/Export',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ExportRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.BundlePiece.FromString,
+                _registered_method=True)
+        self.Import = channel.stream_unary(
+                '/kvtier.v1.CacheService/Import',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ImportMessage.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -117,6 +132,10 @@ class CacheServiceServicer(object):
         """Drops the prompt's chunks from host memory and disk, except those that other pinned prompts share. An unpinned prompt
         is forgotten; a pinned one is refused with FAILED_PRECONDITION unless `force` is set, and then stays pinned: its chunks
         are stored again when next computed. Chunks leased at the moment are dropped when their lease ends.
+        With `all` instead of a name: every chunk that no pinned prompt has (with `force`, pinned ones too; the pins stay).
+        With `tier`: out of that tier only; a pinned chunk leaves host memory only when it is on disk, and leaves the disk only
+        with `force`. An unpinned prompt is forgotten only when it is evicted from every tier.
+        Fails with INVALID_ARGUMENT (neither or both of name and all), NOT_FOUND, FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +143,32 @@ class CacheServiceServicer(object):
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fsck(self, request, context):
+        """Compares ledger, packs and arenas both ways while the daemon serves, and with `repair` makes them agree: nothing that
+        reads right is lost by it. The offline twin, for a daemon that does not start, is `kvtier fsck --offline`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Export(self, request, context):
+        """A prompt of one namespace as a portable, checksummed bundle (docs/format.md), in pieces of at most 1 MiB.
+        Fails with NOT_FOUND, FAILED_PRECONDITION (not durable yet, or bound in several namespaces and none was named).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Import(self, request_iterator, context):
+        """Takes a bundle in, and pins its prompt. The first message says how, the others are pieces of the bundle in order.
+        Every chunk is verified before anything is recorded; on return pin and chunks are durable.
+        Fails with INVALID_ARGUMENT (not a whole, undamaged bundle), FAILED_PRECONDITION (no namespace here has the bundle's
+        fingerprint; the message names the fields that differ from the nearest one), ALREADY_EXISTS, RESOURCE_EXHAUSTED.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -165,6 +210,21 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetStatusRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.DaemonStatus.SerializeToString,
+            ),
+            'Fsck': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fsck,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.FsckRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.FsckReport.SerializeToString,
+            ),
+            'Export': grpc.unary_stream_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ExportRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.BundlePiece.SerializeToString,
+            ),
+            'Import': grpc.stream_unary_rpc_method_handler(
+                    servicer.Import,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ImportMessage.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -356,6 +416,87 @@ class CacheService(object):
             '/kvtier.v1.CacheService/GetStatus',
             kvtier_dot_v1_dot_cache__pb2.GetStatusRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.DaemonStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fsck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/Fsck',
+            kvtier_dot_v1_dot_cache__pb2.FsckRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.FsckReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.CacheService/Export',
+            kvtier_dot_v1_dot_cache__pb2.ExportRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.BundlePiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Import(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvtier.v1.CacheService/Import',
+            kvtier_dot_v1_dot_cache__pb2.ImportMessage.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,8 +7,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class StoreMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STORE_PINNED: _ClassVar[StoreMode]
+    STORE_ALL: _ClassVar[StoreMode]
+STORE_PINNED: StoreMode
+STORE_ALL: StoreMode
+
 class EngineMessage(_message.Message):
-    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping")
+    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +25,7 @@ class EngineMessage(_message.Message):
     STORE_ABORT_FIELD_NUMBER: _ClassVar[int]
     BIND_PIN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_RATES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     acquire: Acquire
     release: Release
@@ -27,7 +35,8 @@ class EngineMessage(_message.Message):
     store_abort: StoreAbort
     bind_pin: BindPin
     ping: Ping
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    engine_rates: EngineRates
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
     __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong")
@@ -103,20 +112,22 @@ class KVGroup(_message.Message):
     def __init__(self, group_idx: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., useful_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "arena", "lock_path", "pins", "other_namespaces")
+    __slots__ = ("session_id", "namespace_id", "arena", "lock_path", "pins", "other_namespaces", "store_mode")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     LOCK_PATH_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     OTHER_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    STORE_MODE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: str
     arena: ArenaInfo
     lock_path: str
     pins: _containers.RepeatedCompositeFieldContainer[Pin]
     other_namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceDifference]
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[str] = ..., arena: _Optional[_Union[ArenaInfo, _Mapping]] = ..., lock_path: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., other_namespaces: _Optional[_Iterable[_Union[NamespaceDifference, _Mapping]]] = ...) -> None: ...
+    store_mode: StoreMode
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[str] = ..., arena: _Optional[_Union[ArenaInfo, _Mapping]] = ..., lock_path: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., other_namespaces: _Optional[_Iterable[_Union[NamespaceDifference, _Mapping]]] = ..., store_mode: _Optional[_Union[StoreMode, str]] = ...) -> None: ...
 
 class ArenaInfo(_message.Message):
     __slots__ = ("arena_id", "path", "num_slots", "row_bytes")
@@ -149,16 +160,18 @@ class Acquire(_message.Message):
     def __init__(self, acquire_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AcquireUpdate(_message.Message):
-    __slots__ = ("acquire_id", "chunks", "pending_bytes", "promote_bytes_per_s")
+    __slots__ = ("acquire_id", "chunks", "pending_bytes", "promote_bytes_per_s", "ready_in_s")
     ACQUIRE_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROMOTE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    READY_IN_S_FIELD_NUMBER: _ClassVar[int]
     acquire_id: int
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkResidency]
     pending_bytes: int
     promote_bytes_per_s: float
-    def __init__(self, acquire_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkResidency, _Mapping]]] = ..., pending_bytes: _Optional[int] = ..., promote_bytes_per_s: _Optional[float] = ...) -> None: ...
+    ready_in_s: float
+    def __init__(self, acquire_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkResidency, _Mapping]]] = ..., pending_bytes: _Optional[int] = ..., promote_bytes_per_s: _Optional[float] = ..., ready_in_s: _Optional[float] = ...) -> None: ...
 
 class ChunkResidency(_message.Message):
     __slots__ = ("index", "state", "slot", "from_disk")
@@ -287,6 +300,12 @@ class ChunksHeld(_message.Message):
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     held: bool
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., held: bool = ...) -> None: ...
+
+class EngineRates(_message.Message):
+    __slots__ = ("prefill_tokens_per_s",)
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_tokens_per_s: float
+    def __init__(self, prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("id",)

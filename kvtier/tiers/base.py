@@ -1,6 +1,6 @@
 """The contract of the last tier. Every implementation and every fake passes `tests/contract`."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,8 +8,9 @@ import xxhash
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import ChunkDamagedError, TierIOError
 
-__all__ = ["ChunkPayload", "DiskTier", "PackRecord", "StoredChunk", "checksum_of"]
+__all__ = ["ChunkPayload", "ChunkRead", "DiskTier", "PackRecord", "ReadDone", "StoredChunk", "checksum_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,23 @@ class ChunkPayload:
     def raw_bytes(self) -> int:
         """Length of the payload."""
         return sum(segment.nbytes for segment in self.segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRead:
+    """A chunk to be read.
+
+    Attributes:
+        chunk: As `write_pack` or the ledger gave it.
+        into: Writable segments of `raw_bytes` in all, owned by the caller, who leaves them alone until the read ends.
+    """
+
+    chunk: StoredChunk
+    into: Sequence[memoryview]
+
+
+ReadDone = Callable[[ChunkRead, ChunkDamagedError | TierIOError | None], None]
+"""Told the outcome of each read, in the thread that read it, as soon as the chunk is verified or given up."""
 
 
 class DiskTier(Protocol):
@@ -67,6 +85,50 @@ class DiskTier(Protocol):
         Raises:
             ChunkDamagedError: The pack is missing or short, or its bytes are not what was written.
             TierIOError: The operating system refused; a later try may succeed.
+        """
+        ...
+
+    def read_chunks(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
+        """Read chunks, verifying each; neighbours in a pack in one go, decoding while the next bytes are read.
+
+        `done` is called once per read, in the order given (so a prefix becomes usable from its head), with None or the
+        error that `read_chunk` would raise. When `cancelled` turns true, reads that have not begun are left out: `done`
+        is never called for them, and their segments are not touched.
+
+        Args:
+            reads: In the order in which they are wanted.
+            done: Must not raise.
+            cancelled: Asked between reads; thread-safe, quick.
+        """
+        ...
+
+    def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
+        """Copy chunks from their packs into one new pack, which is durable on return; the old packs stay.
+
+        Stored bytes are verified by their checksum and copied as they are, not encoded anew.
+
+        Raises:
+            ChunkDamagedError: A chunk is not what was written; the error's `key` names it. No pack is left.
+            TierIOError: The operating system refused. No pack is left.
+            InvalidArgumentError: No chunks, or a key twice.
+        """
+        ...
+
+    def quarantine_pack(self, pack_id: str) -> None:
+        """Set a damaged pack aside, out of reach of reads and of `list_packs`, for people to look at.
+
+        One that is gone already is fine.
+
+        Raises:
+            TierIOError: The operating system refused.
+        """
+        ...
+
+    def probe(self) -> None:
+        """Write, fsync, read and remove a small file: say whether the tier works again.
+
+        Raises:
+            TierIOError: It does not.
         """
         ...
 

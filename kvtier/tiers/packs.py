@@ -8,7 +8,7 @@ removes at the next start, and never a row without its file.
 import os
 import re
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,12 +17,13 @@ import zstandard
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
 from kvtier.tiers import pack_format
-from kvtier.tiers.base import ChunkPayload, checksum_of
+from kvtier.tiers.base import ChunkPayload, ChunkRead, ReadDone, checksum_of
 from kvtier.tiers.file_ops import FileOps
 from kvtier.tiers.pack_format import CODEC_RAW, CODEC_ZSTD, PackEntry
 
 PACK_SUFFIX = ".kvpack"
 TEMP_SUFFIX = ".kvpack.tmp"
+QUARANTINE_SUFFIX = ".kvpack-damaged"
 MIN_GAIN_RATIO = 0.03
 """A chunk that zstd shortens by less is kept raw: decoding would cost more than the bytes."""
 
@@ -82,6 +83,50 @@ class PackTier:
         if found != chunk.checksum:
             what = f"chunk {chunk.key.hex()} has checksum {found:016x}, written as {chunk.checksum:016x}"
             raise ChunkDamagedError(path, what, chunk.key)
+
+    def read_chunks(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
+        """See `DiskTier.read_chunks`."""
+        for read in reads:
+            if cancelled():
+                return
+            try:
+                self.read_chunk(read.chunk, read.into)
+            except (ChunkDamagedError, TierIOError) as error:
+                done(read, error)
+            else:
+                done(read, None)
+
+    def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
+        """See `DiskTier.rewrite_pack`."""
+        payloads = []
+        for chunk in chunks:
+            payload = memoryview(bytearray(chunk.raw_bytes))
+            self.read_chunk(chunk, [payload])
+            payloads.append(ChunkPayload(key=chunk.key, segments=[payload], checksum=chunk.checksum))
+        return self.write_pack(namespace_id, payloads)
+
+    def quarantine_pack(self, pack_id: str) -> None:
+        """See `DiskTier.quarantine_pack`."""
+        path = self._path(pack_id)
+        try:
+            self._ops.rename(path, path.with_suffix(QUARANTINE_SUFFIX))
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            raise TierIOError(path, "quarantine", exc) from exc
+
+    def probe(self) -> None:
+        """See `DiskTier.probe`."""
+        path = self.directory / (uuid.uuid4().hex + TEMP_SUFFIX)
+        try:
+            with self._ops.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+                self._ops.write_all(fd, memoryview(b"kvtier"), 0)
+                self._ops.fsync(fd)
+            self._ops.unlink(path)
+        except OSError as exc:
+            with suppress(OSError):
+                self._ops.unlink(path)
+            raise TierIOError(path, "probe", exc) from exc
 
     def delete_pack(self, pack_id: str) -> None:
         """See `DiskTier.delete_pack`."""

@@ -1,12 +1,12 @@
 """A disk tier in memory, for tests of the service. Passes `tests/contract`."""
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
-from kvtier.tiers.base import ChunkPayload, checksum_of
+from kvtier.tiers.base import ChunkPayload, ChunkRead, ReadDone, checksum_of
 
 
 class MemoryTier:
@@ -15,13 +15,17 @@ class MemoryTier:
     Attributes:
         packs: Stored bytes by pack id; tests damage them in place.
         leftovers: Names of temporary files that a crash would have left.
-        fail_writes: How many more writes fail.
+        fail_writes: How many more writes and probes fail.
+        fail_reads: How many more reads fail.
+        quarantined: Packs set aside.
     """
 
     def __init__(self) -> None:
         self.packs: dict[str, bytearray] = {}
         self.leftovers: list[str] = []
         self.fail_writes = 0
+        self.fail_reads = 0
+        self.quarantined: dict[str, bytearray] = {}
 
     def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
         """See `DiskTier.write_pack`."""
@@ -44,6 +48,9 @@ class MemoryTier:
     def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
         """See `DiskTier.read_chunk`."""
         path, data = Path(chunk.pack_id), self.packs.get(chunk.pack_id)
+        if self.fail_reads:
+            self.fail_reads -= 1
+            raise TierIOError(path, "read", OSError(5, "Input/output error"))
         room = sum(segment.nbytes for segment in into)
         if data is None or room != chunk.raw_bytes or len(data) < chunk.offset + room:
             raise ChunkDamagedError(path, "missing or short", chunk.key)
@@ -53,6 +60,38 @@ class MemoryTier:
             offset += segment.nbytes
         if checksum_of(into) != chunk.checksum:
             raise ChunkDamagedError(path, "checksum differs", chunk.key)
+
+    def read_chunks(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
+        """See `DiskTier.read_chunks`."""
+        for read in reads:
+            if cancelled():
+                return
+            try:
+                self.read_chunk(read.chunk, read.into)
+            except (ChunkDamagedError, TierIOError) as error:
+                done(read, error)
+            else:
+                done(read, None)
+
+    def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
+        """See `DiskTier.rewrite_pack`."""
+        payloads = []
+        for chunk in chunks:
+            payload = memoryview(bytearray(chunk.raw_bytes))
+            self.read_chunk(chunk, [payload])
+            payloads.append(ChunkPayload(key=chunk.key, segments=[payload], checksum=chunk.checksum))
+        return self.write_pack(namespace_id, payloads)
+
+    def quarantine_pack(self, pack_id: str) -> None:
+        """See `DiskTier.quarantine_pack`."""
+        if pack_id in self.packs:
+            self.quarantined[pack_id] = self.packs.pop(pack_id)
+
+    def probe(self) -> None:
+        """See `DiskTier.probe`."""
+        if self.fail_writes:
+            self.fail_writes -= 1
+            raise TierIOError(Path("probe"), "probe", OSError(28, "No space left on device"))
 
     def delete_pack(self, pack_id: str) -> None:
         """See `DiskTier.delete_pack`."""
