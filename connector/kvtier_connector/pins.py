@@ -1,7 +1,7 @@
 """The scheduler's mirror of the pins: which chunks are pinned, and which of those the daemon holds."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.layout import ChunkKey
@@ -33,6 +33,7 @@ class PinMirror:
         self._known: Counter[ChunkKey] = Counter()
         self._wanted: Counter[ChunkKey] = Counter()
         self._held: set[ChunkKey] = set()
+        self._untold: set[ChunkKey] = set()  # of pins just bound: the daemon has not said yet whether it holds them
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -41,9 +42,9 @@ class PinMirror:
         """Return whether the chunk belongs to a pin."""
         return key in self._known
 
-    def is_held(self, key: ChunkKey) -> bool:
-        """Return whether the daemon holds this pinned chunk."""
-        return key in self._held
+    def may_be_held(self, key: ChunkKey) -> bool:
+        """Return whether asking for this pinned chunk is worth it: the daemon holds it, or has yet to say."""
+        return key in self._held or key in self._untold
 
     def wants(self, key: ChunkKey) -> bool:
         """Return whether the chunk shall be stored when vLLM offers it."""
@@ -53,6 +54,7 @@ class PinMirror:
         """Take a pin in, in place of an earlier one of the same id."""
         self.remove(pin.pin_id)
         self._pins[pin.pin_id] = pin
+        self._untold.update(key for key in pin.keys if key not in self._known)
         self._known.update(pin.keys)
         if pin.pinned:
             self._wanted.update(pin.keys)
@@ -65,10 +67,13 @@ class PinMirror:
         _discount(self._known, pin.keys)
         if pin.pinned:
             _discount(self._wanted, pin.keys)
-        self._held.difference_update(key for key in pin.keys if key not in self._known)
+        gone = [key for key in pin.keys if key not in self._known]
+        self._held.difference_update(gone)
+        self._untold.difference_update(gone)
 
-    def set_held(self, keys: Iterable[ChunkKey], held: bool) -> None:
+    def set_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
         """Note what the daemon holds; chunks of no pin are ignored."""
+        self._untold.difference_update(keys)
         if held:
             self._held.update(key for key in keys if key in self._known)
         else:
@@ -80,6 +85,7 @@ class PinMirror:
         self._known.clear()
         self._wanted.clear()
         self._held.clear()
+        self._untold.clear()
 
 
 def _discount(counts: Counter[ChunkKey], keys: Iterable[ChunkKey]) -> None:

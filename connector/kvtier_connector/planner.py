@@ -29,7 +29,7 @@ class AcquirePlanner:
         return None
 
     def plan(self, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int) -> AcquirePlan | None:
-        """Return what to ask beyond vLLM's own hit, or None when nothing held could extend it.
+        """Return what to ask beyond vLLM's own hit, or None when nothing that may be held could extend it.
 
         Args:
             hashes: The request's block hashes.
@@ -69,7 +69,7 @@ class AcquirePlanner:
         run: list[ChunkKey] = []
         for chunk_idx in range(num_computed_tokens // group.chunk_tokens, group.num_chunks(hashes)):
             key = group.key(hashes, chunk_idx, digest)
-            if not self._mirror.is_held(key):
+            if not self._mirror.may_be_held(key):
                 break
             run.append(key)
         return run
@@ -80,4 +80,4 @@ class AcquirePlanner:
         end = min(-(-end_token // group.chunk_tokens), group.num_chunks(hashes))
         first = num_computed_tokens // group.chunk_tokens
         candidates = (group.key(hashes, chunk_idx, digest) for chunk_idx in range(first, end))
-        return [key for key in candidates if self._mirror.is_held(key)]
+        return [key for key in candidates if self._mirror.may_be_held(key)]

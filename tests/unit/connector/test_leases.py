@@ -11,7 +11,9 @@ from vllm.v1.request import RequestStatus
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.keys import chunk_key
+from kvtier_connector.link import PinBound
 from kvtier_connector.lora import Adapter
+from kvtier_connector.pins import BoundPin
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, hashes_of, sliding_spec
 
@@ -69,6 +71,23 @@ def test_the_load_job_names_slots_generations_and_the_session(scheduler: Schedul
 def test_a_request_of_no_pin_is_a_miss_without_a_question(scheduler: Scheduler) -> None:
     assert scheduler.ask(scheduler.new_request("other", 8)) == 0
     assert scheduler.sent() == []
+
+
+def test_a_pin_of_which_the_daemon_has_yet_to_speak_is_asked_for(scheduler: Scheduler) -> None:
+    """After a daemon restart a request came between the pin's binding and word of its chunks: a needless miss."""
+    scheduler.attach()
+    keys = keys_of("sys", 6)
+    assert scheduler.attachment is not None
+    scheduler.link.events.append(PinBound(scheduler.attachment, BoundPin(pin_id="new", keys=tuple(keys), pinned=True)))
+    request = scheduler.new_request("sys", 8)
+    acquire = acquired(scheduler, request)
+    assert list(acquire.keys) == keys
+    scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys[:2], held=True)))
+    scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys[2:], held=False)))
+    scheduler.answer(acquire, [HOST] * 2)
+    assert scheduler.ask(request) == 8
+    scheduler.finish(request)
+    assert list(acquired(scheduler, scheduler.new_request("sys", 8, req_id="later")).keys) == keys[:2]
 
 
 def test_hit_asked_again_for_many_steps_keeps_the_lease(scheduler: Scheduler) -> None:
