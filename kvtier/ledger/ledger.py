@@ -14,6 +14,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import InvalidArgumentError, LedgerError
 from kvtier.ledger.loading import load_snapshot
+from kvtier.ledger.row_checksums import CHECKED_TABLES, altered_rows, with_checksum
 from kvtier.ledger.rows import (
     BindingRow,
     LedgerSnapshot,
@@ -60,9 +61,37 @@ class Ledger:
             LedgerError: The database cannot be read, or a row makes no sense.
         """
         try:
-            return load_snapshot(self._connection)
+            altered = altered_rows(self._connection)
+            if not altered:
+                return load_snapshot(self._connection)
         except (sqlite3.Error, ValueError, TypeError, KeyError, InvalidArgumentError) as exc:
             raise LedgerError(f"cannot load the ledger {self.path}: {exc}; restore it from a backup") from exc
+        names = "; ".join(f"{table}: {', '.join(name for _, name in rows)}" for table, rows in altered.items())
+        raise LedgerError(
+            f"rows of the ledger {self.path} are not what was written ({names}): the storage changed them; restore it "
+            "from a backup, or give these rows up with `kvtier fsck --offline --repair`"
+        )
+
+    def altered_rows(self) -> dict[str, list[str]]:
+        """Return the names of rows that are not what was written, by table.
+
+        Raises:
+            LedgerError: The database cannot be read.
+        """
+        try:
+            return {table: [name for _, name in rows] for table, rows in altered_rows(self._connection).items()}
+        except sqlite3.Error as exc:
+            raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
+
+    def drop_altered_rows(self) -> dict[str, list[str]]:
+        """Give up rows that are not what was written, and what refers to them; return their names, by table."""
+        with self._transaction() as sql:
+            altered = altered_rows(sql)
+            for table in CHECKED_TABLES:
+                sql.executemany(
+                    f"DELETE FROM {table} WHERE rowid = ?", ((rowid,) for rowid, _ in altered.get(table, ()))
+                )
+        return {table: [name for _, name in rows] for table, rows in altered.items()}
 
     # Namespaces
 
@@ -70,16 +99,17 @@ class Ledger:
         """Insert or update a namespace."""
         with self._transaction() as sql:
             sql.execute(
-                "INSERT INTO namespaces VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (namespace_id) DO UPDATE SET"
+                "INSERT INTO namespaces VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (namespace_id) DO UPDATE SET"
                 " model = excluded.model, fingerprint = excluded.fingerprint, layout = excluded.layout,"
-                " created_unix_s = excluded.created_unix_s, seen_unix_s = excluded.seen_unix_s",
-                (
+                " created_unix_s = excluded.created_unix_s, seen_unix_s = excluded.seen_unix_s,"
+                " checksum = excluded.checksum",
+                with_checksum(
                     row.namespace_id,
                     row.model,
                     json.dumps(dict(row.fingerprint), sort_keys=True),
                     encode_layout(row.layout),
-                    row.created_unix_s,
-                    row.seen_unix_s,
+                    float(row.created_unix_s),
+                    float(row.seen_unix_s),
                 ),
             )
 
@@ -100,23 +130,23 @@ class Ledger:
             # Not INSERT OR REPLACE: that deletes the row first, and the bindings of an unchanged pin with it.
             sql.execute("DELETE FROM prompts WHERE name = ? AND pin_id <> ?", (row.name, row.pin_id))
             sql.execute(
-                "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
+                "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
                 " pinned = excluded.pinned, tokens = excluded.tokens, model = excluded.model,"
                 " lora_name = excluded.lora_name, lora_path = excluded.lora_path, cache_salt = excluded.cache_salt,"
                 " recipe_json = excluded.recipe_json, created_unix_s = excluded.created_unix_s,"
-                " expires_unix_s = excluded.expires_unix_s",
-                (
+                " expires_unix_s = excluded.expires_unix_s, checksum = excluded.checksum",
+                with_checksum(
                     row.name,
                     row.pin_id,
-                    row.pinned,
+                    int(row.pinned),
                     encode_tokens(row.tokens),
                     row.model,
                     row.lora_name,
                     row.lora_path,
                     row.cache_salt,
                     row.recipe_json,
-                    row.created_unix_s,
-                    row.expires_unix_s,
+                    float(row.created_unix_s),
+                    float(row.expires_unix_s),
                 ),
             )
 
@@ -133,8 +163,8 @@ class Ledger:
         """
         with self._transaction() as sql:
             sql.execute(
-                "INSERT OR REPLACE INTO bindings VALUES (?, ?, ?, ?, ?)",
-                (row.pin_id, row.namespace_id, *encode_keys(row.keys), row.covered_tokens),
+                "INSERT OR REPLACE INTO bindings VALUES (?, ?, ?, ?, ?, ?)",
+                with_checksum(row.pin_id, row.namespace_id, *encode_keys(row.keys), row.covered_tokens),
             )
 
     # Packs

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from operator import attrgetter
+from typing import Any
 
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.ledger.rows import (
@@ -101,9 +102,21 @@ def _load_chunks(sql: sqlite3.Connection) -> dict[str, list[StoredChunk]]:
     """Return the chunks of each pack, ordered by offset."""
     rows = sql.execute("SELECT key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum FROM chunks")
     chunks: dict[str, list[StoredChunk]] = {}
+    # SQLite makes a new object of every value: what is the same in many rows is kept once. A third of the index.
+    shared: dict[object, object] = {}
+    share: Any = shared.setdefault
     for key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum in rows:
         # Positional, in the order of the fields: this is the one loop of start-up that is hot.
-        chunk = StoredChunk(key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum & CHECKSUM_MASK)
+        pack_id = share(pack_id, pack_id)
+        chunk = StoredChunk(
+            key,
+            pack_id,
+            offset,
+            share(stored_bytes, stored_bytes),
+            share(raw_bytes, raw_bytes),
+            share(codec, codec),
+            checksum & CHECKSUM_MASK,
+        )
         chunks.setdefault(pack_id, []).append(chunk)
     for of_pack in chunks.values():
         of_pack.sort(key=attrgetter("offset"))

@@ -5,11 +5,12 @@ import sqlite3
 from pathlib import Path
 
 from kvtier.errors import FormatVersionError, LedgerError
+from kvtier.ledger.row_checksums import add_row_checksums
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
-SCHEMA_VERSION = 1
-"""PRAGMA user_version."""
+SCHEMA_VERSION = 2
+"""PRAGMA user_version. Version 1 had no row checksums; it is brought up to date when it is opened."""
 BUSY_TIMEOUT_S = 5.0
 """How long to wait for an operator who has the file open in the sqlite3 shell."""
 
@@ -20,7 +21,8 @@ CREATE TABLE namespaces (
     fingerprint     TEXT NOT NULL,      -- JSON object of strings
     layout          TEXT NOT NULL,      -- JSON of KVLayout
     created_unix_s  REAL NOT NULL,
-    seen_unix_s     REAL NOT NULL
+    seen_unix_s     REAL NOT NULL,
+    checksum        INTEGER NOT NULL    -- of the other columns, see `row_checksum`
 ) STRICT;
 CREATE TABLE prompts (
     name            TEXT PRIMARY KEY,
@@ -33,7 +35,8 @@ CREATE TABLE prompts (
     cache_salt      TEXT NOT NULL,
     recipe_json     TEXT NOT NULL,
     created_unix_s  REAL NOT NULL,
-    expires_unix_s  REAL NOT NULL       -- 0: never
+    expires_unix_s  REAL NOT NULL,      -- 0: never
+    checksum        INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE bindings (
     pin_id          TEXT NOT NULL REFERENCES prompts (pin_id) ON DELETE CASCADE,
@@ -41,6 +44,7 @@ CREATE TABLE bindings (
     key_bytes       INTEGER NOT NULL,
     keys            BLOB NOT NULL,      -- keys of key_bytes each, one after the other
     covered_tokens  INTEGER NOT NULL,
+    checksum        INTEGER NOT NULL,
     PRIMARY KEY (pin_id, namespace_id)
 ) STRICT;
 CREATE INDEX bindings_by_namespace ON bindings (namespace_id);
@@ -108,10 +112,15 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         _fsync_directory(path.parent)
     elif _number(connection, "application_id") != APPLICATION_ID:
         raise _foreign(path)
+    elif version == 1:
+        add_row_checksums(connection)
 
 
 def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:
-    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    try:
+        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except UnicodeDecodeError as exc:  # the verdict quotes damaged text
+        raise _damaged(path, str(exc)) from exc
     if verdict != "ok":
         raise _damaged(path, verdict)
 

@@ -1,6 +1,9 @@
 """Opening the ledger's file: its own, a newer one, another program's, a damaged one."""
 
+import random
+import shutil
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 
 from kvtier.errors import FormatVersionError, LedgerError
 from kvtier.ledger import Ledger
+from kvtier.ledger.row_checksums import altered_rows, row_checksum
 from kvtier.ledger.schema import APPLICATION_ID, SCHEMA_VERSION, open_database
 from tests.fakes.rows import namespace_row, prompt_row
 
@@ -96,7 +100,109 @@ def test_a_row_that_makes_no_sense_is_said(path: Path, damage: str) -> None:
     ledger.put_prompt(prompt_row())
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(damage)
+        for table, rows in altered_rows(connection).items():  # as if we had written it so
+            for rowid, _ in rows:
+                (_, *columns, _) = connection.execute(f"SELECT rowid, * FROM {table}").fetchone()
+                connection.execute(f"UPDATE {table} SET checksum = {row_checksum(columns)} WHERE rowid = {rowid}")
         connection.commit()
     with pytest.raises(LedgerError, match="cannot load the ledger"):
         ledger.load()
     ledger.close()
+
+
+def test_a_row_that_was_changed_is_refused_and_named_until_it_is_given_up(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.put_namespace(namespace_row())
+    ledger.put_prompt(prompt_row("whole", "pin-1"))
+    ledger.put_prompt(prompt_row("changed", "pin-2"))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE prompts SET tokens = x'01000000' WHERE name = 'changed'")
+        connection.commit()
+    with pytest.raises(LedgerError, match=r"prompts: changed\): .*kvtier fsck --offline --repair"):
+        ledger.load()
+    assert ledger.altered_rows() == {"prompts": ["changed"]}
+    assert ledger.drop_altered_rows() == {"prompts": ["changed"]}
+    assert [prompt.name for prompt in ledger.load().prompts] == ["whole"]
+    ledger.close()
+
+
+def _copy_of_version_1(folder: Path) -> Path:
+    return Path(shutil.copy(Path(__file__).parents[2] / "data" / "ledgers" / "v1.sqlite", folder / "ledger.sqlite"))
+
+
+def _check_version_1(ledger: Ledger) -> None:
+    snapshot = ledger.load()
+    (namespace,), (gone, support) = snapshot.namespaces, snapshot.prompts
+    assert (namespace.namespace_id, namespace.fingerprint) == ("ab" * 32, {"weights": "1", "dtype": "bf16"})
+    assert (support.name, support.pinned, support.tokens, support.cache_salt) == (
+        "support",
+        True,
+        tuple(range(100, 148)),
+        "s",
+    )
+    assert (gone.name, gone.pinned, gone.lora_path) == ("gone", False, "/a")
+    assert [(binding.pin_id, len(binding.keys), binding.covered_tokens) for binding in snapshot.bindings] == [
+        ("c" * 32, 3, 48)
+    ]
+    (pack,) = snapshot.packs.values()
+    assert [(chunk.offset, chunk.checksum) for chunk in pack.chunks] == [(4096 + 128 * i, 2**63 + i) for i in range(3)]
+
+
+def test_a_ledger_of_version_1_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = _copy_of_version_1(tmp_path)
+    for _ in range(2):
+        ledger = Ledger.open(path)
+        _check_version_1(ledger)
+        ledger.close()
+    with closing(sqlite3.connect(path)) as sql:
+        assert sql.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+
+
+@pytest.mark.parametrize("nth", range(4))
+def test_a_migration_that_fails_leaves_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    path = _copy_of_version_1(tmp_path)
+    calls = iter(range(100))
+
+    def failing(columns: Sequence[object]) -> int:
+        if next(calls) == nth:
+            raise sqlite3.OperationalError("disk I/O error")
+        return row_checksum(columns)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.ledger.row_checksums.row_checksum", failing)
+        with pytest.raises(LedgerError, match="disk I/O error"):
+            Ledger.open(path)
+    with closing(sqlite3.connect(path)) as sql:
+        assert sql.execute("PRAGMA user_version").fetchone() == (1,)
+    ledger = Ledger.open(path)
+    _check_version_1(ledger)
+    ledger.close()
+
+
+def test_no_flipped_bit_changes_a_promise(tmp_path: Path) -> None:
+    """It is refused, or it is in what proves itself (rows of packs and chunks), or it changes nothing."""
+    path = _copy_of_version_1(tmp_path)
+    Ledger.open(path).close()
+    content, rng = path.read_bytes(), random.Random(7)
+    ledger = Ledger.open(path)
+    written = ledger.load()
+    ledger.close()
+    num_refused = 0
+    for _ in range(400):
+        damaged = bytearray(content)
+        damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            ledger = Ledger.open(path)
+        except (LedgerError, FormatVersionError):
+            num_refused += 1
+            continue
+        try:
+            found = ledger.load()
+            assert (found.namespaces, found.prompts) == (written.namespaces, written.prompts)
+            assert sorted(found.bindings, key=str) == sorted(written.bindings, key=str)
+        except LedgerError:
+            num_refused += 1
+        finally:
+            ledger.close()
+    assert num_refused > 4

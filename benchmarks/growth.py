@@ -1,0 +1,193 @@
+"""What more chunks cost: start-up, memory of the index, lookups.
+
+usage: python -m benchmarks.growth [--chunks 1000,10000,100000] [--rounds 7]
+
+Real packs and a real ledger of chunks of 64 bytes (what counts here is their number). Start-up is that of a real
+kvtier-daemon, from exec to its first answer; an empty one beside it shows what the interpreter and gRPC take. The index
+is what the service's memory grows by (tracemalloc). Lookups are Acquires of 2,000 keys: in the service (the call alone,
+thread CPU time and wall time), and as a round trip over gRPC.
+"""
+
+import argparse
+import asyncio
+import gc
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from benchmarks.machine import machine_line, spread
+from benchmarks.processes import Daemon
+from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
+from kvtier.core.fingerprint import namespace_id
+from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.ledger import Ledger, NamespaceRow
+from kvtier.service import Cache, EngineHello
+from kvtier.service.namespace import Namespace
+from kvtier.tiers.base import ChunkPayload
+from kvtier.tiers.packs import PackTier
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running
+
+LAYOUT = KVLayout(
+    num_ranks=1, rank_bytes=4096, num_writers=1, groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=64),)
+)
+FINGERPRINT = {"weights": "1"}
+CHUNKS_PER_PACK = 1000
+LOOKUP_KEYS = 2000
+
+
+class SilentPeer:
+    """An engine that listens to nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_args: None
+
+
+def fill(disk_dir: Path, num_chunks: int) -> list[ChunkKey]:
+    """Write packs and ledger; return the keys."""
+    disk_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    disk, ledger = PackTier(disk_dir / "packs"), Ledger.open(disk_dir / "ledger.sqlite")
+    own_id = namespace_id(FINGERPRINT)
+    row = NamespaceRow(
+        namespace_id=own_id, model="model", fingerprint=FINGERPRINT, layout=LAYOUT, created_unix_s=1.0, seen_unix_s=1.0
+    )
+    ledger.put_namespace(row)
+    keys = [chunk_key(number) for number in range(num_chunks)]
+    for first in range(0, num_chunks, CHUNKS_PER_PACK):
+        payloads = [_payload(key) for key in keys[first : first + CHUNKS_PER_PACK]]
+        ledger.commit_pack(disk.write_pack(own_id, payloads))
+    ledger.close()
+    return keys
+
+
+def _payload(key: ChunkKey) -> ChunkPayload:
+    data = (key * 2)[:64]
+    return ChunkPayload(key=key, segments=[memoryview(data)], checksum=xxhash.xxh3_64_intdigest(data))
+
+
+def start_times(home: Path, rounds: int) -> tuple[list[float], int]:
+    """Start a real daemon again and again; return seconds to ready, and its resident bytes."""
+    seconds, resident = [], 0
+    daemon = Daemon(home, host_bytes="256MiB")
+    for _ in range(rounds):
+        with daemon:
+            seconds.append(daemon.ready_s)
+            status = Path(f"/proc/{daemon.pid}/status").read_text()
+            resident = int(status.split("VmRSS:")[1].split()[0]) * 1024
+    return seconds, resident
+
+
+def config_of(home: Path, arena: Path) -> DaemonConfig:
+    """Return a configuration over the same state."""
+    return DaemonConfig(
+        server=ServerConfig(socket=home / "g.sock", drain_timeout_s=1),
+        host=HostConfig(arena_dir=arena, host_bytes=256 << 20),
+        disk=DiskConfig(disk_dir=Daemon(home).disk_dir, disk_bytes=1 << 30),
+    )
+
+
+async def index_bytes(config: DaemonConfig) -> int:
+    """Return how many bytes the service holds after it has opened this state."""
+    gc.collect()
+    tracemalloc.start()
+    cache = await Cache.open(config)
+    gc.collect()
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    await cache.close()
+    return num_bytes
+
+
+async def lookup_times(config: DaemonConfig, keys: Sequence[ChunkKey], rounds: int) -> list[float]:
+    """Return seconds of an Acquire of host-resident chunks in the service, without gRPC."""
+    cache = await Cache.open(config)
+    hello = EngineHello(
+        engine_id="e", pid=1, vllm_version="", model_names=("model",), fingerprint=FINGERPRINT,
+        layout=LAYOUT, store_credits=1, ephemeral=False,
+    )  # fmt: skip
+    peer: Any = SilentPeer()
+    session = await cache.attach(hello, peer)
+    session.acquire(1, keys)
+    await _all_readable(session.namespace, keys)
+    session.release(1, None)
+    seconds = []
+    for number in range(2, rounds + 2):
+        began_s = time.perf_counter()
+        session.acquire(number, keys)
+        seconds.append(time.perf_counter() - began_s)
+        session.release(number, None)
+        await asyncio.sleep(0)
+    cache.end(session)
+    await cache.close()
+    return seconds
+
+
+async def _all_readable(namespace: Namespace, keys: Sequence[ChunkKey]) -> None:
+    while True:  # the bare service has nobody to tell: the peer is silent
+        chunks = [namespace.table.get(key) for key in keys]
+        if all(chunk is not None and chunk.readable for chunk in chunks):
+            return
+        await asyncio.sleep(0.01)
+
+
+async def round_trips(config: DaemonConfig, keys: Sequence[ChunkKey], rounds: int) -> list[float]:
+    """Return seconds of the same over gRPC, from sending the Acquire to its complete answer."""
+    seconds = []
+    async with running(config), ScriptedEngine(config, LAYOUT, fingerprint=FINGERPRINT, store_credits=1) as engine:
+        await engine.acquire(1, keys)
+        await engine.release(1)
+        for number in range(2, rounds + 2):
+            began_s = time.perf_counter()
+            assert len(await engine.acquire(number, keys)) == len(keys)
+            seconds.append(time.perf_counter() - began_s)
+            await engine.release(number)
+    return seconds
+
+
+def measure(num_chunks: int, rounds: int) -> str:
+    """Return one row of the table."""
+    with tempfile.TemporaryDirectory(prefix="kvg-") as name, tempfile.TemporaryDirectory(dir="/dev/shm") as arena:
+        home = Path(name)
+        keys = fill(Daemon(home).disk_dir, num_chunks)
+        ready, resident = start_times(home, rounds)
+        config = config_of(home, Path(arena))
+        used = asyncio.run(index_bytes(config))
+        cells = [
+            f"{num_chunks:,}",
+            spread(ready, "s"),
+            f"{resident / 2**20:.0f} MiB",
+            f"{used / max(1, num_chunks):.0f}",
+        ]
+        if num_chunks >= LOOKUP_KEYS:
+            few = keys[:: num_chunks // LOOKUP_KEYS][:LOOKUP_KEYS]
+            for samples in (
+                asyncio.run(lookup_times(config, few, 10 * rounds)),
+                asyncio.run(round_trips(config, few, 10 * rounds)),
+            ):
+                p90 = statistics.quantiles(samples, n=10)[-1]
+                cells.append(f"{statistics.median(samples) * 1e3:.2f} ms (p90 {p90 * 1e3:.2f})")
+        else:
+            cells += ["", ""]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chunks", default="0,1000,10000,100000,200000")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    print(machine_line())
+    print("| chunks | exec to ready | resident | index bytes a chunk | lookup of 2,000 | over gRPC |")
+    print("|---|---|---|---|---|---|")
+    for count in options.chunks.split(","):
+        print(measure(int(count), options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
