@@ -1,0 +1,53 @@
+"""`zstd`: one zstd frame per chunk, its content size in the frame's header."""
+
+from collections.abc import Sequence
+
+import zstandard
+
+from kvtier.tiers.codecs.base import CodecError
+
+MAX_WINDOW_BYTES = 1 << 27
+"""What level 22 uses. A header that claims more is damaged: zstd would allocate a window of that size."""
+
+
+class ZstdCodec:
+    """Implements `Codec`. A context per chunk: they must not be shared among threads, and cost little beside a chunk."""
+
+    name = "zstd"
+
+    def __init__(self, level: int = 1) -> None:
+        """Compress at a level (1..22); every level is decoded alike."""
+        self._level = level
+
+    def encode(self, segments: Sequence[memoryview]) -> Sequence[memoryview]:
+        """See `Codec.encode`."""
+        raw_bytes = sum(segment.nbytes for segment in segments)
+        encoder = zstandard.ZstdCompressor(level=self._level).compressobj(size=raw_bytes)
+        pieces = [encoder.compress(segment) for segment in segments]
+        pieces.append(encoder.flush())
+        return [memoryview(piece) for piece in pieces if piece]
+
+    def decode(self, stored: memoryview, into: Sequence[memoryview]) -> None:
+        """See `Codec.decode`. Straight into the segments; the frame must end exactly where they do."""
+        room = sum(segment.nbytes for segment in into)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        try:
+            stated = zstandard.get_frame_parameters(stored).content_size
+            if stated != room:
+                raise CodecError(f"zstd: the frame states {stated} bytes, the payload has {room}")
+            reader = decompressor.stream_reader(stored)
+            exact = all(_fill(reader, segment) for segment in into) and not reader.read(1)
+        except (zstandard.ZstdError, MemoryError) as exc:
+            raise CodecError(f"zstd: {exc}") from exc
+        if not exact:
+            raise CodecError(f"zstd: the frame does not decode to {room} bytes")
+
+
+def _fill(reader: zstandard.ZstdDecompressionReader, segment: memoryview) -> bool:
+    filled = 0
+    while filled < segment.nbytes:
+        got = reader.readinto(segment[filled:])
+        if not got:
+            return False
+        filled += got
+    return True
