@@ -9,7 +9,7 @@ one zstd frame, any other as it is.
     ...   the payload's tail, as it is: what is left after whole units
 
 Everything else follows from the payload's length, which the caller knows. Nothing in the stored bytes sizes an
-allocation: frames are decoded into a thread's own buffer. Byte layout: docs/format.md; measurements: docs/adr/0008-codecs.md.
+allocation: frames are decoded into a thread's own buffer. Bytes: docs/format.md; numbers: docs/adr/0008-codecs.md.
 """
 
 import threading
@@ -30,7 +30,6 @@ zstd's own block; shorter blocks pay numpy's cost per call."""
 MIN_PLANE_GAIN_RATIO = 0.03
 _ALIGNMENT_BYTES = 8
 _TABLE_DTYPE = np.dtype("<u4")
-_ITEM: dict[int, npt.DTypeLike] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _SAMPLE_PIECES, _SAMPLE_BYTES = 16, 4096
 _MIN_COLLISIONS = 1.15
 MAX_KEPT_BYTES = 16 * 2**20
@@ -161,7 +160,7 @@ class PlaneCodec(ABC):
             else:
                 self._decode_frame(plane, length, scratch.planes[used:], scratch)
             planes.append(buffer)
-            used += length
+            used += _align(length)
         self.merge(planes, block, scratch)
         return offset
 
@@ -288,7 +287,8 @@ def _align(length: int) -> int:
 
 
 def _is_aligned(array: Bytes, item_bytes: int) -> bool:
-    return item_bytes == 1 or bool(array.view(_ITEM[item_bytes]).flags.aligned)
+    address: int = array.__array_interface__["data"][0]  # array.ctypes.data takes three times as long
+    return address % item_bytes == 0
 
 
 def _scatter(source: Bytes, parts: Sequence[Bytes]) -> None:
