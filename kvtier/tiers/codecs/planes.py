@@ -144,6 +144,15 @@ class PlaneCodec(ABC):
         tail = source[end:]
         _scatter(tail, cursor.take(tail.nbytes))
 
+    def coded_bytes(self, pieces: Sequence[memoryview], raw_bytes: int) -> int:
+        """Return how many bytes of planes are entropy coded in what `encode` returned: they take most of decoding."""
+        lengths = self._block_lengths(raw_bytes)
+        if not lengths:
+            return 0
+        table = np.frombuffer(pieces[0], _TABLE_DTYPE).reshape(len(lengths), -1)
+        planes = np.array([self._plane_lengths(length) for length in lengths])
+        return int(planes[table < planes].sum())
+
     def _decode_block(self, source: Bytes, offset: int, row: Sequence[int], block: Bytes, scratch: Scratch) -> int:
         """Return the offset after the block's planes."""
         planes: list[Bytes] = []
