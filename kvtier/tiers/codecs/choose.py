@@ -70,8 +70,9 @@ class CodecChooser:
 
     The first chunks of a stream, and then one of `sample_every`, are encoded with every codec; the others with the
     winner only. A codec's cost is the bytes it stores, and a price for each payload byte that has to be entropy
-    decoded: so of two that store nearly the same, the faster one wins. Where it gains less than `MIN_GAIN_RATIO`, its cost is
-    that of `raw`. No clock is read: the same chunks in the same order get the same codecs everywhere. Thread-safe.
+    decoded: so of two that store nearly the same, the faster one wins. Where it gains less than `MIN_GAIN_RATIO`, its
+    cost is that of `raw`. No clock is read: the same chunks in the same order get the same codecs everywhere.
+    Thread-safe.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ zstd's own block; shorter blocks pay numpy's cost per call."""
 MIN_PLANE_GAIN_RATIO = 0.03
 _ALIGNMENT_BYTES = 8
 _TABLE_DTYPE = np.dtype("<u4")
-_SAMPLE_PIECES, _SAMPLE_BYTES = 16, 4096
+_SAMPLE_PIECES, _SAMPLE_BYTES = 16, 2048
 _MIN_COLLISIONS = 1.15
 MAX_KEPT_BYTES = 16 * 2**20
 """A buffer for the pieces of longer chunks is not kept between chunks."""
@@ -116,7 +116,8 @@ class PlaneCodec(ABC):
             planes = room.planes(self._plane_lengths(length))
             self.split(block, planes, scratch)
             for column, plane in enumerate(planes):
-                stored = _encode_plane(plane, scratch)
+                # The first plane holds exponents: nearly always worth coding, so it is not sampled.
+                stored = _encode_plane(plane, scratch) if column == 0 or _promises(plane) else None
                 if stored is None:
                     stored = plane.data
                     room.keep(column)
@@ -257,8 +258,6 @@ class _Cursor:
 
 def _encode_plane(plane: Bytes, scratch: Scratch) -> memoryview | None:
     """Return the plane as a frame, None when that gains too little."""
-    if not _promises(plane):
-        return None
     frame = scratch.compressor.compress(plane.data)
     return memoryview(frame) if len(frame) <= (1 - MIN_PLANE_GAIN_RATIO) * plane.nbytes else None
 

@@ -108,7 +108,8 @@ def test_memory_is_bounded_and_a_forgotten_stream_is_sampled_anew() -> None:
 
 
 def test_threads_share_a_chooser() -> None:
-    chooser, names = CodecChooser(default_codecs(1), sample_every=3), []
+    chooser = CodecChooser(default_codecs(1), sample_every=3)
+    names: list[str] = []
 
     def work(seed: int) -> None:
         names.extend(chosen(chooser, payload("bf16", LENGTH, seed + turn)) for turn in range(6))
