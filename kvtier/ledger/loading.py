@@ -111,7 +111,9 @@ def _load_chunks(sql: sqlite3.Connection, chunks: dict[str, list[StoredChunk]]) 
     # SQLite makes a new string for each row: sharing those of a pack id and a codec saves 134 bytes a chunk.
     pack_ids = {pack_id: pack_id for pack_id in chunks}
     for key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum in rows:
-        shared_id = pack_ids[pack_id]
+        shared_id = pack_ids.get(pack_id)
+        if shared_id is None:  # a repaired ledger's row without its pack: not held
+            continue
         chunk = StoredChunk(
             key, shared_id, offset, stored_bytes, raw_bytes, sys.intern(codec), checksum & CHECKSUM_MASK
         )
