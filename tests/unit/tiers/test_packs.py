@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_safetensors_reads_a_pack(tier: PackTier) -> None:
         assert set(pack.keys()) == {key_of(1).hex(), key_of(2).hex()}
         assert pack.get_tensor(key_of(1).hex()).tobytes() == data
         assert pack.get_tensor(key_of(2).hex()).shape == (record.chunks[1].stored_bytes,)
-    assert metadata["kvtier.format"] == "1"
+    assert metadata["kvtier.format"] == "2"
     assert metadata["kvtier.namespace"] == "ns-1"
     facts = json.loads(metadata["kvtier.chunks"])
     assert [facts[key_of(i).hex()]["codec"] for i in (1, 2)] == ["raw", "zstd"]
@@ -103,11 +104,11 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 class OneByteOps(FileOps):
     """Every read and write moves one byte."""
 
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        return super().pwrite(fd, data[:1], offset)
+    def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        return super().pwritev(fd, [pieces[0][:1]], offset)
 
-    def pread(self, fd: int, into: memoryview, offset: int) -> int:
-        return super().pread(fd, into[:1], offset)
+    def preadv(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        return super().preadv(fd, [into[0][:1]], offset)
 
 
 def test_short_reads_and_writes_are_continued(tmp_path: Path) -> None:
