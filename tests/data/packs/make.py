@@ -3,8 +3,8 @@
 usage: python -m tests.data.packs.make
 
 Packs of older versions stay as they are: the kvtier that wrote them is gone, and what it wrote must be read for ever.
-`CONTENT` is what every pack holds. `v1.kvpack` was written by version 1 of the format, with `soft` as zstd and `noise` as
-raw.
+`CONTENT` is what every pack holds. `v1.kvpack` was written by version 1 of the format, with `noise` raw and the others
+as zstd.
 """
 
 import random

@@ -91,7 +91,7 @@ def test_a_pack_id_is_never_a_path(tier: PackTier, pack_id: str) -> None:
 
 def test_an_unknown_codec_is_damage(tier: PackTier) -> None:
     chunk = tier.write_pack("ns", [payload_of(1, soft(100))]).chunks[0]
-    with pytest.raises(ChunkDamagedError, match="unknown codec 'lzma'"):
+    with pytest.raises(ChunkDamagedError, match="codec 'lzma' is unknown"):
         read_back(tier, chunk._replace(codec="lzma"))
 
 
