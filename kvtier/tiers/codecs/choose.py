@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from kvtier.errors import KvtierError
 from kvtier.tiers.codecs.base import Codec
 from kvtier.tiers.codecs.raw import RawCodec
+from kvtier.tiers.codecs.split16 import Split16Codec
+from kvtier.tiers.codecs.split32 import Split32Codec
 from kvtier.tiers.codecs.zstd import ZstdCodec
 
 MIN_GAIN_RATIO = 0.03
-"""A codec must store this much less than each faster one, raw included: else the faster decoding is worth more."""
+"""A codec must store this much less than a faster one, raw included: else the faster decoding is worth more."""
 FIRST_SAMPLES = 2
 SAMPLE_EVERY = 64
+"""A sample costs all encoders, about five times the winner: one in 64 is a few per cent."""
 MAX_STREAMS = 1024
 _DECAY = 0.5
 
@@ -34,7 +37,7 @@ def default_codecs(zstd_level: int = 1) -> tuple[Codec, ...]:
     Args:
         zstd_level: For `zstd`, 1..22.
     """
-    return (RawCodec(), ZstdCodec(zstd_level))
+    return (RawCodec(), Split32Codec(), Split16Codec(), ZstdCodec(zstd_level))
 
 
 _BY_NAME: dict[str, Codec] = {codec.name: codec for codec in default_codecs()}

@@ -6,12 +6,11 @@ import zstandard
 
 from kvtier.tiers.codecs.base import CodecError
 
-MAX_WINDOW_BYTES = 1 << 27
-"""What level 22 uses. A header that claims more is damaged: zstd would allocate a window of that size."""
+_MIN_WINDOW_BYTES = 1 << 10
 
 
 class ZstdCodec:
-    """Implements `Codec`. A context per chunk: they must not be shared among threads, and cost little beside a chunk."""
+    """Implements `Codec`. A context per chunk: threads must not share one, and making it costs little."""
 
     name = "zstd"
 
@@ -30,7 +29,8 @@ class ZstdCodec:
     def decode(self, stored: memoryview, into: Sequence[memoryview]) -> None:
         """See `Codec.decode`. Straight into the segments; the frame must end exactly where they do."""
         room = sum(segment.nbytes for segment in into)
-        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        # No encoder that knows the length takes a larger window; zstd would allocate what a damaged header claims.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=max(room, _MIN_WINDOW_BYTES))
         try:
             stated = zstandard.get_frame_parameters(stored).content_size
             if stated != room:
