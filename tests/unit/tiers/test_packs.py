@@ -16,6 +16,7 @@ from kvtier.core.stored import StoredChunk
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
 from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.codecs import CodecChooser
+from kvtier.tiers.codecs.zstd import ZstdCodec
 from kvtier.tiers.file_ops import FileFacts, FileOps
 from kvtier.tiers.packs import PackTier
 from kvtier.tiers.scratch import ScratchPool
@@ -31,8 +32,13 @@ def path_of(tier: PackTier, pack_id: str) -> Path:
     return tier.directory / f"{pack_id}.kvpack"
 
 
-def test_safetensors_reads_a_pack(tier: PackTier) -> None:
-    data = noise(5000)
+@pytest.fixture
+def zstd_tier(tmp_path: Path) -> PackTier:
+    return PackTier(tmp_path / "packs", codecs=CodecChooser([ZstdCodec()]))
+
+
+def test_safetensors_reads_a_pack(zstd_tier: PackTier) -> None:
+    tier, data = zstd_tier, noise(5000)
     record = tier.write_pack("ns-1", [payload_of(1, data), payload_of(2, soft(5000))])
     with safe_open(path_of(tier, record.pack_id), framework="np") as pack:
         metadata = pack.metadata()
@@ -59,8 +65,8 @@ def test_read_record_of_a_missing_or_empty_pack_is_damage(tier: PackTier) -> Non
 
 
 @pytest.mark.parametrize(("data", "codec"), [(soft(10_000), "zstd"), (noise(10_000), "raw"), (b"a", "raw")])
-def test_zstd_is_kept_only_where_it_gains(tier: PackTier, data: bytes, codec: str) -> None:
-    chunk = tier.write_pack("ns", [payload_of(1, data)]).chunks[0]
+def test_zstd_is_kept_only_where_it_gains(zstd_tier: PackTier, data: bytes, codec: str) -> None:
+    chunk = zstd_tier.write_pack("ns", [payload_of(1, data)]).chunks[0]
     assert chunk.codec == codec
     assert chunk.stored_bytes <= chunk.raw_bytes
 
