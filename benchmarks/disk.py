@@ -9,8 +9,8 @@ the tier's own span size and one thread, as the tier reads:
 - `decode`: the stored bytes, in memory already, decoded and verified into the same arena rows, in one thread.
 
 The aim of a cold read is 0.8 of min(device x ratio, decode). Cold means: fsynced, dropped from the page cache
-(POSIX_FADV_DONTNEED), and mincore found at most 1 % of the bytes resident; a run that was not cold is an error. The cache
-of the device itself, or of the host of a virtual machine, is beyond reach: it serves `device` and `cold` alike.
+(POSIX_FADV_DONTNEED), and mincore found at most 1 % of the bytes resident; a run that was not cold is an error. The
+cache of the device itself, or of the host of a virtual machine, is beyond reach: it serves `device` and `cold` alike.
 All rates are payload bytes per second, except `device`, which is stored bytes.
 """
 
@@ -236,7 +236,7 @@ def _decode(case: Case, in_memory: Sequence[memoryview]) -> None:
 
 
 def _timed_files(folder: Path, payloads: Sequence[ChunkPayload]) -> float:
-    """One file, fsync and rename per chunk, as a cache of files does when it means durable; then one directory fsync."""
+    """One file, fsync and rename per chunk, as a cache of files does that means durable; then one directory fsync."""
     target = folder / "files"
     target.mkdir()
 

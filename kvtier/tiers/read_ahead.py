@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -43,8 +44,10 @@ class ReadAhead(Generic[Item, Loaded]):
 
     def __enter__(self) -> "ReadAhead[Item, Loaded]":
         if len(self._items) > 1:
-            self._thread = threading.Thread(target=self._run, name="kvtier-read-ahead")
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvtier-read-ahead")
+            with suppress(RuntimeError):  # the system gives no thread: slower, not wrong
+                thread.start()
+                self._thread = thread
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None) -> None:
