@@ -163,9 +163,10 @@ def _measure(
     rows = {name: {candidate.name: Row() for candidate in candidates[name]} for name in data}
     for number in range(num_rounds + 1):  # the first warms caches and is not counted
         for name, (_, chunks) in data.items():
+            outs = [np.empty_like(chunk) for chunk in chunks]
             for candidate in candidates[name]:
                 row = rows[name][candidate.name]
-                encode_s, decode_s, row.stored = _round(candidate, chunks)
+                encode_s, decode_s, row.stored = _round(candidate, chunks, outs)
                 if number:
                     num_bytes = sum(chunk.nbytes for chunk in chunks)
                     row.encode_gb_s.append(num_bytes / encode_s / 1e9)
@@ -173,20 +174,22 @@ def _measure(
     return rows
 
 
-def _round(candidate: Candidate, chunks: Sequence[Bytes]) -> tuple[float, float, list[bytes]]:
+def _round(candidate: Candidate, chunks: Sequence[Bytes], outs: Sequence[Bytes]) -> tuple[float, float, list[bytes]]:
+    """Encode all chunks, then decode all of them, each into memory of its own, as into arena rows."""
     encode_s = decode_s = 0.0
-    all_stored, out = [], np.empty_like(chunks[0])
+    all_stored = []
     for chunk in chunks:
         began_s = time.thread_time()
         pieces = candidate.encode(chunk)
         encode_s += time.thread_time() - began_s
-        stored = b"".join(pieces)
+        all_stored.append(b"".join(pieces))
+    for stored, out in zip(all_stored, outs, strict=True):
+        out[:] = 0
         began_s = time.thread_time()
         candidate.decode(stored, out)
         decode_s += time.thread_time() - began_s
+    for chunk, out in zip(chunks, outs, strict=True):
         assert np.array_equal(out, chunk), f"{candidate.name} is not lossless"
-        out[:] = 0
-        all_stored.append(stored)
     return encode_s, decode_s, all_stored
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import KvtierError
 from kvtier.tiers.codecs.base import Codec
+from kvtier.tiers.codecs.planes import PlaneCodec
 from kvtier.tiers.codecs.raw import RawCodec
 from kvtier.tiers.codecs.split16 import Split16Codec
 from kvtier.tiers.codecs.split32 import Split32Codec
 from kvtier.tiers.codecs.zstd import ZstdCodec
 
 MIN_GAIN_RATIO = 0.03
-"""A codec must store this much less than a faster one, raw included: else the faster decoding is worth more."""
+"""What a codec must gain over raw; also the price of decoding: an entropy-coded byte counts as so much stored more."""
 FIRST_SAMPLES = 2
 SAMPLE_EVERY = 64
 """A sample costs all encoders, about five times the winner: one in 64 is a few per cent."""
@@ -32,7 +33,7 @@ class UnknownCodecError(KvtierError):
 
 
 def default_codecs(zstd_level: int = 1) -> tuple[Codec, ...]:
-    """Return every codec, fastest to decode first (docs/adr/0008-codecs.md has the measurement).
+    """Return every codec. Their order only breaks ties.
 
     Args:
         zstd_level: For `zstd`, 1..22.
@@ -57,20 +58,21 @@ def codec_by_name(name: str) -> Codec:
 
 @dataclass
 class _Stream:
-    """What is known about the chunks of one namespace and group."""
+    """What is known about the chunks of one namespace and group; `costs` are the codecs', raw first, as sampled."""
 
     winner: int = 0
     num_chunks: int = 0
-    stored_bytes: list[float] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
 
 
 class CodecChooser:
     """Encodes chunks with the codec that paid for chunks like them.
 
     The first chunks of a stream, and then one of `sample_every`, are encoded with every codec; the others with the
-    winner only. The rule, in samples and for each single chunk: going from the fastest codec to the slowest, a codec
-    takes over when it stores at least `MIN_GAIN_RATIO` less than the one before it. The same chunks in the same order
-    get the same codecs, on every machine: no clock is read. Thread-safe.
+    winner only. A codec's cost is the bytes it stores, and a price for each payload byte that has to be entropy
+    decoded: so of two that store nearly the same, the faster one wins. Where it gains less than `MIN_GAIN_RATIO`, its
+    cost is that of `raw`. No clock is read: the same chunks in the same order get the same codecs everywhere.
+    Thread-safe.
     """
 
     def __init__(
@@ -84,13 +86,12 @@ class CodecChooser:
         """Choose among codecs.
 
         Args:
-            codecs: Fastest to decode first, without `raw`, or with it at the front.
+            codecs: The candidates; `raw` is one whether it is named or not.
             first_samples: A stream's first chunks to be sampled.
             sample_every: Then one of so many.
             max_streams: The least recently used is forgotten beyond that, and sampled anew.
         """
-        self._raw: Codec = RawCodec()
-        self._codecs = [codec for codec in codecs if codec.name != self._raw.name]
+        self._codecs: list[Codec] = [RawCodec(), *(codec for codec in codecs if codec.name != RawCodec.name)]
         self._first_samples, self._sample_every, self._max_streams = first_samples, sample_every, max_streams
         self._streams: OrderedDict[str, _Stream] = OrderedDict()
         self._lock = threading.Lock()  # protects _streams and what is in it; never held while encoding
@@ -102,20 +103,14 @@ class CodecChooser:
             stream: Names what has bytes of one kind: namespace and group.
             segments: The payload, as `Codec.encode` takes it. Pieces may be views of it.
         """
-        raw_bytes = sum(segment.nbytes for segment in segments)
         winner = self._next(stream)
         if winner is None:
-            return self._sample(stream, segments, raw_bytes)
-        if winner == 0:
-            return self._raw.name, segments
-        codec = self._codecs[winner - 1]
-        pieces = codec.encode(segments)
-        if pieces is None or not _pays(_length(pieces), raw_bytes):
-            return self._raw.name, segments
-        return codec.name, pieces
+            return self._sample(stream, segments)
+        _, best = _try(self._codecs[winner], segments)
+        return best
 
     def _next(self, stream: str) -> int | None:
-        """Return the winner's position (0 is raw), None when this chunk is a sample."""
+        """Return the winner's position, None when this chunk is a sample."""
         with self._lock:
             state = self._streams.setdefault(stream, _Stream())
             self._streams.move_to_end(stream)
@@ -123,42 +118,38 @@ class CodecChooser:
                 self._streams.popitem(last=False)
             state.num_chunks += 1
             number = state.num_chunks - self._first_samples
-            sampled = number <= 0 or number % self._sample_every == 0 or not state.stored_bytes
+            # Two threads may begin a stream at once: without costs there is no winner yet.
+            sampled = number <= 0 or number % self._sample_every == 0 or not state.costs
             return None if sampled else state.winner
 
-    def _sample(self, stream: str, segments: Sequence[memoryview], raw_bytes: int) -> Encoded:
-        best: Encoded = (self._raw.name, segments)
-        best_bytes, stored_bytes = raw_bytes, [raw_bytes]
+    def _sample(self, stream: str, segments: Sequence[memoryview]) -> Encoded:
+        costs: list[float] = []
+        best: Encoded = (RawCodec.name, segments)
         for codec in self._codecs:
-            pieces = codec.encode(segments)
-            length = raw_bytes if pieces is None else _length(pieces)
-            stored_bytes.append(length)
-            if pieces is not None and _pays(length, best_bytes):
-                best, best_bytes = (codec.name, pieces), length
-        self._learn(stream, stored_bytes)
+            cost, encoded = _try(codec, segments)
+            if costs and cost < min(costs):
+                best = encoded
+            costs.append(cost)
+        self._learn(stream, costs)
         return best
 
-    def _learn(self, stream: str, stored_bytes: Sequence[int]) -> None:
+    def _learn(self, stream: str, costs: Sequence[float]) -> None:
+        """Older samples count half as much each time, so a stream whose bytes change gets another codec."""
         with self._lock:
             state = self._streams.get(stream)
             if state is None:  # forgotten meanwhile
                 return
-            before = state.stored_bytes or [0.0] * len(stored_bytes)
-            state.stored_bytes = [_DECAY * old + new for old, new in zip(before, stored_bytes, strict=True)]
-            state.winner = _winner(state.stored_bytes)
+            before = state.costs or [0.0] * len(costs)
+            state.costs = [_DECAY * old + new for old, new in zip(before, costs, strict=True)]
+            state.winner = state.costs.index(min(state.costs))
 
 
-def _winner(stored_bytes: Sequence[float]) -> int:
-    winner = 0
-    for position, length in enumerate(stored_bytes):
-        if _pays(length, stored_bytes[winner]):
-            winner = position
-    return winner
-
-
-def _pays(length: float, than: float) -> bool:
-    return length <= (1 - MIN_GAIN_RATIO) * than and length < than
-
-
-def _length(pieces: Sequence[memoryview]) -> int:
-    return sum(piece.nbytes for piece in pieces)
+def _try(codec: Codec, segments: Sequence[memoryview]) -> tuple[float, Encoded]:
+    """Return the cost of a chunk with a codec, and the chunk: raw where that gains too little."""
+    raw_bytes = sum(segment.nbytes for segment in segments)
+    pieces = codec.encode(segments)
+    stored_bytes = raw_bytes if pieces is None else sum(piece.nbytes for piece in pieces)
+    if pieces is None or stored_bytes > (1 - MIN_GAIN_RATIO) * raw_bytes:
+        return raw_bytes, (RawCodec.name, segments)
+    coded_bytes = codec.coded_bytes(pieces, raw_bytes) if isinstance(codec, PlaneCodec) else raw_bytes
+    return stored_bytes + MIN_GAIN_RATIO * coded_bytes, (codec.name, pieces)

@@ -30,7 +30,7 @@ zstd's own block; shorter blocks pay numpy's cost per call."""
 MIN_PLANE_GAIN_RATIO = 0.03
 _ALIGNMENT_BYTES = 8
 _TABLE_DTYPE = np.dtype("<u4")
-_SAMPLE_PIECES, _SAMPLE_BYTES = 16, 4096
+_SAMPLE_PIECES, _SAMPLE_BYTES = 16, 2048
 _MIN_COLLISIONS = 1.15
 MAX_KEPT_BYTES = 16 * 2**20
 """A buffer for the pieces of longer chunks is not kept between chunks."""
@@ -116,7 +116,8 @@ class PlaneCodec(ABC):
             planes = room.planes(self._plane_lengths(length))
             self.split(block, planes, scratch)
             for column, plane in enumerate(planes):
-                stored = _encode_plane(plane, scratch)
+                # The first plane holds exponents: nearly always worth coding, so it is not sampled.
+                stored = _encode_plane(plane, scratch) if column == 0 or _promises(plane) else None
                 if stored is None:
                     stored = plane.data
                     room.keep(column)
@@ -143,6 +144,15 @@ class PlaneCodec(ABC):
                 _scatter(block, parts)
         tail = source[end:]
         _scatter(tail, cursor.take(tail.nbytes))
+
+    def coded_bytes(self, pieces: Sequence[memoryview], raw_bytes: int) -> int:
+        """Return how many bytes of planes are entropy coded in what `encode` returned: they take most of decoding."""
+        lengths = self._block_lengths(raw_bytes)
+        if not lengths:
+            return 0
+        table = np.frombuffer(pieces[0], _TABLE_DTYPE).reshape(len(lengths), -1)
+        planes = np.array([self._plane_lengths(length) for length in lengths])
+        return int(planes[table < planes].sum())
 
     def _decode_block(self, source: Bytes, offset: int, row: Sequence[int], block: Bytes, scratch: Scratch) -> int:
         """Return the offset after the block's planes."""
@@ -248,8 +258,6 @@ class _Cursor:
 
 def _encode_plane(plane: Bytes, scratch: Scratch) -> memoryview | None:
     """Return the plane as a frame, None when that gains too little."""
-    if not _promises(plane):
-        return None
     frame = scratch.compressor.compress(plane.data)
     return memoryview(frame) if len(frame) <= (1 - MIN_PLANE_GAIN_RATIO) * plane.nbytes else None
 

@@ -17,7 +17,8 @@ GUARD_BYTES = 3
 
 
 def _floats(rng: np.random.Generator, length: int) -> npt.NDArray[np.float32]:
-    return (rng.standard_normal(length // 2 + 4) * np.exp(rng.standard_normal())).astype(np.float32)
+    scale = float(np.exp(rng.standard_normal()))
+    return rng.standard_normal(length // 2 + 4).astype(np.float32) * np.float32(scale)
 
 
 MAKERS: dict[str, Callable[[np.random.Generator, int], bytes]] = {
