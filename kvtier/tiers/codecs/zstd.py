@@ -7,6 +7,7 @@ import zstandard
 from kvtier.tiers.codecs.base import CodecError
 
 _MIN_WINDOW_BYTES = 1 << 10
+_RLE_BLOCK = 1
 
 
 class ZstdCodec:
@@ -35,12 +36,31 @@ class ZstdCodec:
             stated = zstandard.get_frame_parameters(stored).content_size
             if stated != room:
                 raise CodecError(f"zstd: the frame states {stated} bytes, the payload has {room}")
+            if _frame_bytes(stored) != stored.nbytes:
+                raise CodecError(f"zstd: the frame does not end where its {stored.nbytes} stored bytes end")
             reader = decompressor.stream_reader(stored)
             exact = all(_fill(reader, segment) for segment in into) and not reader.read(1)
         except (zstandard.ZstdError, MemoryError) as exc:
             raise CodecError(f"zstd: {exc}") from exc
         if not exact:
             raise CodecError(f"zstd: the frame does not decode to {room} bytes")
+
+
+def _frame_bytes(stored: memoryview) -> int:
+    """Return the frame's length by its block headers; more than what is stored when it goes on beyond that.
+
+    A payload of whole zstd blocks ends in an empty block. The decoder gives all of the payload without that one, so it
+    does not notice when the end was cut off. Source: RFC 8878, 3.1.1.
+    """
+    end = zstandard.frame_header_size(stored)
+    checksum_bytes = 4 if zstandard.get_frame_parameters(stored).has_checksum else 0
+    while end + 3 <= stored.nbytes:
+        header = int.from_bytes(stored[end : end + 3], "little")
+        is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
+        end += 3 + (1 if kind == _RLE_BLOCK else size)
+        if is_last:
+            return end + checksum_bytes
+    return stored.nbytes + 1
 
 
 def _fill(reader: zstandard.ZstdDecompressionReader, segment: memoryview) -> bool:

@@ -44,7 +44,6 @@ def chosen(chooser: CodecChooser, data: bytes, stream: str = "ns/0") -> str:
         ("fp16", "split16"),
         ("fp32", "split32"),
         ("random", "raw"),
-        ("ramp", "zstd"),
         ("zeros", "zstd"),
     ],
 )

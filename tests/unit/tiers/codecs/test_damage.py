@@ -40,6 +40,17 @@ def test_every_truncation_is_an_error(codec: Codec, kind: str) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("kind", ["bf16", "random", "zeros", "ramp"])
+def test_a_payload_of_whole_zstd_blocks(codec: Codec, kind: str) -> None:
+    """Its frame ends in an empty block of three bytes; zstd gives the whole payload, and no error, without them."""
+    length = 2 * 131_072
+    stored = encoded(codec, payload(kind, length))
+    assert try_decode(codec, stored, length)
+    assert not any(try_decode(codec, stored[:-cut], length) for cut in range(1, 9))
+    assert not try_decode(codec, stored + b"\0", length)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("kind", ["bf16", "zeros", "ramp"])
 def test_every_bit_flip_is_survived(codec: Codec, kind: str) -> None:
     stored = bytearray(encoded(codec, payload(kind, LENGTH)))
@@ -96,6 +107,18 @@ def test_a_sound_frame_of_another_length(content_bytes: int) -> None:
     frame = zstandard.ZstdCompressor().compress(bytes(content_bytes))
     stored = struct.pack("<II", len(frame), 600) + frame.ljust(-(-len(frame) // 8) * 8, b"\0") + bytes(600)
     assert not try_decode(Split16Codec(), stored)
+
+
+def test_two_frames_are_an_error() -> None:
+    frame = encoded(ZstdCodec(), bytes(LENGTH))
+    assert not try_decode(ZstdCodec(), frame + frame)
+
+
+def test_a_frame_with_a_checksum_is_read() -> None:
+    data = payload("ramp", LENGTH)
+    frame = zstandard.ZstdCompressor(write_checksum=True).compress(data)
+    assert try_decode(ZstdCodec(), frame)
+    assert not try_decode(ZstdCodec(), frame[:-1])
 
 
 @pytest.mark.parametrize("codec", [ZstdCodec(), Split16Codec()], ids=lambda codec: codec.name)
