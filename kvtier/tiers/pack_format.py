@@ -6,7 +6,8 @@
 
 Each chunk is a 1-D uint8 tensor named by its key in hex. `__metadata__` (strings only, as safetensors wants) states the
 format version, the namespace, and codec, length and checksum of every chunk: the chunk rows of a lost ledger can be
-rebuilt from the packs. Byte layout and versions: docs/format.md.
+rebuilt from the packs. From version 2 on the header has a checksum of its own: a chunk's checksum says nothing about
+the key and namespace that stand beside it. Byte layout and versions: docs/format.md.
 """
 
 import json
@@ -16,23 +17,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, FormatVersionError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: no header checksum."""
 DATA_ALIGNMENT_BYTES = 4096
-CODEC_RAW = "raw"
-CODEC_ZSTD = "zstd"
+MAX_CODEC_NAME_BYTES = 16
 LENGTH_PREFIX = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit. Source: safetensors 0.8.0, tensor.rs, MAX_HEADER_SIZE."""
 
 _META = "__metadata__"
 _META_FORMAT = "kvtier.format"
+_META_CHECKSUM = "kvtier.header_xxh3_64"
 _META_NAMESPACE = "kvtier.namespace"
 _META_CHUNKS = "kvtier.chunks"
 _MAX_CHECKSUM = 2**64 - 1
+_NO_CHECKSUM = "0" * 16
+"""Stands for the header's checksum while that is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +62,9 @@ def reserve_bytes(namespace_id: str, sizes: Sequence[tuple[ChunkKey, int]]) -> i
         namespace_id: The pack's namespace.
         sizes: Key and raw bytes of each chunk.
     """
+    codec = "x" * MAX_CODEC_NAME_BYTES
     largest = [
-        PackEntry(key=key, stored_bytes=raw_bytes, raw_bytes=raw_bytes, codec=CODEC_ZSTD, checksum=_MAX_CHECKSUM)
+        PackEntry(key=key, stored_bytes=raw_bytes, raw_bytes=raw_bytes, codec=codec, checksum=_MAX_CHECKSUM)
         for key, raw_bytes in sizes
     ]
     needed = LENGTH_PREFIX.size + len(_header_json(namespace_id, largest))
@@ -74,7 +81,10 @@ def build_header(namespace_id: str, entries: Sequence[PackEntry], data_offset: i
     header = _header_json(namespace_id, entries)
     if len(header) > room:
         raise ValueError(f"pack header needs {len(header)} bytes, {room} are reserved")
-    return LENGTH_PREFIX.pack(room) + header.ljust(room)
+    padded = header.ljust(room)
+    checksum = _header_checksum(padded)
+    # Its place comes first in the header, before anything that could look like it.
+    return LENGTH_PREFIX.pack(room) + padded.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1)
 
 
 def header_bytes_of(path: Path, prefix: bytes, file_bytes: int) -> int:
@@ -109,6 +119,7 @@ def parse_header(path: Path, header: bytes, file_bytes: int) -> PackRecord:
         version = int(metadata[_META_FORMAT])
         if version > FORMAT_VERSION:
             raise FormatVersionError(path, version, FORMAT_VERSION)
+        _verify_header(header, version, metadata)
         data_offset = LENGTH_PREFIX.size + len(header)
         facts = json.loads(metadata[_META_CHUNKS])
         chunks = [_stored_chunk(path.stem, data_offset, name, tensors[name], facts[name]) for name in tensors]
@@ -141,6 +152,23 @@ def stored_chunks(pack_id: str, entries: Sequence[PackEntry], data_offset: int) 
     return tuple(chunks)
 
 
+def _verify_header(header: bytes, version: int, metadata: dict[str, str]) -> None:
+    """Raise ValueError when a header is not what was written."""
+    stated = metadata.get(_META_CHECKSUM)
+    if stated is None and version == 1:
+        return
+    if stated is None or version < 1:
+        raise ValueError(f"version {version}, header checksum {stated!r}")
+    found = _header_checksum(header.replace(str(stated).encode(), _NO_CHECKSUM.encode(), 1))
+    if found != stated:
+        raise ValueError(f"the header has checksum {found}, written as {stated!r}")
+
+
+def _header_checksum(padded: bytes) -> str:
+    """Return the xxh3_64, in hex, of a padded header in which zeros stand for it."""
+    return f"{xxhash.xxh3_64_intdigest(padded):016x}"
+
+
 def _header_json(namespace_id: str, entries: Sequence[PackEntry]) -> bytes:
     facts = {
         entry.key.hex(): {"codec": entry.codec, "raw_bytes": entry.raw_bytes, "xxh3_64": f"{entry.checksum:016x}"}
@@ -148,6 +176,7 @@ def _header_json(namespace_id: str, entries: Sequence[PackEntry]) -> bytes:
     }
     metadata = {
         _META_FORMAT: str(FORMAT_VERSION),
+        _META_CHECKSUM: _NO_CHECKSUM,
         _META_NAMESPACE: namespace_id,
         _META_CHUNKS: json.dumps(facts, separators=(",", ":")),
     }

@@ -1,12 +1,14 @@
 """What every `DiskTier` promises. A test class per tier inherits this suite and gives the `tier` fixture."""
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvtier.errors import ChunkDamagedError, InvalidArgumentError
-from kvtier.tiers.base import ChunkPayload, DiskTier, checksum_of
-from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft
+from kvtier.core.stored import StoredChunk
+from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
+from kvtier.tiers.base import ChunkPayload, ChunkRead, DiskTier, checksum_of
+from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft, split
 
 
 class DiskTierContract:
@@ -87,3 +89,142 @@ class DiskTierContract:
             writes = [pool.submit(tier.write_pack, "ns", [payload_of(9, soft(20_000))]) for _ in range(3)]
             assert [read.result() for read in reads] == data * 4
             assert {write.result().pack_id for write in writes} < set(tier.list_packs())
+
+    # Batches
+
+    def test_a_batch_is_read_in_the_order_given(self, tier: DiskTier) -> None:
+        data = {n: (soft if n % 2 else noise)(5000 + n, n) for n in range(30)}
+        records = [tier.write_pack("ns", [payload_of(n, data[n]) for n in range(i, 30, 3)]) for i in range(3)]
+        chunks = {number_of(chunk): chunk for record in records for chunk in record.chunks}
+        for order in (range(30), range(29, -1, -1), [*range(0, 30, 2), *range(1, 30, 2)], [3, 3, 4, 3]):
+            batch = Batch([chunks[n] for n in order], cuts=(13, 4096))
+            tier.read_chunks(batch.reads, batch.done, lambda: False)
+            assert batch.numbers == list(order)
+            assert batch.errors == [None] * len(order)
+            assert batch.payloads == [data[n] for n in order]
+
+    def test_an_empty_batch_is_nothing(self, tier: DiskTier) -> None:
+        tier.read_chunks([], lambda *_: pytest.fail("there is nothing to be done"), lambda: False)
+
+    def test_one_damaged_chunk_or_one_missing_pack_does_not_spoil_the_others(self, tier: DiskTier) -> None:
+        records = [tier.write_pack("ns", [payload_of(n, soft(3000, n)) for n in range(3)]) for _ in range(3)]
+        chunks = [chunk for record in records for chunk in record.chunks]
+        tier.delete_pack(records[1].pack_id)
+        chunks[1] = chunks[1]._replace(checksum=chunks[1].checksum ^ 1)
+        batch = Batch(chunks)
+        tier.read_chunks(batch.reads, batch.done, lambda: False)
+        good = [True, False, True, False, False, False, True, True, True]
+        assert [error is None for error in batch.errors] == good
+        for chunk, error, payload in zip(chunks, batch.errors, batch.payloads, strict=True):
+            if error is None:
+                assert payload == soft(3000, number_of(chunk))
+            else:
+                assert isinstance(error, ChunkDamagedError)
+                assert error.key == chunk.key
+
+    def test_segments_of_another_length_are_refused_for_that_chunk(self, tier: DiskTier) -> None:
+        for data in (soft(3000), noise(3000)):
+            first, second = tier.write_pack("ns", [payload_of(1, data), payload_of(2, data)]).chunks
+            batch = Batch([first, second])
+            batch.reads[0] = ChunkRead(chunk=first, into=[memoryview(bytearray(2999))])
+            tier.read_chunks(batch.reads, batch.done, lambda: False)
+            assert [type(error) for error in batch.errors] == [ChunkDamagedError, type(None)]
+            assert bytes(batch.reads[1].into[0]) == data
+
+    @pytest.mark.parametrize("make", [soft, noise])
+    def test_a_cancelled_batch_leaves_out_what_has_not_begun(
+        self, tier: DiskTier, make: Callable[[int, int], bytes]
+    ) -> None:
+        records = [tier.write_pack("ns", [payload_of(n, make(4096, n))]) for n in range(40)]
+        batch = Batch([record.chunks[0] for record in records])
+        tier.read_chunks(batch.reads, batch.done, lambda: len(batch.numbers) >= 5)
+        finished = len(batch.numbers)
+        assert 5 <= finished < 20  # what was being read when it was cancelled may end
+        assert batch.numbers == list(range(finished))
+        assert batch.payloads[:finished] == [make(4096, n) for n in range(finished)]
+        assert batch.payloads[finished:] == [bytes(4096)] * (40 - finished)
+
+    def test_a_batch_that_was_cancelled_before_reads_nothing(self, tier: DiskTier) -> None:
+        record = tier.write_pack("ns", [payload_of(n, noise(4096, n)) for n in range(4)])
+        batch = Batch(list(record.chunks))
+        tier.read_chunks(batch.reads, batch.done, lambda: True)
+        assert batch.numbers == []
+        assert batch.payloads == [bytes(4096)] * 4
+
+    # Rewriting
+
+    def test_a_rewritten_pack_holds_the_same_chunks_and_the_old_ones_stay(self, tier: DiskTier) -> None:
+        data = {n: (soft if n % 2 else noise)(3000, n) for n in range(6)}
+        old = [tier.write_pack("ns", [payload_of(n, data[n]) for n in numbers]) for numbers in ((0, 1, 2), (3, 4, 5))]
+        wanted = [old[1].chunks[0], old[0].chunks[1], old[1].chunks[2], old[0].chunks[0]]
+        new = tier.rewrite_pack("ns", wanted)
+        assert [c._replace(pack_id="", offset=0) for c in new.chunks] == [
+            c._replace(pack_id="", offset=0) for c in wanted
+        ]
+        assert {chunk.pack_id for chunk in new.chunks} == {new.pack_id}
+        assert new.namespace_id == "ns"
+        assert tier.list_packs() == {record.pack_id: record.file_bytes for record in (*old, new)}
+        for record in (*old, new):
+            assert [read_back(tier, chunk) for chunk in record.chunks] == [data[number_of(c)] for c in record.chunks]
+
+    def test_a_damaged_chunk_ends_a_rewrite_by_name_and_leaves_nothing(self, tier: DiskTier) -> None:
+        for make in (soft, noise):
+            record = tier.write_pack("ns", [payload_of(n, make(3000, n)) for n in range(3)])
+            before = tier.list_packs()
+            chunks = list(record.chunks)
+            chunks[1] = chunks[1]._replace(checksum=chunks[1].checksum ^ 1)
+            with pytest.raises(ChunkDamagedError) as caught:
+                tier.rewrite_pack("ns", chunks)
+            assert caught.value.key == key_of(1)
+            assert tier.list_packs() == before
+
+    def test_a_rewrite_of_nothing_or_of_a_key_twice_is_refused(self, tier: DiskTier) -> None:
+        chunk = tier.write_pack("ns", [payload_of(1, soft(100))]).chunks[0]
+        for chunks in ([], [chunk, chunk]):
+            with pytest.raises(InvalidArgumentError):
+                tier.rewrite_pack("ns", chunks)
+
+    # Quarantine and probe
+
+    def test_a_quarantined_pack_is_out_of_reach_and_never_swept_or_counted(self, tier: DiskTier) -> None:
+        bad, good = (tier.write_pack("ns", [payload_of(1, soft(1000))]) for _ in range(2))
+        tier.quarantine_pack(bad.pack_id)
+        tier.quarantine_pack(bad.pack_id)
+        assert tier.list_packs() == {good.pack_id: good.file_bytes}
+        assert tier.sweep({good.pack_id}) == []
+        with pytest.raises(ChunkDamagedError):
+            read_back(tier, bad.chunks[0])
+        tier.delete_pack(bad.pack_id)
+        assert read_back(tier, good.chunks[0]) == soft(1000)
+
+    def test_a_probe_of_a_tier_that_works_changes_nothing(self, tier: DiskTier) -> None:
+        record = tier.write_pack("ns", [payload_of(1, soft(1000))])
+        tier.probe()
+        assert tier.list_packs() == {record.pack_id: record.file_bytes}
+        assert tier.sweep({record.pack_id}) == []
+
+
+class Batch:
+    """Reads of some chunks, and what came of them."""
+
+    def __init__(self, chunks: Sequence[StoredChunk], cuts: Sequence[int] = ()) -> None:
+        self._buffers = [bytearray(chunk.raw_bytes) for chunk in chunks]
+        self.reads = [
+            ChunkRead(chunk=chunk, into=split(memoryview(buffer), cuts))
+            for chunk, buffer in zip(chunks, self._buffers, strict=True)
+        ]
+        self.numbers: list[int] = []
+        self.errors: list[ChunkDamagedError | TierIOError | None] = []
+
+    def done(self, read: ChunkRead, error: ChunkDamagedError | TierIOError | None) -> None:
+        self.numbers.append(number_of(read.chunk))
+        self.errors.append(error)
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return [bytes(buffer) for buffer in self._buffers]
+
+
+def number_of(chunk: StoredChunk) -> int:
+    """Return the number that `key_of` was given."""
+    return int.from_bytes(chunk.key[:32], "big")

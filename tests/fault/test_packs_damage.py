@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.stored import PackRecord
-from kvtier.errors import ChunkDamagedError, FormatVersionError
-from kvtier.tiers.base import checksum_of
+from kvtier.errors import ChunkDamagedError, FormatVersionError, TierIOError
+from kvtier.tiers.base import ChunkRead, checksum_of
 from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import noise, payload_of, read_back, soft
 
@@ -128,5 +128,66 @@ def test_a_frame_of_another_length_is_damage_even_where_the_checksum_agrees(
     chunk = tier.write_pack("ns", [payload_of(1, data[:2000])]).chunks[0]
     buffer = bytearray(data[:expected_bytes])
     wrong = chunk._replace(raw_bytes=expected_bytes, checksum=checksum_of([memoryview(buffer)]))
-    with pytest.raises(ChunkDamagedError, match=f"does not decode to {expected_bytes} bytes"):
+    with pytest.raises(ChunkDamagedError, match=f"cannot be decoded.*payload has {expected_bytes}"):
         tier.read_chunk(wrong, [memoryview(buffer)])
+
+
+def test_every_flipped_bit_of_a_header_is_noticed(tmp_path: Path) -> None:
+    """Version 1 had no checksum of the header: a bit in a key gave its chunk's bytes to another key on a rebuild."""
+    tier = PackTier(tmp_path)
+    record = tier.write_pack("ns", [payload_of(1, soft(3000))])
+    header = path_of(tier, record).read_bytes()[: record.chunks[0].offset]
+    with path_of(tier, record).open("r+b", buffering=0) as pack:
+        for position, byte in enumerate(header):
+            os.pwrite(pack.fileno(), bytes([byte ^ 1 << position % 8]), position)
+            with pytest.raises((ChunkDamagedError, FormatVersionError)):
+                tier.read_record(record.pack_id)
+            os.pwrite(pack.fileno(), bytes([byte]), position)
+    assert tier.read_record(record.pack_id) == record
+
+
+def test_a_batch_over_damaged_packs_loses_what_is_damaged_only(tmp_path: Path) -> None:
+    tier = PackTier(tmp_path)
+    records = [tier.write_pack("ns", [payload_of(i, data) for i, data in enumerate(DATA)]) for _ in range(6)]
+    paths = [path_of(tier, record) for record in records]
+    paths[0].unlink()
+    os.truncate(paths[1], records[1].chunks[1].offset + 5)
+    os.truncate(paths[2], 0)
+    flipped = bytearray(paths[3].read_bytes())
+    flipped[records[3].chunks[1].offset + 7] ^= 4
+    paths[3].write_bytes(flipped)
+    paths[4].write_bytes(bytes(records[4].file_bytes))
+    reads = [
+        ChunkRead(chunk=chunk, into=[memoryview(bytearray(chunk.raw_bytes))])
+        for record in records
+        for chunk in record.chunks
+    ]
+    good: list[bool] = []
+
+    def done(read: ChunkRead, error: ChunkDamagedError | TierIOError | None) -> None:
+        assert read is reads[len(good)]
+        assert error is not None or bytes(read.into[0]) == DATA[len(good) % 3]
+        assert not isinstance(error, TierIOError)
+        good.append(error is None)
+
+    tier.read_chunks(reads, done, lambda: False)
+    assert good == [False] * 3 + [True, False, False] + [False] * 3 + [True, False, True] + [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"offset": -1}, {"offset": 2**62}, {"stored_bytes": 2**40}, {"stored_bytes": 0}, {"pack_id": "../../etc/passwd"}],
+    ids=str,
+)
+def test_a_row_that_makes_no_sense_is_a_damaged_chunk(tmp_path: Path, wrong: dict[str, object]) -> None:
+    """Rows come from a file too. Neither the process's memory nor another file may pay for a wrong one."""
+    tier = PackTier(tmp_path)
+    first, second, third = tier.write_pack("ns", [payload_of(i, data) for i, data in enumerate(DATA)]).chunks
+    chunks = [first, second._replace(**wrong), third]  # type: ignore[arg-type]
+    outcomes: list[type[Exception] | None] = []
+    reads = [ChunkRead(chunk=chunk, into=[memoryview(bytearray(chunk.raw_bytes))]) for chunk in chunks]
+    tier.read_chunks(reads, lambda _, error: outcomes.append(type(error) if error else None), lambda: False)
+    assert outcomes == [None, ChunkDamagedError, None]
+    with pytest.raises(ChunkDamagedError):
+        tier.rewrite_pack("ns", chunks)
+    assert len(list(tmp_path.iterdir())) == 1

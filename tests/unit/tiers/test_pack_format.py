@@ -62,10 +62,10 @@ def test_a_reservation_that_is_too_small_is_refused() -> None:
 
 
 def test_a_newer_format_is_named() -> None:
-    header = with_metadata(header_of(entries_of(1)), format="2")
+    header = with_metadata(header_of(entries_of(1)), format="3")
     with pytest.raises(FormatVersionError) as caught:
         pack_format.parse_header(PATH, header, 5000)
-    assert (caught.value.found, caught.value.known) == (2, 1)
+    assert (caught.value.found, caught.value.known) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,275 @@
+"""Disk to arena, cold and warm, beside the device and the decoder; and a pack beside one file and fsync per chunk.
+
+usage: python -m benchmarks.disk [--folder DIR] [--mib 256] [--runs 9]
+
+All sides take turns in one run, so that drift of the machine hits all of them. The limits of a read are measured with
+the tier's own span size and one thread, as the tier reads:
+
+- `device`: O_DIRECT reads of the same packs, end to end, into one aligned buffer, decoding nothing;
+- `decode`: the stored bytes, in memory already, decoded and verified into the same arena rows, in one thread.
+
+The aim of a cold read is 0.8 of min(device x ratio, decode). Cold means: fsynced, dropped from the page cache
+(POSIX_FADV_DONTNEED), and mincore found at most 1 % of the bytes resident; a run that was not cold is an error. The
+cache of the device itself, or of the host of a virtual machine, is beyond reach: it serves `device` and `cold` alike.
+All rates are payload bytes per second, except `device`, which is stored bytes.
+"""
+
+import argparse
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import machine_line, spread
+from kvtier.core.stored import PackRecord
+from kvtier.errors import ChunkDamagedError, TierIOError
+from kvtier.tiers import page_cache
+from kvtier.tiers.base import ChunkPayload, ChunkRead, checksum_of
+from kvtier.tiers.codecs import codec_by_name
+from kvtier.tiers.pack_spans import SPAN_BYTES
+from kvtier.tiers.packs import PackTier
+
+PACK_BYTES = 64 * 1024**2
+WRITE_CHUNKS = 1000
+WRITE_CHUNK_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Chunks of one size and kind, as packs on disk and as rows of an arena."""
+
+    name: str
+    tier: PackTier
+    records: list[PackRecord]
+    reads: list[ChunkRead]
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(read.chunk.raw_bytes for read in self.reads)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(read.chunk.stored_bytes for read in self.reads)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.tier.directory / f"{record.pack_id}.kvpack" for record in self.records]
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, default=None, help="on the device to measure; default: TMPDIR")
+    parser.add_argument("--mib", type=int, default=256, help="payload per case")
+    parser.add_argument("--runs", type=int, default=9)
+    options = parser.parse_args()
+    print(machine_line())
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder, prefix="kvtier-bench-") as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as shm,
+    ):
+        for chunk_bytes in (64 * 1024, 2 * 1024**2):
+            for kind in ("bf16", "noise"):
+                case = make_case(Path(folder), Path(shm), kind, chunk_bytes, options.mib * 1024**2)
+                measure_reads(case, options.runs)
+                for path in case.paths:
+                    path.unlink()
+        measure_writes(Path(folder), options.runs)
+
+
+def make_case(folder: Path, shm: Path, kind: str, chunk_bytes: int, num_bytes: int) -> Case:
+    """Write packs; the arena is a real file in /dev/shm, its pages touched."""
+    tier = PackTier(folder / f"{kind}-{chunk_bytes}")
+    generator = np.random.default_rng(0)
+    num_chunks = num_bytes // chunk_bytes
+    per_pack = PACK_BYTES // chunk_bytes
+    arena = _arena(shm / f"{kind}-{chunk_bytes}", num_bytes)
+    records, reads = [], []
+    for first in range(0, num_chunks, per_pack):
+        payloads = [_payload(generator, kind, n, chunk_bytes) for n in range(first, min(first + per_pack, num_chunks))]
+        records.append(tier.write_pack("benchmark", payloads))
+    for number, chunk in enumerate(chunk for record in records for chunk in record.chunks):
+        start = number * chunk_bytes
+        reads.append(ChunkRead(chunk=chunk, into=[arena[start : start + chunk_bytes]]))
+    return Case(name=f"{kind} {_size(chunk_bytes)}", tier=tier, records=records, reads=reads)
+
+
+def measure_reads(case: Case, num_runs: int) -> None:
+    """Print one row."""
+    in_memory = [_stored_in_memory(path) for path in case.paths]
+    steps: dict[str, Callable[[], float]] = {
+        "device": lambda: case.stored_bytes / _cold(case, lambda: _read_device(case)),
+        "decode": lambda: case.raw_bytes / _timed(lambda: _decode(case, in_memory)),
+        "cold": lambda: case.raw_bytes / _cold(case, lambda: _read_tier(case)),
+        "warm": lambda: case.raw_bytes / _warm(case),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in steps}
+    for run in range(num_runs + 1):
+        # A device that is throttled gives more to whoever comes after a pause: each of the two comes after a step that
+        # leaves it alone, and they take turns in being first.
+        names = list(steps)
+        for name in names if run % 2 else names[2:] + names[:2]:
+            rate = steps[name]()
+            if run:  # the first round warms buffers and code
+                rates[name].append(rate / 1e9)
+    ratio = case.raw_bytes / case.stored_bytes
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    limit = min(medians["device"] * ratio, medians["decode"])
+    per_run = [
+        cold / min(device * ratio, decode)
+        for cold, device, decode in zip(rates["cold"], rates["device"], rates["decode"], strict=True)
+    ]
+    codecs = "+".join(sorted({read.chunk.codec for read in case.reads}))
+    print(f"\n{case.name}: {len(case.reads)} chunks, {case.raw_bytes >> 20} MiB, {codecs}, ratio {ratio:.2f}")
+    for name, values in rates.items():
+        print(f"  {name:7} {spread(values, 'GB/s')}")
+    print(f"  cold / min(device x ratio, decode): {medians['cold'] / limit:.2f} of medians, by run {spread(per_run)}")
+    print(f"  warm / decode: {medians['warm'] / medians['decode']:.2f}")
+
+
+def measure_writes(folder: Path, num_runs: int) -> None:
+    """Print a pack of 1,000 chunks, durable, beside one file and fsync per chunk."""
+    for kind in ("bf16", "noise"):
+        generator = np.random.default_rng(1)
+        payloads = [_payload(generator, kind, number, WRITE_CHUNK_BYTES) for number in range(WRITE_CHUNKS)]
+        tier = PackTier(folder / f"write-{kind}")
+        packs, files = [], []
+        for _ in range(num_runs):
+            began_s = time.perf_counter()
+            record = tier.write_pack("benchmark", payloads)
+            packs.append(time.perf_counter() - began_s)
+            tier.delete_pack(record.pack_id)
+            files.append(_timed_files(folder, payloads))
+        ratios = [pack / each for pack, each in zip(packs, files, strict=True)]
+        print(f"\nwrite {WRITE_CHUNKS} chunks of {_size(WRITE_CHUNK_BYTES)}, {kind}, until durable")
+        print(f"  one pack {spread(packs, 's', 3)}; a file each {spread(files, 's', 3)}; ratio {spread(ratios, '', 3)}")
+
+
+def _payload(generator: np.random.Generator, kind: str, number: int, num_bytes: int) -> ChunkPayload:
+    if kind == "noise":
+        data = generator.bytes(num_bytes)
+    else:  # bf16: the upper half of a float32, rounded
+        bits = generator.standard_normal(num_bytes // 2, dtype=np.float32).view(np.uint32)
+        data = ((bits + 0x8000) >> 16).astype(np.uint16).tobytes()
+    view = memoryview(data)
+    key = number.to_bytes(32, "big") + bytes(4)
+    return ChunkPayload(key=key, segments=[view], checksum=checksum_of([view]))
+
+
+def _arena(path: Path, num_bytes: int) -> memoryview:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+        memory = memoryview(mmap.mmap(fd, num_bytes))
+    finally:
+        os.close(fd)
+        path.unlink()
+    np.frombuffer(memory, dtype=np.uint8)[::4096] = 1
+    return memory
+
+
+def _cold(case: Case, step: Callable[[], None]) -> float:
+    """Return the seconds of a step on packs that are not in the page cache."""
+    for path in case.paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            length = os.fstat(fd).st_size
+            resident_bytes = page_cache.resident_bytes(fd, 0, length)
+        finally:
+            os.close(fd)
+        if resident_bytes > length / 100:
+            raise SystemExit(f"{path}: {resident_bytes} of {length} bytes are still in the page cache")
+    return _timed(step)
+
+
+def _warm(case: Case) -> float:
+    for path in case.paths:
+        path.read_bytes()
+    return _timed(lambda: _read_tier(case))
+
+
+def _read_tier(case: Case) -> None:
+    """Read every chunk through the tier, and insist that each was right."""
+    seen: list[ChunkRead] = []
+
+    def done(read: ChunkRead, error: ChunkDamagedError | TierIOError | None) -> None:
+        if error is not None:
+            raise error
+        seen.append(read)
+
+    case.tier.read_chunks(case.reads, done, lambda: False)
+    if len(seen) != len(case.reads):
+        raise SystemExit(f"{len(seen)} of {len(case.reads)} chunks were read")
+
+
+def _read_device(case: Case) -> None:
+    with mmap.mmap(-1, SPAN_BYTES) as buffer:
+        for path in case.paths:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                for offset in range(0, os.fstat(fd).st_size, SPAN_BYTES):
+                    os.preadv(fd, [buffer], offset)
+            finally:
+                os.close(fd)
+
+
+def _stored_in_memory(path: Path) -> memoryview:
+    return memoryview(path.read_bytes())
+
+
+def _decode(case: Case, in_memory: Sequence[memoryview]) -> None:
+    packs = {record.pack_id: stored for record, stored in zip(case.records, in_memory, strict=True)}
+    for read in case.reads:
+        chunk = read.chunk
+        stored = packs[chunk.pack_id][chunk.offset : chunk.offset + chunk.stored_bytes]
+        codec_by_name(chunk.codec).decode(stored, read.into)
+        if checksum_of(read.into) != chunk.checksum:
+            raise SystemExit(f"{chunk} was decoded to other bytes")
+
+
+def _timed_files(folder: Path, payloads: Sequence[ChunkPayload]) -> float:
+    """One file, fsync and rename per chunk, as a cache of files does that means durable; then one directory fsync."""
+    target = folder / "files"
+    target.mkdir()
+
+    def write() -> None:
+        for payload in payloads:
+            path = target / payload.key.hex()
+            fd = os.open(path.with_suffix(".tmp"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.writev(fd, list(payload.segments))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            path.with_suffix(".tmp").rename(path)
+        fd = os.open(target, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+    seconds = _timed(write)
+    for path in target.iterdir():
+        path.unlink()
+    target.rmdir()
+    return seconds
+
+
+def _timed(step: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    step()
+    return time.perf_counter() - began_s
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // 1024**2} MiB" if num_bytes >= 1024**2 else f"{num_bytes // 1024} KiB"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Bytes of spans into memory: the fastest way that the file, the memory and the file system allow.
+
+- What is in the page cache is copied from there, what is not is read past it (O_DIRECT): packs are read once, into an
+  arena that is the cache, and a copy in the page cache would only push others out.
+- Chunks that are stored raw go straight into their segments, the others into scratch.
+- A span that fails is read chunk by chunk, so that a bad sector costs the chunk that lies on it.
+"""
+
+import ctypes
+import errno
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from kvtier.core.stored import StoredChunk
+from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
+from kvtier.tiers.base import ChunkRead
+from kvtier.tiers.codecs.raw import RawCodec
+from kvtier.tiers.file_ops import MAX_PIECES, FileOps
+from kvtier.tiers.pack_directory import PackDirectory
+from kvtier.tiers.pack_spans import SPAN_BYTES, Span
+from kvtier.tiers.scratch import ALIGNMENT_BYTES, Scratch, ScratchPool
+
+DIRECT_MIN_BYTES = 256 * 1024
+"""A shorter read takes the page cache: its readahead serves the neighbours, which are likely to be wanted next."""
+MAX_OPEN_PACKS = 32
+
+ReadError = ChunkDamagedError | TierIOError
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+@dataclass(kw_only=True)
+class LoadedSpan:
+    """A span in memory; `release` it.
+
+    Attributes:
+        span: What was asked for.
+        scratch: Where its bytes lie, from `base` on; None when they lie in the segments of its reads.
+        base: File offset of the scratch's first byte.
+        errors: Members that could not be loaded.
+    """
+
+    span: Span
+    scratch: Scratch | None
+    base: int = 0
+    errors: dict[int, ReadError] = field(default_factory=dict)
+
+    def stored(self, chunk: StoredChunk) -> memoryview | None:
+        """Return a member's stored bytes, None when they lie in its segments."""
+        if self.scratch is None:
+            return None
+        start = chunk.offset - self.base
+        return self.scratch.view[start : start + chunk.stored_bytes]
+
+    def release(self) -> None:
+        """Give the scratch back; idempotent."""
+        if self.scratch is not None:
+            self.scratch.release()
+
+
+class DirectReads:
+    """Whether the file system takes O_DIRECT; the first refusal settles it for good. Any thread."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled and hasattr(os, "O_DIRECT")
+
+
+class PackLoader:
+    """Loads the spans of one batch, each pack opened once. Not thread-safe; a context manager that closes the files."""
+
+    def __init__(
+        self,
+        reads: Sequence[ChunkRead],
+        *,
+        places: PackDirectory,
+        ops: FileOps,
+        pool: ScratchPool,
+        direct: DirectReads,
+        straight: bool,
+    ) -> None:
+        """Prepare; nothing is opened.
+
+        Args:
+            reads: The batch.
+            places: Where packs lie.
+            ops: Every system call goes through it.
+            pool: Gives the scratch.
+            direct: Shared by all batches of the file system.
+            straight: Whether segments may be filled from the file.
+        """
+        self._reads, self._places, self._ops, self._pool = reads, places, ops, pool
+        self._direct, self._straight = direct, straight
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def __enter__(self) -> "PackLoader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None) -> None:
+        while self._open:
+            self._close_oldest()
+
+    def load(self, span: Span) -> LoadedSpan:
+        """Load a span; what goes wrong is in its `errors`."""
+        try:
+            length = self._ops.length(self._fd(span.pack_id))
+        except (OSError, InvalidArgumentError) as exc:
+            return self._failed(span, exc)
+        if 0 <= span.start <= span.end <= length:
+            try:
+                loaded = self._load_straight(span) or self._load_whole(span)
+            except OSError as exc:
+                if len(span.members) == 1:
+                    return self._failed(span, exc)
+            else:
+                if loaded is not None:
+                    return loaded
+        return self._load_each(span, length)
+
+    # A span in one go
+
+    def _load_straight(self, span: Span) -> LoadedSpan | None:
+        """Fill the members' segments from the file, where they are raw, in order and without gaps."""
+        if not self._straight:
+            return None
+        segments: list[memoryview] = []
+        offset = span.start
+        for read in (self._reads[member] for member in span.members):
+            chunk = read.chunk
+            room = sum(segment.nbytes for segment in read.into)
+            if (
+                chunk.offset != offset
+                or chunk.codec != RawCodec.name
+                or not chunk.stored_bytes == chunk.raw_bytes == room
+            ):
+                return None
+            segments += read.into
+            offset += chunk.stored_bytes
+        if len(segments) > MAX_PIECES:
+            return None
+        num_bytes = span.end - span.start
+        if not self._is_direct(span):
+            filled = self._ops.read_all(self._fd(span.pack_id), segments, span.start)
+        elif _aligned(span.start, segments):
+            filled = self._read_direct(span.pack_id, segments, span.start, num_bytes)
+        else:
+            return None
+        return LoadedSpan(span=span, scratch=None) if filled >= num_bytes else None
+
+    def _load_whole(self, span: Span) -> LoadedSpan | None:
+        base = span.start - span.start % ALIGNMENT_BYTES
+        end = -(-span.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        scratch = self._pool.take(end - base)
+        try:
+            view = scratch.view[: end - base]
+            if self._is_direct(span):
+                filled = self._read_direct(span.pack_id, [view], base, span.end - base)
+            else:
+                filled = self._ops.read_all(self._fd(span.pack_id), [view[: span.end - base]], base)
+        except BaseException:
+            scratch.release()
+            raise
+        if base + filled >= span.end:
+            return LoadedSpan(span=span, scratch=scratch, base=base)
+        scratch.release()
+        return None
+
+    def _is_direct(self, span: Span) -> bool:
+        num_bytes = span.end - span.start
+        if not self._direct.enabled or num_bytes < DIRECT_MIN_BYTES:
+            return False
+        resident_bytes = self._ops.resident_bytes(self._fd(span.pack_id), span.start, num_bytes)
+        return 2 * resident_bytes < num_bytes
+
+    def _read_direct(self, pack_id: str, into: Sequence[memoryview], offset: int, needed: int) -> int:
+        """Fill aligned views past the page cache; what that does not deliver comes through it."""
+        fd, filled = self._fd(pack_id), 0
+        try:
+            self._ops.set_direct(fd, True)
+            filled = self._ops.preadv(fd, into, offset)
+        except OSError as exc:
+            if exc.errno not in _NO_DIRECT:
+                raise
+            self._direct.enabled = False
+        finally:
+            self._ops.set_direct(fd, False)
+        # A short direct read leaves an offset that O_DIRECT would not take.
+        if filled < needed:
+            filled += self._ops.read_all(fd, _beyond(into, filled), offset + filled)
+        return filled
+
+    # One by one, after a failure
+
+    def _load_each(self, span: Span, length: int) -> LoadedSpan:
+        """Read each member alone: those that can be read are."""
+        loaded = LoadedSpan(span=span, scratch=None)
+        chunks = {member: self._reads[member].chunk for member in span.members}
+        for member, chunk in chunks.items():
+            if chunk.offset < 0 or chunk.stored_bytes < 0 or chunk.offset + chunk.stored_bytes > length:
+                loaded.errors[member] = self._short(chunk, length)
+        readable = {member: chunk for member, chunk in chunks.items() if member not in loaded.errors}
+        if not readable:
+            return loaded
+        loaded.base = min(chunk.offset for chunk in readable.values())
+        end = max(chunk.offset + chunk.stored_bytes for chunk in readable.values())
+        loaded.scratch = self._pool.take(end - loaded.base)
+        for member, chunk in readable.items():
+            error = self._load_one(chunk, loaded)
+            if error is not None:
+                loaded.errors[member] = error
+        return loaded
+
+    def _load_one(self, chunk: StoredChunk, loaded: LoadedSpan) -> ReadError | None:
+        view = loaded.stored(chunk)
+        assert view is not None
+        try:
+            filled = self._ops.read_all(self._fd(chunk.pack_id), [view], chunk.offset)
+        except OSError as exc:
+            return TierIOError(self._places.pack_path(chunk.pack_id), "read", exc)
+        return self._short(chunk, chunk.offset + filled) if filled < chunk.stored_bytes else None
+
+    def _short(self, chunk: StoredChunk, end: int) -> ChunkDamagedError:
+        needed = chunk.offset + chunk.stored_bytes
+        what = f"chunk {chunk.key.hex()}: the pack ends at {end}, needs {chunk.offset}..{needed}"
+        return ChunkDamagedError(self._places.pack_path(chunk.pack_id), what, chunk.key)
+
+    def _failed(self, span: Span, cause: OSError | InvalidArgumentError) -> LoadedSpan:
+        """Nothing of the pack can be read."""
+        loaded = LoadedSpan(span=span, scratch=None)
+        for member in span.members:
+            key = self._reads[member].chunk.key
+            if isinstance(cause, InvalidArgumentError):
+                loaded.errors[member] = ChunkDamagedError(self._places.path, str(cause), key)
+                continue
+            path = self._places.pack_path(span.pack_id)
+            if isinstance(cause, FileNotFoundError):
+                loaded.errors[member] = ChunkDamagedError(path, "the pack is missing", key)
+            else:
+                loaded.errors[member] = TierIOError(path, "read", cause)
+        return loaded
+
+    # Descriptors
+
+    def _fd(self, pack_id: str) -> int:
+        fd = self._open.get(pack_id)
+        if fd is None:
+            fd = self._ops.open(self._places.pack_path(pack_id), os.O_RDONLY)
+            self._open[pack_id] = fd
+            if len(self._open) > MAX_OPEN_PACKS:
+                self._close_oldest()
+        self._open.move_to_end(pack_id)
+        return fd
+
+    def _close_oldest(self) -> None:
+        _, fd = self._open.popitem(last=False)
+        with suppress(OSError):  # what was read is verified by its checksum, not by close
+            self._ops.close(fd)
+
+
+def scratch_pool() -> ScratchPool:
+    """Return a pool of buffers that hold a span, wherever it begins."""
+    return ScratchPool(SPAN_BYTES + 2 * ALIGNMENT_BYTES)
+
+
+def _aligned(offset: int, segments: Sequence[memoryview]) -> bool:
+    """Say whether O_DIRECT takes these segments."""
+    return offset % ALIGNMENT_BYTES == 0 and all(
+        segment.nbytes % ALIGNMENT_BYTES == 0 and _address_of(segment) % ALIGNMENT_BYTES == 0
+        for segment in segments
+        if segment.nbytes
+    )
+
+
+def _address_of(segment: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(segment))
+
+
+def _beyond(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what follows the first bytes of views."""
+    rest = []
+    for view in views:
+        rest.append(view[min(num_bytes, view.nbytes) :])
+        num_bytes -= min(num_bytes, view.nbytes)
+    return rest

@@ -1,0 +1,71 @@
+"""Page-aligned buffers for what is read before it is decoded: bounded, and reused, since a fresh page costs a fault."""
+
+import mmap
+import threading
+from types import TracebackType
+
+ALIGNMENT_BYTES = 4096
+"""What O_DIRECT wants of addresses, offsets and lengths on any file system of today."""
+KEPT_BYTES = 32 * 1024**2
+
+
+class Scratch:
+    """One buffer. Give it back by `release` or a `with` block; views of it end there."""
+
+    def __init__(self, pool: "ScratchPool", memory: mmap.mmap) -> None:
+        """Use `ScratchPool.take`."""
+        self._pool, self._memory = pool, memory
+        self.view = memoryview(memory)
+
+    def release(self) -> None:
+        """Give the buffer back; idempotent."""
+        memory, self._memory = self._memory, None  # type: ignore[assignment]
+        if memory is not None:
+            self._pool.give_back(memory)
+
+    def __enter__(self) -> "Scratch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+class ScratchPool:
+    """Buffers that wait for their next use. Thread-safe.
+
+    How many are in use is bounded by the callers: each holds a fixed number.
+    """
+
+    def __init__(self, buffer_bytes: int, kept_bytes: int = KEPT_BYTES) -> None:
+        """Make an empty pool.
+
+        Args:
+            buffer_bytes: Smallest buffer that is made.
+            kept_bytes: Idle buffers are kept up to that, in all.
+        """
+        self._buffer_bytes, self._kept_bytes = buffer_bytes, kept_bytes
+        self._idle: list[mmap.mmap] = []
+        self._lock = threading.Lock()  # protects _idle
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of buffers that nobody uses."""
+        with self._lock:
+            return sum(map(len, self._idle))
+
+    def take(self, num_bytes: int) -> Scratch:
+        """Return a buffer of at least that length; its content is undefined."""
+        with self._lock:
+            fitting = [memory for memory in self._idle if len(memory) >= num_bytes]
+            if fitting:
+                smallest = min(fitting, key=len)
+                self._idle.remove(smallest)
+                return Scratch(self, smallest)
+        length = max(num_bytes, self._buffer_bytes)
+        return Scratch(self, mmap.mmap(-1, -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))
+
+    def give_back(self, memory: mmap.mmap) -> None:
+        """Keep a buffer for the next one, or let it go with its last view."""
+        with self._lock:
+            if sum(map(len, self._idle)) + len(memory) <= self._kept_bytes:
+                self._idle.append(memory)
