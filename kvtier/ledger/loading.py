@@ -5,7 +5,7 @@ import json
 import sqlite3
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 
 from kvtier.core.stored import PackRecord, StoredChunk
@@ -114,10 +114,11 @@ def _load_chunks(sql: sqlite3.Connection, chunks: dict[str, list[StoredChunk]]) 
         shared_id = pack_ids.get(pack_id)
         if shared_id is None:  # a repaired ledger's row without its pack: not held
             continue
-        chunk = StoredChunk(
-            key, shared_id, offset, stored_bytes, raw_bytes, sys.intern(codec), checksum & CHECKSUM_MASK
-        )
-        chunks[shared_id].append(chunk)
+        with suppress(ValueError):  # a row that makes no sense any more is a chunk that is not held: it is stored anew
+            chunk = StoredChunk(
+                key, shared_id, offset, stored_bytes, raw_bytes, sys.intern(codec), checksum & CHECKSUM_MASK
+            )
+            chunks[shared_id].append(chunk)
     for of_pack in chunks.values():
         of_pack.sort(key=attrgetter("offset"))
 

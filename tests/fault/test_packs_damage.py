@@ -176,7 +176,13 @@ def test_a_batch_over_damaged_packs_loses_what_is_damaged_only(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"offset": -1}, {"offset": 2**62}, {"stored_bytes": 2**40}, {"stored_bytes": 0}, {"pack_id": "../../etc/passwd"}],
+    [
+        {"offset": 0},
+        {"offset": 2**62},
+        {"stored_bytes": 2**40 - 1},
+        {"stored_bytes": 0},
+        {"pack_id": "../../etc/passwd"},
+    ],
     ids=str,
 )
 def test_a_row_that_makes_no_sense_is_a_damaged_chunk(tmp_path: Path, wrong: dict[str, object]) -> None:
