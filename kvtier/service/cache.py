@@ -21,8 +21,10 @@ from kvtier.errors import (
 )
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
 from kvtier.obs.log import log_event
+from kvtier.service.adoption import Adoption
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
+from kvtier.service.prewarm import Prewarmer
 from kvtier.service.prompts import PinWish, PromptBook, check_quota
 from kvtier.service.recovery import recover
 from kvtier.service.session import Session
@@ -69,21 +71,31 @@ class Cache:
     async def open(cls, config: DaemonConfig) -> "Cache":
         """Open ledger and packs, reconcile them, and take up what they hold.
 
-        The caller holds the single-instance lock: files of a dead daemon are swept.
+        The caller holds the single-instance lock: arenas of a dead daemon are taken over, orphans of it swept.
 
         Raises:
             LedgerError: The ledger cannot be opened.
             FormatVersionError: It was written by a newer kvtier.
             TierIOError: The disk tier cannot be read.
         """
-        sweep_arena_directory(config.host.arena_dir)
         disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         _refuse_packs_without_ledger(ledger_path, disk)
         cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path)))
         await recover(cache)
+        adoption = Adoption(cache.stores, cache.namespaces, cache.prompts)
+        await adoption.open(config.host.arena_dir)
+        cache._tasks.start("adoption", cache._adopt(adoption))
         cache._tasks.start("expiry", cache._expire())
         return cache
+
+    async def _adopt(self, adoption: Adoption) -> None:
+        """Serve what a dead daemon left in host memory, then bring in what is missing, then clear up after it."""
+        await adoption.verify()
+        if self.config.host.prewarm:
+            prewarmer = Prewarmer(self.prompts, self.config.host.arena_dir)
+            self._tasks.start("prewarm", prewarmer.run(list(self.namespaces.values())))
+        await adoption.release()
 
     @property
     def sessions(self) -> list[Session]:
@@ -443,8 +455,12 @@ class Cache:
     # The end
 
     async def close(self) -> None:
-        """Take no new engines, make durable what is committed (within the drain timeout), free everything."""
+        """Take no new engines, make durable what is committed (within the drain timeout), free everything.
+
+        With `host.keep_arena` the arenas stay, and with them the locks of sessions whose engines may still use them.
+        """
         self._draining = True
+        keep_arena = self.config.host.keep_arena
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.server.drain_timeout_s):
                 for namespace in list(self.namespaces.values()):  # ephemeral ones may end meanwhile
@@ -452,11 +468,10 @@ class Cache:
                     await namespace.spiller.flush()
         await self._tasks.close()
         for namespace in self.namespaces.values():
-            await namespace.close()
-        for session in self.sessions:
-            session.lock.close()
+            await namespace.close(keep_arena=keep_arena)
         self.stores.close()
-        sweep_arena_directory(self.config.host.arena_dir)
+        if not keep_arena:
+            sweep_arena_directory(self.config.host.arena_dir)
 
 
 def _refuse_packs_without_ledger(ledger_path: Path, disk: PackTier) -> None:

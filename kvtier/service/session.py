@@ -213,6 +213,7 @@ class Session:
                 refused.append(key)
                 continue
             counters.stores_committed += namespace.table.commit_store(key, ref, checksum)
+            namespace.mark_committed(key)
             # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
             (held if namespace.table.holds(key) else refused).append(key)
         namespace.spiller.add(held)
