@@ -142,7 +142,8 @@ class Adoption:
         self._stores.counters.slots_doubtful += len(slots)
         for slot in slots:
             namespace.arena.uncommit(slot)
-            log_event(logger, "slot_doubtful", level=logging.WARNING, arena=namespace.arena.path, slot=slot)
+        if slots:
+            log_event(logger, "slots_doubtful", level=logging.WARNING, arena=namespace.arena.path, slots=len(slots))
 
     async def release(self) -> None:
         """Wait until no process holds a lock of the dead daemon's sessions, then give back what was not adopted."""
