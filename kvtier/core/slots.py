@@ -108,6 +108,11 @@ class SlotTable:
         self._budget.count(self.row_bytes * len(self._states))
 
     @property
+    def num_affordable(self) -> int:
+        """Slots that host_bytes allows; an arena that was taken over may have more."""
+        return min(self.num_slots, self._budget.limit_bytes // self.row_bytes)
+
+    @property
     def num_free(self) -> int:
         """Backed slots that nobody owns."""
         return len(self._free)

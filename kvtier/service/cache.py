@@ -66,6 +66,7 @@ class Cache:
         self._tasks = Tasks()
         self._changing = asyncio.Lock()
         self._draining = False
+        self._verified = asyncio.Event()  # nothing of a dead daemon's memory comes to be served from now on
 
     @classmethod
     async def open(cls, config: DaemonConfig) -> "Cache":
@@ -91,7 +92,10 @@ class Cache:
 
     async def _adopt(self, adoption: Adoption) -> None:
         """Serve what a dead daemon left in host memory, then bring in what is missing, then clear up after it."""
-        await adoption.verify()
+        try:
+            await adoption.verify()
+        finally:
+            self._verified.set()
         if self.config.host.prewarm:
             prewarmer = Prewarmer(self.prompts, self.config.host.arena_dir)
             self._tasks.start("prewarm", prewarmer.run(list(self.namespaces.values())))
@@ -372,6 +376,7 @@ class Cache:
         return await self._tasks.complete("evict", self._evict(name, force=force))
 
     async def _evict(self, name: str, *, force: bool) -> EvictionView:
+        await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
         async with self._changing:
             prompt = self.prompts.get(name)
             if prompt.pinned and not force:

@@ -3,8 +3,8 @@
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
 from kvtier.service import adoption
 from kvtier.tiers.packs import PackTier
-from tests.fakes.gates import gated
+from tests.fakes.gates import Gate, gated
 from tests.fakes.left_arena import LeftArena, page_bytes
 from tests.fakes.operator import Stub, evict, pin, status_of, unpin, until
 from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, config_in, running, wait_durable
@@ -368,6 +368,19 @@ def test_an_evicted_chunk_does_not_come_back(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@contextmanager
+def held_verification(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Rows are not verified until the gate is opened."""
+    original = adoption._intact
+
+    class Verifier:
+        intact = staticmethod(original)
+
+    monkeypatch.setattr(adoption, "_intact", lambda batch: Verifier.intact(batch))
+    with gated(monkeypatch, Verifier, "intact") as gate:
+        yield gate
+
+
 def test_a_chunk_that_is_promoted_before_its_old_row_is_verified_has_one_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,11 +390,7 @@ def test_a_chunk_that_is_promoted_before_its_old_row_is_verified_has_one_slot(
         config = kept(config_in(tmp_path))
         await first_life(config)
 
-        class Verifier:
-            intact = staticmethod(adoption._intact)
-
-        monkeypatch.setattr(adoption, "_intact", lambda batch: Verifier.intact(batch))
-        with gated(monkeypatch, Verifier, "intact") as gate:
+        with held_verification(monkeypatch) as gate:
             async with next_life(config) as (stub, engine):
                 assert await read_all(engine, KEYS[:2]) == [engine.payload(key) for key in KEYS[:2]]
                 gate.open()
@@ -393,6 +402,23 @@ def test_a_chunk_that_is_promoted_before_its_old_row_is_verified_has_one_slot(
                         return len(left.committed()) == 5
 
                 await until(given_back)
+
+    asyncio.run(scenario())
+
+
+def test_an_eviction_waits_until_nothing_more_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt is pinned still, so its rows would have been adopted right after they were dropped."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        with held_verification(monkeypatch) as gate:
+            async with running(config) as stub:
+                evicted = asyncio.create_task(evict(stub, force=True))
+                await status_of(stub)
+                gate.open()
+                assert (await evicted).num_chunks == 5
+                assert (await status_of(stub)).host.num_chunks == 0
 
     asyncio.run(scenario())
 

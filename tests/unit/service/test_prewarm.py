@@ -51,6 +51,25 @@ def test_pinned_prompts_are_in_memory_before_the_first_engine(tmp_path: Path) ->
                 status = await status_of(stub)
                 assert status.counters["acquired_chunks_host"] == 5
                 assert status.counters["chunks_promoted"] == 5
+        assert list(config.host.arena_dir.glob("*")) == []
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_was_filled_before_any_engine_came_goes_to_the_first_that_wants_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = warming(config_in(tmp_path, host_bytes=6 * ONE_GROUP.row_bytes))
+        async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
+            await store(stub, engine, "p", KEYS)
+        async with running(config) as stub:
+            await promoted(stub, 5)
+            async with ScriptedEngine(config, fingerprint={"weights": "2"}, store_credits=1) as other:
+                keys = [chunk_key(("other", n)) for n in range(4)]
+                await other.bind(await pin(stub, "other", first=900), keys)
+                await other.store(keys)
+                chunks = await other.acquire(1, keys)
+                assert [other.read(keys[i], chunks[i]) for i in range(4)] == [other.payload(key) for key in keys]
+                assert (await status_of(stub)).host.num_chunks <= 6
 
     asyncio.run(scenario())
 
