@@ -145,19 +145,25 @@ class Adoption:
         if slots:
             log_event(logger, "slots_doubtful", level=logging.WARNING, arena=namespace.arena.path, slots=len(slots))
 
-    async def release(self) -> None:
-        """Wait until no process holds a lock of the dead daemon's sessions, then give back what was not adopted."""
+    async def release(self) -> int:
+        """Wait until no process holds a lock of the dead daemon's sessions, then give back what was not adopted.
+
+        Returns:
+            Rows given back.
+        """
         while self._locks:
             await asyncio.sleep(_LOCK_POLL_S)
             await self._ask_locks()
+        num_rows = 0
         for namespace_id, slots in self._left.items():
             namespace = self._namespaces[namespace_id]
             namespace.keep_pages = False
-            await self._give_back(namespace, sorted(slots))
+            num_rows += await self._give_back(namespace, sorted(slots))
             namespace.top_up_all()
         self._left.clear()
+        return num_rows
 
-    async def _give_back(self, namespace: "Namespace", slots: Sequence[int]) -> None:
+    async def _give_back(self, namespace: "Namespace", slots: Sequence[int]) -> int:
         # One batch is a millisecond's work or so, and what it frees is of use at once.
         num_rows = max(1, _BATCH_BYTES // namespace.layout.row_bytes)
         for start in range(0, len(slots), num_rows):
@@ -166,10 +172,11 @@ class Adoption:
                 await self._stores.in_io(namespace.arena.unback, batch)
             except ArenaError as error:  # they stay quarantined, and the next start tries again
                 log_event(logger, "left_rows_not_released", level=logging.ERROR, problem=str(error))
-                return
+                return start
             for slot in batch:
                 assert namespace.slots.state(slot) is SlotState.QUARANTINED
                 namespace.slots.discard(slot)
+        return len(slots)
 
     async def _ask_locks(self) -> None:
         self._locks = await self._stores.in_io(_still_held, self._locks)

@@ -96,10 +96,14 @@ class Cache:
             await adoption.verify()
         finally:
             self._verified.set()
+        self._prewarm()
+        if await adoption.release():
+            self._prewarm()  # what did not fit beside the rows that are gone now
+
+    def _prewarm(self) -> None:
         if self.config.host.prewarm:
             prewarmer = Prewarmer(self.prompts, self.config.host.arena_dir)
             self._tasks.start("prewarm", prewarmer.run(list(self.namespaces.values())))
-        await adoption.release()
 
     @property
     def sessions(self) -> list[Session]:

@@ -15,6 +15,7 @@ from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
 from kvtier.service import adoption
 from kvtier.tiers.packs import PackTier
+from tests.fakes.chunks import layout_of
 from tests.fakes.gates import Gate, gated
 from tests.fakes.left_arena import LeftArena, page_bytes
 from tests.fakes.operator import Stub, evict, pin, status_of, unpin, until
@@ -117,6 +118,26 @@ def test_pinned_chunks_that_are_not_durable_are_taken_over_and_written(
             await settled(stub, adopted=5)
             await wait_durable(stub, "p")
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+
+    asyncio.run(scenario())
+
+
+def test_rows_of_several_ranks_and_groups(tmp_path: Path) -> None:
+    """A window's chunks are shorter than their row's regions; the mark is over what each writer wrote of them."""
+
+    async def scenario() -> None:
+        config, layout = kept(config_in(tmp_path)), layout_of(num_ranks=3, useful_bytes=3000, num_writers=2)
+        keys = [chunk_key(number, group_idx) for number in range(3) for group_idx in (0, 1)]
+        async with running(config) as stub, ScriptedEngine(config, layout) as engine:
+            await engine.bind(await pin(stub), keys)
+            await engine.store(keys)
+            await wait_durable(stub, "p")
+        with LeftArena(config) as left:
+            left.flip(left.slot_of(keys[1]), layout.rank_bytes + 1000)  # of the second writer
+            left.flip(left.slot_of(keys[3]), layout.rank_bytes + 2000)  # nobody's bytes
+        async with running(config) as stub, ScriptedEngine(config, layout) as engine:
+            await settled(stub, adopted=5, doubtful=1)
+            assert await read_all(engine, keys) == [engine.payload(key) for key in keys]
 
     asyncio.run(scenario())
 

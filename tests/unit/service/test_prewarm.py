@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.client.arena_map import SessionLockHolder
 from kvtier.config import DaemonConfig
 from kvtier.service.prewarm import HIGH_WATERMARK_RATIO
 from kvtier.tiers.packs import PackTier
 from tests.fakes.gates import gated
+from tests.fakes.left_arena import LeftArena
 from tests.fakes.operator import Stub, pack_of, pin, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, config_in, running, wait_durable
 
@@ -138,6 +140,30 @@ def test_damage_is_found_and_the_rest_is_promoted(tmp_path: Path) -> None:
 
             await until(found)
             assert (await status_of(stub)).counters["chunks_promoted"] >= 5
+
+    asyncio.run(scenario())
+
+
+def test_room_that_a_dead_daemons_rows_took_is_filled_when_they_are_given_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path, host_bytes=6 * ONE_GROUP.row_bytes)
+        config = warming(replace(config, host=replace(config.host, keep_arena=True)))
+        async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
+            await store(stub, engine, "p", KEYS)
+            lock = SessionLockHolder(engine.welcome.lock_path)
+            lock.acquire()
+        with LeftArena(config) as left:
+            for entry in left.committed():
+                left.flip(entry.slot)
+        async with running(config) as stub:
+
+            async def doubted() -> bool:
+                return (await status_of(stub)).counters.get("slots_doubtful", 0) == 5
+
+            await until(doubted)
+            assert (await status_of(stub)).host.num_chunks == 0
+            lock.release()
+            await promoted(stub, 5)
 
     asyncio.run(scenario())
 
