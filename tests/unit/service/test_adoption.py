@@ -276,6 +276,33 @@ def _gone(path: Path) -> Callable[[], Awaitable[bool]]:
     return lambda: asyncio.to_thread(lambda: not path.exists())
 
 
+def test_a_reader_of_the_dead_daemons_session_sees_that_its_row_was_given_out_again(tmp_path: Path) -> None:
+    """It has no lease with this daemon; its worker compares generations before and after the copy."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        async with running(config) as stub:
+            old = await ScriptedEngine(config).__aenter__()
+            await old.bind(await pin(stub), KEYS)
+            await old.store(KEYS)
+            await wait_durable(stub, "p")
+            leased = (await old.acquire(1, KEYS[:1]))[0].slot
+        async with next_life(config) as (stub, engine):
+            await settled(stub, adopted=5)
+            assert old.arena.generation(leased.slot) == leased.generation, "adopted as it is: the reader goes on"
+            await evict(stub, force=True)
+            while all(ref.slot != leased.slot for ref in engine.credits):
+                key = chunk_key(len(engine.credits))
+                ref = await engine.take_credit()
+                stores = [pb.StoreSlot(key=key, slot=ref)]
+                await engine.send(store_begin=pb.StoreBegin(stores=stores))
+                await engine.receive("store_credits")
+            assert old.arena.generation(leased.slot) > leased.generation
+        await old.__aexit__()
+
+    asyncio.run(scenario())
+
+
 def test_no_page_is_taken_away_from_under_an_old_reader(tmp_path: Path) -> None:
     """Reading a row without pages is SIGBUS when the file system is full: another namespace has to wait for room."""
 
