@@ -66,6 +66,7 @@ class Cache:
         self._tasks = Tasks()
         self._changing = asyncio.Lock()
         self._draining = False
+        self._ending: list[Namespace] = []  # ephemeral ones that are being closed, by a task that a stop cancels
         self._verified = asyncio.Event()  # nothing of a dead daemon's memory comes to be served from now on
 
     @classmethod
@@ -312,7 +313,9 @@ class Cache:
         if namespace.ephemeral and not namespace.sessions:
             del self.namespaces[namespace.namespace_id]
             self.prompts.forget_namespace(namespace.namespace_id)
+            self._ending.append(namespace)
             await namespace.close()
+            self._ending.remove(namespace)
             self.stores.budget.give_back(namespace.slots.num_backed * namespace.layout.row_bytes)
             self._top_up_all()
 
@@ -476,7 +479,7 @@ class Cache:
                     await namespace.tasks.settle()
                     await namespace.spiller.flush()
         await self._tasks.close()
-        for namespace in self.namespaces.values():
+        for namespace in [*self.namespaces.values(), *self._ending]:
             await namespace.close(keep_arena=keep_arena)
         self.stores.close()
         if not keep_arena:
