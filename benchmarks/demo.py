@@ -119,7 +119,7 @@ class Demo:
             self.daemon.kill()
             self.daemon.start()
             with self.engine() as engine:
-                self.record(engine, "daemon killed (-9), both restarted", "disk", QUESTIONS[3])
+                self.record(engine, "daemon killed (-9), both restarted", "host", QUESTIONS[3])
                 self.measure_cold(engine)
 
     @contextmanager

@@ -69,7 +69,7 @@ class Process:
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
         """Only remembers what to run; see `start`."""
         self.name, self.argv, self.log_path = name, list(argv), log_path
-        self._env = {**os.environ, **env}
+        self._env: dict[str, str] = {**os.environ, **env}
         self._popen: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -197,6 +197,19 @@ class Daemon(Process):
         """Start it and wait until it answers."""
         super().start()
         self.ready_s = self.wait_ready(self._answers, timeout_s=15)
+
+    def set_variable(self, name: str, value: str) -> None:
+        """Change a KVTIER_* variable for the next start."""
+        self._env[name] = value
+
+    def lose_memory(self) -> None:
+        """What a reboot does beside ending it: the arenas are gone, and the packs are not in the page cache."""
+        assert not self.is_running, f"{self.name} runs"
+        for path in self.arena_dir.glob("*"):
+            path.unlink()
+        for path in self.disk_dir.rglob("*.kvpack"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _answers(self) -> bool:
         probe = socket.socket(socket.AF_UNIX)

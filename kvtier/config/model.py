@@ -32,6 +32,10 @@ class HostConfig:
     """Folder of the arena files, on a tmpfs; vLLM's processes map the files by this path."""
     host_bytes: int
     """Bytes of all arenas together."""
+    keep_arena: bool = False
+    """A daemon that is stopped leaves its arenas to the next start; a crash always does."""
+    prewarm: bool = True
+    """At start, promote pinned prompts to host memory in the background."""
 
 
 @dataclass(frozen=True, kw_only=True)

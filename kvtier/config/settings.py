@@ -166,6 +166,14 @@ def _choice(*choices: str) -> Parser:
     return parse
 
 
+def _switch(value: object, context: ParseContext) -> bool:
+    # Text comes from the environment.
+    text = str(value).lower() if isinstance(value, bool | str) else ""
+    if text not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return text == "true"
+
+
 def _row(key: str, attribute: str, parse: Parser, default: object, variable: str = "") -> Setting:
     return Setting(key=key, attribute=attribute, parse=parse, default=default, variable=variable)
 
@@ -175,6 +183,8 @@ SETTINGS = (
     _row("server.drain_timeout_s", "drain_timeout_s", _number(float, 0, 3600), 10.0),
     _row("host.arena_dir", "arena_dir", _arena_dir, AUTO),
     _row("host.bytes", "host_bytes", _host_bytes, AUTO),
+    _row("host.keep_arena", "keep_arena", _switch, False),
+    _row("host.prewarm", "prewarm", _switch, True),
     _row("disk.dir", "disk_dir", _disk_dir, AUTO),
     _row("disk.bytes", "disk_bytes", _disk_bytes, AUTO),
     _row("disk.pack_bytes", "pack_bytes", _pack_bytes, "64MiB"),

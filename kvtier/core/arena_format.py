@@ -1,7 +1,8 @@
 """The bytes of an arena file, shared by the daemon (owner) and the workers (readers and writers of rows).
 
     0     header, one page
-    4096  slot table: num_slots entries of 8-byte words: generation, then per rank (key_tag, generation, length)
+    4096  slot table: num_slots entries of 8-byte words: generation, backed, checksum, mark, then per rank
+          (key_tag, generation, length)
     rows_offset  num_slots rows of row_bytes each, page aligned
 
 All words are 64-bit, native endian and naturally aligned, so that a load or store of one is atomic on the machines vLLM
@@ -10,26 +11,66 @@ runs on. The file is sparse: pages exist from a slot's first use on.
 Writing a chunk: the worker copies its rank's region, then stores the stamp words, generation last. The daemon commits
 a slot when every writer's stamp agrees with the grant. Reading: the worker compares the slot's generation before and
 after the copy; the daemon changes it before it gives the slot out again.
+
+`backed`, `checksum` and `mark` are the daemon's own, for the daemon that comes after it: the mark says that the row
+holds, whole, the chunk of the first stamp's key tag, with this checksum, since this generation.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
 from kvtier.errors import ArenaError
 
 MAGIC = b"KVTARENA"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_BYTES = 4096
 WORD_BYTES = 8
+OWNER_WORDS = 4
 STAMP_WORDS = 3
-_HEADER = struct.Struct("=8sI4x16sQQQQ")
+_HEADER = struct.Struct("=8sI4x16sQQQQ32s32s")
+_DIGEST = struct.Struct("=Q")
+_MARKED = struct.Struct("=QQQQ")
 
 
 def key_tag_of(key: bytes) -> int:
     """Return the 64-bit tag by which a stamp names a chunk: xxh3 of its key."""
     return xxhash.xxh3_64_intdigest(key)
+
+
+def mark_of(slot: int, key_tag: int, generation: int, checksum: int) -> int:
+    """Return the commit mark of a row; never 0, which means that there is none."""
+    return xxhash.xxh3_64_intdigest(_MARKED.pack(slot, key_tag, generation, checksum)) or 1
+
+
+class SlotEntry(NamedTuple):
+    """What a slot table says of one slot, as far as it outlives a daemon.
+
+    Attributes:
+        slot: Its number.
+        generation: 0 before its first use.
+        backed: The row has pages, or may have.
+        checksum: xxh3_64 of the payload, when the mark is valid.
+        mark: 0 for none.
+        key_tag: Of the first rank's stamp.
+        length: Of the first rank's stamp: bytes of one rank.
+    """
+
+    slot: int
+    generation: int
+    backed: bool
+    checksum: int
+    mark: int
+    key_tag: int
+    length: int
+
+    @property
+    def committed(self) -> bool:
+        """The mark is that of these words."""
+        return self.mark == mark_of(self.slot, self.key_tag, self.generation, self.checksum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +83,8 @@ class ArenaGeometry:
         row_bytes: Bytes of a row, a multiple of 4096.
         num_ranks: Stamps per slot.
         rank_bytes: Bytes of one rank's region in a row.
+        namespace_id: Whose chunks it holds; at most 32 ASCII characters.
+        layout_digest: `KVLayout.digest` of the namespace's layout, 32 bytes.
     """
 
     arena_id: bytes
@@ -49,11 +92,13 @@ class ArenaGeometry:
     row_bytes: int
     num_ranks: int
     rank_bytes: int
+    namespace_id: str = ""
+    layout_digest: bytes = bytes(32)
 
     @property
     def entry_words(self) -> int:
         """Words of one slot table entry."""
-        return 1 + STAMP_WORDS * self.num_ranks
+        return OWNER_WORDS + STAMP_WORDS * self.num_ranks
 
     @property
     def table_words(self) -> int:
@@ -79,14 +124,33 @@ class ArenaGeometry:
         """Return the index, in the slot table, of the slot's generation."""
         return slot * self.entry_words
 
+    def backed_word(self, slot: int) -> int:
+        """Return the index of the word that is 1 while the row has pages."""
+        return slot * self.entry_words + 1
+
+    def checksum_word(self, slot: int) -> int:
+        """Return the index of the payload's checksum; the mark's word follows it."""
+        return slot * self.entry_words + 2
+
+    def mark_word(self, slot: int) -> int:
+        """Return the index of the commit mark."""
+        return slot * self.entry_words + 3
+
+    def entry(self, words: Sequence[int], slot: int) -> SlotEntry:
+        """Return what the slot table's words say of a slot."""
+        first = self.generation_word(slot)
+        generation, backed, checksum, mark = words[first : first + OWNER_WORDS]
+        key_tag, _, length = words[first + OWNER_WORDS : first + OWNER_WORDS + STAMP_WORDS]
+        return SlotEntry(slot, generation, bool(backed), checksum, mark, key_tag, length)
+
     def stamp_word(self, slot: int, rank: int) -> int:
         """Return the index, in the slot table, of the first word (key_tag, generation, length) of a rank's stamp."""
-        return slot * self.entry_words + 1 + STAMP_WORDS * rank
+        return slot * self.entry_words + OWNER_WORDS + STAMP_WORDS * rank
 
 
 def pack_header(geometry: ArenaGeometry) -> bytes:
     """Return the header page's used bytes."""
-    return _HEADER.pack(
+    header = _HEADER.pack(
         MAGIC,
         FORMAT_VERSION,
         geometry.arena_id,
@@ -94,24 +158,38 @@ def pack_header(geometry: ArenaGeometry) -> bytes:
         geometry.row_bytes,
         geometry.num_ranks,
         geometry.rank_bytes,
+        geometry.namespace_id.encode("ascii"),
+        geometry.layout_digest,
     )
+    return header + _DIGEST.pack(xxhash.xxh3_64_intdigest(header))
 
 
 def unpack_header(header: bytes) -> ArenaGeometry:
     """Return the geometry that a header page states.
 
     Raises:
-        ArenaError: Not an arena, or of another format version.
+        ArenaError: Not an arena, of another format version, or not as it was written.
     """
-    if len(header) < _HEADER.size:
-        raise ArenaError(f"arena header has {len(header)} bytes, needs {_HEADER.size}; the file is not a kvtier arena")
-    magic, version, arena_id, num_slots, row_bytes, num_ranks, rank_bytes = _HEADER.unpack_from(header)
+    needed = _HEADER.size + _DIGEST.size
+    if len(header) < needed:
+        raise ArenaError(f"arena header has {len(header)} bytes, needs {needed}; the file is not a kvtier arena")
+    magic, version, arena_id, *sizes, namespace_id, layout_digest = _HEADER.unpack_from(header)
     if magic != MAGIC:
         raise ArenaError(f"arena magic is {magic!r}, not {MAGIC!r}; the file is not a kvtier arena")
     if version != FORMAT_VERSION:
         raise ArenaError(
             f"arena format is {version}, this kvtier knows {FORMAT_VERSION}; run daemon and connector of one version"
         )
+    (digest,) = _DIGEST.unpack_from(header, _HEADER.size)
+    if digest != xxhash.xxh3_64_intdigest(header[: _HEADER.size]):
+        raise ArenaError("the arena's header is damaged; restart the daemon to get a new arena")
+    num_slots, row_bytes, num_ranks, rank_bytes = sizes
     return ArenaGeometry(
-        arena_id=arena_id, num_slots=num_slots, row_bytes=row_bytes, num_ranks=num_ranks, rank_bytes=rank_bytes
+        arena_id=arena_id,
+        num_slots=num_slots,
+        row_bytes=row_bytes,
+        num_ranks=num_ranks,
+        rank_bytes=rank_bytes,
+        namespace_id=namespace_id.rstrip(b"\0").decode("ascii", errors="replace"),
+        layout_digest=layout_digest,
     )

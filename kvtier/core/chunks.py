@@ -174,6 +174,20 @@ class ChunkTable(Generic[L]):
         self._by_recency[key] = None
         return True
 
+    def adopt(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
+        """Make a dead daemon's row the chunk's; False, and the slot stays as it is, when nobody wants it (any more).
+
+        It becomes the least recently used: adopt in the order of value.
+        """
+        chunk = self._chunks.get(key)
+        if chunk is None or chunk.slot is not None or not self.slots.matches(ref, SlotState.QUARANTINED):
+            return False
+        chunk.slot, chunk.promoting, chunk.checksum = ref, False, checksum
+        self.slots.move(ref.slot, SlotState.HOST)
+        self._by_recency[key] = None
+        self._by_recency.move_to_end(key, last=False)
+        return True
+
     def abort_store(self, ref: SlotRef) -> None:
         """Free a slot that was granted, sealed or quarantined."""
         self.slots.free(ref.slot)

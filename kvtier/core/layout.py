@@ -4,8 +4,10 @@ A row is `| rank 0 | rank 1 | ... | padding |`. Every chunk of any KV cache grou
 region the first `useful_bytes` of the chunk's group are used. Only those are checksummed and kept on disk.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvtier.errors import InvalidArgumentError
 
@@ -83,6 +85,11 @@ class KVLayout:
     def row_bytes(self) -> int:
         """Bytes of one arena row, a multiple of 4096."""
         return -(-self.num_ranks * self.rank_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that differ when anything of the layout does."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
     def group(self, group_idx: int) -> GroupLayout:
         """Return the group of this index.

@@ -8,11 +8,11 @@ Each slot is in exactly one state, and the counts of all states add up to `num_s
     SEALING  written; the daemon verifies stamps and computes the checksum
     LOADING  the daemon reads a chunk from disk into it
     HOST     holds a readable chunk
-    QUARANTINED  its session is lost and a process of it may still write
+    QUARANTINED  its session is lost and a process of it may still write; or a dead daemon left it and it is not adopted
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -56,24 +56,61 @@ class HostBudget:
         self.used_bytes += num_bytes
         return True
 
+    def count(self, num_bytes: int) -> None:
+        """Count `num_bytes` that are used whether they fit or not: a dead daemon's rows have their pages."""
+        self.used_bytes += num_bytes
+
     def give_back(self, num_bytes: int) -> None:
         """Count `num_bytes` as unused again."""
         self.used_bytes -= num_bytes
 
 
 class SlotTable:
-    """States and generations of one arena's slots. Loop thread only; decides, touches no memory."""
+    """States and generations of one arena's slots. Loop thread only; decides, touches no memory.
 
-    def __init__(self, num_slots: int, row_bytes: int, budget: HostBudget) -> None:
+    Args:
+        num_slots: Rows of the arena.
+        row_bytes: Bytes of a row.
+        budget: Shared by all namespaces.
+        on_free: Told of every owned slot before it is anybody's again: what it held is not to be found any more.
+    """
+
+    def __init__(
+        self, num_slots: int, row_bytes: int, budget: HostBudget, on_free: Callable[[int], None] | None = None
+    ) -> None:
         self.num_slots = num_slots
         self.row_bytes = row_bytes
         self._budget = budget
+        self._on_free = on_free
         self._free: list[int] = []
         self._unbacked: list[int] = []
         self._num_untouched = num_slots  # slots num_slots-_num_untouched.. were never used: no list of them is kept
         self._states: dict[int, SlotState] = {}  # neither FREE nor UNBACKED
         self._pageless: set[int] = set()  # owned, and their owner has not backed them yet
         self._generations: dict[int, int] = {}
+
+    def resume(self, generations: Sequence[int], backed: Iterable[int]) -> None:
+        """Take up the slots of an arena that a dead daemon left; only while no slot was ever taken.
+
+        Generations go on from theirs. Slots with pages are quarantined and counted, whether they fit the budget or not.
+
+        Args:
+            generations: Of every slot; their number is that of the slots from now on.
+            backed: Slots that have pages, or may have.
+        """
+        if self._states or self._free or self._unbacked or self._num_untouched != self.num_slots:
+            raise ValueError("slots are in use already")
+        self._states = dict.fromkeys(backed, SlotState.QUARANTINED)
+        self._generations = {slot: generation for slot, generation in enumerate(generations) if generation}
+        num_touched = 1 + max([-1, *self._states, *self._generations])
+        self.num_slots, self._num_untouched = len(generations), len(generations) - num_touched
+        self._unbacked = [slot for slot in range(num_touched) if slot not in self._states]
+        self._budget.count(self.row_bytes * len(self._states))
+
+    @property
+    def num_affordable(self) -> int:
+        """Slots that host_bytes allows; an arena that was taken over may have more."""
+        return min(self.num_slots, self._budget.limit_bytes // self.row_bytes)
 
     @property
     def num_free(self) -> int:
@@ -133,7 +170,7 @@ class SlotTable:
 
     def matches(self, ref: SlotRef, state: SlotState) -> bool:
         """Say whether the slot is in this state at this generation."""
-        return self._states.get(ref.slot) is state and self._generations.get(ref.slot) == ref.generation
+        return self._states.get(ref.slot) is state and self.generation(ref.slot) == ref.generation
 
     def move(self, slot: int, state: SlotState) -> None:
         """Change the owner of an owned slot; its generation stays."""
@@ -143,6 +180,8 @@ class SlotTable:
 
     def free(self, slot: int) -> None:
         """Return an owned slot: to the free ones, or to the unbacked ones when it never got its pages."""
+        if self._on_free is not None:
+            self._on_free(slot)
         del self._states[slot]
         if slot in self._pageless:
             self._pageless.discard(slot)
@@ -150,6 +189,12 @@ class SlotTable:
             self._budget.give_back(self.row_bytes)
         else:
             self._free.append(slot)
+
+    def discard(self, slot: int) -> None:
+        """Turn an owned slot, whose pages the caller has dropped, into an unbacked one."""
+        del self._states[slot]
+        self._unbacked.append(slot)
+        self._budget.give_back(self.row_bytes)
 
     def take_back_free(self, max_slots: int) -> list[int]:
         """Turn up to `max_slots` free slots into unbacked ones and return them; the caller drops their pages."""

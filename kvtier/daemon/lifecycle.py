@@ -46,7 +46,7 @@ def _claim(config: DaemonConfig, stack: ExitStack) -> None:
 
 
 def _claim_arena_dir(config: DaemonConfig, stack: ExitStack) -> None:
-    """Lock the arena folder too: a start unlinks old arenas, which must not be a living daemon's."""
+    """Lock the arena folder too: a start takes over or unlinks what it finds, which must not be a living daemon's."""
     arena_dir = config.host.arena_dir
     if arena_dir == config.disk.disk_dir:
         raise ConfigError("host.arena_dir", str(arena_dir), "start", "is disk.dir too; name two folders")

@@ -107,9 +107,14 @@ def render_config(loaded: LoadedConfig) -> str:
             table = setting.table
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
         value = getattr(getattr(loaded.config, table), setting.attribute)
-        shown = f'"{value}"' if isinstance(value, str | Path) else value
-        lines.append(f"{setting.key.partition('.')[2]} = {shown}  # {loaded.sources[setting.key]}")
+        lines.append(f"{setting.key.partition('.')[2]} = {_toml(value)}  # {loaded.sources[setting.key]}")
     return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 
 def main() -> None:

@@ -55,6 +55,10 @@ class Counters:
 
     chunks_damaged: int = 0
     """Chunks whose stored bytes were short or failed their checksum; each became a miss."""
+    slots_adopted: int = 0
+    """Arena rows of a dead daemon that were verified and are served without a disk read."""
+    slots_doubtful: int = 0
+    """Arena rows of a dead daemon that stated a chunk and were dropped: mark, key or bytes did not agree."""
     slots_quarantined: int = 0
     """Arena slots set aside because a lost session's process may still touch them."""
 

@@ -21,8 +21,10 @@ from kvtier.errors import (
 )
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
 from kvtier.obs.log import log_event
+from kvtier.service.adoption import Adoption
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
+from kvtier.service.prewarm import Prewarmer
 from kvtier.service.prompts import PinWish, PromptBook, check_quota
 from kvtier.service.recovery import recover
 from kvtier.service.session import Session
@@ -64,26 +66,45 @@ class Cache:
         self._tasks = Tasks()
         self._changing = asyncio.Lock()
         self._draining = False
+        self._ending: list[Namespace] = []  # ephemeral ones that are being closed, by a task that a stop cancels
+        self._verified = asyncio.Event()  # nothing of a dead daemon's memory comes to be served from now on
 
     @classmethod
     async def open(cls, config: DaemonConfig) -> "Cache":
         """Open ledger and packs, reconcile them, and take up what they hold.
 
-        The caller holds the single-instance lock: files of a dead daemon are swept.
+        The caller holds the single-instance lock: arenas of a dead daemon are taken over, orphans of it swept.
 
         Raises:
             LedgerError: The ledger cannot be opened.
             FormatVersionError: It was written by a newer kvtier.
             TierIOError: The disk tier cannot be read.
         """
-        sweep_arena_directory(config.host.arena_dir)
         disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         _refuse_packs_without_ledger(ledger_path, disk)
         cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path)))
         await recover(cache)
+        adoption = Adoption(cache.stores, cache.namespaces, cache.prompts)
+        await adoption.open(config.host.arena_dir)
+        cache._tasks.start("adoption", cache._adopt(adoption))
         cache._tasks.start("expiry", cache._expire())
         return cache
+
+    async def _adopt(self, adoption: Adoption) -> None:
+        """Serve what a dead daemon left in host memory, then bring in what is missing, then clear up after it."""
+        try:
+            await adoption.verify()
+        finally:
+            self._verified.set()
+        self._prewarm()
+        if await adoption.release():
+            self._prewarm()  # what did not fit beside the rows that are gone now
+
+    def _prewarm(self) -> None:
+        if self.config.host.prewarm:
+            prewarmer = Prewarmer(self.prompts, self.config.host.arena_dir)
+            self._tasks.start("prewarm", prewarmer.run(list(self.namespaces.values())))
 
     @property
     def sessions(self) -> list[Session]:
@@ -292,7 +313,9 @@ class Cache:
         if namespace.ephemeral and not namespace.sessions:
             del self.namespaces[namespace.namespace_id]
             self.prompts.forget_namespace(namespace.namespace_id)
+            self._ending.append(namespace)
             await namespace.close()
+            self._ending.remove(namespace)
             self.stores.budget.give_back(namespace.slots.num_backed * namespace.layout.row_bytes)
             self._top_up_all()
 
@@ -360,6 +383,7 @@ class Cache:
         return await self._tasks.complete("evict", self._evict(name, force=force))
 
     async def _evict(self, name: str, *, force: bool) -> EvictionView:
+        await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
         async with self._changing:
             prompt = self.prompts.get(name)
             if prompt.pinned and not force:
@@ -443,20 +467,23 @@ class Cache:
     # The end
 
     async def close(self) -> None:
-        """Take no new engines, make durable what is committed (within the drain timeout), free everything."""
+        """Take no new engines, make durable what is committed (within the drain timeout), free everything.
+
+        With `host.keep_arena` the arenas stay, and with them the locks of sessions whose engines may still use them.
+        """
         self._draining = True
+        keep_arena = self.config.host.keep_arena
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.server.drain_timeout_s):
                 for namespace in list(self.namespaces.values()):  # ephemeral ones may end meanwhile
                     await namespace.tasks.settle()
                     await namespace.spiller.flush()
         await self._tasks.close()
-        for namespace in self.namespaces.values():
-            await namespace.close()
-        for session in self.sessions:
-            session.lock.close()
+        for namespace in [*self.namespaces.values(), *self._ending]:
+            await namespace.close(keep_arena=keep_arena)
         self.stores.close()
-        sweep_arena_directory(self.config.host.arena_dir)
+        if not keep_arena:
+            sweep_arena_directory(self.config.host.arena_dir)
 
 
 def _refuse_packs_without_ledger(ledger_path: Path, disk: PackTier) -> None:

@@ -51,7 +51,8 @@ class Namespace:
         self.sessions: list[Session] = []
         self.tasks = Tasks()
         num_slots = stores.config.host.host_bytes // row.layout.row_bytes
-        self.slots = SlotTable(num_slots, row.layout.row_bytes, stores.budget)
+        self.slots = SlotTable(num_slots, row.layout.row_bytes, stores.budget, self._uncommit)
+        self.keep_pages = False  # a dead daemon's engine may be copying from any row
         self.table: ChunkTable[StoredChunk] = ChunkTable(self.slots)
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
@@ -81,6 +82,11 @@ class Namespace:
         return any(not session.ended for session in self.sessions)
 
     @property
+    def has_arena(self) -> bool:
+        """The arena is open."""
+        return self._arena is not None
+
+    @property
     def arena(self) -> Arena:
         """The arena; only after `open_arena`."""
         if self._arena is None:
@@ -100,8 +106,24 @@ class Namespace:
                     f"one chunk of this model takes {self.layout.row_bytes} bytes, host.bytes is "
                     f"{self.stores.budget.limit_bytes}; raise host.bytes"
                 )
-            self._arena = Arena.create(directory, self.layout, self.slots.num_slots)
+            self._arena = Arena.create(directory, self.layout, self.slots.num_slots, namespace_id=self.namespace_id)
         return self._arena
+
+    def adopt_arena(self, arena: Arena, generations: Sequence[int], backed: Collection[int]) -> None:
+        """Take over an arena of a dead daemon; slots with pages are quarantined until somebody vouches for them."""
+        self._arena = arena
+        self.slots.resume(generations, backed)
+        self.keep_pages = True
+
+    def mark_committed(self, key: ChunkKey) -> None:
+        """Say in the arena, for a daemon that comes after this one, that the chunk's slot holds it, if it does."""
+        chunk = self.table.get(key)
+        if chunk is not None and chunk.slot is not None and chunk.readable:
+            self.arena.commit(chunk.slot.slot, key, chunk.slot.generation, chunk.checksum)
+
+    def _uncommit(self, slot: int) -> None:
+        if self._arena is not None:
+            self._arena.uncommit(slot)
 
     def payload(self, key: ChunkKey, ref: SlotRef) -> list[memoryview]:
         """Return the writable views of a chunk's useful bytes in its slot."""
@@ -132,6 +154,8 @@ class Namespace:
 
     def give_back_room(self, num_bytes: int) -> None:
         """Evict and unback rows until `num_bytes` were given back to the budget, or nothing is left to evict."""
+        if self.keep_pages:
+            return
         num_slots = -(-num_bytes // self.layout.row_bytes)
         num_short = num_slots - self.slots.num_free
         if num_short > 0:
@@ -231,11 +255,17 @@ class Namespace:
             else:
                 self.stores.disk_usage.remove(pack_id)
 
-    async def close(self) -> None:
-        """End its tasks and unmap and unlink the arena; running disk calls are waited for."""
+    async def close(self, *, keep_arena: bool = False) -> None:
+        """End its tasks and unmap the arena; running disk calls are waited for.
+
+        Args:
+            keep_arena: Leave the file to the next start. Not if it has fewer slots than a new one would get.
+        """
         await self.spiller.close()
         await self.promoter.close()
         await self.tasks.close()
         if self._arena is not None:
-            self._arena.close(unlink=True)
+            num_possible = self.stores.config.host.host_bytes // self.layout.row_bytes
+            kept = keep_arena and not self.ephemeral and self.slots.num_slots >= num_possible
+            self._arena.close(unlink=not kept)
             self._arena = None

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
@@ -17,11 +17,18 @@ from kvtier.tiers.base import StoredChunk
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace
-    from kvtier.service.session import Session
 
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 8 * 1024**2
+
+
+class Waiter(Protocol):
+    """Who asked for a promotion and leases its slot."""
+
+    def promotion_advanced(self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int]) -> None:
+        """Chunks of an acquire became readable, or will not (their leases are gone already)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Promoter:
         self._namespace = namespace
         self._queue: deque[ChunkKey] = deque()
         self._wake = asyncio.Event()
-        self._waiters: dict[ChunkKey, list[tuple[Session, int, int]]] = {}
+        self._waiters: dict[ChunkKey, list[tuple[Waiter, int, int]]] = {}
         self._tasks = Tasks()
         self._started = False
         self._rate = Rate()
@@ -59,7 +66,7 @@ class Promoter:
         """Measured promotion rate, 0 while unknown."""
         return self._rate.per_s
 
-    def wait_for(self, key: ChunkKey, session: "Session", acquire_id: int, index: int) -> None:
+    def wait_for(self, key: ChunkKey, session: Waiter, acquire_id: int, index: int) -> None:
         """Tell the session when the chunk is readable, or will not be."""
         self._waiters.setdefault(key, []).append((session, acquire_id, index))
 
@@ -125,7 +132,7 @@ class Promoter:
 
     async def _settle(self, outcomes: Sequence[_Outcome]) -> None:
         namespace, counters = self._namespace, self._namespace.stores.counters
-        told: dict[tuple[Session, int], tuple[list[tuple[int, SlotRef]], list[int]]] = {}
+        told: dict[tuple[Waiter, int], tuple[list[tuple[int, SlotRef]], list[int]]] = {}
         damaged: list[ChunkKey] = []
         for outcome in outcomes:
             key = outcome.read.key
@@ -136,6 +143,7 @@ class Promoter:
             if outcome.ok and chunk is not None:
                 chunk.checksum = outcome.read.stored.checksum
                 namespace.table.complete_promotion(key)
+                namespace.mark_committed(key)
                 counters.chunks_promoted += 1
                 counters.promoted_bytes += outcome.read.stored.raw_bytes
             else:

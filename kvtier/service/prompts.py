@@ -97,6 +97,13 @@ class PromptBook:
         """Return the bindings in a namespace, over all prompts."""
         return [row for (_, bound_in), row in self._bindings.items() if bound_in == namespace_id]
 
+    def pinned_keys(self, namespace_id: str) -> Iterator[ChunkKey]:
+        """Yield the chunk keys of a namespace's pinned prompts, the newest prompt first, heads first."""
+        for prompt in sorted(self._by_name.values(), key=lambda prompt: prompt.created_unix_s, reverse=True):
+            row = self.binding(prompt.pin_id, namespace_id)
+            if prompt.pinned and row is not None:
+                yield from row.keys
+
     def binding(self, pin_id: str, namespace_id: str) -> BindingRow | None:
         """Return the prompt's binding in a namespace."""
         return self._bindings.get((pin_id, namespace_id))

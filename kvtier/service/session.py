@@ -147,7 +147,7 @@ class Session:
 
     def _num_short(self) -> int:
         # Idle credits are slots that hold nothing: never more than a share of the arena.
-        most = max(1, self.namespace.slots.num_slots // _MAX_CREDIT_SHARE)
+        most = max(1, self.namespace.slots.num_affordable // _MAX_CREDIT_SHARE)
         return max(0, min(self.hello.store_credits, most) - len(self._credits))
 
     async def _top_up(self) -> None:
@@ -213,6 +213,7 @@ class Session:
                 refused.append(key)
                 continue
             counters.stores_committed += namespace.table.commit_store(key, ref, checksum)
+            namespace.mark_committed(key)
             # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
             (held if namespace.table.holds(key) else refused).append(key)
         namespace.spiller.add(held)

@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,22 +18,25 @@ from kvtier.core.arena_format import (
     STAMP_WORDS,
     WORD_BYTES,
     ArenaGeometry,
+    SlotEntry,
     key_tag_of,
+    mark_of,
     pack_header,
+    unpack_header,
 )
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError
 from kvtier.tiers.pages import PageOps
 from kvtier.tiers.session_locks import LOCK_SUFFIX, SESSION_LOCK_PREFIX
 
-__all__ = ["Arena", "key_tag_of", "sweep_arena_directory"]
+__all__ = ["Arena", "key_tag_of", "left_arenas", "left_header", "sweep_arena_directory"]
 
 ARENA_PREFIX = "arena-"
 _FULL = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 
 
 class Arena:
-    """One arena file: created, mapped, and unlinked by its owner, the daemon.
+    """One arena file: created (or taken over from a dead daemon), mapped, and unlinked by its owner, the daemon.
 
     The slot table's words are read and written as single aligned 64-bit accesses. `back` and `unback` may run in a
     worker thread; everything else is quick.
@@ -44,7 +48,7 @@ class Arena:
     """
 
     def __init__(self, path: Path, layout: KVLayout, geometry: ArenaGeometry, fd: int, pages: PageOps) -> None:
-        """Map a prepared file; use `create`."""
+        """Map a prepared file; use `create` or `reopen`."""
         self.path, self.layout, self.geometry = path, layout, geometry
         self._fd, self._pages = fd, pages
         self._map = mmap.mmap(fd, geometry.file_bytes)
@@ -53,13 +57,22 @@ class Arena:
         self._words = self._bytes[HEADER_BYTES:table_end].cast("Q")
 
     @classmethod
-    def create(cls, directory: Path, layout: KVLayout, num_slots: int, *, pages: PageOps | None = None) -> "Arena":
+    def create(
+        cls,
+        directory: Path,
+        layout: KVLayout,
+        num_slots: int,
+        *,
+        namespace_id: str = "",
+        pages: PageOps | None = None,
+    ) -> "Arena":
         """Create and map a new arena file (0600) with no row backed.
 
         Args:
             directory: On a memory file system; created (0700) when it is missing.
             layout: Of the namespace.
             num_slots: Rows of the file.
+            namespace_id: Named in the header, for a later daemon.
             pages: Replaced by tests.
 
         Raises:
@@ -76,6 +89,8 @@ class Arena:
             row_bytes=layout.row_bytes,
             num_ranks=layout.num_ranks,
             rank_bytes=layout.rank_bytes,
+            namespace_id=namespace_id,
+            layout_digest=layout.digest,
         )
         path = directory / (ARENA_PREFIX + geometry.arena_id.hex())
         pages = pages or PageOps()
@@ -90,6 +105,35 @@ class Arena:
             path.unlink(missing_ok=True)
             raise _creation_error(path, geometry, exc) from exc
 
+    @classmethod
+    def reopen(cls, path: Path, layout: KVLayout, *, pages: PageOps | None = None) -> "Arena":
+        """Map an arena that a dead daemon left.
+
+        Args:
+            path: The file.
+            layout: Of the namespace that its header names.
+            pages: Replaced by tests.
+
+        Raises:
+            ArenaError: It is not, byte for byte in length and in every number, what `create` makes for this layout.
+        """
+        fd = _open_left(path)
+        try:
+            geometry = _left_geometry(fd, path)
+            _check_layout(geometry, layout, path)
+            return cls(path, layout, geometry, fd, pages or PageOps())
+        except (OSError, ValueError, OverflowError) as exc:
+            os.close(fd)
+            raise ArenaError(f"cannot map {path}, left by an earlier daemon: {exc}") from exc
+        except ArenaError:
+            os.close(fd)
+            raise
+
+    def entries(self) -> list[SlotEntry]:
+        """Return what the slot table says of every slot, in order. Takes about 1 us a slot; worker thread."""
+        words = self._words.tolist()
+        return [self.geometry.entry(words, slot) for slot in range(self.geometry.num_slots)]
+
     def back(self, slots: Sequence[int]) -> int:
         """Allocate the pages of rows, in order. Blocks (about 0.1 ms per MiB); worker thread.
 
@@ -100,9 +144,12 @@ class Arena:
             ArenaError: The operating system refused for another reason.
         """
         for num_backed, slot in enumerate(slots):
+            word = self.geometry.backed_word(self._checked(slot))
+            was_backed, self._words[word] = self._words[word], 1  # before the pages exist: they are never forgotten
             try:
                 self._pages.allocate(self._fd, self._row_offset(slot), self.geometry.row_bytes)
             except OSError as exc:
+                self._words[word] = was_backed
                 if exc.errno in _FULL:
                     return num_backed
                 raise ArenaError(f"cannot allocate row {slot} of {self.path}: {exc.strerror}") from exc
@@ -111,27 +158,49 @@ class Arena:
     def unback(self, slots: Sequence[int]) -> None:
         """Give the pages of rows back to the system; no reader may hold a lease on them. Worker thread.
 
+        The slot's generation ends first. The next one is the same number that the slot table gives out next.
+
         Raises:
             ArenaError: The file system cannot release pages.
         """
         for slot in slots:
+            self.set_generation(slot, self.generation(slot) + 1)
             try:
                 self._pages.punch(self._fd, self._row_offset(slot), self.geometry.row_bytes)
             except OSError as exc:
                 raise ArenaError(
                     f"cannot release row {slot} of {self.path}: {exc.strerror}; put the arena directory on tmpfs"
                 ) from exc
+            self._words[self.geometry.backed_word(slot)] = 0
 
     def generation(self, slot: int) -> int:
         """Return the slot's generation, 0 before its first use."""
         return self._words[self.geometry.generation_word(self._checked(slot))]
 
     def set_generation(self, slot: int, generation: int) -> None:
-        """Clear the slot's stamps, then start a generation: readers of an older one see that they lost the slot."""
+        """Clear mark and stamps, then start a generation: readers of an older one see that they lost the slot."""
+        self.uncommit(slot)
         first = self.geometry.stamp_word(self._checked(slot), 0)
         for word in range(first, first + STAMP_WORDS * self.geometry.num_ranks):
             self._words[word] = 0
         self._words[self.geometry.generation_word(slot)] = generation
+
+    def commit(self, slot: int, key: ChunkKey, generation: int, checksum: int) -> None:
+        """State, for a daemon that comes after this one, that the row holds this chunk whole.
+
+        The last step of a store or promotion, after all bytes are in place and verified. The mark goes last. It covers
+        every other word, so a daemon killed between any two of these stores leaves no mark that fits.
+        """
+        key_tag, length = key_tag_of(key), self.layout.group(group_idx_of(key)).useful_bytes
+        for rank in range(self.layout.num_writers):  # a promoted chunk has no stamps yet; a stored one has these
+            first = self.geometry.stamp_word(self._checked(slot), rank)
+            self._words[first], self._words[first + 1], self._words[first + 2] = key_tag, generation, length
+        self._words[self.geometry.checksum_word(slot)] = checksum
+        self._words[self.geometry.mark_word(slot)] = mark_of(slot, key_tag, generation, checksum)
+
+    def uncommit(self, slot: int) -> None:
+        """Take the mark away: before the row may change, and when its chunk is not to be found any more."""
+        self._words[self.geometry.mark_word(self._checked(slot))] = 0
 
     def stamps_agree(self, slot: int, key: ChunkKey, generation: int) -> bool:
         """Say whether every writer stamped the slot with this key, generation and the length of the key's group.
@@ -179,7 +248,7 @@ class Arena:
 
 
 def sweep_arena_directory(directory: Path) -> None:
-    """Remove arenas and session locks that a dead daemon left. Call while holding the single-instance lock.
+    """Remove all arenas and session locks: nothing shall be adopted. Call while holding the single-instance lock.
 
     Engines that still map an old arena keep their pages; without the lock's path they touch nothing any more.
 
@@ -194,6 +263,49 @@ def sweep_arena_directory(directory: Path) -> None:
                 path.unlink(missing_ok=True)
             except OSError as exc:
                 raise ArenaError(f"cannot remove {path}, left by an earlier daemon: {exc.strerror}") from exc
+
+
+def left_arenas(directory: Path) -> list[Path]:
+    """Return the arena files that a dead daemon left."""
+    return sorted(directory.glob(ARENA_PREFIX + "*"))
+
+
+def left_header(path: Path) -> ArenaGeometry:
+    """Return what an arena that a dead daemon left says of itself.
+
+    Raises:
+        ArenaError: It is no arena of this format, no regular file of ours, or not as long as it says.
+    """
+    fd = _open_left(path)
+    try:
+        return _left_geometry(fd, path)
+    except OSError as exc:
+        raise ArenaError(f"cannot read {path}, left by an earlier daemon: {exc.strerror}") from exc
+    finally:
+        os.close(fd)
+
+
+def _left_geometry(fd: int, path: Path) -> ArenaGeometry:
+    geometry, status = unpack_header(os.pread(fd, HEADER_BYTES, 0)), os.fstat(fd)
+    if path.name != ARENA_PREFIX + geometry.arena_id.hex():
+        raise ArenaError(f"{path} says that it is arena {geometry.arena_id.hex()}")
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_size != geometry.file_bytes:
+        raise ArenaError(f"{path} is not a file of ours of {geometry.file_bytes} bytes")
+    return geometry
+
+
+def _check_layout(geometry: ArenaGeometry, layout: KVLayout, path: Path) -> None:
+    expected = (layout.row_bytes, layout.num_ranks, layout.rank_bytes, layout.digest)
+    if expected != (geometry.row_bytes, geometry.num_ranks, geometry.rank_bytes, geometry.layout_digest):
+        raise ArenaError(f"{path} follows another layout than namespace {geometry.namespace_id} has now")
+
+
+def _open_left(path: Path) -> int:
+    try:
+        # O_NONBLOCK: not to wait for a writer, should it be a FIFO.
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as exc:
+        raise ArenaError(f"cannot open {path}, left by an earlier daemon: {exc.strerror}") from exc
 
 
 def _open_new(path: Path) -> int:

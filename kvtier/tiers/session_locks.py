@@ -39,6 +39,11 @@ class SessionLock:
             raise TierIOError(path, "create", exc) from exc
         return cls(path)
 
+    @classmethod
+    def left_in(cls, directory: Path) -> "list[SessionLock]":
+        """Return the locks that a dead daemon left; processes of its engines may hold them still."""
+        return [cls(path) for path in sorted(directory.glob(SESSION_LOCK_PREFIX + "*" + LOCK_SUFFIX))]
+
     def released(self) -> bool:
         """Say whether nobody holds the lock; then its path is gone too, and stays gone.
 

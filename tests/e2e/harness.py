@@ -152,7 +152,8 @@ class Stack:
     def __init__(self, home: Path, options: EngineOptions, host_bytes: str = "512MiB") -> None:
         """Prepare; nothing runs yet."""
         self.home = home
-        self.daemon = Daemon(home, host_bytes=host_bytes)
+        # Tests say themselves which tier answers: nothing comes to host memory unasked.
+        self.daemon = Daemon(home, host_bytes=host_bytes, settings={"KVTIER_HOST_PREWARM": "false"})
         self.options = replace(options, kvtier_socket=self.daemon.socket)
         self._num_engines = 0
 

@@ -164,7 +164,7 @@ def test_stopping_the_daemon_is_clean(world: World) -> None:
     daemon = world.stack.daemon
     daemon.signal(signal.SIGTERM)
     assert daemon.wait_ended(10) == 0, daemon.log_tail()
-    assert list(daemon.arena_dir.rglob("*.arena")) == []
+    assert list(daemon.arena_dir.rglob("arena-*")) == []
     assert ask(world.engine, PREFIX + QUESTION).text == world.reference.text
 
 

@@ -41,6 +41,7 @@ def test_two_groups_after_flood_and_kill(stack: Stack, compare: Comparisons) -> 
         answers = ask_all(engine, [PREFIX + question for question in QUESTIONS])
         assert [answer.cached_tokens for answer in answers] == [PREFIX_TOKENS] * len(QUESTIONS)
         stack.daemon.kill()
+        stack.daemon.lose_memory()
         stack.daemon.start()
         stack.wait_attached(engine)
         forget_gpu(engine)

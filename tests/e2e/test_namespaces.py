@@ -84,6 +84,7 @@ def test_tensor_parallel(world: World, compare: Comparisons, note: Note) -> None
         world.stack.store_again("prompt", PREFIX, engine)
         compare.same_bytes(stored, world.stack.stored_checksums())
         world.stack.daemon.kill()
+        world.stack.daemon.lose_memory()
         world.stack.daemon.start()
         world.stack.wait_attached(engine)
         forget_gpu(engine)

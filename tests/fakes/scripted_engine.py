@@ -34,7 +34,7 @@ def config_in(folder: Path, *, host_bytes: int = 1 << 20, disk_bytes: int = 1 <<
         (folder / name).mkdir(exist_ok=True)
     return DaemonConfig(
         server=ServerConfig(socket=folder / "d.sock", drain_timeout_s=5),
-        host=HostConfig(arena_dir=folder / "arena", host_bytes=host_bytes),
+        host=HostConfig(arena_dir=folder / "arena", host_bytes=host_bytes, prewarm=False),
         disk=DiskConfig(disk_dir=folder / "disk", disk_bytes=disk_bytes, pack_linger_s=0.01, **disk),
     )
 

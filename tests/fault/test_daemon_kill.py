@@ -41,9 +41,8 @@ async def started(config: DaemonConfig) -> asyncio.subprocess.Process:
         "log-level": "warning",
     }
     arguments = [f"--{name}={value}" for name, value in flags.items()]
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", COMMAND, *arguments), env=environment | {"KVTIER_DISK_PACK_LINGER_S": "0.01"}
-    )
+    environment |= {"KVTIER_DISK_PACK_LINGER_S": "0.01", "KVTIER_HOST_PREWARM": str(config.host.prewarm)}
+    return await asyncio.create_subprocess_exec(*(sys.executable, "-c", COMMAND, *arguments), env=environment)
 
 
 @contextlib.asynccontextmanager

@@ -1,8 +1,8 @@
-"""ChunkTable against a dict model: conservation of slots, bytes and leases after every step."""
+"""ChunkTable against a dict model: conservation of slots, bytes and leases after every step, after a crash as well."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.core.acquire import plan_acquire
 from kvtier.core.chunks import ChunkTable
@@ -36,6 +36,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         self.leases: dict[int, list[bytes]] = {}
         self.next_id = 0
         self.durable: set[bytes] = set()
+        self.left_bytes = 0  # that a dead daemon's rows took; they may exceed the limit until they are given back
 
     def saw(self, ref: SlotRef) -> None:
         assert ref.generation == self.generations.get(ref.slot, 0) + 1, "generations grow by one each time"
@@ -132,7 +133,9 @@ class ChunkTableMachine(RuleBasedStateMachine):
     @invariant()
     def conserved(self) -> None:
         self.table.check()
-        assert self.budget.used_bytes == self.slots.num_backed * ROW_BYTES <= self.budget.limit_bytes
+        assert (
+            self.budget.used_bytes == self.slots.num_backed * ROW_BYTES <= max(self.budget.limit_bytes, self.left_bytes)
+        )
         held = [key for keys in self.leases.values() for key in keys]
         assert sum(chunk.num_leases for chunk in self.table) == len(held)
         for key in held:
@@ -144,3 +147,45 @@ class ChunkTableMachine(RuleBasedStateMachine):
 
 TestChunkTable = ChunkTableMachine.TestCase
 TestChunkTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class AfterCrashMachine(ChunkTableMachine):
+    """The same, over the slots that a dead daemon left."""
+
+    @initialize(
+        generations=st.lists(st.integers(0, 5), min_size=NUM_SLOTS, max_size=NUM_SLOTS),
+        backed=st.sets(st.integers(0, NUM_SLOTS - 1)),
+    )
+    def resume(self, generations: list[int], backed: set[int]) -> None:
+        self.slots.resume(generations, backed)
+        self.generations = dict(enumerate(generations))
+        self.left = set(backed)
+        self.left_bytes = self.budget.used_bytes
+
+    @precondition(lambda self: self.left)
+    @rule(key=any_key, data=st.data(), right_generation=st.booleans())
+    def adopt(self, key: bytes, data: st.DataObject, right_generation: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.left)))
+        chunk = self.table.get(key)
+        wanted = chunk is not None and chunk.slot is None and right_generation
+        ref = SlotRef(slot, self.slots.generation(slot) + (not right_generation))
+        assert self.table.adopt(key, ref, 1) is wanted
+        if wanted:
+            self.left.discard(slot)
+
+    @precondition(lambda self: self.left)
+    @rule()
+    def give_back_what_is_left(self) -> None:
+        for slot in self.left:
+            assert self.slots.state(slot) is SlotState.QUARANTINED, "nobody got it meanwhile"
+            self.slots.discard(slot)
+        self.left.clear()
+
+    @invariant()
+    def left_rows_are_nobodys(self) -> None:
+        used = {chunk.slot.slot for chunk in self.table if chunk.slot is not None} | {ref.slot for ref in self.granted}
+        assert used.isdisjoint(getattr(self, "left", ()))
+
+
+TestAfterCrash = AfterCrashMachine.TestCase
+TestAfterCrash.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -159,6 +159,8 @@ def test_unknown_variable_of_a_table_is_refused_and_others_are_not_ours() -> Non
         ("disk.io_threads", "many", "whole number from 1 to 64"),
         ("disk.pack_linger_s", "nan", "from 0 to 60"),
         ("server.drain_timeout_s", -1, "from 0 to 3600"),
+        ("host.keep_arena", "yes", "true or false"),
+        ("host.prewarm", 1, "true or false"),
         ("log.level", "loud", "debug, info, warning, error"),
         ("log.format", 3, "text, json"),
         ("disk.dir", 3, "path in quotes"),
@@ -169,6 +171,11 @@ def test_bad_values_name_key_value_source_and_remedy(key: str, value: object, sa
     error = failure(flags={key: value})
     assert (error.key, error.value, error.source) == (key, value, "flag")
     assert said in str(error)
+
+
+@pytest.mark.parametrize(("written", "value"), [("true", True), ("False", False)])
+def test_a_switch_may_come_from_the_environment(written: str, value: bool) -> None:
+    assert load_config(environ={"KVTIER_HOST_KEEP_ARENA": written}).config.host.keep_arena is value
 
 
 def test_unreadable_files(write: Callable[[str], Path], tmp_path: Path) -> None:

@@ -197,6 +197,27 @@ def test_an_ended_session_is_not_touched(make_bench: MakeBench) -> None:
     assert bench.finish(2) == {"r"}
 
 
+def test_the_same_arena_under_a_new_session_is_not_mapped_again_and_old_jobs_are_refused(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    """A daemon that was killed and restarted keeps the arena; only the session's lock is another."""
+    bench = make_bench()
+    bench.worker.submit_load(1, bench.spec([(2, 5)]), GPULoadStoreSpec([1], [0, 1], [0, 0]))
+    assert bench.finish(1) == set()
+    mapped, old = bench.worker._arena, bench.spec([(2, 5)])
+    bench.lock.unlink()
+    bench.lock = tmp_path / "new-lock"
+    bench.lock.touch()
+    bench.worker.submit_load(2, bench.spec([(2, 5)]), GPULoadStoreSpec([1], [0, 1], [0, 0]))
+    assert bench.finish(2) == set()
+    assert bench.worker._arena is mapped
+    bench.worker.submit_load(3, old, GPULoadStoreSpec([1], [0, 1], [0, 0]))
+    assert bench.finish(3) == {"r"}
+    bench.worker.submit_store(4, GPULoadStoreSpec([1], [0, 1], [0, 0]), old)
+    bench.finish(4)
+    assert bench.stamp(2).generation == 0
+
+
 def test_a_new_arena_is_mapped_and_a_vanished_one_is_a_failed_load(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench()
     bench.worker.submit_load(1, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))

@@ -48,7 +48,7 @@ def test_arena_header_round_trip_and_refusals() -> None:
     geometry = ArenaGeometry(arena_id=b"i" * 16, num_slots=3, row_bytes=8192, num_ranks=2, rank_bytes=4096)
     assert unpack_header(pack_header(geometry)) == geometry
     assert geometry.rows_offset % 4096 == 0
-    assert geometry.stamp_word(1, 1) == geometry.entry_words + 4
+    assert geometry.stamp_word(1, 1) == geometry.entry_words + 7
     with pytest.raises(ArenaError, match="not a kvtier arena"):
         unpack_header(b"x" * 4096)
     with pytest.raises(ArenaError, match="bytes, needs"):

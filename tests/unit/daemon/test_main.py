@@ -38,6 +38,7 @@ def test_check_config_says_where_each_value_came_from(runner: CliRunner, tmp_pat
     assert "bytes = 4194304  # flag\n" in result.output
     assert 'level = "error"  # environment\n' in result.output
     assert "io_threads = 2  # default\n" in result.output
+    assert "keep_arena = false  # default\n" in result.output
 
 
 def test_a_bad_setting_is_a_usage_error(runner: CliRunner) -> None:

@@ -1,0 +1,223 @@
+"""Start after a crash: the arenas that a dead daemon left are taken over, with the chunks that are provably in them.
+
+Everything that has pages is quarantined first. A marked row is served once its bytes have been read and agree with the
+mark and with the ledger. The rest is given back when no process holds a session lock of the dead daemon any more: until
+then an engine of it may write there, and may read any row. Reading is safe (a slot's generation changes before its
+content); taking pages away from under a reader is not, so none are taken until then.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtier.core.adoption import LeftRow, index_by_tag, read_left_rows
+from kvtier.core.arena_format import ArenaGeometry, SlotEntry
+from kvtier.core.layout import group_idx_of
+from kvtier.core.slots import SlotState
+from kvtier.errors import ArenaError, TierIOError
+from kvtier.obs.log import log_event
+from kvtier.service.prompts import PromptBook
+from kvtier.service.stores import Stores
+from kvtier.tiers.arena import Arena, left_arenas, left_header
+from kvtier.tiers.base import checksum_of
+from kvtier.tiers.session_locks import SessionLock
+
+if TYPE_CHECKING:
+    from kvtier.service.namespace import Namespace
+
+logger = logging.getLogger(__name__)
+
+_LOCK_POLL_S = 0.1
+_BATCH_BYTES = 32 * 1024**2
+
+
+class Adoption:
+    """Runs once per daemon, on the loop thread: `open` before anything is served, then `verify`, then `release`."""
+
+    def __init__(self, stores: Stores, namespaces: Mapping[str, "Namespace"], prompts: PromptBook) -> None:
+        self._stores = stores
+        self._namespaces = namespaces
+        self._prompts = prompts
+        self._locks: list[SessionLock] = []
+        self._left: dict[str, set[int]] = {}  # by namespace: slots with pages that are not adopted
+        self._entries: dict[str, list[SlotEntry]] = {}
+
+    async def open(self, directory: Path) -> None:
+        """Map the arenas that fit a namespace, drop the others, and learn which sessions have not let go.
+
+        Reads headers and slot tables only, no rows.
+        """
+        self._locks = await self._stores.in_io(SessionLock.left_in, directory)
+        for path in await self._stores.in_io(left_arenas, directory):
+            try:
+                await self._take(path)
+            except ArenaError as error:
+                log_event(logger, "arena_dropped", level=logging.WARNING, problem=str(error))
+                await self._stores.in_io(_unlink, path)
+        await self._ask_locks()
+
+    async def _take(self, path: Path) -> None:
+        geometry = await self._stores.in_io(left_header, path)
+        namespace = self._home_of(geometry, path)
+        arena, entries = await self._stores.in_io(_reopen, namespace, path)
+        backed = {entry.slot for entry in entries if entry.backed}
+        namespace.adopt_arena(arena, [entry.generation for entry in entries], backed)
+        self._left[namespace.namespace_id] = backed
+        self._entries[namespace.namespace_id] = [entry for entry in entries if entry.mark]
+
+    def _home_of(self, geometry: ArenaGeometry, path: Path) -> "Namespace":
+        namespace = self._namespaces.get(geometry.namespace_id)
+        if namespace is None:
+            raise ArenaError(f"{path} belongs to namespace {geometry.namespace_id}, which is not in the ledger")
+        if namespace.has_arena:
+            raise ArenaError(f"{path} is a second arena of namespace {geometry.namespace_id}")
+        if geometry.num_slots < 1 or namespace.slots.num_slots < 1:
+            raise ArenaError(f"{path} has rows of {geometry.row_bytes} bytes, host.bytes is less")
+        if geometry.num_slots < namespace.slots.num_slots:
+            log_event(
+                logger,
+                "arena_smaller_than_host_bytes",
+                level=logging.WARNING,
+                path=path,
+                slots=geometry.num_slots,
+                possible=namespace.slots.num_slots,
+                remedy="stop the daemon once, to get an arena of the new size",
+            )
+        return namespace
+
+    async def verify(self) -> None:
+        """Read the marked rows, the most valuable first, and serve those whose bytes are right."""
+        wanted = await self._marked_rows()
+        while wanted:
+            batch, num_bytes = list[tuple["Namespace", LeftRow]](), 0
+            while wanted and num_bytes < _BATCH_BYTES:
+                batch.append(wanted.pop())
+                num_bytes += batch[-1][0].layout.row_bytes
+            intact = await self._stores.in_io(_intact, batch)
+            self._settle(batch, intact)
+        counters = self._stores.counters
+        if self._left:
+            log_event(logger, "adopted", slots=counters.slots_adopted, doubtful=counters.slots_doubtful)
+
+    async def _marked_rows(self) -> list[tuple["Namespace", LeftRow]]:
+        """Return all rows to verify, the most valuable last."""
+        found: list[tuple[tuple[bool, float, int], Namespace, LeftRow]] = []
+        for namespace_id, entries in self._entries.items():
+            namespace = self._namespaces[namespace_id]
+            known = [chunk.key for chunk in namespace.table if chunk.location is not None or chunk.num_pins]
+            by_tag = await self._stores.in_io(index_by_tag, known)
+            left = read_left_rows(entries, by_tag, namespace.layout)
+            self._doubt(namespace, left.doubtful)
+            rank = {key: -number for number, key in enumerate(self._prompts.pinned_keys(namespace_id))}
+            for row in left.rows:
+                value = (row.key in rank, namespace.row.seen_unix_s, rank.get(row.key, 0))
+                found.append((value, namespace, row))
+        self._entries.clear()
+        found.sort(key=lambda item: item[0])
+        return [(namespace, row) for _, namespace, row in found]
+
+    def _settle(self, batch: Sequence[tuple["Namespace", LeftRow]], intact: Sequence[bool]) -> None:
+        for (namespace, row), is_intact in zip(batch, intact, strict=True):
+            chunk = namespace.table.get(row.key)
+            location = chunk.location if chunk is not None else None
+            if not is_intact or (location is not None and location.checksum != row.checksum):
+                self._doubt(namespace, [row.ref.slot])
+            elif self._fits(namespace) and namespace.table.adopt(row.key, row.ref, row.checksum):
+                self._left[namespace.namespace_id].discard(row.ref.slot)
+                self._stores.counters.slots_adopted += 1
+                namespace.spiller.add([row.key])
+                namespace.announce([row.key] if location is None else [], held=True)
+
+    def _fits(self, namespace: "Namespace") -> bool:
+        """Say whether host_bytes, which may be less than it was, has room beside what stays."""
+        left_bytes = sum(
+            len(slots) * self._namespaces[namespace_id].layout.row_bytes for namespace_id, slots in self._left.items()
+        )
+        budget = self._stores.budget
+        return budget.used_bytes - left_bytes + namespace.layout.row_bytes <= budget.limit_bytes
+
+    def _doubt(self, namespace: "Namespace", slots: Sequence[int]) -> None:
+        self._stores.counters.slots_doubtful += len(slots)
+        for slot in slots:
+            namespace.arena.uncommit(slot)
+        if slots:
+            log_event(logger, "slots_doubtful", level=logging.WARNING, arena=namespace.arena.path, slots=len(slots))
+
+    async def release(self) -> int:
+        """Wait until no process holds a lock of the dead daemon's sessions, then give back what was not adopted.
+
+        Returns:
+            Rows given back.
+        """
+        while self._locks:
+            await asyncio.sleep(_LOCK_POLL_S)
+            await self._ask_locks()
+        num_rows = 0
+        for namespace_id, slots in self._left.items():
+            namespace = self._namespaces[namespace_id]
+            namespace.keep_pages = False
+            num_rows += await self._give_back(namespace, sorted(slots))
+            namespace.top_up_all()
+        self._left.clear()
+        return num_rows
+
+    async def _give_back(self, namespace: "Namespace", slots: Sequence[int]) -> int:
+        # One batch is a millisecond's work or so, and what it frees is of use at once.
+        num_rows = max(1, _BATCH_BYTES // namespace.layout.row_bytes)
+        for start in range(0, len(slots), num_rows):
+            batch = slots[start : start + num_rows]
+            try:
+                await self._stores.in_io(namespace.arena.unback, batch)
+            except ArenaError as error:  # they stay quarantined, and the next start tries again
+                log_event(logger, "left_rows_not_released", level=logging.ERROR, problem=str(error))
+                return start
+            for slot in batch:
+                assert namespace.slots.state(slot) is SlotState.QUARANTINED
+                namespace.slots.discard(slot)
+        return len(slots)
+
+    async def _ask_locks(self) -> None:
+        self._locks = await self._stores.in_io(_still_held, self._locks)
+
+
+def _reopen(namespace: "Namespace", path: Path) -> tuple[Arena, list[SlotEntry]]:
+    """Worker thread."""
+    arena = Arena.reopen(path, namespace.layout)
+    return arena, arena.entries()
+
+
+def _intact(batch: Iterable[tuple["Namespace", LeftRow]]) -> list[bool]:
+    """Worker thread: say of each row whether its bytes are those of its mark."""
+    return [_is_intact(namespace.arena, row) for namespace, row in batch]
+
+
+def _is_intact(arena: Arena, row: LeftRow) -> bool:
+    # Touching a page that is not there, and that the file system cannot supply, would be SIGBUS.
+    try:
+        has_pages = arena.back([row.ref.slot]) == 1
+    except ArenaError as error:
+        log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(error))
+        return False
+    return has_pages and checksum_of(arena.payload(row.ref.slot, group_idx_of(row.key))) == row.checksum
+
+
+def _still_held(locks: Iterable[SessionLock]) -> list[SessionLock]:
+    """Worker thread: return the locks that somebody holds; the others' paths are gone."""
+    return [lock for lock in locks if not _let_go(lock)]
+
+
+def _let_go(lock: SessionLock) -> bool:
+    try:
+        return lock.released()
+    except TierIOError as error:  # who knows nothing waits
+        log_event(logger, "lock_unknown", level=logging.WARNING, problem=str(error))
+        return False
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log_event(logger, "arena_not_dropped", level=logging.WARNING, path=path, problem=str(error))

@@ -1,0 +1,509 @@
+"""The next daemon takes over the arena of the last: what it serves, what it drops, and what it leaves alone."""
+
+import asyncio
+import fcntl
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.config import DaemonConfig
+from kvtier.core.arena_format import key_tag_of, mark_of
+from kvtier.service import adoption
+from kvtier.tiers.packs import PackTier
+from tests.fakes.chunks import layout_of
+from tests.fakes.gates import Gate, gated
+from tests.fakes.left_arena import LeftArena, page_bytes
+from tests.fakes.operator import Stub, evict, pin, status_of, unpin, until
+from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, config_in, running, wait_durable
+
+KEYS = [chunk_key(n) for n in range(5)]
+ROW_BYTES = ONE_GROUP.row_bytes
+
+
+def kept(config: DaemonConfig, **host: object) -> DaemonConfig:
+    """A daemon that leaves its arena when it stops, as a crash does."""
+    return replace(config, host=replace(config.host, keep_arena=True, **host))  # type: ignore[arg-type]
+
+
+async def counters(stub: Stub) -> dict[str, int]:
+    return dict((await status_of(stub)).counters)
+
+
+async def settled(stub: Stub, adopted: int, doubtful: int = 0) -> None:
+    """Wait until so many rows were dealt with, in this way."""
+
+    async def done() -> bool:
+        now = await counters(stub)
+        return now.get("slots_adopted", 0) + now.get("slots_doubtful", 0) >= adopted + doubtful
+
+    await until(done)
+    now = await counters(stub)
+    assert (now.get("slots_adopted", 0), now.get("slots_doubtful", 0)) == (adopted, doubtful)
+
+
+async def first_life(config: DaemonConfig) -> None:
+    """Pin, store, and stop."""
+    async with running(config) as stub, ScriptedEngine(config) as engine:
+        await engine.bind(await pin(stub), KEYS)
+        await engine.store(KEYS)
+        await wait_durable(stub, "p")
+
+
+@asynccontextmanager
+async def next_life(config: DaemonConfig) -> AsyncIterator[tuple[Stub, ScriptedEngine]]:
+    async with running(config) as stub, ScriptedEngine(config) as engine:
+        yield stub, engine
+
+
+async def read_all(engine: ScriptedEngine, keys: list[bytes]) -> list[bytes]:
+    chunks = await engine.acquire(1, keys)
+    found = [engine.read(keys[index], chunks[index]) for index in sorted(chunks)]
+    await engine.release(1)
+    return found
+
+
+def test_chunks_are_served_without_reading_the_disk_from_the_same_arena(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        (path,) = config.host.arena_dir.glob("arena-*")
+        async with next_life(config) as (stub, engine):
+            await settled(stub, adopted=5)
+            assert engine.welcome.arena.path == str(path)
+            assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+            now = await counters(stub)
+            assert now["acquired_chunks_host"] == 5
+            assert not now.get("chunks_promoted")
+            assert not now.get("acquired_chunks_disk")
+
+    asyncio.run(scenario())
+
+
+def test_a_promoted_chunk_is_taken_over_like_a_stored_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(replace(config, host=replace(config.host, keep_arena=False)))
+        async with next_life(config) as (stub, engine):
+            assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+            assert (await counters(stub))["chunks_promoted"] == 5
+        async with next_life(config) as (stub, engine):
+            await settled(stub, adopted=5)
+
+    asyncio.run(scenario())
+
+
+def test_pinned_chunks_that_are_not_durable_are_taken_over_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash between commit and fsync: the bytes in memory are all there is."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        config = replace(config, server=replace(config.server, drain_timeout_s=0.1))
+        with monkeypatch.context() as patch:
+
+            def refused(*_: object) -> None:
+                raise OSError(5, "Input/output error")
+
+            patch.setattr("kvtier.tiers.file_ops.FileOps.fsync", refused)
+            async with running(config) as stub, ScriptedEngine(config) as engine:
+                await engine.bind(await pin(stub), KEYS)
+                await engine.store(KEYS)
+        async with next_life(config) as (stub, engine):
+            await settled(stub, adopted=5)
+            await wait_durable(stub, "p")
+            assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+
+    asyncio.run(scenario())
+
+
+def test_rows_of_several_ranks_and_groups(tmp_path: Path) -> None:
+    """A window's chunks are shorter than their row's regions; the mark is over what each writer wrote of them."""
+
+    async def scenario() -> None:
+        config, layout = kept(config_in(tmp_path)), layout_of(num_ranks=3, useful_bytes=3000, num_writers=2)
+        keys = [chunk_key(number, group_idx) for number in range(3) for group_idx in (0, 1)]
+        async with running(config) as stub, ScriptedEngine(config, layout) as engine:
+            await engine.bind(await pin(stub), keys)
+            await engine.store(keys)
+            await wait_durable(stub, "p")
+        with LeftArena(config) as left:
+            left.flip(left.slot_of(keys[1]), layout.rank_bytes + 1000)  # of the second writer
+            left.flip(left.slot_of(keys[3]), layout.rank_bytes + 2000)  # nobody's bytes
+        async with running(config) as stub, ScriptedEngine(config, layout) as engine:
+            await settled(stub, adopted=5, doubtful=1)
+            assert await read_all(engine, keys) == [engine.payload(key) for key in keys]
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_frees_the_memory_unless_told_otherwise(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        await first_life(config)
+        assert list(config.host.arena_dir.iterdir()) == []
+
+    asyncio.run(scenario())
+
+
+Edit = Callable[[LeftArena], None]
+
+
+def flipped(left: LeftArena) -> None:
+    left.flip(left.slot_of(KEYS[2]))
+
+
+def of_another_chunk(left: LeftArena) -> None:
+    """A mark in its own right, over the wrong bytes: it would take a defect of ours, and the ledger still knows."""
+    slot = left.slot_of(KEYS[2])
+    left.words[left.geometry.checksum_word(slot)] = 4711
+    mark = mark_of(slot, key_tag_of(KEYS[2]), left.words[left.geometry.generation_word(slot)], 4711)
+    left.words[left.geometry.mark_word(slot)] = mark
+
+
+def unknown(left: LeftArena) -> None:
+    slot = left.slot_of(KEYS[2])
+    tag, generation = key_tag_of(b"nobody's"), left.words[left.geometry.generation_word(slot)]
+    left.words[left.geometry.stamp_word(slot, 0)] = tag
+    left.words[left.geometry.mark_word(slot)] = mark_of(
+        slot, tag, generation, left.words[left.geometry.checksum_word(slot)]
+    )
+
+
+@pytest.mark.parametrize("edit", [flipped, of_another_chunk, unknown])
+def test_a_row_that_is_not_what_it_says_is_dropped_and_read_from_disk(tmp_path: Path, edit: Edit) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        with LeftArena(config) as left:
+            edit(left)
+        async with next_life(config) as (stub, engine):
+            await settled(stub, adopted=4, doubtful=1)
+            assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+            assert (await counters(stub))["chunks_promoted"] == 1
+
+    asyncio.run(scenario())
+
+
+def steps_of_reuse(left: LeftArena, engine: ScriptedEngine, slot: int, key: bytes) -> list[Callable[[], None]]:
+    """What daemon and worker do, store by store, from the eviction of a slot to its commit with another chunk."""
+    geometry, words, data = left.geometry, left.words, engine.payload(key)
+    first, generation = geometry.stamp_word(slot, 0), words[geometry.generation_word(slot)] + 1
+    checksum = 4711
+
+    def put(word: int, value: int) -> Callable[[], None]:
+        def step() -> None:
+            words[word] = value
+
+        return step
+
+    return [
+        put(geometry.mark_word(slot), 0),
+        put(first, 0),
+        put(first + 1, 0),
+        put(first + 2, 0),
+        put(geometry.generation_word(slot), generation),
+        lambda: left.write(slot, data[:3000]),
+        lambda: left.write(slot, data),
+        put(first, key_tag_of(key)),
+        put(first + 2, len(data)),
+        put(first + 1, generation),
+        put(geometry.checksum_word(slot), checksum),
+        put(geometry.mark_word(slot), mark_of(slot, key_tag_of(key), generation, checksum)),
+    ]
+
+
+@pytest.mark.parametrize("stale_mark", [False, True])
+@pytest.mark.parametrize("num_steps", range(13))
+def test_a_kill_between_any_two_steps_of_reuse_serves_no_wrong_byte(
+    tmp_path: Path, num_steps: int, stale_mark: bool
+) -> None:
+    """`stale_mark`: the first step is left out too, as if the mark had never been taken away."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        with LeftArena(config) as left:
+            steps = steps_of_reuse(left, ScriptedEngine(config), left.slot_of(KEYS[2]), KEYS[2])
+            other = steps_of_reuse(left, ScriptedEngine(config), left.slot_of(KEYS[1]), chunk_key("other"))
+            for one, two in list(zip(steps, other, strict=True))[stale_mark:num_steps]:
+                one()
+                two()
+        async with next_life(config) as (_, engine):
+            assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+            assert (await engine.acquire(2, [chunk_key("other")])) == {}
+
+    asyncio.run(scenario())
+
+
+def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        async with running(config) as stub:
+            engine = await ScriptedEngine(config).__aenter__()
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            granted = {(await engine.take_credit()).slot for _ in range(2)}
+        async with running(config) as stub, ScriptedEngine(config, store_credits=64) as new:
+            await settled(stub, adopted=5)
+            await new.take_credit()
+            await new.barrier()
+            assert granted.isdisjoint(ref.slot for ref in new.credits)
+            with LeftArena(config) as left:
+                assert all(left.entries()[slot].backed for slot in granted)
+            for slot in granted:  # as a worker in mid-copy would: into slots that are nobody's
+                engine.write(KEYS[0], pb.SlotRef(slot=slot, generation=1))
+            engine.lock.release()
+            await until(_gone(Path(engine.welcome.lock_path)))
+
+            async def given_back() -> bool:
+                with LeftArena(config) as left:
+                    return not any(left.entries()[slot].backed for slot in granted)
+
+            await until(given_back)
+            assert await read_all(new, KEYS) == [new.payload(key) for key in KEYS]
+        await engine.__aexit__()
+
+    asyncio.run(scenario())
+
+
+def _gone(path: Path) -> Callable[[], Awaitable[bool]]:
+    return lambda: asyncio.to_thread(lambda: not path.exists())
+
+
+def test_a_reader_of_the_dead_daemons_session_sees_that_its_row_was_given_out_again(tmp_path: Path) -> None:
+    """It has no lease with this daemon; its worker compares generations before and after the copy."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        async with running(config) as stub:
+            old = await ScriptedEngine(config).__aenter__()
+            await old.bind(await pin(stub), KEYS)
+            await old.store(KEYS)
+            await wait_durable(stub, "p")
+            leased = (await old.acquire(1, KEYS[:1]))[0].slot
+        async with next_life(config) as (stub, engine):
+            await settled(stub, adopted=5)
+            assert old.arena.generation(leased.slot) == leased.generation, "adopted as it is: the reader goes on"
+            await evict(stub, force=True)
+            while all(ref.slot != leased.slot for ref in engine.credits):
+                key = chunk_key(len(engine.credits))
+                ref = await engine.take_credit()
+                stores = [pb.StoreSlot(key=key, slot=ref)]
+                await engine.send(store_begin=pb.StoreBegin(stores=stores))
+                await engine.receive("store_credits")
+            assert old.arena.generation(leased.slot) > leased.generation
+        await old.__aexit__()
+
+    asyncio.run(scenario())
+
+
+def test_no_page_is_taken_away_from_under_an_old_reader(tmp_path: Path) -> None:
+    """Reading a row without pages is SIGBUS when the file system is full: another namespace has to wait for room."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path, host_bytes=5 * ROW_BYTES))
+        async with running(config) as stub:
+            engine = await ScriptedEngine(config, store_credits=1).__aenter__()
+            await engine.bind(await pin(stub), KEYS[:4])
+            await engine.store(KEYS[:4])
+            await wait_durable(stub, "p")
+        async with running(config) as stub:
+            await settled(stub, adopted=4)
+            async with ScriptedEngine(config, fingerprint={"weights": "2"}) as other:
+                await other.barrier()
+                assert other.credits == []
+                assert (await status_of(stub)).host.num_chunks == 4
+                engine.lock.release()
+                await other.take_credit()
+        await engine.__aexit__()
+
+    asyncio.run(scenario())
+
+
+def test_fewer_host_bytes_take_the_newest_prompt_and_its_head(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        late = [chunk_key(("late", n)) for n in range(3)]
+        async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await engine.bind(await pin(stub, "late", first=5000), late)
+            await engine.store(late)
+            await engine.bind(await pin(stub, "loose", first=9000), [chunk_key("loose")])
+            await engine.store([chunk_key("loose")])
+            for name in ("p", "late", "loose"):
+                await wait_durable(stub, name)
+            await unpin(stub, "loose")
+        smaller = kept(config, host_bytes=5 * ROW_BYTES)
+        async with running(smaller) as stub:
+            await settled(stub, adopted=5)
+
+            async def given_back() -> bool:
+                with LeftArena(config) as left:
+                    return left.num_backed() == 5
+
+            await until(given_back)
+            with LeftArena(config) as left:
+                wanted = {key_tag_of(key) for key in [*late, *KEYS[:2]]}
+                assert {entry.key_tag for entry in left.committed()} == wanted
+                # A page more where the folder is on a disk file system, for its map of the file.
+                assert page_bytes(left.path) <= left.geometry.rows_offset + 5 * ROW_BYTES + 4096
+
+    asyncio.run(scenario())
+
+
+def test_more_host_bytes_keep_the_smaller_arena_until_a_stop(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        larger = kept(config, host_bytes=2 << 20)
+        async with next_life(larger) as (stub, engine):
+            await settled(stub, adopted=5)
+            assert engine.welcome.arena.num_slots == (1 << 20) // ROW_BYTES
+        assert list(config.host.arena_dir.glob("arena-*")) == []
+        async with next_life(larger) as (stub, engine):
+            assert engine.welcome.arena.num_slots == (2 << 20) // ROW_BYTES
+
+    asyncio.run(scenario())
+
+
+def test_an_arena_of_nobody_or_in_doubt_is_removed(tmp_path: Path) -> None:
+    """Of an ephemeral namespace, of another format, or a second one: as after every crash before this."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        (path,) = config.host.arena_dir.glob("arena-*")
+        damaged = path.read_bytes()
+        path.write_bytes(b"KVTARENB" + damaged[8:])
+        (config.host.arena_dir / "arena-rubbish").write_text("x")
+        async with next_life(config) as (_, engine):
+            assert [p.name for p in config.host.arena_dir.glob("arena-*")] == [Path(engine.welcome.arena.path).name]
+            assert engine.welcome.arena.path != str(path)
+            assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+
+    asyncio.run(scenario())
+
+
+def test_an_ephemeral_namespace_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        async with running(config), ScriptedEngine(config, ephemeral=True, fingerprint={"epoch": "1"}) as engine:
+            await engine.barrier()
+        async with running(config):
+            assert list(config.host.arena_dir.glob("*")) == []
+
+    asyncio.run(scenario())
+
+
+def test_an_evicted_chunk_does_not_come_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        async with running(config) as stub:
+            await settled(stub, adopted=5)
+            await evict(stub, force=True)
+        async with next_life(config) as (stub, engine):
+            assert await read_all(engine, KEYS) == []
+            assert not (await counters(stub)).get("slots_adopted")
+
+    asyncio.run(scenario())
+
+
+@contextmanager
+def held_verification(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Rows are not verified until the gate is opened."""
+    original = adoption._intact
+
+    class Verifier:
+        intact = staticmethod(original)
+
+    monkeypatch.setattr(adoption, "_intact", lambda batch: Verifier.intact(batch))
+    with gated(monkeypatch, Verifier, "intact") as gate:
+        yield gate
+
+
+def test_a_chunk_that_is_promoted_before_its_old_row_is_verified_has_one_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon serves at once; who asks before the rows are verified is served from disk."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+
+        with held_verification(monkeypatch) as gate:
+            async with next_life(config) as (stub, engine):
+                assert await read_all(engine, KEYS[:2]) == [engine.payload(key) for key in KEYS[:2]]
+                gate.open()
+                await settled(stub, adopted=3)
+                assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+
+                async def given_back() -> bool:
+                    with LeftArena(config) as left:
+                        return len(left.committed()) == 5
+
+                await until(given_back)
+
+    asyncio.run(scenario())
+
+
+def test_an_eviction_waits_until_nothing_more_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt is pinned still, so its rows would have been adopted right after they were dropped."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        await first_life(config)
+        with held_verification(monkeypatch) as gate:
+            async with running(config) as stub:
+                evicted = asyncio.create_task(evict(stub, force=True))
+                await status_of(stub)
+                gate.open()
+                assert (await evicted).num_chunks == 5
+                assert (await status_of(stub)).host.num_chunks == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_lock_that_was_left_is_not_taken_from_its_holder(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        lock = config.host.arena_dir / "session-dead.lock"
+        lock.touch()
+        fd = os.open(lock, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        async with running(config):
+            assert lock.exists()
+            os.close(fd)
+            await until(_gone(lock))
+
+    asyncio.run(scenario())
+
+
+def test_ten_requests_after_a_restart_read_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[object] = []
+    original = PackTier.read_chunk
+
+    def counted(self: PackTier, chunk: object, into: object) -> None:
+        reads.append(chunk)
+        original(self, chunk, into)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PackTier, "read_chunk", counted)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        await first_life(config)
+        async with next_life(config) as (_, engine):
+            for number in range(10):
+                chunks = await engine.acquire(number, KEYS)
+                assert len(chunks) == 5
+                await engine.release(number)
+        assert len(reads) == 5
+
+    asyncio.run(scenario())

@@ -1,0 +1,127 @@
+"""An arena that outlives its daemon: what it states of its rows, and which files are taken over at all."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.core.arena_format import FORMAT_VERSION, HEADER_BYTES, pack_header
+from kvtier.core.layout import KVLayout
+from kvtier.errors import ArenaError
+from kvtier.tiers.arena import Arena, left_arenas, left_header
+from tests.fakes.chunks import key_of, layout_of
+
+LAYOUT = layout_of(num_ranks=2)
+NAMESPACE = "0123456789abcdef" * 2
+KEY = key_of(1)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """An arena of 4 slots; slot 1 is committed at generation 6."""
+    arena = Arena.create(tmp_path, LAYOUT, 4, namespace_id=NAMESPACE)
+    arena.back([1, 2])
+    arena.set_generation(1, 6)
+    arena.commit(1, KEY, 6, 77)
+    arena.close(unlink=False)
+    return arena.path
+
+
+def test_what_was_committed_is_there_again(left: Path) -> None:
+    assert left_arenas(left.parent) == [left]
+    assert left_header(left).namespace_id == NAMESPACE
+    arena = Arena.reopen(left, LAYOUT)
+    assert [(e.generation, e.backed, e.checksum, e.committed) for e in arena.entries()] == [
+        (0, False, 0, False),
+        (6, True, 77, True),
+        (0, True, 0, False),
+        (0, False, 0, False),
+    ]
+    assert arena.stamps_agree(1, KEY, 6), "a promoted chunk, which nobody stamped, can be told by its stamps too"
+    arena.close(unlink=True)
+
+
+def test_a_mark_goes_before_anything_else_of_the_slot(left: Path) -> None:
+    arena = Arena.reopen(left, LAYOUT)
+    arena.uncommit(1)
+    assert not arena.entries()[1].mark
+    arena.commit(1, KEY, 6, 77)
+    arena.set_generation(1, 7)
+    assert not arena.entries()[1].mark
+    arena.close(unlink=True)
+
+
+def test_pages_go_after_mark_and_generation(left: Path) -> None:
+    """A reader of a dead daemon's session has no lease: only the generation tells it that the row is empty now."""
+    arena = Arena.reopen(left, LAYOUT)
+    arena.unback([1])
+    entry = arena.entries()[1]
+    assert (entry.generation, entry.backed, entry.mark) == (7, False, 0)
+    arena.close(unlink=True)
+
+
+def rewrite(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def other_layout(path: Path) -> None:
+    geometry = left_header(path)
+    header = pack_header(
+        type(geometry)(
+            arena_id=geometry.arena_id,
+            num_slots=geometry.num_slots,
+            row_bytes=geometry.row_bytes,
+            num_ranks=geometry.num_ranks,
+            rank_bytes=geometry.rank_bytes,
+            namespace_id=NAMESPACE,
+            layout_digest=bytes(32),
+        )
+    )
+    rewrite(path, 0, header)
+
+
+def replace_by(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def replaced(path: Path) -> None:
+        path.rename(path.with_name("moved"))
+        make(path)
+
+    return replaced
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: rewrite(path, 0, b"X"), "not a kvtier arena"),
+        (lambda path: rewrite(path, 8, bytes([FORMAT_VERSION - 1])), "arena format is 1"),
+        (lambda path: rewrite(path, 32, b"\x05"), "header is damaged"),
+        (lambda path: rewrite(path, 70, b"x"), "header is damaged"),
+        (lambda path: os.truncate(path, HEADER_BYTES - 4000), "not a kvtier arena"),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "not a file of ours"),
+        (lambda path: os.truncate(path, path.stat().st_size + 4096), "not a file of ours"),
+        (lambda path: os.truncate(path, 0), "not a kvtier arena"),
+        (replace_by(lambda path: path.symlink_to("moved")), "cannot open"),
+        (replace_by(lambda path: path.mkdir()), "cannot open"),
+        (replace_by(lambda path: os.mkfifo(path)), "cannot"),
+        (other_layout, "another layout"),
+    ],
+)
+def test_any_doubt_about_the_file_is_an_error(left: Path, damage: Callable[[Path], None], said: str) -> None:
+    damage(left)
+    with pytest.raises(ArenaError, match=said):
+        Arena.reopen(left, LAYOUT)
+
+
+def test_a_file_of_another_name_is_not_taken(left: Path) -> None:
+    renamed = left.rename(left.with_name("arena-" + "00" * 16))
+    with pytest.raises(ArenaError, match="says that it is arena"):
+        left_header(renamed)
+
+
+def test_another_layout_of_the_same_sizes_is_another_layout(left: Path) -> None:
+    same_sizes = KVLayout(num_ranks=2, rank_bytes=LAYOUT.rank_bytes, num_writers=1, groups=LAYOUT.groups)
+    assert same_sizes.row_bytes == LAYOUT.row_bytes
+    with pytest.raises(ArenaError, match="another layout"):
+        Arena.reopen(left, same_sizes)
