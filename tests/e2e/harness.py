@@ -232,6 +232,30 @@ class Stack:
         with self.admin() as client:
             return all(prompt.num_engines == prompt.num_confirmed or prompt.error for prompt in client.list())
 
+    def reboot(self) -> None:
+        """Kill the daemon, take its shared memory away as a reboot does, and start it again."""
+        self.daemon.kill()
+        for path in self.daemon.arena_dir.iterdir():
+            path.unlink()
+        self.daemon.start()
+
+    def leave_only_on_disk(self, *names: str) -> None:
+        """Drop durable prompts from host memory, once the daemon has brought them there after its start."""
+        for name in names:
+            self.wait_in_host_memory(name)
+            self.cli("evict", name, "--tier", "host", "--force")
+            assert self._num_host_chunks(name) == 0
+
+    def wait_in_host_memory(self, name: str, timeout_s: float = 60.0) -> float:
+        """Wait until every chunk of a prompt is in host memory; return how long it took."""
+        with self.admin() as client:
+            num_chunks = client.get(name).bindings[-1].num_chunks
+        return wait_until(lambda: self._num_host_chunks(name) == num_chunks, timeout_s, f"{name} to be in host memory")
+
+    def _num_host_chunks(self, name: str) -> int:
+        with self.admin() as client:
+            return int(client.get(name).bindings[-1].num_host_chunks)
+
     def stored_checksums(self) -> dict[tuple[str, bytes], int]:
         """Return the xxh3 of every chunk on disk, as computed when it was stored, by (namespace, key)."""
         with sqlite3.connect(f"file:{self.daemon.disk_dir / 'ledger.sqlite'}?mode=ro", uri=True) as ledger:

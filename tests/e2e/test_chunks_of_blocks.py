@@ -93,6 +93,7 @@ def test_after_restarts_of_daemon_and_engine(world: World, compare: Comparisons)
     world.stack.daemon.start()
     world.engine = world.engines.enter_context(world.stack.engine())
     world.stack.wait_attached(world.engine)
+    world.stack.leave_only_on_disk("prefix")
     for tier, question, reference in zip(("disk", "host"), (QUESTION, OTHER_QUESTION), world.references, strict=True):
         compare.restored_equals_own_hit(ask(world.engine, PREFIX + question), reference, tier)
         forget_gpu(world.engine)

@@ -43,6 +43,7 @@ def test_two_groups_after_flood_and_kill(stack: Stack, compare: Comparisons) -> 
         stack.daemon.kill()
         stack.daemon.start()
         stack.wait_attached(engine)
+        stack.leave_only_on_disk("hybrid")
         forget_gpu(engine)
         compare.restored_equals_own_hit(ask(engine, PREFIX + LONG), references["long"], "disk")
         forget_gpu(engine)

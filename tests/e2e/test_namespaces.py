@@ -86,6 +86,7 @@ def test_tensor_parallel(world: World, compare: Comparisons, note: Note) -> None
         world.stack.daemon.kill()
         world.stack.daemon.start()
         world.stack.wait_attached(engine)
+        world.stack.leave_only_on_disk("prompt")
         forget_gpu(engine)
         compare.restored_equals_own_hit(ask(engine, PREFIX + QUESTION), reference, "disk")
 

@@ -189,7 +189,7 @@ def test_engine_restart(world: World, compare: Comparisons) -> None:
 
 
 def test_daemon_kill_and_engine_restart(world: World, compare: Comparisons, note: Note) -> None:
-    """Kill -9 loses no pin and no durable chunk: from disk, then from host memory."""
+    """Kill -9 loses no pin, no durable chunk, and not even host memory; then from disk, and from host memory again."""
     stack = world.stack
     pins_before, chunks_before = stack.json("list"), stack.stored_checksums()
     stack.daemon.kill()
@@ -199,14 +199,31 @@ def test_daemon_kill_and_engine_restart(world: World, compare: Comparisons, note
     assert stack.stored_checksums() == chunks_before
     world.restart_engine()
     stack.wait_attached(world.engine)
-    for tier in ("disk", "host"):
+    for tier in ("host", "disk", "host again"):
+        if tier == "disk":
+            assert stack.counters()["chunks_promoted"] == 0, "the arena of the killed daemon was not taken up"
+            stack.leave_only_on_disk("early", "held")
         for name, prompt in (("early", EARLY + SHORT), ("long", HELD + LONG)):
-            compare.restored_equals_own_hit(ask(world.engine, prompt), world.references[name], tier)
+            compare.restored_equals_own_hit(ask(world.engine, prompt), world.references[name], tier.split()[0])
             forget_gpu(world.engine)
     # Once more the bytes: disk -> host -> vLLM -> host -> disk.
     ask(world.engine, HELD + SHORT, max_tokens=1)
     stack.store_again("held", HELD, world.engine)
     compare.same_bytes(chunks_before, stack.stored_checksums())
+
+
+def test_reboot(world: World, compare: Comparisons, note: Note) -> None:
+    """With its shared memory gone, the daemon brings pinned prompts back to host memory before anybody asks."""
+    stack = world.stack
+    stack.reboot()
+    waited_s = max(stack.wait_in_host_memory(name) for name in ("early", "held"))
+    note(f"pinned prompts are in host memory {waited_s:.2f} s after the daemon was ready")
+    stack.wait_attached(world.engine)
+    promoted = stack.counters()["chunks_promoted"]
+    for _ in range(3):
+        forget_gpu(world.engine)
+        compare.restored_equals_own_hit(ask(world.engine, EARLY + SHORT), world.references["early"], "host")
+    assert stack.counters()["chunks_promoted"] == promoted, "a hot prompt was read from disk again"
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
