@@ -2,8 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Engines that run at once; starting one keeps one core busy for half a minute.
 E2E_WORKERS ?= 2
+KILLS ?= 120
 
-.PHONY: help venv demo test check test-fast test-e2e clean
+.PHONY: help venv demo test check test-fast test-e2e chaos clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
@@ -11,6 +12,7 @@ help:
 	@echo "make check      ruff, mypy, import-linter, generated code"
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
+	@echo "make chaos      the long attack: KILLS=$(KILLS) kills of the daemon in each mode"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make clean      remove .venv, models and caches"
 
@@ -31,6 +33,9 @@ check: venv
 
 test-fast: venv
 	$(BIN)/pytest -q -m "not e2e"
+
+chaos: venv
+	KVTIER_CHAOS_KILLS=$(KILLS) $(BIN)/pytest -q -s tests/fault/test_daemon_kill.py
 
 test-e2e: venv
 	$(BIN)/pytest -q -m timed tests/e2e

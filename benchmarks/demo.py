@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.machine import fast_dtype, machine_line
 from benchmarks.models import DEMO, cached_model
-from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, run_cli
+from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, run_cli, wait_until
 from benchmarks.prompts import QUESTIONS, system_prompt
 
 PROMPT_NAME = "harbour-support"
@@ -121,6 +121,9 @@ class Demo:
             with self.engine() as engine:
                 self.record(engine, "daemon killed (-9), both restarted", "host", QUESTIONS[3])
                 self.measure_cold(engine)
+                self.say("taking the prompt out of host memory: it is only on disk now")
+                self.leave_only_on_disk(engine)
+                self.record(engine, "only on disk", "disk", QUESTIONS[4])
 
     @contextmanager
     def engine(self) -> Iterator[Engine]:
@@ -167,6 +170,13 @@ class Demo:
         while sent < wanted:
             sent += ask(engine, self.unseen(QUESTIONS[5])).prompt_tokens
         self.say(f"flooded vLLM's cache of {POOL_BLOCKS * BLOCK_TOKENS} tokens with {sent} tokens of other prompts")
+
+    def leave_only_on_disk(self, engine: Engine) -> None:
+        """Drop the prompt from host memory with the CLI, and everything from vLLM's own cache."""
+        done = run_cli(self.daemon.socket, "evict", PROMPT_NAME, "--tier", "host", "--force", timeout_s=60)
+        if done.returncode:
+            raise DemoError(f"kvtier evict ended with status {done.returncode}: {done.stderr}")
+        wait_until(lambda: bool(engine.http.post("/reset_prefix_cache").json()["success"]), 30, "vLLM to forget")
 
     def unseen(self, question: str) -> list[ChatCompletionMessageParam]:
         """Return a conversation that shares no system prompt with any before."""

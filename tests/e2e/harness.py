@@ -233,6 +233,16 @@ class Stack:
         with self.admin() as client:
             return all(prompt.num_engines == prompt.num_confirmed or prompt.error for prompt in client.list())
 
+    def wait_in_host_memory(self, name: str, timeout_s: float = 60.0) -> float:
+        """Wait until every chunk of a prompt is in host memory; return how long it took."""
+
+        def is_there() -> bool:
+            with self.admin() as client:
+                binding = client.get(name).bindings[-1]
+            return bool(binding.num_host_chunks == binding.num_chunks)
+
+        return wait_until(is_there, timeout_s, f"{name} to be in host memory")
+
     def stored_checksums(self) -> dict[tuple[str, bytes], int]:
         """Return the xxh3 of every chunk on disk, as computed when it was stored, by (namespace, key)."""
         with sqlite3.connect(f"file:{self.daemon.disk_dir / 'ledger.sqlite'}?mode=ro", uri=True) as ledger:

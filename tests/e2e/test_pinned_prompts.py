@@ -215,6 +215,24 @@ def test_daemon_kill_and_engine_restart(world: World, compare: Comparisons, note
     compare.same_bytes(chunks_before, stack.stored_checksums())
 
 
+def test_reboot(world: World, compare: Comparisons, note: Note) -> None:
+    """With its shared memory gone, the daemon brings pinned prompts back to host memory before anybody asks."""
+    stack = world.stack
+    stack.daemon.kill()
+    stack.daemon.lose_memory()
+    stack.daemon.set_variable("KVTIER_HOST_PREWARM", "true")
+    stack.daemon.start()
+    waited_s = max(stack.wait_in_host_memory(name) for name in ("early", "held"))
+    note(f"pinned prompts are in host memory {waited_s:.2f} s after the daemon was ready")
+    stack.daemon.set_variable("KVTIER_HOST_PREWARM", "false")
+    stack.wait_attached(world.engine)
+    promoted = stack.counters()["chunks_promoted"]
+    for _ in range(3):
+        forget_gpu(world.engine)
+        compare.restored_equals_own_hit(ask(world.engine, EARLY + SHORT), world.references["early"], "host")
+    assert stack.counters()["chunks_promoted"] == promoted, "a hot prompt was read from disk again"
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
 def test_damaged_pack(world: World, compare: Comparisons, damage: str) -> None:
     """It is detected, counted, a miss with the right answer, and written anew."""
