@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ Stub = cache_pb2_grpc.CacheServiceStub
 State = cache_pb2.PromptStatus
 
 
-async def started(config: DaemonConfig, settings: dict[str, str]) -> asyncio.subprocess.Process:
+async def started(config: DaemonConfig, settings: Mapping[str, str]) -> asyncio.subprocess.Process:
     """Start `kvtier-daemon` with further settings as environment variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     flags = {
@@ -41,17 +41,18 @@ async def started(config: DaemonConfig, settings: dict[str, str]) -> asyncio.sub
         "log-level": "warning",
     }
     arguments = [f"--{name}={value}" for name, value in flags.items()]
+    defaults = {"KVTIER_DISK_PACK_LINGER_S": "0.01", "KVTIER_HOST_PREWARM": str(config.host.prewarm)}
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", COMMAND, *arguments), env=environment | {"KVTIER_DISK_PACK_LINGER_S": "0.01"} | settings
+        *(sys.executable, "-c", COMMAND, *arguments), env=environment | defaults | dict(settings)
     )
 
 
 @contextlib.asynccontextmanager
 async def daemon(
-    config: DaemonConfig, settings: dict[str, str]
+    config: DaemonConfig, settings: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Stub]]:
     """Run a daemon until the block ends; then it is killed, if it was not before."""
-    process = await started(config, settings)
+    process = await started(config, settings or {})
     try:
         async with grpc.aio.insecure_channel(channel_target(config.server.socket)) as channel:
             stub = Stub(channel)
@@ -311,7 +312,7 @@ def packs_of(config: DaemonConfig) -> list[Path]:
 
 
 async def one_life(
-    config: DaemonConfig, model: Model, settings: dict[str, str], after_s: float, *, store_all: bool
+    config: DaemonConfig, model: Model, settings: Mapping[str, str], after_s: float, *, store_all: bool
 ) -> None:
     """Start, check, work, and kill `after_s` after the checks."""
     async with daemon(config, settings) as (process, stub):
@@ -332,7 +333,7 @@ async def one_life(
             await engine.__aexit__()
 
 
-async def killed_at_start(config: DaemonConfig, model: Model, settings: dict[str, str], after_s: float) -> None:
+async def killed_at_start(config: DaemonConfig, model: Model, settings: Mapping[str, str], after_s: float) -> None:
     """Start, and kill while it imports, recovers or has just begun to serve."""
     process = await started(config, settings)
     await asyncio.sleep(after_s)
@@ -342,7 +343,7 @@ async def killed_at_start(config: DaemonConfig, model: Model, settings: dict[str
 
 
 async def many_lives(
-    config: DaemonConfig, model: Model, num_kills: int, settings: dict[str, str], *, store_all: bool
+    config: DaemonConfig, model: Model, num_kills: int, settings: Mapping[str, str], *, store_all: bool
 ) -> None:
     """Live and die until so many kills are done, then start once more and check."""
     for folder in (config.disk.disk_dir, config.host.arena_dir):

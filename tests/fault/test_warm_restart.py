@@ -28,7 +28,7 @@ from kvtier.daemon.folders import LOCK_NAME
 from tests.fakes.left_arena import LeftArena, page_bytes
 from tests.fakes.operator import Stub, pin, status_of, until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
-from tests.fault.test_daemon_kill import daemon, kill
+from tests.fault.chaos import daemon, kill
 
 # More with KVTIER_WARM_KILLS=50.
 NUM_KILLS = int(os.environ.get("KVTIER_WARM_KILLS", "20"))
