@@ -94,7 +94,7 @@ def test_a_promotion_whose_pages_are_refused_is_a_miss(tmp_path: Path, monkeypat
             await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
             while len(engine.credits) < 4:
                 await engine.receive("store_credits")
-            failing(monkeypatch, Arena, "back", lambda: ArenaError("EIO"), times=5)
+            failing(monkeypatch, Arena, "back", lambda: ArenaError("EIO"), times=1)
             assert await engine.acquire(1, KEYS) == {}
             assert sorted(await engine.acquire(2, KEYS)) == [0, 1, 2, 3, 4]
 
