@@ -216,7 +216,7 @@ class Promoter:
             self._batches.discard(batch)
             for key in batch.unread:
                 del self._reading[key]
-            self._take_back(batch, retry=batch.is_cancelled())
+            self._take_back(batch, retry=batch.cancelled)
             self._pump()
 
     def _take_back(self, batch: Batch, *, retry: bool) -> None:

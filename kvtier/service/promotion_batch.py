@@ -51,6 +51,7 @@ class Batch:
             loop, looked at in the worker thread.
         unread: Reads whose outcome was not taken yet; after `run` and the last `take_outcomes`, those left out.
         stopped: Set to leave out what has not begun, wanted or not.
+        cancelled: Something was left out.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Batch:
         self.wanted: set[ChunkKey] = set() if background else {read.key for read in reads}
         self.unread = {read.key: read for read in reads}
         self.stopped = False
+        self.cancelled = False
         self._reads = reads
         self._arena, self._disk, self._on_progress, self._gives_way = arena, disk, on_progress, gives_way
         self._loop = asyncio.get_running_loop()
@@ -90,9 +92,9 @@ class Batch:
 
     def is_cancelled(self) -> bool:
         """Say whether what has not begun shall be left out. Any thread."""
-        if self.stopped:
-            return True
-        return not self.wanted and (not self.background or self._gives_way())
+        if self.stopped or (not self.wanted and (not self.background or self._gives_way())):
+            self.cancelled = True  # for good: the tier may ask in several threads
+        return self.cancelled
 
     def _back(self) -> Sequence[Read]:
         error: ArenaError | None = None
