@@ -98,7 +98,7 @@ async def run(folder: Path, num_chunks: int, chunk_bytes: int, num_runs: int) ->
         print(f"{name:25} {spread([1000 * value for value in values], 'ms', 0):28} {rate:30} of plain: {relative}")
 
 
-async def promote(engine: Engine, keys: Sequence[ChunkKey]) -> tuple[float, float]:
+async def promote(engine: ScriptedEngine, keys: Sequence[ChunkKey]) -> tuple[float, float]:
     """Return the seconds of one Acquire until its last and its first chunk were readable."""
     await engine.bind(engine.welcome.pins[0].pin_id, keys)
     num_ready, first_s = 0, 0.0
@@ -140,7 +140,7 @@ def decode(disk_dir: Path, keys: Sequence[ChunkKey], chunk_bytes: int) -> float:
     places = {chunk.key: chunk for record in ledger.load().packs.values() for chunk in record.chunks}
     ledger.close()
     into = np.ones(len(keys) * chunk_bytes, dtype=np.uint8)
-    views = [memoryview(into)[n * chunk_bytes : (n + 1) * chunk_bytes] for n in range(len(keys))]
+    views = [into.data[n * chunk_bytes : (n + 1) * chunk_bytes] for n in range(len(keys))]
     reads = [ChunkRead(chunk=places[key], into=[view]) for key, view in zip(keys, views, strict=True)]
     warm_or_drop(sorted((disk_dir / "packs").glob("*.kvpack")), warm=True)
     errors: list[object] = []

@@ -22,9 +22,9 @@ class TierHealth:
     """Counts refusals of the operating system, not damage and not our own quota.
 
     Open until `FAILURES_IN_A_ROW` calls of a kind (reading, writing) failed with no success of that kind between: reads
-    of a disk that refuses writes go on. A probe that succeeds opens it on probation: the next failure latches at once
-    and doubles the time to the next probe, until a real call has succeeded. So a disk that takes a small file and no
-    pack does not flap.
+    of a disk that refuses writes go on. A probe that succeeds opens it on probation: the next failure of the kind that
+    latched it latches at once and doubles the time to the next probe, until a call of that kind has succeeded. So a
+    disk that takes a small file and no pack does not flap.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class TierHealth:
         self._num_failed = {"read": 0, "write": 0}
         self._probe_after_s = FIRST_PROBE_S
         self._probe_due_s = 0.0
-        self._on_probation = False
+        self._on_probation = ""  # the kind of call that failed last time
 
     @property
     def readable(self) -> bool:
@@ -48,8 +48,8 @@ class TierHealth:
     def succeeded(self, kind: str) -> None:
         """A call worked. Calls that began before the latch fell do not lift it: the probe does."""
         self._num_failed[kind] = 0
-        if kind == "write" and self.latch is Latch.OPEN:
-            self._on_probation, self._probe_after_s = False, FIRST_PROBE_S
+        if kind == self._on_probation and self.latch is Latch.OPEN:
+            self._on_probation, self._probe_after_s = "", FIRST_PROBE_S
 
     def failed(self, kind: str, problem: str, now_s: float, *, full: bool = False) -> bool:
         """The system refused a call; say whether that latches the tier (or latches more of it).
@@ -61,15 +61,16 @@ class TierHealth:
             full: The tier takes no more bytes (no space, read-only), and may well be read.
         """
         self._num_failed[kind] += 1
-        if self._num_failed[kind] < FAILURES_IN_A_ROW and not self._on_probation:
+        on_probation = kind == self._on_probation
+        if self._num_failed[kind] < FAILURES_IN_A_ROW and not on_probation:
             return False
         wanted = Latch.WRITES_OFF if full else Latch.OFF
         if self.latch is Latch.OFF or self.latch is wanted:
             return False
         self.latch, self.problem = wanted, problem
-        if self._on_probation:
+        if on_probation:
             self._probe_after_s = min(2 * self._probe_after_s, LAST_PROBE_S)
-        self._on_probation = False
+        self._on_probation = kind
         self._probe_due_s = now_s + self._probe_after_s
         return True
 
@@ -85,5 +86,5 @@ class TierHealth:
 
     def probe_succeeded(self) -> None:
         """Use the tier again, on probation."""
-        self.latch, self.problem, self._on_probation = Latch.OPEN, "", True
+        self.latch, self.problem = Latch.OPEN, ""
         self._num_failed = {"read": 0, "write": 0}

@@ -7,6 +7,7 @@ transaction leaves the new pack without a row, a crash after it the old packs: b
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 _GATHER_S = 1.0  # drops come in groups: wait for the rest of one before looking
 _RETRY_S = 10.0
 _TIGHT_RATIO = 0.9
-_SLICE_CHUNKS = 2000
+_SLACK_BYTES = 4096
+_GIVEN_UP_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Compactor:
         namespaces: Asked for at every look.
         pace: Limits what is written.
         sleep: Waits between looks.
+        now_s: Monotonic clock.
     """
 
     def __init__(
@@ -54,11 +57,14 @@ class Compactor:
         *,
         pace: Pace | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stores, self._namespaces, self._sleep = stores, namespaces, sleep
+        self._stores, self._namespaces, self._sleep, self._now_s = stores, namespaces, sleep, now_s
         self._pace = pace or Pace(stores.config.disk.compact_bytes_per_s)
         # A pack of ours that looks as if it had holes (small chunks, padding) is not rewritten until it lost something.
         self._written: dict[str, int] = {}
+        self._alone: set[str] = set()
+        self._given_up: dict[str, float] = {}
 
     async def run(self) -> None:
         """Look for something to do whenever a chunk lost its place on disk."""
@@ -84,7 +90,7 @@ class Compactor:
         ratio = 0.0 if tight else self._stores.config.disk.compact_dead_ratio
         for namespace in self._namespaces():
             for pack_id in namespace.packs.damaged:
-                if namespace.packs.num_chunks(pack_id) and self._fits(namespace, [pack_id]):
+                if namespace.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(namespace, [pack_id]):
                     return Job(namespace, (pack_id,), damaged=True)
         groups = [job for namespace in self._namespaces() if (job := self._group(namespace, ratio)) is not None]
         return max(groups, key=lambda job: sum(map(self._dead_bytes_of(job.namespace), job.pack_ids)), default=None)
@@ -99,6 +105,7 @@ class Compactor:
             if usage.file_bytes(pack_id) - packs.live_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
             and dead_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
             and self._written.get(pack_id) != packs.live_bytes(pack_id)
+            and self._may_try(pack_id)
         ]
         holey.sort(key=namespace.packs.live_bytes)
         chosen: list[str] = []
@@ -109,8 +116,13 @@ class Compactor:
                 break
             if not self._fits(namespace, [*chosen, pack_id]):
                 break
+            if self._alone & {*chosen, pack_id} and chosen:
+                break
             chosen.append(pack_id)
         return Job(namespace, tuple(chosen)) if chosen else None
+
+    def _may_try(self, pack_id: str) -> bool:
+        return self._given_up.get(pack_id, 0.0) <= self._now_s()
 
     def _dead_bytes_of(self, namespace: Namespace) -> Callable[[str], int]:
         """Return what says how many bytes of a pack rewriting it would give back."""
@@ -128,14 +140,15 @@ class Compactor:
         return reserve_bytes(namespace.namespace_id, sizes) + live_bytes
 
     def _fits(self, namespace: Namespace, pack_ids: Sequence[str]) -> bool:
-        return self._stores.disk_usage.fits(self._new_bytes(namespace, pack_ids))
+        slack_bytes = _SLACK_BYTES * len(pack_ids)  # the header is only forecast here
+        return self._stores.disk_usage.fits(self._new_bytes(namespace, pack_ids) + slack_bytes)
 
     # Doing it
 
     async def compact(self, job: Job) -> bool:
         """Rewrite a job's packs; False when the disk or the ledger refused and it should wait before the next try."""
         usage, namespace = self._stores.disk_usage, job.namespace
-        chunks = await self._live_chunks(job)
+        chunks = await namespace.chunks_in(job.pack_ids)
         num_bytes = _largest_bytes(namespace, chunks)
         if not chunks or not usage.fits(num_bytes):
             return not chunks
@@ -149,25 +162,19 @@ class Compactor:
                 return True  # the next look takes what is left
             except TierIOError as error:
                 self._refused(error)
+                self._give_up(job)
                 self._stores.disk_health.failed("write", error)
                 return False
         usage.add(record.pack_id, record.file_bytes)
         self._pace.spent(record.file_bytes)
         return await self._take_over(job, record, {chunk.key: chunk for chunk in chunks})
 
-    async def _live_chunks(self, job: Job) -> list[StoredChunk]:
-        """Return what is read from these packs, in the order of the packs. Looks at the table in slices."""
-        wanted = {pack_id: number for number, pack_id in enumerate(job.pack_ids)}
-        found: list[StoredChunk] = []
-        everything = list(job.namespace.table)
-        for start in range(0, len(everything), _SLICE_CHUNKS):
-            for chunk in everything[start : start + _SLICE_CHUNKS]:
-                location = chunk.location
-                if location is not None and location.pack_id in wanted:
-                    found.append(location)
-            await asyncio.sleep(0)
-        # Chunks never move into an old pack, so what was looked at first can only have become less.
-        return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
+    def _give_up(self, job: Job) -> None:
+        """One bad sector must not stop all others, nor switch off the tier again and again."""
+        if len(job.pack_ids) > 1:
+            self._alone.update(job.pack_ids)  # which of them is it?
+        else:
+            self._given_up[job.pack_ids[0]] = self._now_s() + _GIVEN_UP_S
 
     async def _take_over(self, job: Job, record: PackRecord, copied: Mapping[ChunkKey, StoredChunk]) -> bool:
         """Record the new pack where its chunks still are what was copied, and remove what is left empty."""
@@ -194,6 +201,8 @@ class Compactor:
         await namespace.delete_packs(emptied)
         for pack_id in emptied:
             self._written.pop(pack_id, None)
+            self._given_up.pop(pack_id, None)
+            self._alone.discard(pack_id)
         self._count(job, record, freed_bytes)
         return True
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SLICE_CHUNKS = 2000
+
 
 class Namespace:
     """KV bytes that are interchangeable: one layout, one chunk table, at most one arena.
@@ -211,6 +213,23 @@ class Namespace:
         self.packs.moved(old, new)
         if old is not None:
             self.stores.holes.set()
+
+    async def chunks_in(self, pack_ids: Sequence[str]) -> list[StoredChunk]:
+        """Return what is read from these packs, in the order of the packs and in each by offset.
+
+        Looks at the table in slices, so that the loop goes on. Chunks never move into an old pack: what was looked at
+        first can only have become less.
+        """
+        wanted = {pack_id: number for number, pack_id in enumerate(pack_ids)}
+        found: list[StoredChunk] = []
+        everything = list(self.table)
+        for start in range(0, len(everything), _SLICE_CHUNKS):
+            for chunk in everything[start : start + _SLICE_CHUNKS]:
+                location = chunk.location
+                if location is not None and location.pack_id in wanted:
+                    found.append(location)
+            await asyncio.sleep(0)
+        return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
 
     async def drop_from_disk(
         self, keys: Collection[ChunkKey], *, only_at: Mapping[ChunkKey, StoredChunk] | None = None

@@ -217,6 +217,7 @@ class Promoter:
             for key in batch.unread:
                 del self._reading[key]
             self._take_back(batch, retry=batch.cancelled)
+            self._judge_disk(batch)
             self._pump()
 
     def _take_back(self, batch: Batch, *, retry: bool) -> None:
@@ -233,6 +234,13 @@ class Promoter:
             else:
                 self._fail(key)
                 self._namespace.stores.counters.promotions_cancelled += not batch.background
+
+    def _judge_disk(self, batch: Batch) -> None:
+        """A batch in which anything was read speaks for the disk: one bad sector does not switch it off."""
+        if batch.num_read:
+            self._namespace.stores.disk_health.succeeded("read")
+        elif batch.refused is not None:
+            self._namespace.stores.disk_health.failed("read", batch.refused)
 
     def _queue_again(self, key: ChunkKey) -> None:
         for asker in self._askers[key]:
@@ -287,7 +295,6 @@ class Promoter:
         chunk = namespace.table.get(read.key)
         assert chunk is not None
         chunk.checksum = read.stored.checksum
-        namespace.stores.disk_health.succeeded("read")
         self._rate.moved(read.stored.raw_bytes, self._now_s())
         askers = self._askers.pop(read.key, {})
         namespace.table.complete_promotion(read.key)
@@ -317,8 +324,6 @@ class Promoter:
     def _log(self, outcome: Outcome) -> None:
         stores = self._namespace.stores
         stores.counters.promotions_failed += 1
-        if isinstance(outcome.error, TierIOError):
-            stores.disk_health.failed("read", outcome.error)
         if isinstance(outcome.error, TierIOError | ArenaError):
             log_event(
                 logger,

@@ -52,6 +52,8 @@ class Batch:
         unread: Reads whose outcome was not taken yet; after `run` and the last `take_outcomes`, those left out.
         stopped: Set to leave out what has not begun, wanted or not.
         cancelled: Something was left out.
+        num_read: Chunks that were read well, of those taken.
+        refused: A refusal of the operating system, of those taken.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Batch:
         self.unread = {read.key: read for read in reads}
         self.stopped = False
         self.cancelled = False
+        self.num_read = 0
+        self.refused: TierIOError | None = None
         self._reads = reads
         self._arena, self._disk, self._on_progress, self._gives_way = arena, disk, on_progress, gives_way
         self._loop = asyncio.get_running_loop()
@@ -120,6 +124,9 @@ class Batch:
         with self._lock:
             taken, self._outcomes = self._outcomes, []
         for outcome in taken:
+            self.num_read += outcome.backed and outcome.error is None
+            if isinstance(outcome.error, TierIOError):
+                self.refused = outcome.error
             del self.unread[outcome.read.key]
             self.wanted.discard(outcome.read.key)
         return taken

@@ -69,9 +69,7 @@ class Scrubber:
             self._pass_began_unix_s = self._unix_s()
         while (found := self._next_pack()) is not None:
             namespace, pack_id = found
-            if not await self._scrub_pack(namespace, pack_id):
-                await self._stores.disk_health.until_open()
-                continue
+            await self._scrub_pack(namespace, pack_id)
             self._after = pack_id
             await self._stores.in_background(self._save)
         self._after = ""
@@ -83,20 +81,15 @@ class Scrubber:
         nearest = min((pack for pack in packs if pack[0] > self._after), default=None)
         return (self._namespaces()[nearest[1]], nearest[0]) if nearest is not None else None
 
-    async def _scrub_pack(self, namespace: Namespace, pack_id: str) -> bool:
-        """Verify what is read from one pack; False when the system refused and the tier is latched by that."""
-        chunks = [chunk.location for chunk in namespace.table if chunk.location and chunk.location.pack_id == pack_id]
-        chunks.sort(key=lambda stored: stored.offset)
+    async def _scrub_pack(self, namespace: Namespace, pack_id: str) -> None:
+        """Verify what is read from one pack. What the system refuses to read waits for the next pass."""
+        chunks = await namespace.chunks_in([pack_id])
         while chunks:
             await self._stores.disk_health.until_open()
             await self._stores.traffic.until_quiet()
             await self._pace.wait()
             batch = _first(chunks)
-            num_done = await self._verify(namespace, batch)
-            if not self._stores.disk_health.readable:
-                return False
-            chunks = chunks[num_done:]
-        return True
+            chunks = chunks[await self._verify(namespace, batch) :]
 
     async def _verify(self, namespace: Namespace, batch: Sequence[StoredChunk]) -> int:
         """Read chunks into scratch memory; return how many were not left out for the sake of promotions."""
@@ -110,12 +103,13 @@ class Scrubber:
             )
 
         await stores.in_background(read)
-        for _, error in outcomes:
-            if isinstance(error, TierIOError):
-                log_event(logger, "scrub_refused", level=logging.WARNING, problem=str(error))
-                stores.disk_health.failed("read", error)
-            else:
-                stores.disk_health.succeeded("read")
+        refused = [error for _, error in outcomes if isinstance(error, TierIOError)]
+        for error in refused:
+            log_event(logger, "scrub_refused", level=logging.WARNING, problem=str(error))
+        if refused and len(refused) == len(outcomes):  # one bad sector does not speak for the disk
+            stores.disk_health.failed("read", refused[0])
+        elif outcomes:
+            stores.disk_health.succeeded("read")
         num_bytes = sum(stored.stored_bytes for stored, _ in outcomes)
         stores.counters.scrubbed_bytes += num_bytes
         self._pace.spent(num_bytes)

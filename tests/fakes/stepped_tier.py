@@ -22,6 +22,7 @@ class SteppedTier(MemoryTier):
         asked: Chunks whose read has begun, in order.
         written: Keys of each pack written, in order (rewritten ones too).
         damaged: Reading or rewriting these fails as damage.
+        unreadable: Reading or rewriting these is refused by the system.
         refuse_writes: OSError number with which every write and probe fails.
         refuse_reads: With which every read fails.
     """
@@ -31,6 +32,7 @@ class SteppedTier(MemoryTier):
         self.asked: list[ChunkKey] = []
         self.written: list[list[ChunkKey]] = []
         self.damaged: set[ChunkKey] = set()
+        self.unreadable: set[ChunkKey] = set()
         self.refuse_writes = 0
         self.refuse_reads = 0
         self._steps: threading.Semaphore | None = None
@@ -90,6 +92,7 @@ class SteppedTier(MemoryTier):
         if self._steps is not None:
             assert self._steps.acquire(timeout=_DEADLINE_S)
         self._refuse(self.refuse_reads)
+        self._refuse(errno.EIO if chunk.key in self.unreadable else 0)
         if chunk.key in self.damaged:
             raise ChunkDamagedError(Path(chunk.pack_id), "checksum differs", chunk.key)
         super().read_chunk(chunk, into)

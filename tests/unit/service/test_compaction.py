@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import time
 from pathlib import Path
 
 import pytest
@@ -60,15 +61,15 @@ def test_a_compaction_never_goes_over_the_limit(tmp_path: Path) -> None:
     """There is no room beside the old pack for two chunks and a header, so nothing is copied; for one there is."""
 
     async def scenario() -> None:
-        async with rig(tmp_path, disk_bytes=50_000) as r:
+        async with rig(tmp_path, disk_bytes=51_000) as r:
             await holey(r, 0, num_left=2)
             assert r.cache.compactor.next_job() is None
             await r.namespace.drop_from_disk(keys_of([1]))
             with r.tier.holding("rewrite_pack_after") as gate:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
-                assert sum(r.tier.list_packs().values()) <= 50_000
-                assert not r.stores.disk_usage.fits(50_000 - 36_000 - 6_000), "room for the copy is promised"
+                assert sum(r.tier.list_packs().values()) <= 51_000
+                assert not r.stores.disk_usage.fits(51_000 - 36_000 - 6_000), "room for the copy is promised"
             assert await compaction
             r.check()
 
@@ -224,7 +225,29 @@ def test_a_disk_that_refuses_the_copy_loses_nothing(tmp_path: Path) -> None:
             assert not await compacted(r)
             r.tier.refuse_writes = 0
             assert list(r.tier.packs) == [old]
+            assert not await compacted(r), "not again at once: one bad sector would switch the tier off for ever"
+            later_s = time.monotonic() + 4000
+            r.cache.compactor._now_s = lambda: later_s
             assert await compacted(r)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_pack_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    """The group of it and two good ones failed at every try."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            packs = [await holey(r, first) for first in (0, 10, 20)]
+            r.tier.unreadable = set(keys_of([10]))
+            outcomes = []
+            while (job := r.cache.compactor.next_job()) is not None:
+                outcomes.append(await r.cache.compactor.compact(job))
+            assert outcomes.count(False) == 2, "once with the others, once alone"
+            assert packs[1] in r.tier.packs
+            assert not {packs[0], packs[2]} & r.tier.packs.keys()
+            assert not r.stores.disk_health.latched
             r.check()
 
     asyncio.run(scenario())

@@ -204,20 +204,39 @@ def test_a_full_or_read_only_disk_is_still_read(tmp_path: Path, monkeypatch: pyt
     asyncio.run(scenario())
 
 
-def test_reads_that_fail_again_and_again_latch_and_the_queue_is_answered(tmp_path: Path) -> None:
+def test_one_bad_sector_does_not_switch_the_disk_off(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(8))
+            session, peer = await r.session()
+            r.tier.unreadable = set(keys_of(range(3, 7)))
+            for acquire_id in range(3):
+                session.acquire(acquire_id, keys_of(range(8)))
+                await eventually(lambda: len(peer.missed.get(acquire_id, [])) == 4)  # noqa: B023
+                session.release(acquire_id, None)
+                r.table.make_room(8)
+            assert not r.stores.disk_health.latched
+
+    asyncio.run(scenario())
+
+
+def test_reads_that_fail_again_and_again_latch(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=1) as r:
             await r.on_disk(range(8))
             session, peer = await r.session()
             r.tier.refuse_reads = errno.EIO
-            session.acquire(1, keys_of(range(8)))
-            await eventually(lambda: sorted(peer.missed.get(1, [])) == list(range(8)))
+            for acquire_id, numbers in enumerate(([0, 1], [2, 3], [4, 5, 6, 7])):
+                assert not r.stores.disk_health.latched
+                session.acquire(acquire_id, keys_of(numbers))
+                await eventually(lambda: len(peer.missed.get(acquire_id, [])) == len(numbers))  # noqa: B023
+                await eventually(lambda: not r.namespace.promoter._batches)
             assert r.stores.disk_health.latched
             assert r.counters.chunks_damaged == 0
             r.tier.refuse_reads = 0
             await r.stores.disk_health.probe_once()
-            session.acquire(2, keys_of(range(8)))
-            await eventually(lambda: peer.num_ready(2) == 8)
+            session.acquire(9, keys_of(range(8)))
+            await eventually(lambda: peer.num_ready(9) == 8)
             r.check()
 
     asyncio.run(scenario())
