@@ -204,6 +204,9 @@ class Compactor:
             self._given_up.pop(pack_id, None)
             self._alone.discard(pack_id)
         self._count(job, record, freed_bytes)
+        if freed_bytes > 0:
+            for other in self._namespaces():
+                other.spiller.retry_refused()
         return True
 
     async def _found_damage(

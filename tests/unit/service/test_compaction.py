@@ -76,6 +76,24 @@ def test_a_compaction_never_goes_over_the_limit(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_room_that_compaction_makes_goes_to_what_the_quota_refused(tmp_path: Path) -> None:
+    """The refused chunks waited for an unpin or an evict, with the disk half empty."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, disk_bytes=60_000) as r:
+            r.table.pin(keys_of([0, *range(10, 14)]))
+            await holey(r, 0)
+            r.in_host(range(10, 14))
+            r.namespace.spiller.add(keys_of(range(10, 14)))
+            await eventually(lambda: r.namespace.spiller.num_refused == 4)
+            assert await compacted(r)
+            await r.namespace.spiller.flush()
+            assert all(r.location(n) is not None for n in (0, *range(10, 14)))
+            r.check()
+
+    asyncio.run(scenario())
+
+
 def test_a_chunk_dropped_while_it_is_copied_stays_dropped(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
