@@ -9,6 +9,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.lora import Adapter
+from kvtier_connector.policy import ready_s
 
 _HOST, _MISS, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
 
@@ -50,8 +51,7 @@ class Lease:
         plan: What was asked.
         answer_deadline_s: When the first answer is late.
         promote_deadline_s: Set by the first answer: until when promotions are worth waiting for.
-        pending_bytes: Being promoted, at the last update.
-        promote_bytes_per_s: The daemon's rate, at the last update.
+        ready_s: When the promotions are forecast to end, at the last update; None while that is unknown.
         is_promoting: Some chunk that could be used is still on its way from disk.
         loading: Chunks that a load job reads now.
     """
@@ -61,8 +61,7 @@ class Lease:
     plan: AcquirePlan
     answer_deadline_s: float
     promote_deadline_s: float | None = None
-    pending_bytes: int = 0
-    promote_bytes_per_s: float = 0.0
+    ready_s: float | None = None
     is_promoting: bool = False
     loading: set[ChunkKey] = field(default_factory=set)
     _chunks: dict[ChunkKey, Residency] = field(default_factory=dict)
@@ -77,14 +76,14 @@ class Lease:
         chunk = self._chunks.get(key)
         return chunk if chunk is not None and chunk.state == _HOST else None
 
-    def apply(self, update: pb.AcquireUpdate) -> None:
+    def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
         """Take in what the daemon says."""
         for chunk in update.chunks:
             self._chunks[self.plan.keys[chunk.index]] = Residency(
                 chunk.state, chunk.slot.slot, chunk.slot.generation, chunk.from_disk
             )
         self.is_promoting = self._has_usable_promotion()
-        self.pending_bytes, self.promote_bytes_per_s = update.pending_bytes, update.promote_bytes_per_s
+        self.ready_s = ready_s(now_s, update.ready_in_s, update.pending_bytes, update.promote_bytes_per_s)
 
     def _has_usable_promotion(self) -> bool:
         states = [self._chunks[key].state if key in self._chunks else _MISS for key in self.plan.keys]

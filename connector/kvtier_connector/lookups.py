@@ -51,7 +51,7 @@ class Lookups:
         lease = self._leases.get(update.acquire_id)
         if lease is None:
             return
-        lease.apply(update)
+        lease.apply(update, now_s)
         if lease.promote_deadline_s is None:
             lease.promote_deadline_s = now_s + self._rate.prefill_s(lease.tokens_at_stake())
 
@@ -167,7 +167,7 @@ class Lookups:
             and lease.is_promoting
             # Promotions come in their order: word of any shows that they move.
             and now_s < self._silent_deadline_s
-            and worth_waiting(lease.pending_bytes, lease.promote_bytes_per_s, now_s, lease.promote_deadline_s)
+            and worth_waiting(lease.ready_s, now_s, lease.promote_deadline_s)
         )
         if not is_worth_it:
             state.phase = Phase.SETTLED

@@ -56,15 +56,27 @@ class PrefillRate:
         return num_tokens / self.tokens_per_s
 
 
-def worth_waiting(pending_bytes: int, promote_bytes_per_s: float, now_s: float, deadline_s: float) -> bool:
+def ready_s(told_s: float, ready_in_s: float, pending_bytes: int, promote_bytes_per_s: float) -> float | None:
+    """Return when a promotion is forecast to end, None while nothing is known.
+
+    Args:
+        told_s: When the daemon said the rest.
+        ready_in_s: The daemon's forecast, which knows what is queued ahead; 0 when it has none (or is older than that).
+        pending_bytes: Still to be promoted for this request.
+        promote_bytes_per_s: The daemon's measured rate; 0 when it has none yet.
+    """
+    if ready_in_s > 0:
+        return told_s + ready_in_s
+    return told_s + pending_bytes / promote_bytes_per_s if promote_bytes_per_s > 0 else None
+
+
+def worth_waiting(forecast_s: float | None, now_s: float, deadline_s: float) -> bool:
     """Return whether the promotion is forecast to end before recomputing would.
 
     Args:
-        pending_bytes: Still to be promoted.
-        promote_bytes_per_s: The daemon's measured rate; 0 when it has none yet, which gets the benefit of the doubt.
+        forecast_s: When it ends; None while unknown, which gets the benefit of the doubt. One that has passed is no
+            reason to give up: the promotion is late, and it still may come before the deadline.
         now_s: Now.
         deadline_s: When recomputing, begun at the first answer, would have ended.
     """
-    if now_s >= deadline_s:
-        return False
-    return promote_bytes_per_s <= 0 or now_s + pending_bytes / promote_bytes_per_s <= deadline_s
+    return now_s < deadline_s and (forecast_s is None or forecast_s <= deadline_s)

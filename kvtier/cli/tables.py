@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -99,6 +99,7 @@ def daemon_details(status: DaemonStatus) -> RenderableType:
         "socket": status.socket,
         "host": _tier(status.host),
         "disk": _tier(status.disk),
+        "disk writes": _writes(status.counters),
         "prompts": f"{status.num_prompts}, {status.num_pinned} pinned",
     }
     parts: list[RenderableType] = [_pairs(rows), Text(), sessions_table(status.sessions)]
@@ -215,7 +216,22 @@ def _source(recipe_json: str) -> str:
 def _tier(tier: TierStatus) -> str:
     share = 100 * tier.used_bytes / tier.limit_bytes if tier.limit_bytes else 0
     used = f"{format_size(tier.used_bytes)} of {format_size(tier.limit_bytes)} ({share:.0f}%)"
-    return f"{used}, {tier.num_chunks} chunks, in {tier.location}"
+    latched = f"\nSWITCHED OFF: {tier.latched}" if tier.latched else ""
+    return f"{used}, {tier.num_chunks} chunks, in {tier.location}{latched}"
+
+
+def _writes(counters: Mapping[str, int]) -> str:
+    """Return what making chunks durable has cost the device since the daemon started; nothing before the first pack."""
+    num_packs, durable_bytes = counters.get("packs_written", 0), counters.get("durable_raw_bytes", 0)
+    if not num_packs or not durable_bytes:
+        return ""
+    written_bytes = counters["pack_bytes_written"] + counters.get("compacted_bytes_written", 0)
+    return (
+        f"{format_size(written_bytes)} for {format_size(durable_bytes)} of chunks (write amplification "
+        f"{written_bytes / durable_bytes:.2f}), {counters.get('pack_fsyncs', 0)} packs fsynced, "
+        f"{counters.get('pack_write_ms', 0) / 1000 / num_packs:.2f} s a pack, "
+        f"{format_size(counters.get('spill_queue_bytes', 0))} waiting"
+    )
 
 
 def _uptime(started_unix_s: float) -> str:

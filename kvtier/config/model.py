@@ -53,7 +53,13 @@ class DiskConfig:
     zstd_level: int = 1
     """zstd level of new packs, 1..22. Higher levels hardly shrink KV and cost a lot of time."""
     io_threads: int = 2
-    """Threads that read, write and (de)compress packs."""
+    """Threads that read packs for requests. Writing, compaction and scrub have their own."""
+    compact_dead_ratio: float = 0.5
+    """Packs of which more than this share is read no more are rewritten; 1: only when the disk is nearly full."""
+    compact_bytes_per_s: int = 64 * MIB
+    """Bytes per second that compaction writes at most; 0: no compaction."""
+    scrub_bytes_per_s: int = 16 * MIB
+    """Bytes per second that the scrub verifies at most; 0: no scrub."""
 
 
 @dataclass(frozen=True, kw_only=True)

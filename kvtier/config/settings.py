@@ -138,6 +138,10 @@ def _pack_bytes(value: object, context: ParseContext) -> int:
     return _size(value)
 
 
+def _bytes_per_s(value: object, context: ParseContext) -> int:
+    return 0 if value in (0, "0") and not isinstance(value, bool) else _size(value)
+
+
 def _number(kind: type[int] | type[float], low: float, high: float) -> Parser:
     problem = f"must be a{' whole' if kind is int else ''} number from {low:g} to {high:g}"
 
@@ -191,6 +195,9 @@ SETTINGS = (
     _row("disk.pack_linger_s", "pack_linger_s", _number(float, 0, 60), 0.2),
     _row("disk.zstd_level", "zstd_level", _number(int, 1, 22), 1),
     _row("disk.io_threads", "io_threads", _number(int, 1, 64), 2),
+    _row("disk.compact_dead_ratio", "compact_dead_ratio", _number(float, 0.05, 1), 0.5),
+    _row("disk.compact_bytes_per_s", "compact_bytes_per_s", _bytes_per_s, "64MiB"),
+    _row("disk.scrub_bytes_per_s", "scrub_bytes_per_s", _bytes_per_s, "16MiB"),
     _row("log.level", "level", _choice("debug", "info", "warning", "error"), "info"),
     _row("log.format", "format", _choice("text", "json"), "text"),
 )

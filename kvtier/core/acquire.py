@@ -42,19 +42,22 @@ class AcquirePlan:
     lost: list[ChunkKey] = field(default_factory=list)
 
 
-def plan_acquire(table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey]) -> AcquirePlan:
+def plan_acquire(
+    table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool = True
+) -> AcquirePlan:
     """Lease what is host-resident of `keys` and reserve slots for what is only on disk.
 
     A full-attention group is cut at its first chunk that is not held; other groups name every held chunk, because their
     hit is found from the end. When no slot can be freed the answer is cut there: an acquire never waits for slots,
     so two prompts larger than the free arena cannot block each other.
 
-    Host-resident chunks are leased first, so that making room for the rest cannot evict them.
+    Host-resident chunks are leased first, so that making room for the rest cannot evict them. Without `from_disk` (the
+    disk tier is off) what is only there is not held.
     """
     plan = AcquirePlan()
     leased: dict[int, LeasedChunk] = {}
     on_disk: list[tuple[int, ChunkKey]] = []
-    for index, key in _held_run(table, layout, keys):
+    for index, key in _held_run(table, layout, keys, from_disk=from_disk):
         chunk = table.get(key)
         if chunk is None or chunk.slot is None:
             on_disk.append((index, key))
@@ -85,7 +88,9 @@ def _reserve(table: ChunkTable[L], key: ChunkKey, plan: AcquirePlan) -> SlotRef 
     return ref
 
 
-def _held_run(table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey]) -> Iterator[tuple[int, ChunkKey]]:
+def _held_run(
+    table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool
+) -> Iterator[tuple[int, ChunkKey]]:
     """Yield (index, key) of what is held; of full-attention groups only the run from the group's first key on."""
     prefix_groups = {group.group_idx for group in layout.groups if not group.window_chunks}
     ended: set[int] = set()
@@ -93,7 +98,8 @@ def _held_run(table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey]) 
         group_idx = group_idx_of(key)
         if group_idx in ended:
             continue
-        if table.holds(key):
+        chunk = table.get(key)
+        if chunk is not None and chunk.held and (from_disk or chunk.slot is not None):
             yield index, key
         elif group_idx in prefix_groups:
             ended.add(group_idx)

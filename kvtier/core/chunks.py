@@ -6,7 +6,7 @@ evicted from host memory, so eviction never loses a promise.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -70,10 +70,16 @@ class Eviction(Generic[L]):
 
 
 class ChunkTable(Generic[L]):
-    """All chunks of one namespace over its arena's slots. Loop thread only; decides, does no I/O."""
+    """All chunks of one namespace over its arena's slots. Loop thread only; decides, does no I/O.
 
-    def __init__(self, slots: SlotTable) -> None:
+    Args:
+        slots: Of the arena.
+        on_move: Told of every change of a chunk's place on disk: the old one and the new one, None for nowhere.
+    """
+
+    def __init__(self, slots: SlotTable, on_move: Callable[[L | None, L | None], None] | None = None) -> None:
         self.slots = slots
+        self._on_move = on_move
         self._chunks: dict[ChunkKey, Chunk[L]] = {}
         self._by_recency: OrderedDict[ChunkKey, None] = OrderedDict()  # chunks with a readable slot, oldest first
 
@@ -233,14 +239,19 @@ class ChunkTable(Generic[L]):
 
     def place(self, key: ChunkKey, location: L) -> None:
         """The chunk lies on disk at `location` now."""
-        self._ensure(key).location = location
+        self._move(self._ensure(key), location)
 
     def unplace(self, key: ChunkKey) -> None:
         """The chunk is not on disk any more."""
         chunk = self._chunks.get(key)
         if chunk is not None:
-            chunk.location = None
+            self._move(chunk, None)
             self._forget_if_idle(chunk)
+
+    def _move(self, chunk: Chunk[L], location: L | None) -> None:
+        old, chunk.location = chunk.location, location
+        if self._on_move is not None:
+            self._on_move(old, location)
 
     # Eviction
 

@@ -6,7 +6,7 @@ gone. So a row always has its file, and a file without a row is an orphan for `D
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -183,6 +183,34 @@ class Ledger:
             sql.executemany(
                 "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (_chunk_columns(record.namespace_id, chunk) for chunk in record.chunks),
+            )
+            return _delete_empty_packs(sql)
+
+    def move_chunks(self, record: PackRecord, moved_from: Mapping[ChunkKey, str]) -> list[str]:
+        """Record a pack that is durable on disk and holds copies; a row is taken over only if it is what was copied.
+
+        What was dropped, or stored anew elsewhere, while it was copied stays as it is.
+
+        Args:
+            record: The new pack.
+            moved_from: For each of its chunks, the pack that it was copied from.
+
+        Returns:
+            Packs left without chunks, whose rows are gone: the caller unlinks them. The new one may be among them.
+
+        Raises:
+            LedgerError: The ledger has no such namespace, or has the pack already.
+        """
+        with self._transaction() as sql:
+            sql.execute("INSERT INTO packs VALUES (?, ?, ?)", (record.pack_id, record.namespace_id, record.file_bytes))
+            sql.executemany(
+                "UPDATE chunks SET pack_id = ?, offset = ?, stored_bytes = ?, raw_bytes = ?, codec = ?, checksum = ?"
+                " WHERE namespace_id = ? AND key = ? AND pack_id = ?",
+                (
+                    (*_chunk_columns(record.namespace_id, chunk)[2:], record.namespace_id, chunk.key, old_pack_id)
+                    for chunk in record.chunks
+                    if (old_pack_id := moved_from.get(chunk.key)) is not None
+                ),
             )
             return _delete_empty_packs(sql)
 

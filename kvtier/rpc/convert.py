@@ -76,6 +76,7 @@ def daemon_status(cache: Cache) -> pb.DaemonStatus:
             used_bytes=cache.stores.disk_usage.used_bytes,
             limit_bytes=cache.stores.disk_usage.limit_bytes,
             num_chunks=sum(_num_on_disk(namespace) for namespace in namespaces),
+            latched=cache.stores.disk_health.latched,
         ),
         sessions=[_session(session) for session in cache.sessions],
         namespaces=[_namespace(namespace) for namespace in namespaces],

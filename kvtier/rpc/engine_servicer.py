@@ -13,6 +13,7 @@ from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache, EngineHello
+from kvtier.service.peer import PromotionForecast
 
 if TYPE_CHECKING:
     from kvtier.service.session import Session
@@ -39,9 +40,7 @@ class StreamPeer:
         """Return the next message to send, None at the end."""
         return await self._queue.get()
 
-    def acquire_answered(
-        self, acquire_id: int, leased: Sequence[LeasedChunk], pending_bytes: int, promote_bytes_per_s: float
-    ) -> None:
+    def acquire_answered(self, acquire_id: int, leased: Sequence[LeasedChunk], forecast: PromotionForecast) -> None:
         """See EnginePeer."""
         chunks = [
             pb.ChunkResidency(
@@ -51,15 +50,14 @@ class StreamPeer:
             )
             for chunk in leased
         ]
-        self._send_update(acquire_id, chunks, pending_bytes, promote_bytes_per_s)
+        self._send_update(acquire_id, chunks, forecast)
 
     def promotion_advanced(
         self,
         acquire_id: int,
         ready: Sequence[tuple[int, SlotRef]],
         failed: Sequence[int],
-        pending_bytes: int,
-        promote_bytes_per_s: float,
+        forecast: PromotionForecast,
     ) -> None:
         """See EnginePeer."""
         chunks = [
@@ -67,13 +65,15 @@ class StreamPeer:
             for index, ref in ready
         ]
         chunks += [pb.ChunkResidency(index=index, state=pb.ChunkResidency.MISS) for index in failed]
-        self._send_update(acquire_id, chunks, pending_bytes, promote_bytes_per_s)
+        self._send_update(acquire_id, chunks, forecast)
 
-    def _send_update(
-        self, acquire_id: int, chunks: Sequence[pb.ChunkResidency], pending_bytes: int, promote_bytes_per_s: float
-    ) -> None:
+    def _send_update(self, acquire_id: int, chunks: Sequence[pb.ChunkResidency], forecast: PromotionForecast) -> None:
         update = pb.AcquireUpdate(
-            acquire_id=acquire_id, chunks=chunks, pending_bytes=pending_bytes, promote_bytes_per_s=promote_bytes_per_s
+            acquire_id=acquire_id,
+            chunks=chunks,
+            pending_bytes=forecast.pending_bytes,
+            promote_bytes_per_s=forecast.bytes_per_s,
+            ready_in_s=forecast.ready_in_s,
         )
         self.send(pb.DaemonMessage(acquire_update=update))
 

@@ -22,11 +22,13 @@ from kvtier.errors import (
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
 from kvtier.obs.log import log_event
 from kvtier.service.adoption import Adoption
+from kvtier.service.compactor import Compactor
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
 from kvtier.service.prewarm import Prewarmer
 from kvtier.service.prompts import PinWish, PromptBook, check_quota
 from kvtier.service.recovery import recover
+from kvtier.service.scrubber import CURSOR_FILE, Scrubber
 from kvtier.service.session import Session
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
@@ -63,6 +65,8 @@ class Cache:
         self.started_unix_s = time.time()
         self.prompts = PromptBook()
         self.namespaces: dict[str, Namespace] = {}
+        self.compactor = Compactor(stores, lambda: list(self.namespaces.values()))
+        self.scrubber = Scrubber(stores, lambda: list(self.namespaces.values()), config.disk.disk_dir / CURSOR_FILE)
         self._tasks = Tasks()
         self._changing = asyncio.Lock()
         self._draining = False
@@ -89,6 +93,12 @@ class Cache:
         await adoption.open(config.host.arena_dir)
         cache._tasks.start("adoption", cache._adopt(adoption))
         cache._tasks.start("expiry", cache._expire())
+        cache._tasks.start("probe", cache.stores.disk_health.run())
+        if config.disk.compact_bytes_per_s:
+            cache.stores.holes.set()  # an earlier run may have left packs with holes
+            cache._tasks.start("compact", cache.compactor.run())
+        if config.disk.scrub_bytes_per_s:
+            cache._tasks.start("scrub", cache.scrubber.run())
         return cache
 
     async def _adopt(self, adoption: Adoption) -> None:

@@ -5,7 +5,11 @@ from contextlib import contextmanager
 
 
 class DiskUsage:
-    """Exact at any time: it is rebuilt from the ledger at start and follows every pack."""
+    """Exact at any time: it is rebuilt from the ledger at start and follows every pack.
+
+    A pack counts from the moment its file is there, which is before its row: what fails between the two has to be
+    unlinked to be given back.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -22,6 +26,10 @@ class DiskUsage:
     def remove(self, pack_id: str) -> None:
         """A pack is gone; unknown ones are ignored."""
         self.used_bytes -= self._packs.pop(pack_id, 0)
+
+    def file_bytes(self, pack_id: str) -> int:
+        """Return a pack's length, 0 when there is no such pack."""
+        return self._packs.get(pack_id, 0)
 
     def fits(self, num_bytes: int) -> bool:
         """Say whether a pack of at most `num_bytes` may be written."""

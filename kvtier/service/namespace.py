@@ -1,5 +1,6 @@
 """One namespace: its chunks, its arena while engines use it, the sessions attached to it."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, KVLayout, group_idx_of
+from kvtier.core.pack_index import PackIndex
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
 from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError, LedgerError, TierIOError
 from kvtier.ledger import NamespaceRow
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from kvtier.service.session import Session
 
 logger = logging.getLogger(__name__)
+
+_SLICE_CHUNKS = 2000
 
 
 class Namespace:
@@ -53,7 +57,9 @@ class Namespace:
         num_slots = stores.config.host.host_bytes // row.layout.row_bytes
         self.slots = SlotTable(num_slots, row.layout.row_bytes, stores.budget, self._uncommit)
         self.keep_pages = False  # a dead daemon's engine may be copying from any row
-        self.table: ChunkTable[StoredChunk] = ChunkTable(self.slots)
+        self.packs = PackIndex()
+        self.table: ChunkTable[StoredChunk] = ChunkTable(self.slots, self._chunk_moved)
+        self.relocating = asyncio.Lock()  # held while rows of chunks on disk are dropped or moved, and memory follows
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
         self._arena: Arena | None = None
@@ -107,6 +113,7 @@ class Namespace:
                     f"{self.stores.budget.limit_bytes}; raise host.bytes"
                 )
             self._arena = Arena.create(directory, self.layout, self.slots.num_slots, namespace_id=self.namespace_id)
+            self.promoter.warm_up(())  # what could not be read for want of an arena
         return self._arena
 
     def adopt_arena(self, arena: Arena, generations: Sequence[int], backed: Collection[int]) -> None:
@@ -221,39 +228,81 @@ class Namespace:
         """Chunks went out of the last tier they were in."""
         self.announce(keys, held=False)
 
-    async def drop_from_disk(self, keys: Collection[ChunkKey]) -> int:
+    def _chunk_moved(self, old: StoredChunk | None, new: StoredChunk | None) -> None:
+        self.packs.moved(old, new)
+        if old is not None:
+            self.stores.holes.set()
+
+    async def chunks_in(self, pack_ids: Sequence[str]) -> list[StoredChunk]:
+        """Return what is read from these packs, in the order of the packs and in each by offset.
+
+        Looks at the table in slices, so that the loop goes on. Chunks never move into an old pack: what was looked at
+        first can only have become less.
+        """
+        wanted = {pack_id: number for number, pack_id in enumerate(pack_ids)}
+        found: list[StoredChunk] = []
+        everything = list(self.table)
+        for start in range(0, len(everything), _SLICE_CHUNKS):
+            for chunk in everything[start : start + _SLICE_CHUNKS]:
+                location = chunk.location
+                if location is not None and location.pack_id in wanted:
+                    found.append(location)
+            await asyncio.sleep(0)
+        return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
+
+    async def drop_from_disk(
+        self, keys: Collection[ChunkKey], *, only_at: Mapping[ChunkKey, StoredChunk] | None = None
+    ) -> int:
         """Take chunks out of the ledger, then unlink packs left empty; return the stored bytes given up.
 
-        The chunks stop being found at once; the row goes before the file.
+        The chunks stop being found at once (unless a compaction is being recorded: then right after it); the row goes
+        before the file.
+
+        Args:
+            keys: What is not on disk is ignored.
+            only_at: Ignore what lies elsewhere than here by now.
 
         Raises:
             LedgerError: The ledger refused; the chunks are on disk as before.
         """
         dropped: dict[ChunkKey, StoredChunk] = {}
-        for key in keys:
-            chunk = self.table.get(key)
-            if chunk is not None and chunk.location is not None:
+        async with self.relocating:
+            for key in keys:
+                chunk = self.table.get(key)
+                if chunk is None or chunk.location is None or (only_at and only_at[key] != chunk.location):
+                    continue
                 dropped[key] = chunk.location
                 self.table.unplace(key)
-        if dropped:
+            if not dropped:
+                return 0
             try:
                 emptied = await self.stores.in_ledger(self.stores.ledger.drop_chunks, self.namespace_id, list(dropped))
             except LedgerError:
                 for key, stored in dropped.items():
-                    self.table.place(key, stored)
+                    if (chunk := self.table.get(key)) is None or chunk.location is None:  # else: stored anew meanwhile
+                        self.table.place(key, stored)
                 raise
-            await self.delete_packs(emptied)
+        await self.delete_packs(emptied)
         return sum(stored.stored_bytes for stored in dropped.values())
 
     async def delete_packs(self, pack_ids: Iterable[str]) -> None:
-        """Unlink packs whose rows are gone; what cannot be unlinked still counts, and the next start sweeps it."""
+        """Unlink packs whose rows are gone, or set them aside if damage was found in them.
+
+        What cannot be unlinked still counts, and the next start sweeps it.
+        """
         for pack_id in pack_ids:
+            damaged = pack_id in self.packs.damaged
+            remove = self.stores.disk.quarantine_pack if damaged else self.stores.disk.delete_pack
             try:
-                await self.stores.in_io(self.stores.disk.delete_pack, pack_id)
+                await self.stores.in_io(remove, pack_id)
             except TierIOError as error:
                 log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error))
-            else:
-                self.stores.disk_usage.remove(pack_id)
+                continue
+            self.stores.disk_usage.remove(pack_id)
+            self.packs.damaged.discard(pack_id)
+            if damaged:
+                self.stores.counters.packs_quarantined += 1
+                log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id)
 
     async def close(self, *, keep_arena: bool = False) -> None:
         """End its tasks and unmap the arena; running disk calls are waited for.

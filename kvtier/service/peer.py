@@ -24,12 +24,25 @@ class EngineHello:
     ephemeral: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromotionForecast:
+    """How far an acquire's promotions are.
+
+    Attributes:
+        pending_bytes: Raw bytes still to be read for it.
+        bytes_per_s: Measured promotion rate; 0 while unknown.
+        ready_in_s: Seconds until the last of them is readable, what is read before them included; 0 while unknown.
+    """
+
+    pending_bytes: int = 0
+    bytes_per_s: float = 0.0
+    ready_in_s: float = 0.0
+
+
 class EnginePeer(Protocol):
     """The outgoing half of a session's stream. Never blocks: it queues."""
 
-    def acquire_answered(
-        self, acquire_id: int, leased: Sequence[LeasedChunk], pending_bytes: int, promote_bytes_per_s: float
-    ) -> None:
+    def acquire_answered(self, acquire_id: int, leased: Sequence[LeasedChunk], forecast: PromotionForecast) -> None:
         """First answer to an acquire."""
 
     def promotion_advanced(
@@ -37,8 +50,7 @@ class EnginePeer(Protocol):
         acquire_id: int,
         ready: Sequence[tuple[int, SlotRef]],
         failed: Sequence[int],
-        pending_bytes: int,
-        promote_bytes_per_s: float,
+        forecast: PromotionForecast,
     ) -> None:
         """Chunks of an acquire (by index) became readable, or will not."""
 

@@ -1,13 +1,12 @@
 """Start with cold host memory: pinned prompts are promoted in the background, before their first request asks."""
 
-import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.core.layout import ChunkKey
-from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError
 from kvtier.obs.log import log_event
 from kvtier.service.prompts import PromptBook
@@ -18,11 +17,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HIGH_WATERMARK_RATIO = 0.9
-_BATCH_BYTES = 8 * 1024**2
 
 
 class Prewarmer:
-    """Promotes with one small batch in flight, so that an engine's own promotions wait for one at most.
+    """Hands pinned prompts to the promoters' background class, which gives way to every request.
 
     It takes free memory only, up to the high watermark of `host_bytes`: it evicts nothing and asks nobody for room.
     """
@@ -33,21 +31,18 @@ class Prewarmer:
 
     async def run(self, namespaces: Iterable["Namespace"]) -> None:
         """Promote what is pinned and only on disk: the namespace last used first, prompts newest first, heads first."""
-        num_chunks = 0
         for namespace in sorted(namespaces, key=lambda namespace: namespace.row.seen_unix_s, reverse=True):
-            if namespace.ephemeral or not self._open(namespace):
+            keys = [key for key in self._prompts.pinned_keys(namespace.namespace_id) if _only_on_disk(namespace, key)]
+            if namespace.ephemeral or not keys or not self._open(namespace):
                 continue
-            keys = iter(dict.fromkeys(self._prompts.pinned_keys(namespace.namespace_id)))
-            while (batch := self._start_batch(namespace, keys)).keys:
-                num_chunks += len(batch.keys)
-                await batch.settled.wait()
-        if num_chunks:
-            log_event(logger, "prewarmed", chunks=num_chunks)
+            namespace.promoter.warm_up(dict.fromkeys(keys), has_room=partial(_has_room, namespace))
+            await namespace.promoter.until_warm()
+            num_chunks = len(keys) - sum(_only_on_disk(namespace, key) for key in keys)
+            log_event(logger, "prewarmed", namespace=namespace.namespace_id, chunks=num_chunks)
 
     def _open(self, namespace: "Namespace") -> bool:
-        """Say whether the namespace has anything to promote, and an arena for it."""
-        keys = self._prompts.pinned_keys(namespace.namespace_id)
-        if not _has_room(namespace) or not any(_only_on_disk(namespace, key) for key in keys):
+        """Say whether there is room, and an arena to promote into."""
+        if not _has_room(namespace):
             return False
         try:
             namespace.open_arena(self._directory)
@@ -55,41 +50,6 @@ class Prewarmer:
             log_event(logger, "not_prewarmed", level=logging.WARNING, problem=str(error))
             return False
         return True
-
-    def _start_batch(self, namespace: "Namespace", keys: Iterator[ChunkKey]) -> "_Batch":
-        """Reserve slots for the next chunks and queue them; none when all is done or memory is short."""
-        started: list[ChunkKey] = []
-        num_bytes = 0
-        while num_bytes < _BATCH_BYTES and _has_room(namespace):
-            key = next((key for key in keys if _only_on_disk(namespace, key)), None)
-            if key is None or namespace.table.begin_promotion(key) is None:
-                break
-            namespace.table.lease(key)
-            started.append(key)
-            num_bytes += namespace.payload_bytes(key)
-        batch = _Batch(namespace, started)
-        for index, key in enumerate(started):
-            namespace.promoter.wait_for(key, batch, 0, index)
-        namespace.promoter.start(started)
-        return batch
-
-
-class _Batch:
-    """Waits for promotions as a session does, and ends their leases."""
-
-    def __init__(self, namespace: "Namespace", keys: Sequence[ChunkKey]) -> None:
-        self.keys = keys
-        self.settled = asyncio.Event()
-        self._namespace = namespace
-        self._num_pending = len(keys)
-
-    def promotion_advanced(self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int]) -> None:
-        """See `Waiter`; a failed promotion has taken its leases along."""
-        for index, _ in ready:
-            self._namespace.table.unlease(self.keys[index])
-        self._num_pending -= len(ready) + len(failed)
-        if not self._num_pending:
-            self.settled.set()
 
 
 def _only_on_disk(namespace: "Namespace", key: ChunkKey) -> bool:

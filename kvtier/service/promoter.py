@@ -1,182 +1,370 @@
-"""Promotion: chunks from disk into their arena slots, in prefix order, and word to those who wait."""
+"""Promotion: chunks from disk into their arena slots, whose turn it is in prefix order, and word to those who wait."""
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier.core.layout import ChunkKey
+from kvtier.core.promotion_queue import PromotionQueue
 from kvtier.core.slots import SlotRef
-from kvtier.errors import ArenaError, ChunkDamagedError, LedgerError, TierIOError
+from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
+from kvtier.service.damage import drop_damaged
+from kvtier.service.promotion_batch import BATCH_BYTES, Batch, Outcome, Read
 from kvtier.service.rate import Rate
 from kvtier.service.tasks import Tasks
-from kvtier.tiers.base import StoredChunk
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 8 * 1024**2
+_BACKGROUND_BATCH_BYTES = BATCH_BYTES // 4
 
 
 class Waiter(Protocol):
-    """Who asked for a promotion and leases its slot."""
+    """Who leases the slots of promotions and is told how they go: a session, by the id of one of its acquires."""
 
     def promotion_advanced(self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int]) -> None:
-        """Chunks of an acquire became readable, or will not (their leases are gone already)."""
-        ...
+        """Chunks (by index) became readable, or will not; the leases of the latter are gone already."""
 
 
-@dataclass(frozen=True)
-class _Read:
-    key: ChunkKey
-    ref: SlotRef
-    stored: StoredChunk
-    into: Sequence[memoryview]
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """`backed`: the slot has pages. `damaged`: the stored bytes are not what was written."""
-
-    read: _Read
-    ok: bool
-    backed: bool = True
-    damaged: bool = False
+Asker = tuple[Waiter, int]
+"""A waiter and one of its acquires."""
 
 
 class Promoter:
-    """Reads chunks of one namespace. One reader per chunk however many wait for it."""
+    """Reads chunks of one namespace, in batches, up to `disk.io_threads` at a time. Loop thread only.
 
-    def __init__(self, namespace: "Namespace") -> None:
+    One reader per chunk however many wait for it: a chunk that somebody wants is `promoting` in the table from then on,
+    and is either queued or in one batch. Background promotions take a batch only while nothing else is queued, one at a
+    time, in slots that nobody needs, and stop between two chunks when a request comes.
+    """
+
+    def __init__(self, namespace: "Namespace", *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._namespace = namespace
-        self._queue: deque[ChunkKey] = deque()
-        self._wake = asyncio.Event()
-        self._waiters: dict[ChunkKey, list[tuple[Waiter, int, int]]] = {}
+        self._now_s = now_s
+        self._queue: PromotionQueue[Asker] = PromotionQueue(namespace.payload_bytes)
+        self._background: deque[ChunkKey] = deque()
+        self._askers: dict[ChunkKey, dict[Asker, int]] = {}
+        self._reading: dict[ChunkKey, Batch] = {}
+        self._batches: set[Batch] = set()
         self._tasks = Tasks()
-        self._started = False
         self._rate = Rate()
+        self._has_room: Callable[[], bool] = lambda: True
+        self._in_traffic = False
+        self._waits_for_quiet = False
+        self._warm = asyncio.Event()  # nothing is left to promote in the background
+        self._never_off = namespace.stores.disk_health.when_off(self._disk_is_off)
 
     @property
     def bytes_per_s(self) -> float:
         """Measured promotion rate, 0 while unknown."""
         return self._rate.per_s
 
-    def wait_for(self, key: ChunkKey, session: Waiter, acquire_id: int, index: int) -> None:
-        """Tell the session when the chunk is readable, or will not be."""
-        self._waiters.setdefault(key, []).append((session, acquire_id, index))
+    # What requests say
 
-    def start(self, keys: Iterable[ChunkKey]) -> None:
-        """Queue chunks that got a slot for promotion."""
-        self._queue.extend(keys)
-        if self._queue and not self._started:
-            self._started = True
-            for number in range(self._namespace.stores.config.disk.io_threads):
-                self._tasks.start(f"promote-{number}", self._run())
-        self._wake.set()
+    def want(self, session: Waiter, acquire_id: int, keys: Sequence[tuple[int, ChunkKey]]) -> None:
+        """An acquire leased chunks that are being promoted, or got a slot for it: tell it of each when it is readable.
+
+        Args:
+            session: Is told by `promotion_advanced`.
+            acquire_id: Of the session.
+            keys: Each with its index in the acquire, in prefix order.
+        """
+        asker = (session, acquire_id)
+        for index, key in keys:
+            self._askers.setdefault(key, {})[asker] = index
+            if key in self._reading:
+                self._reading[key].wanted.add(key)
+        self._queue.ask(asker, [key for _, key in keys if key not in self._reading])
+        self._pump()
+
+    def left(self, session: Waiter, acquire_id: int, key: ChunkKey) -> None:
+        """An acquire gave back its lease on a chunk that is not readable yet."""
+        asker = (session, acquire_id)
+        self._askers.get(key, {}).pop(asker, None)
+        self._queue.leave(asker, key)
+        chunk = self._namespace.table.get(key)
+        if chunk is None or not chunk.promoting or chunk.num_leases:
+            return
+        if key in self._reading:
+            self._reading[key].wanted.discard(key)
+        else:
+            self._fail(key)
+            self._namespace.stores.counters.promotions_cancelled += 1
+            self._mind_traffic()
+
+    def warm_up(self, keys: Iterable[ChunkKey], *, has_room: Callable[[], bool] | None = None) -> None:
+        """Promote chunks that nobody waits for, in this order, when the disk has nothing else to do.
+
+        Only into slots that are free or may be backed: nothing is evicted for them. What finds none is left on disk.
+
+        Args:
+            keys: Those that are not only on disk when their turn comes are passed over.
+            has_room: Asked before each chunk; False leaves the rest on disk.
+        """
+        if has_room is not None:
+            self._has_room = has_room
+        self._background.extend(keys)
+        self._pump()
+
+    async def until_warm(self) -> None:
+        """Return when what `warm_up` was given is read, or left on disk for good."""
+        await self._warm.wait()
+
+    def ready_in_s(self, session: Waiter, acquire_id: int) -> float:
+        """Forecast when the last chunk of an acquire is readable: what is read before it counts. 0 while unknown."""
+        if not self._rate.per_s:
+            return 0.0
+        being_read = sum(batch.unread_bytes for batch in self._batches if not batch.background)
+        return (being_read + self._queue.bytes_until_done((session, acquire_id))) / self._rate.per_s
 
     async def close(self) -> None:
-        """End the readers."""
+        """Give up what is queued, let running batches come to their next chunk, and wait for them."""
+        self._never_off()
+        self._background.clear()
+        self._queue.drain()
+        for batch in self._batches:
+            batch.stopped = True
         await self._tasks.close()
+        self._mind_traffic()
 
-    async def _run(self) -> None:
-        while True:
-            await self._wake.wait()
-            batch = self._take_batch()
-            if not batch:
-                self._wake.clear()
-                continue
-            with self._rate.measure(sum(read.stored.raw_bytes for read in batch)):
-                outcomes = await self._namespace.stores.in_io(self._read_all, batch)
-            await self._settle(outcomes)
+    # Batches
 
-    def _take_batch(self) -> list[_Read]:
-        namespace, batch, num_bytes = self._namespace, list[_Read](), 0
-        while self._queue and num_bytes < _BATCH_BYTES:
-            key = self._queue.popleft()
+    def _pump(self) -> None:
+        """Start batches while readers are free and something is queued."""
+        self._mind_traffic()
+        num_readers = self._namespace.stores.config.disk.io_threads
+        while len(self._batches) < num_readers and (batch := self._next_batch()):
+            self._batches.add(batch)
+            self._reading |= dict.fromkeys(batch.unread, batch)
+            self._tasks.start("promote", self._run(batch))
+        self._mind_background()
+
+    def _mind_background(self) -> None:
+        if self._background or any(batch.background for batch in self._batches):
+            self._warm.clear()
+        else:
+            self._warm.set()
+
+    def _next_batch(self) -> Batch | None:
+        while self._queue:
+            reads = [self._read_of(key) for key in self._queue.take(BATCH_BYTES)]
+            if batch := self._batch([read for read in reads if read is not None]):
+                return batch
+        return self._next_background_batch()
+
+    def _read_of(self, key: ChunkKey) -> Read | None:
+        """Return what to read for a chunk, None when it was dropped from disk while it waited."""
+        namespace, chunk = self._namespace, self._namespace.table.get(key)
+        if chunk is None or chunk.slot is None or not chunk.promoting:
+            return None
+        if chunk.location is None:
+            self._fail(key)
+            return None
+        namespace.arena.set_generation(chunk.slot.slot, chunk.slot.generation)
+        return Read(key, chunk.slot, chunk.location, namespace.payload(key, chunk.slot))
+
+    def _next_background_batch(self) -> Batch | None:
+        namespace, reads, num_bytes = self._namespace, list[Read](), 0
+        if not self._background or self._batches or not namespace.has_arena:
+            return None
+        if not namespace.stores.disk_health.readable or namespace.stores.traffic.busy:
+            self._tasks.start("promote-later", self._pump_when_quiet())
+            return None
+        while self._background and num_bytes < _BACKGROUND_BATCH_BYTES:
+            key = self._background.popleft()
             chunk = namespace.table.get(key)
-            if chunk is None or chunk.slot is None or not chunk.promoting:
+            if chunk is None or chunk.slot is not None or chunk.location is None:
                 continue
-            if not chunk.num_leases or chunk.location is None:  # the last asker left, or it was dropped meanwhile
-                self._fail(key)
-                continue
-            namespace.arena.set_generation(chunk.slot.slot, chunk.slot.generation)
-            batch.append(_Read(key, chunk.slot, chunk.location, namespace.payload(key, chunk.slot)))
-            num_bytes += chunk.location.raw_bytes
-        return batch
+            if not self._has_room() or namespace.table.begin_promotion(key) is None:
+                self._background.clear()
+                break
+            if read := self._read_of(key):
+                reads.append(read)
+                num_bytes += namespace.payload_bytes(key)
+        return self._batch(reads, background=True)
 
-    def _read_all(self, batch: Sequence[_Read]) -> list[_Outcome]:
-        return [self._read_one(read) for read in batch]
+    async def _pump_when_quiet(self) -> None:
+        if not self._waits_for_quiet:
+            self._waits_for_quiet = True
+            try:
+                await self._namespace.stores.traffic.until_quiet()
+                await self._namespace.stores.disk_health.until_open()
+            finally:
+                self._waits_for_quiet = False
+            self._pump()
 
-    def _read_one(self, read: _Read) -> _Outcome:
-        """Worker thread."""
+    def _batch(self, reads: Sequence[Read], *, background: bool = False) -> Batch | None:
+        stores = self._namespace.stores
+        if not reads:
+            return None
+        return Batch(
+            reads,
+            arena=self._namespace.arena,
+            disk=stores.disk,
+            on_progress=self._settle,
+            # A background batch gives way to any namespace's requests.
+            gives_way=lambda: background and stores.traffic.busy,
+            background=background,
+        )
+
+    async def _run(self, batch: Batch) -> None:
+        stores = self._namespace.stores
+        self._rate.began(self._now_s())
         try:
-            if not self._namespace.arena.back([read.ref.slot]):
-                return _Outcome(read, ok=False, backed=False)
-        except ArenaError as error:
-            log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(error))
-            return _Outcome(read, ok=False, backed=False)
-        try:
-            self._namespace.stores.disk.read_chunk(read.stored, read.into)
-        except ChunkDamagedError as error:
-            log_event(logger, "chunk_damaged", level=logging.WARNING, key=read.key.hex(), problem=str(error))
-            return _Outcome(read, ok=False, damaged=True)
-        except TierIOError as error:
-            log_event(logger, "chunk_unreadable", level=logging.WARNING, key=read.key.hex(), problem=str(error))
-            return _Outcome(read, ok=False)
-        return _Outcome(read, ok=True)
+            await stores.in_read(batch.run)
+        finally:
+            self._settle(batch)
+            self._rate.ended(self._now_s())
+            self._batches.discard(batch)
+            for key in batch.unread:
+                del self._reading[key]
+            self._take_back(batch, retry=batch.cancelled)
+            self._judge_disk(batch)
+            self._pump()
 
-    async def _settle(self, outcomes: Sequence[_Outcome]) -> None:
-        namespace, counters = self._namespace, self._namespace.stores.counters
-        told: dict[tuple[Waiter, int], tuple[list[tuple[int, SlotRef]], list[int]]] = {}
-        damaged: list[ChunkKey] = []
-        for outcome in outcomes:
-            key = outcome.read.key
-            if outcome.backed:
-                namespace.slots.mark_backed(outcome.read.ref.slot)
-            waiters = self._waiters.pop(key, [])
-            chunk = namespace.table.get(key)
-            if outcome.ok and chunk is not None:
-                chunk.checksum = outcome.read.stored.checksum
-                namespace.table.complete_promotion(key)
-                namespace.mark_committed(key)
-                counters.chunks_promoted += 1
-                counters.promoted_bytes += outcome.read.stored.raw_bytes
+    def _take_back(self, batch: Batch, *, retry: bool) -> None:
+        """Chunks that a batch left out: those asked for again are read by another, the others give their slots back.
+
+        Without `retry` the batch broke in a way that nobody foresaw: better a miss than the same again.
+        """
+        left_out = list(batch.unread)
+        if batch.background and retry:
+            self._background.extendleft(key for key in reversed(left_out) if not self._askers.get(key))
+        for key in left_out:
+            if retry and self._askers.get(key):
+                self._queue_again(key)
             else:
-                namespace.table.fail_promotion(key)
-                counters.promotions_failed += 1
-                # Not what was dropped from disk, and unlinked, while it was read.
-                damaged += [key] if outcome.damaged and chunk and chunk.location is outcome.read.stored else []
-            for session, acquire_id, index in waiters:
-                ready, failed = told.setdefault((session, acquire_id), ([], []))
-                if outcome.ok:
-                    ready.append((index, outcome.read.ref))
-                else:
-                    failed.append(index)
-        # Before the misses: who computes a missed chunk offers it once, and must know by then that it is wanted.
-        namespace.announce(damaged, held=False)
-        for (session, acquire_id), (ready, failed) in told.items():
-            session.promotion_advanced(acquire_id, ready, failed)
-        namespace.top_up_all()
-        if damaged:
-            counters.chunks_damaged += len(damaged)
-            await self._drop(damaged)
+                self._fail(key)
+                self._namespace.stores.counters.promotions_cancelled += not batch.background
 
-    async def _drop(self, damaged: Sequence[ChunkKey]) -> None:
-        namespace = self._namespace
-        try:
-            await namespace.drop_from_disk(damaged)
-        except LedgerError as error:
-            # A row that stays is found damaged again after the next start, or replaced by the next store before.
-            log_event(logger, "damage_not_recorded", level=logging.ERROR, chunks=len(damaged), problem=str(error))
-            for key in damaged:
-                namespace.table.unplace(key)
+    def _judge_disk(self, batch: Batch) -> None:
+        """A batch in which anything was read speaks for the disk: one bad sector does not switch it off."""
+        if batch.num_read:
+            self._namespace.stores.disk_health.succeeded("read")
+        elif batch.refused is not None:
+            self._namespace.stores.disk_health.failed("read", batch.refused)
 
-    def _fail(self, key: ChunkKey) -> None:
+    def _queue_again(self, key: ChunkKey) -> None:
+        for asker in self._askers[key]:
+            self._queue.ask(asker, [key], first=True)
+
+    def _mind_traffic(self) -> None:
+        """Tell background work whether a request waits for a chunk of this namespace."""
+        waits = bool(self._queue) or any(not batch.background or batch.wanted for batch in self._batches)
+        if waits != self._in_traffic:
+            self._in_traffic = waits
+            traffic = self._namespace.stores.traffic
+            (traffic.began if waits else traffic.ended)()
+
+    def _disk_is_off(self) -> None:
+        """The disk tier was switched off: what is queued is a miss at once."""
+        self._background.clear()
+        self._mind_background()
+        for key in self._queue.drain():
+            self._fail(key)
+        self._mind_traffic()
+
+    # Outcomes
+
+    def _settle(self, batch: Batch) -> None:
+        """Take over what a batch has read so far, and tell who waits."""
+        told = _Told()
+        damaged = []
+        for outcome in batch.take_outcomes():
+            read, chunk = outcome.read, self._namespace.table.get(outcome.read.key)
+            del self._reading[read.key]
+            if outcome.backed:
+                self._namespace.slots.mark_backed(read.ref.slot)
+            if chunk is None or chunk.slot != read.ref or not chunk.promoting:
+                continue
+            if outcome.error is None and outcome.backed:
+                self._complete(outcome, told)
+            elif isinstance(outcome.error, ChunkDamagedError) and chunk.location not in (None, read.stored):
+                self._read_elsewhere(read)
+            else:
+                if isinstance(outcome.error, ChunkDamagedError) and chunk.location == read.stored:
+                    damaged.append(read.stored)
+                self._fail(read.key, told)
+                self._log(outcome)
+        finish = drop_damaged(self._namespace, damaged)  # announces: before the misses
+        told.send()
+        if told:
+            self._namespace.top_up_all()
+        if finish is not None:
+            self._namespace.tasks.start("damage", finish)
+
+    def _complete(self, outcome: Outcome, told: "_Told") -> None:
+        namespace, read, counters = self._namespace, outcome.read, self._namespace.stores.counters
+        chunk = namespace.table.get(read.key)
+        assert chunk is not None
+        chunk.checksum = read.stored.checksum
+        self._rate.moved(read.stored.raw_bytes, self._now_s())
+        askers = self._askers.pop(read.key, {})
+        namespace.table.complete_promotion(read.key)
+        namespace.mark_committed(read.key)
+        counters.chunks_promoted += 1
+        counters.promoted_bytes += read.stored.raw_bytes
+        counters.chunks_promoted_unasked += not askers
+        for asker, index in askers.items():
+            told.ready(asker, index, read)
+
+    def _read_elsewhere(self, read: Read) -> None:
+        """Compaction moved the chunk, and unlinked its old pack, while it was read."""
+        self._namespace.stores.counters.promotions_rerouted += 1
+        if self._askers.get(read.key):
+            self._queue_again(read.key)
+        else:
+            self._fail(read.key)
+
+    def _fail(self, key: ChunkKey, told: "_Told | None" = None) -> None:
+        now = _Told() if told is None else told
+        self._queue.discard(key)
         self._namespace.table.fail_promotion(key)
-        for session, acquire_id, index in self._waiters.pop(key, []):
-            session.promotion_advanced(acquire_id, [], [index])
+        for asker, index in self._askers.pop(key, {}).items():
+            now.failed(asker, index)
+        if told is None:
+            now.send()
+
+    def _log(self, outcome: Outcome) -> None:
+        stores = self._namespace.stores
+        stores.counters.promotions_failed += 1
+        if isinstance(outcome.error, TierIOError | ArenaError):
+            log_event(
+                logger,
+                "chunk_unreadable",
+                level=logging.WARNING,
+                key=outcome.read.key.hex(),
+                problem=str(outcome.error),
+            )
+
+
+class _Told:
+    """What askers are told in one go."""
+
+    def __init__(self) -> None:
+        self._ready: dict[Asker, list[tuple[int, Read]]] = {}
+        self._failed: dict[Asker, list[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._ready or self._failed)
+
+    def ready(self, asker: Asker, index: int, read: Read) -> None:
+        """The chunk at this index can be read."""
+        self._ready.setdefault(asker, []).append((index, read))
+
+    def failed(self, asker: Asker, index: int) -> None:
+        """The chunk at this index is a miss."""
+        self._failed.setdefault(asker, []).append(index)
+
+    def send(self) -> None:
+        """Tell every asker once."""
+        for asker in {**self._ready, **self._failed}:
+            session, acquire_id = asker
+            ready = [(index, read.ref) for index, read in self._ready.get(asker, ())]
+            session.promotion_advanced(acquire_id, ready, self._failed.get(asker, []))

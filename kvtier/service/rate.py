@@ -1,28 +1,51 @@
-"""A measured rate of bytes per second, smoothed."""
-
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""A measured rate of bytes per second, smoothed. Time is an argument."""
 
 _SMOOTHING = 0.3
+_WINDOW_BYTES = 8 * 1024**2
+_LEAST_BYTES = 1024**2
 
 
 class Rate:
-    """Exponentially weighted bytes per second over concurrent transfers; 0 until the first one has ended."""
+    """Bytes per second while at least one transfer runs, as a moving average over windows of `_WINDOW_BYTES`.
+
+    Time counts once however many transfers share it, and idle time not at all. Small transfers gather until they fill
+    a window: a sample of one chunk would be mostly the cost of a thread switch. 0 until `_LEAST_BYTES` were moved.
+    """
 
     def __init__(self) -> None:
-        self.per_s = 0.0
+        self._average = 0.0
         self._num_running = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self._num_bytes = 0
 
-    @contextmanager
-    def measure(self, num_bytes: int) -> Iterator[None]:
-        """Count a transfer that takes as long as the block; transfers that overlap share the time."""
+    @property
+    def per_s(self) -> float:
+        """The average; before the first full window what was seen of it; 0 while that is too little to say."""
+        if self._average or self._num_bytes < _LEAST_BYTES:
+            return self._average
+        return self._num_bytes / max(self._busy_s, 1e-6)
+
+    def began(self, now_s: float) -> None:
+        """A transfer begins."""
+        self._count_time(now_s)
         self._num_running += 1
-        started_s = time.monotonic()
-        try:
-            yield
-        finally:
-            elapsed_s = max(time.monotonic() - started_s, 1e-6)
-            sample = num_bytes * self._num_running / elapsed_s
-            self._num_running -= 1
-            self.per_s = sample if not self.per_s else (1 - _SMOOTHING) * self.per_s + _SMOOTHING * sample
+
+    def moved(self, num_bytes: int, now_s: float) -> None:
+        """A running transfer has moved so many bytes more."""
+        self._count_time(now_s)
+        self._num_bytes += num_bytes
+        if self._num_bytes >= _WINDOW_BYTES:
+            sample = self._num_bytes / max(self._busy_s, 1e-6)
+            self._average = (1 - _SMOOTHING) * self._average + _SMOOTHING * sample if self._average else sample
+            self._num_bytes, self._busy_s = 0, 0.0
+
+    def ended(self, now_s: float) -> None:
+        """A transfer is over."""
+        self._count_time(now_s)
+        self._num_running -= 1
+
+    def _count_time(self, now_s: float) -> None:
+        if self._num_running:
+            self._busy_s += max(0.0, now_s - self._since_s)
+        self._since_s = now_s

@@ -60,7 +60,10 @@ async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot) -> None:
                 logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=len(lost), file_bytes=file_bytes
             )
             for emptied in await stores.in_ledger(stores.ledger.drop_chunks, record.namespace_id, lost):
-                await stores.in_io(stores.disk.delete_pack, emptied)
+                await stores.in_io(stores.disk.quarantine_pack, emptied)
+                stores.counters.packs_quarantined += file_bytes > 0
+            if namespace is not None and whole:
+                namespace.packs.damaged.add(pack_id)  # compaction takes the good ones out of it
         if namespace is not None:
             for chunk in whole:
                 namespace.table.place(chunk.key, chunk)

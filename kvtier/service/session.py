@@ -13,7 +13,7 @@ from kvtier.core.slots import SlotRef, SlotState
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
-from kvtier.service.peer import EngineHello, EnginePeer
+from kvtier.service.peer import EngineHello, EnginePeer, PromotionForecast
 from kvtier.tiers.base import checksum_of
 from kvtier.tiers.session_locks import SessionLock
 
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LOCK_POLL_S = 0.1
 _MAX_CREDIT_SHARE = 4
+_BEHIND_SHARE = 8  # a slow disk holds what is stored in memory: take in less, not more
 StoreList = Sequence[tuple[ChunkKey, SlotRef]]
 
 
@@ -81,27 +82,34 @@ class Session:
             raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
         namespace = self.namespace
         namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
-        plan = plan_acquire(namespace.table, namespace.layout, keys)
+        from_disk = namespace.stores.disk_health.readable
+        plan = plan_acquire(namespace.table, namespace.layout, keys, from_disk=from_disk)
         lease = self._leases[acquire_id] = _Lease({chunk.index: chunk.key for chunk in plan.leased})
-        for chunk in plan.leased:
-            if chunk.promoting:
-                lease.pending.add(chunk.index)
-                namespace.promoter.wait_for(chunk.key, self, acquire_id, chunk.index)
-        namespace.promoter.start(plan.promotions)
+        pending = [(chunk.index, chunk.key) for chunk in plan.leased if chunk.promoting]
+        lease.pending.update(index for index, _ in pending)
+        if pending:
+            namespace.promoter.want(self, acquire_id, pending)
         counters = namespace.stores.counters
         counters.acquires += 1
         counters.acquired_chunks_disk += len(lease.pending)
         counters.acquired_chunks_host += len(plan.leased) - len(lease.pending)
         counters.missed_chunks += plan.num_missed
-        self.peer.acquire_answered(acquire_id, plan.leased, self._pending_bytes(lease), namespace.promoter.bytes_per_s)
+        self.peer.acquire_answered(acquire_id, plan.leased, self._forecast(acquire_id, lease))
         namespace.forget_lost(plan.lost)
 
     def _only_on_disk(self, key: ChunkKey) -> bool:
         chunk = self.namespace.table.get(key)
         return chunk is not None and chunk.slot is None and chunk.location is not None
 
-    def _pending_bytes(self, lease: _Lease) -> int:
-        return sum(self.namespace.payload_bytes(lease.keys[index]) for index in lease.pending)
+    def _forecast(self, acquire_id: int, lease: _Lease) -> PromotionForecast:
+        if not lease.pending:
+            return PromotionForecast()
+        promoter = self.namespace.promoter
+        return PromotionForecast(
+            pending_bytes=sum(self.namespace.payload_bytes(lease.keys[index]) for index in lease.pending),
+            bytes_per_s=promoter.bytes_per_s,
+            ready_in_s=promoter.ready_in_s(self, acquire_id),
+        )
 
     def promotion_advanced(self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int]) -> None:
         """Chunks of an acquire became readable, or will not (their leases are gone already)."""
@@ -114,9 +122,8 @@ class Session:
         if not lease.keys:
             del self._leases[acquire_id]
         still_leased = [(index, ref) for index, ref in ready if index in lease.keys]
-        rate = self.namespace.promoter.bytes_per_s
         if not self.ended:
-            self.peer.promotion_advanced(acquire_id, still_leased, failed, self._pending_bytes(lease), rate)
+            self.peer.promotion_advanced(acquire_id, still_leased, failed, self._forecast(acquire_id, lease))
 
     def release(self, acquire_id: int, indexes: Iterable[int] | None) -> None:
         """End leases of an acquire: all (None), or those of these indexes. What is unknown is ignored."""
@@ -125,9 +132,12 @@ class Session:
             return
         for index in list(lease.keys) if indexes is None else indexes:
             key = lease.keys.pop(index, None)
-            if key is not None:
+            if key is None:
+                continue
+            self.namespace.table.unlease(key)
+            if index in lease.pending:
                 lease.pending.discard(index)
-                self.namespace.table.unlease(key)
+                self.namespace.promoter.left(self, acquire_id, key)
         if not lease.keys:
             del self._leases[acquire_id]
         self.namespace.top_up_all()
@@ -147,7 +157,8 @@ class Session:
 
     def _num_short(self) -> int:
         # Idle credits are slots that hold nothing: never more than a share of the arena.
-        most = max(1, self.namespace.slots.num_affordable // _MAX_CREDIT_SHARE)
+        share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self.namespace.spiller.is_behind else 1)
+        most = max(1, self.namespace.slots.num_affordable // share)
         return max(0, min(self.hello.store_credits, most) - len(self._credits))
 
     async def _top_up(self) -> None:

@@ -20,107 +20,167 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_MAX_QUEUED_PACKS = 4
+_MAX_QUEUED_HOST_SHARE = 4
+_MAX_LINGER_RATIO = 5
 
 
 class Spiller:
-    """Writes one namespace's chunks to disk, in the order they were committed.
+    """Writes one namespace's chunks to disk: pinned ones first, each kind in the order in which they were committed.
 
     A chunk is `spilling` from `add` until its pack and its ledger rows are durable, so its slot cannot be evicted
     under the writer. A failed write is tried again; a write that the quota forbids makes its chunks volatile (served,
-    and evictable) until `retry_refused`.
+    and evictable) until `retry_refused`. While the disk tier is latched, chunks wait.
+
+    Pinned and ordinary chunks never share a pack: ordinary ones are evicted, and would leave holes between promises.
+
+    When the disk does not keep up, memory does not grow with it: ordinary chunks beyond `max_queued_bytes` are not
+    spilled at all, and while more than that waits (`is_behind`) sessions get fewer store credits.
     """
 
     def __init__(self, namespace: "Namespace") -> None:
         self._namespace = namespace
-        self._queue: dict[ChunkKey, None] = {}
+        self._pinned: dict[ChunkKey, None] = {}
+        self._ordinary: dict[ChunkKey, None] = {}
         self._refused: set[ChunkKey] = set()
+        self._num_bytes = 0
+        self._last_pack_s = 0.0
+        self._oldest_s = 0.0
         self._wake = asyncio.Event()
+        self._full = asyncio.Event()  # a pack is full, or the daemon drains: no reason to linger
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = asyncio.Event()
+        self._draining = False
         self._tasks = Tasks()
         self._started = False
+        config = namespace.stores.config
+        self.max_queued_bytes = min(
+            _MAX_QUEUED_PACKS * config.disk.pack_bytes, config.host.host_bytes // _MAX_QUEUED_HOST_SHARE
+        )
 
     @property
     def num_refused(self) -> int:
         """Chunks that the disk quota keeps from becoming durable."""
         return len(self._refused)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Raw bytes that wait for, or are in, a pack being written."""
+        return self._num_bytes
+
+    @property
+    def is_behind(self) -> bool:
+        """The disk does not keep up with what is stored."""
+        return self._num_bytes > self.max_queued_bytes
+
     def is_refused(self, key: ChunkKey) -> bool:
         """Say whether the quota keeps this chunk from becoming durable."""
         return key in self._refused
 
     def add(self, keys: Iterable[ChunkKey]) -> None:
-        """Queue chunks that are readable and not on disk."""
-        namespace = self._namespace
+        """Queue chunks that are readable and not on disk; those queued already move up if they are pinned by now."""
         for key in keys:
-            chunk = namespace.table.get(key)
-            if chunk is None or not chunk.readable or chunk.location is not None or chunk.spilling:
+            chunk = self._namespace.table.get(key)
+            if chunk is None or not chunk.readable or chunk.doomed or chunk.location is not None:
                 continue
-            if namespace.ephemeral:
+            if chunk.spilling:
+                if chunk.num_pins and key in self._ordinary:
+                    del self._ordinary[key]
+                    self._pinned[key] = None
+            elif self._namespace.ephemeral:
                 chunk.volatile = True
-                continue
-            chunk.spilling = True
-            self._queue[key] = None
-        if self._queue and not self._started:
+            else:
+                self._queue(chunk)
+        self._start()
+
+    def _queue(self, chunk: Chunk[StoredChunk]) -> None:
+        num_bytes = self._namespace.payload_bytes(chunk.key)
+        if not chunk.num_pins and self._num_bytes + num_bytes > self.max_queued_bytes:
+            chunk.volatile = True
+            self._namespace.stores.counters.chunks_not_spilled += 1
+            return
+        if not self._pinned and not self._ordinary:
+            self._oldest_s = asyncio.get_running_loop().time()
+        chunk.spilling, chunk.volatile = True, False
+        (self._pinned if chunk.num_pins else self._ordinary)[chunk.key] = None
+        self._count_bytes(num_bytes)
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._namespace.stores.counters.spill_queue_bytes += num_bytes
+
+    def _end_spilling(self, chunks: Iterable[Chunk[StoredChunk]]) -> None:
+        for chunk in chunks:
+            chunk.spilling = False
+            self._count_bytes(-self._namespace.payload_bytes(chunk.key))
+
+    def _start(self) -> None:
+        if not self._pinned and not self._ordinary:
+            return
+        if not self._started:
             self._started = True
-            self._tasks.start(f"spill-{namespace.namespace_id[:8]}", self._run())
-        if self._queue:
-            self._idle.clear()
-            self._wake.set()
+            self._tasks.start(f"spill-{self._namespace.namespace_id[:8]}", self._run())
+        self._idle.clear()
+        self._wake.set()
+        if self._draining or self._num_bytes >= self._namespace.stores.config.disk.pack_bytes:
+            self._full.set()
 
     def retry_refused(self) -> None:
         """Room appeared on disk: try again what the quota refused."""
         refused, self._refused = self._refused, set()
-        for key in refused:
-            chunk = self._namespace.table.get(key)
-            if chunk is not None:
-                chunk.volatile = False
         self.add(refused)
 
     async def flush(self) -> None:
-        """Write what is queued without lingering and wait until that is done."""
-        self._draining.set()
-        self._wake.set()
-        await self._idle.wait()
+        """Write what is queued without lingering and wait until that is done. Returns at once while the disk is off."""
+        self._draining = True
+        self._full.set()
+        if self._namespace.stores.disk_health.writable:
+            await self._idle.wait()
 
     async def close(self) -> None:
         """End the writer; what is queued and not yet written is lost to the disk tier."""
         await self._tasks.close()
+        self._count_bytes(-self._num_bytes)
 
     async def _run(self) -> None:
-        config = self._namespace.stores.config.disk
         while True:
-            if not self._queue:
+            if not self._pinned and not self._ordinary:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
-            if self._queued_bytes() < config.pack_bytes:
-                await self._linger(config.pack_linger_s)
-            batch = self._take_batch(config.pack_bytes)
+            await self._namespace.stores.disk_health.until_open()
+            await self._linger()
+            batch = self._take_batch()
             if batch and not await self._write(batch):
                 await asyncio.sleep(_RETRY_S)
 
-    async def _linger(self, seconds: float) -> None:
-        """Let more chunks come, unless the daemon drains."""
-        # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the event.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._draining.wait()
+    async def _linger(self) -> None:
+        """Let more chunks come, counted from the oldest that waits, unless a pack is full or the daemon drains.
 
-    def _queued_bytes(self) -> int:
-        return sum(self._namespace.payload_bytes(key) for key in self._queue)
+        On a slow device a pack costs its fsync, whatever is in it: then wait about as long as the last one took.
+        """
+        linger_s = self._namespace.stores.config.disk.pack_linger_s
+        linger_s = max(linger_s, min(self._last_pack_s, _MAX_LINGER_RATIO * linger_s))
+        if self._num_bytes < self._namespace.stores.config.disk.pack_bytes and not self._draining:
+            self._full.clear()
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._oldest_s + linger_s):
+                    await self._full.wait()
 
-    def _take_batch(self, max_bytes: int) -> list[Chunk[StoredChunk]]:
+    def _take_batch(self) -> list[Chunk[StoredChunk]]:
         batch: list[Chunk[StoredChunk]] = []
-        num_bytes = 0
-        while self._queue and num_bytes < max_bytes:
-            key = next(iter(self._queue))
-            del self._queue[key]
+        queue = self._pinned or self._ordinary
+        num_bytes, max_bytes = 0, self._namespace.stores.config.disk.pack_bytes
+        while queue and num_bytes < max_bytes:
+            key = next(iter(queue))
+            del queue[key]
             chunk = self._namespace.table.get(key)
-            if chunk is not None and chunk.readable and chunk.spilling:
-                batch.append(chunk)
-                num_bytes += self._namespace.payload_bytes(key)
+            assert chunk is not None
+            assert chunk.spilling, "nothing takes a slot from a chunk that is spilling"
+            batch.append(chunk)
+            num_bytes += self._namespace.payload_bytes(key)
+        self._oldest_s = asyncio.get_running_loop().time()
         return batch
 
     async def _write(self, batch: Sequence[Chunk[StoredChunk]]) -> bool:
@@ -131,19 +191,22 @@ class Spiller:
             for chunk in batch
             if chunk.slot is not None
         ]
+        began_s = asyncio.get_running_loop().time()
         try:
             if not stores.disk_usage.fits(num_bytes):
                 await namespace.find_disk_room(num_bytes)
             if not stores.disk_usage.fits(num_bytes):
+                stores.holes.set()
                 self._refuse(batch)
                 return True
             with stores.disk_usage.promised(num_bytes):
-                record = await stores.in_io(stores.disk.write_pack, namespace.namespace_id, payloads)
-                emptied = await stores.in_ledger(stores.ledger.commit_pack, record)
-                stores.disk_usage.add(record.pack_id, record.file_bytes)
+                record = await stores.in_write(stores.disk.write_pack, namespace.namespace_id, payloads)
+            stores.disk_usage.add(record.pack_id, record.file_bytes)
+            emptied = await self._record(record)
         except (TierIOError, LedgerError) as error:
             stores.counters.packs_failed += 1
             log_event(logger, "spill_failed", level=logging.ERROR, chunks=len(batch), problem=str(error))
+            stores.disk_health.failed("write", error)
             self._requeue(batch)
             return False
         except ChunkDamagedError as error:
@@ -151,26 +214,44 @@ class Spiller:
             self._abandon([chunk for chunk in batch if error.key in (None, chunk.key)])
             self._requeue(batch)
             return True
+        self._measure(record, asyncio.get_running_loop().time() - began_s)
         await self._committed(batch, record, emptied)
         return True
+
+    async def _record(self, record: PackRecord) -> list[str]:
+        """Commit the pack's rows. A pack that the ledger refuses goes at once: each retry would leave one more."""
+        stores = self._namespace.stores
+        try:
+            return await stores.in_ledger(stores.ledger.commit_pack, record)
+        except LedgerError:
+            await self._namespace.delete_packs([record.pack_id])
+            raise
+
+    def _measure(self, record: PackRecord, seconds: float) -> None:
+        self._last_pack_s = seconds
+        stores = self._namespace.stores
+        stores.disk_health.succeeded("write")
+        counters = stores.counters
+        counters.packs_written += 1
+        counters.pack_fsyncs += 1
+        counters.pack_bytes_written += record.file_bytes
+        counters.durable_raw_bytes += sum(chunk.raw_bytes for chunk in record.chunks)
+        counters.pack_write_ms += round(1000 * seconds)
 
     def _largest_pack_bytes(self, batch: Sequence[Chunk[StoredChunk]]) -> int:
         sizes = [(chunk.key, self._namespace.payload_bytes(chunk.key)) for chunk in batch]
         return reserve_bytes(self._namespace.namespace_id, sizes) + sum(num_bytes for _, num_bytes in sizes)
 
     async def _committed(self, batch: Sequence[Chunk[StoredChunk]], record: PackRecord, emptied: Sequence[str]) -> None:
-        namespace, stores = self._namespace, self._namespace.stores
-        stores.counters.packs_written += 1
-        stores.counters.pack_bytes_written += record.file_bytes
+        namespace = self._namespace
         unwanted: list[ChunkKey] = []
         for stored in record.chunks:
             chunk = namespace.table.get(stored.key)
             namespace.table.place(stored.key, stored)
             if chunk is None or chunk.doomed:
                 unwanted.append(stored.key)
-        for chunk in batch:
-            chunk.spilling = False
-            self._refused.discard(chunk.key)
+        self._end_spilling(batch)
+        self._refused.difference_update(chunk.key for chunk in batch)
         try:
             await namespace.drop_from_disk(unwanted)
         except LedgerError as error:
@@ -192,19 +273,21 @@ class Spiller:
             used=usage.used_bytes,
             limit=usage.limit_bytes,
         )
+        self._end_spilling(batch)
         for chunk in batch:
-            chunk.spilling, chunk.volatile = False, True
+            chunk.volatile = True
             self._refused.add(chunk.key)
             self._namespace.table.settle(chunk.key)
         self._namespace.top_up_all()
 
     def _requeue(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
-        self._queue = {chunk.key: None for chunk in batch if chunk.spilling} | self._queue
+        again = [chunk for chunk in batch if chunk.spilling]
+        self._pinned = {chunk.key: None for chunk in again if chunk.num_pins} | self._pinned
+        self._ordinary = {chunk.key: None for chunk in again if not chunk.num_pins} | self._ordinary
 
     def _abandon(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
         """The arena's bytes do not match their checksums any more: drop them; they are stored when next computed."""
-        keys = [chunk.key for chunk in batch]
+        self._end_spilling(batch)
         for chunk in batch:
-            chunk.spilling = False
             self._namespace.table.doom(chunk.key)
-        self._namespace.announce(keys, held=False)
+        self._namespace.announce([chunk.key for chunk in batch], held=False)

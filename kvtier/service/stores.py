@@ -1,4 +1,4 @@
-"""What every part of the service shares: the disk tier, the ledger on its thread, the I/O pool, budget and counters."""
+"""What every part of the service shares: the disk tier, the ledger on its thread, I/O pools, budget and counters."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,11 +11,15 @@ from kvtier.config import DaemonConfig
 from kvtier.core.slots import HostBudget
 from kvtier.ledger import Ledger
 from kvtier.obs.counters import Counters
+from kvtier.service.disk_health import DiskHealth
 from kvtier.service.disk_usage import DiskUsage
+from kvtier.service.pacing import Traffic
 from kvtier.tiers.base import DiskTier
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_WRITERS = 2  # one namespace's pack does not wait for another's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,9 @@ class Stores:
         budget: Bytes of backed arena rows.
         disk_usage: Bytes of packs.
         counters: Events since the daemon started.
+        disk_health: Whether the disk tier may be used at all.
+        traffic: Promotions that requests wait for.
+        holes: Set when a chunk lost its place in a pack: there may be something to compact.
     """
 
     config: DaemonConfig
@@ -37,21 +44,39 @@ class Stores:
     budget: HostBudget
     disk_usage: DiskUsage
     counters: Counters
+    disk_health: DiskHealth
+    traffic: Traffic
+    holes: asyncio.Event
     ledger_thread: ThreadPoolExecutor
     io_threads: ThreadPoolExecutor
+    read_threads: ThreadPoolExecutor
+    write_threads: ThreadPoolExecutor
+    background_thread: ThreadPoolExecutor
 
     @classmethod
     def create(cls, config: DaemonConfig, disk: DiskTier, ledger: Ledger) -> "Stores":
-        """Make the pools; one thread for the ledger, `disk.io_threads` + 1 for tier I/O (the one more writes)."""
+        """Make the pools: a call never queues behind one of another kind.
+
+        One thread for the ledger, `disk.io_threads` for promotions, two for packs being written, one for compaction,
+        scrub and probes, and `disk.io_threads` for the short rest (verifying stores, backing rows, unlinking).
+        """
+        counters, num_threads = Counters(), config.disk.io_threads
+        background = ThreadPoolExecutor(1, thread_name_prefix="kvtier-background")
         return cls(
             config=config,
             disk=disk,
             ledger=ledger,
             budget=HostBudget(config.host.host_bytes),
             disk_usage=DiskUsage(config.disk.disk_bytes),
-            counters=Counters(),
+            counters=counters,
+            disk_health=DiskHealth(lambda: _in_pool(background, disk.probe), counters),
+            traffic=Traffic(),
+            holes=asyncio.Event(),
             ledger_thread=ThreadPoolExecutor(1, thread_name_prefix="kvtier-ledger"),
-            io_threads=ThreadPoolExecutor(config.disk.io_threads + 1, thread_name_prefix="kvtier-io"),
+            io_threads=ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-io"),
+            read_threads=ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-read"),
+            write_threads=ThreadPoolExecutor(_WRITERS, thread_name_prefix="kvtier-write"),
+            background_thread=background,
         )
 
     async def in_ledger(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -59,12 +84,25 @@ class Stores:
         return await _in_pool(self.ledger_thread, lambda: call(*args, **kwargs))
 
     async def in_io(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking tier call on the I/O pool."""
+        """Run a short blocking call."""
         return await _in_pool(self.io_threads, lambda: call(*args, **kwargs))
+
+    async def in_read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a read that a request waits for."""
+        return await _in_pool(self.read_threads, lambda: call(*args, **kwargs))
+
+    async def in_write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the writing of a pack."""
+        return await _in_pool(self.write_threads, lambda: call(*args, **kwargs))
+
+    async def in_background(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run disk work that nobody waits for; one call at a time."""
+        return await _in_pool(self.background_thread, lambda: call(*args, **kwargs))
 
     def close(self) -> None:
         """Wait for running calls, end the threads, close the ledger."""
-        self.io_threads.shutdown(wait=True)
+        for pool in (self.read_threads, self.write_threads, self.background_thread, self.io_threads):
+            pool.shutdown(wait=True)
         self.ledger_thread.shutdown(wait=True)
         self.ledger.close()
 

@@ -54,6 +54,15 @@ async def reached(event: Event) -> None:
     assert await asyncio.to_thread(event.wait, DEADLINE_S)
 
 
+async def make_durable(stub: Stub, engine: ScriptedEngine, keys: Sequence[ChunkKey], name: str = "p") -> str:
+    """Pin a prompt, bind it to these chunks, store them and wait until they are durable; returns the pin id."""
+    pin_id = await pin(stub, name)
+    await engine.bind(pin_id, keys)
+    await engine.store(keys)
+    await wait_durable(stub, name)
+    return pin_id
+
+
 async def store_last_apart(stub: Stub, engine: ScriptedEngine, keys: Sequence[ChunkKey], name: str = "p") -> None:
     """Store a bound prompt's chunks so that the last one has a pack of its own, and wait until all are durable."""
     await engine.store(keys[:-1])

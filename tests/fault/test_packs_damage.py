@@ -189,7 +189,7 @@ def test_a_row_that_makes_no_sense_is_a_damaged_chunk(tmp_path: Path, wrong: dic
     """Rows come from a file too. Neither the process's memory nor another file may pay for a wrong one."""
     tier = PackTier(tmp_path)
     first, second, third = tier.write_pack("ns", [payload_of(i, data) for i, data in enumerate(DATA)]).chunks
-    chunks = [first, second._replace(**wrong), third]  # type: ignore[arg-type]
+    chunks = [first, second._replace(**wrong), third]
     outcomes: list[type[Exception] | None] = []
     reads = [ChunkRead(chunk=chunk, into=[memoryview(bytearray(chunk.raw_bytes))]) for chunk in chunks]
     tier.read_chunks(reads, lambda _, error: outcomes.append(type(error) if error else None), lambda: False)

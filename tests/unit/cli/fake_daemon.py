@@ -44,6 +44,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         prompts: By name.
         pins: Every PinRequest.
         counters: For the status.
+        latched: Why the disk tier is off.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         self.prompts: dict[str, PromptStatus] = {}
         self.pins: list[PinRequest] = []
         self.counters: dict[str, int] = {}
+        self.latched = ""
         self._changed = threading.Condition()
 
     def capture(self, num_chunks: int | None = None) -> None:
@@ -119,7 +121,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
             started_unix_s=time.time() - 90,
             socket="/run/s",
             host=TierStatus(location="/dev/shm/kvtier", used_bytes=1 << 30, limit_bytes=4 << 30, num_chunks=7),
-            disk=TierStatus(location="/var/lib/kvtier", used_bytes=0, limit_bytes=9 << 30),
+            disk=TierStatus(location="/var/lib/kvtier", used_bytes=0, limit_bytes=9 << 30, latched=self.latched),
             num_prompts=len(self.prompts),
             counters=self.counters,
         )

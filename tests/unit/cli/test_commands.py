@@ -120,6 +120,17 @@ def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
     assert json.loads(kvtier("status", "--json").output)["counters"]["fsyncs"] == 0
 
 
+def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    daemon.counters = {"packs_written": 2, "pack_bytes_written": 3 << 20, "compacted_bytes_written": 1 << 20}
+    daemon.counters |= {"durable_raw_bytes": 5 << 20, "pack_fsyncs": 3, "pack_write_ms": 500}
+    daemon.latched = "off after repeated errors: EIO"
+    result = kvtier("status")
+    assert_narrow(result.output)
+    output = " ".join(result.output.split())
+    for said in ("write amplification 0.80", "3 packs fsynced", "0.25 s a pack", "SWITCHED OFF: off after"):
+        assert said in output
+
+
 def test_status_with_engines_fits_80_columns(kvtier: Kvtier, capsys: pytest.CaptureFixture[str]) -> None:
     session = SessionStatus(
         engine_id="e" * 36,

@@ -218,3 +218,11 @@ def test_the_shipped_file_has_every_setting_and_says_the_defaults(write: Callabl
 )
 def test_format_size(size: int, text: str) -> None:
     assert format_size(size) == text
+
+
+def test_rates_of_background_work_may_be_zero_for_off(write: Callable[[str], Path]) -> None:
+    loaded = load_config(path=write("[disk]\nscrub_bytes_per_s = 0"), environ={"KVTIER_DISK_COMPACT_BYTES_PER_S": "0"})
+    assert loaded.config.disk.scrub_bytes_per_s == loaded.config.disk.compact_bytes_per_s == 0
+    for value in ("false", '"1KiB"', "-1"):
+        with pytest.raises(ConfigError, match="scrub_bytes_per_s"):
+            load_config(path=write(f"[disk]\nscrub_bytes_per_s = {value}"), environ={})

@@ -256,6 +256,15 @@ def test_does_not_wait_for_a_promotion_slower_than_recomputing(scheduler: Schedu
     assert scheduler.ask(request) == 8
 
 
+def test_does_not_wait_behind_what_is_queued_ahead(scheduler: Scheduler) -> None:
+    """Its own 10 bytes are read in no time, but after another request's: the forecast says when."""
+    request = scheduler.new_request("sys", 8)
+    acquire = acquired(scheduler, request)
+    states = [HOST, HOST] + [PROMOTING] * 4
+    scheduler.answer(acquire, states, pending_bytes=10, promote_bytes_per_s=1e9, ready_in_s=3600.0)
+    assert scheduler.ask(request) == 8
+
+
 def test_never_waits_longer_than_recomputing_would_take(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
     scheduler.answer(acquired(scheduler, request), [PROMOTING] * 6, pending_bytes=10)

@@ -1,4 +1,4 @@
-from kvtier_connector.policy import UNMEASURED_TOKENS_PER_S, PrefillRate, worth_waiting
+from kvtier_connector.policy import UNMEASURED_TOKENS_PER_S, PrefillRate, ready_s, worth_waiting
 
 
 def test_rate_is_a_guess_until_measured() -> None:
@@ -44,8 +44,16 @@ def test_an_unmatched_end_is_ignored() -> None:
     PrefillRate().step_ended(1.0)
 
 
+def test_the_daemons_forecast_counts_what_is_queued_ahead() -> None:
+    """100 bytes at 1,000 a second looked like 0.1 s; behind another request's 100k tokens they came 5 s later."""
+    assert ready_s(10.0, 5.0, 100, 1000.0) == 15.0
+    assert ready_s(10.0, 0.0, 100, 1000.0) == 10.1, "an older daemon has no forecast: bytes and rate"
+    assert ready_s(10.0, 0.0, 100, 0.0) is None
+
+
 def test_worth_waiting() -> None:
-    assert worth_waiting(100, 1000.0, now_s=10.0, deadline_s=10.2)
-    assert not worth_waiting(300, 1000.0, now_s=10.0, deadline_s=10.2)
-    assert worth_waiting(300, 0.0, now_s=10.0, deadline_s=10.2), "an unmeasured rate gets the benefit of the doubt"
-    assert not worth_waiting(0, 1000.0, now_s=10.2, deadline_s=10.2)
+    assert worth_waiting(10.1, now_s=10.0, deadline_s=10.2)
+    assert not worth_waiting(10.3, now_s=10.0, deadline_s=10.2)
+    assert worth_waiting(None, now_s=10.0, deadline_s=10.2), "an unmeasured rate gets the benefit of the doubt"
+    assert not worth_waiting(10.1, now_s=10.2, deadline_s=10.2)
+    assert worth_waiting(10.1, now_s=10.15, deadline_s=10.2), "late is not lost: computing has not caught up yet"

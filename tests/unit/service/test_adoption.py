@@ -3,10 +3,11 @@
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
 from kvtier.service import adoption
+from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import layout_of
 from tests.fakes.gates import Gate, gated
@@ -488,13 +490,13 @@ def test_a_lock_that_was_left_is_not_taken_from_its_holder(tmp_path: Path) -> No
 
 def test_ten_requests_after_a_restart_read_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[object] = []
-    original = PackTier.read_chunk
+    original = PackTier.read_chunks
 
-    def counted(self: PackTier, chunk: object, into: object) -> None:
-        reads.append(chunk)
-        original(self, chunk, into)  # type: ignore[arg-type]
+    def counted(self: PackTier, batch: Sequence[ChunkRead], *args: Any) -> None:
+        reads.extend(batch)
+        original(self, batch, *args)
 
-    monkeypatch.setattr(PackTier, "read_chunk", counted)
+    monkeypatch.setattr(PackTier, "read_chunks", counted)
 
     async def scenario() -> None:
         config = config_in(tmp_path)

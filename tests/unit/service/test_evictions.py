@@ -9,7 +9,7 @@ from kvtier.errors import TierIOError
 from kvtier.ledger import Ledger
 from kvtier.tiers.packs import PackTier
 from tests.fakes.gates import failing, gated
-from tests.fakes.operator import evict, pin, reached, status_of, unpin, until
+from tests.fakes.operator import evict, make_durable, pin, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
@@ -60,9 +60,7 @@ def test_a_chunk_stored_again_while_its_evicted_copy_is_leased_stays_wanted(tmp_
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            await engine.bind(await pin(stub), KEYS)
-            await engine.store(KEYS)
-            await wait_durable(stub, "p")
+            await make_durable(stub, engine, KEYS)
             await engine.acquire(1, KEYS)
             await evict(stub, force=True)
             await engine.wait_held(KEYS, held=False)

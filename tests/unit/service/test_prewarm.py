@@ -103,7 +103,7 @@ def test_an_engine_that_asks_meanwhile_waits_for_the_same_read(tmp_path: Path, m
         config = warming(config_in(tmp_path))
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await store(stub, engine, "p", KEYS)
-        with gated(monkeypatch, PackTier, "read_chunk") as gate:
+        with gated(monkeypatch, PackTier, "read_chunks") as gate:
             async with running(config) as stub, ScriptedEngine(config) as engine:
                 await reached(gate.reached)
                 await engine.send(acquire=pb.Acquire(acquire_id=1, keys=KEYS))
@@ -173,7 +173,7 @@ def test_a_stop_does_not_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
         config = warming(config_in(tmp_path))
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await store(stub, engine, "p", KEYS)
-        with gated(monkeypatch, PackTier, "read_chunk") as gate:
+        with gated(monkeypatch, PackTier, "read_chunks") as gate:
             async with running(config):
                 await reached(gate.reached)
                 asyncio.get_running_loop().call_later(0.2, gate.open)

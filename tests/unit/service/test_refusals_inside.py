@@ -14,7 +14,7 @@ from kvtier.ledger import Ledger
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.session_locks import SessionLock
 from tests.fakes.gates import failing
-from tests.fakes.operator import evict, pack_of, pin, prompt_of, status_of, store_last_apart, until
+from tests.fakes.operator import evict, make_durable, pack_of, pin, prompt_of, status_of, store_last_apart, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
@@ -54,9 +54,7 @@ def test_an_eviction_that_the_ledger_refused_can_be_tried_again(
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            await engine.bind(await pin(stub), KEYS)
-            await engine.store(KEYS)
-            await wait_durable(stub, "p")
+            await make_durable(stub, engine, KEYS)
             failing(monkeypatch, Ledger, "drop_chunks", disk_full, times=1)
             with pytest.raises(grpc.aio.AioRpcError, match="disk is full"):
                 await evict(stub, force=True)
@@ -87,14 +85,12 @@ def test_a_promotion_whose_pages_are_refused_is_a_miss(tmp_path: Path, monkeypat
     async def scenario() -> None:
         config = config_in(tmp_path, io_threads=1)
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            await engine.bind(await pin(stub), KEYS)
-            await engine.store(KEYS)
-            await wait_durable(stub, "p")
+            await make_durable(stub, engine, KEYS)
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
             while len(engine.credits) < 4:
                 await engine.receive("store_credits")
-            failing(monkeypatch, Arena, "back", lambda: ArenaError("EIO"), times=5)
+            failing(monkeypatch, Arena, "back", lambda: ArenaError("EIO"), times=1)
             assert await engine.acquire(1, KEYS) == {}
             assert sorted(await engine.acquire(2, KEYS)) == [0, 1, 2, 3, 4]
 

@@ -12,7 +12,7 @@ from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.errors import LedgerError
-from tests.fakes.operator import pack_of, store_last_apart
+from tests.fakes.operator import make_durable, pack_of, store_last_apart
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in, running, wait_durable
 
 Stub = cache_pb2_grpc.CacheServiceStub
@@ -54,9 +54,7 @@ def test_chunks_survive_a_restart_and_are_promoted_from_disk(tmp_path: Path) -> 
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            await engine.bind(await pin(stub), KEYS)
-            await engine.store(KEYS)
-            await wait_durable(stub, "p")
+            await make_durable(stub, engine, KEYS)
         async with running(config) as stub:
             assert (await wait_durable(stub, "p")).num_engines == 0
             async with ScriptedEngine(config) as engine:
@@ -220,9 +218,7 @@ def test_leased_chunks_are_evicted_when_their_lease_ends(tmp_path: Path) -> None
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            await engine.bind(await pin(stub), KEYS)
-            await engine.store(KEYS)
-            await wait_durable(stub, "p")
+            await make_durable(stub, engine, KEYS)
             leased = await engine.acquire(1, KEYS)
             await stub.Evict(cache_pb2.EvictRequest(name="p", force=True))
             assert engine.read(KEYS[0], leased[0]) == engine.payload(KEYS[0])
@@ -298,9 +294,7 @@ def test_another_fingerprint_never_hits_and_is_told_the_difference(tmp_path: Pat
         config = config_in(tmp_path)
         async with running(config) as stub:
             async with ScriptedEngine(config) as engine:
-                await engine.bind(await pin(stub), KEYS)
-                await engine.store(KEYS)
-                await wait_durable(stub, "p")
+                await make_durable(stub, engine, KEYS)
             async with ScriptedEngine(config, fingerprint={"weights": "2"}) as engine:
                 assert [list(other.fields) for other in engine.welcome.other_namespaces] == [["weights"]]
                 await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
@@ -364,9 +358,7 @@ def test_packs_without_a_ledger_are_never_swept(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            await engine.bind(await pin(stub), KEYS)
-            await engine.store(KEYS)
-            await wait_durable(stub, "p")
+            await make_durable(stub, engine, KEYS)
         ledger = config.disk.disk_dir / "ledger.sqlite"
         ledger.rename(tmp_path / "elsewhere")
         with pytest.raises(LedgerError, match="put the ledger back"):

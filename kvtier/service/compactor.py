@@ -1,0 +1,241 @@
+"""Compaction: packs with holes are rewritten without them, several into one, while everything else goes on.
+
+The order that makes a crash harmless: the new pack is durable, then one ledger transaction gives it the rows that still
+point at the packs it was copied from, then memory follows, then what was left empty is unlinked. A crash before the
+transaction leaves the new pack without a row, a crash after it the old packs: both are swept at the next start.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.core.layout import ChunkKey
+from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
+from kvtier.obs.log import log_event
+from kvtier.service.damage import drop_damaged
+from kvtier.service.namespace import Namespace
+from kvtier.service.pacing import Pace
+from kvtier.service.stores import Stores
+from kvtier.tiers.base import PackRecord, StoredChunk
+from kvtier.tiers.pack_format import reserve_bytes
+
+logger = logging.getLogger(__name__)
+
+_GATHER_S = 1.0  # drops come in groups: wait for the rest of one before looking
+_RETRY_S = 10.0
+_TIGHT_RATIO = 0.9
+_SLACK_BYTES = 4096
+_GIVEN_UP_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Packs of one namespace whose live chunks fit into one. `damaged`: for the sake of what is damaged in them."""
+
+    namespace: Namespace
+    pack_ids: tuple[str, ...]
+    damaged: bool = False
+
+
+class Compactor:
+    """One compaction at a time, over all namespaces. Loop thread only.
+
+    Args:
+        stores: Shared.
+        namespaces: Asked for at every look.
+        pace: Limits what is written.
+        sleep: Waits between looks.
+        now_s: Monotonic clock.
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        namespaces: Callable[[], Sequence[Namespace]],
+        *,
+        pace: Pace | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stores, self._namespaces, self._sleep, self._now_s = stores, namespaces, sleep, now_s
+        self._pace = pace or Pace(stores.config.disk.compact_bytes_per_s)
+        # A pack of ours that looks as if it had holes (small chunks, padding) is not rewritten until it lost something.
+        self._written: dict[str, int] = {}
+        self._alone: set[str] = set()
+        self._given_up: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Look for something to do whenever a chunk lost its place on disk."""
+        while True:
+            await self._stores.holes.wait()
+            await self._sleep(_GATHER_S)
+            self._stores.holes.clear()
+            while True:
+                await self._stores.disk_health.until_open()
+                await self._stores.traffic.until_quiet()
+                await self._pace.wait()
+                job = self.next_job()
+                if job is None:
+                    break
+                if not await self.compact(job):
+                    await self._sleep(_RETRY_S)
+
+    # What to do
+
+    def next_job(self) -> Job | None:
+        """Return the packs to rewrite next: damaged ones first, then those with the largest holes."""
+        tight = self._stores.disk_usage.used_bytes > _TIGHT_RATIO * self._stores.disk_usage.limit_bytes
+        ratio = 0.0 if tight else self._stores.config.disk.compact_dead_ratio
+        for namespace in self._namespaces():
+            for pack_id in namespace.packs.damaged:
+                if namespace.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(namespace, [pack_id]):
+                    return Job(namespace, (pack_id,), damaged=True)
+        groups = [job for namespace in self._namespaces() if (job := self._group(namespace, ratio)) is not None]
+        return max(groups, key=lambda job: sum(map(self._dead_bytes_of(job.namespace), job.pack_ids)), default=None)
+
+    def _group(self, namespace: Namespace, ratio: float) -> Job | None:
+        """Return packs with holes whose live chunks make one pack, emptiest first."""
+        usage, packs, dead_bytes = self._stores.disk_usage, namespace.packs, self._dead_bytes_of(namespace)
+        holey = [
+            pack_id
+            for pack_id in packs
+            # The first says what most packs are told by, without a forecast of the header.
+            if usage.file_bytes(pack_id) - packs.live_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
+            and dead_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
+            and self._written.get(pack_id) != packs.live_bytes(pack_id)
+            and self._may_try(pack_id)
+        ]
+        holey.sort(key=namespace.packs.live_bytes)
+        chosen: list[str] = []
+        live_bytes, max_bytes = 0, self._stores.config.disk.pack_bytes
+        for pack_id in holey:
+            live_bytes += namespace.packs.live_bytes(pack_id)
+            if chosen and live_bytes > max_bytes:
+                break
+            if not self._fits(namespace, [*chosen, pack_id]):
+                break
+            if self._alone & {*chosen, pack_id} and chosen:
+                break
+            chosen.append(pack_id)
+        return Job(namespace, tuple(chosen)) if chosen else None
+
+    def _may_try(self, pack_id: str) -> bool:
+        return self._given_up.get(pack_id, 0.0) <= self._now_s()
+
+    def _dead_bytes_of(self, namespace: Namespace) -> Callable[[str], int]:
+        """Return what says how many bytes of a pack rewriting it would give back."""
+
+        def dead_bytes(pack_id: str) -> int:
+            return self._stores.disk_usage.file_bytes(pack_id) - self._new_bytes(namespace, [pack_id])
+
+        return dead_bytes
+
+    def _new_bytes(self, namespace: Namespace, pack_ids: Sequence[str]) -> int:
+        """Return about how long a pack of their live chunks is."""
+        num_chunks = sum(map(namespace.packs.num_chunks, pack_ids))
+        live_bytes = sum(map(namespace.packs.live_bytes, pack_ids))
+        sizes = [(bytes(36), live_bytes // max(1, num_chunks))] * num_chunks
+        return reserve_bytes(namespace.namespace_id, sizes) + live_bytes
+
+    def _fits(self, namespace: Namespace, pack_ids: Sequence[str]) -> bool:
+        slack_bytes = _SLACK_BYTES * len(pack_ids)  # the header is only forecast here
+        return self._stores.disk_usage.fits(self._new_bytes(namespace, pack_ids) + slack_bytes)
+
+    # Doing it
+
+    async def compact(self, job: Job) -> bool:
+        """Rewrite a job's packs; False when the disk or the ledger refused and it should wait before the next try."""
+        usage, namespace = self._stores.disk_usage, job.namespace
+        chunks = await namespace.chunks_in(job.pack_ids)
+        num_bytes = _largest_bytes(namespace, chunks)
+        if not chunks or not usage.fits(num_bytes):
+            return not chunks
+        with usage.promised(num_bytes):
+            try:
+                record = await self._stores.in_background(
+                    self._stores.disk.rewrite_pack, namespace.namespace_id, chunks
+                )
+            except ChunkDamagedError as error:
+                await self._found_damage(namespace, chunks, error)
+                return True  # the next look takes what is left
+            except TierIOError as error:
+                self._refused(error)
+                self._give_up(job)
+                self._stores.disk_health.failed("write", error)
+                return False
+        usage.add(record.pack_id, record.file_bytes)
+        self._pace.spent(record.file_bytes)
+        return await self._take_over(job, record, {chunk.key: chunk for chunk in chunks})
+
+    def _give_up(self, job: Job) -> None:
+        """One bad sector must not stop all others, nor switch off the tier again and again."""
+        if len(job.pack_ids) > 1:
+            self._alone.update(job.pack_ids)  # which of them is it?
+        else:
+            self._given_up[job.pack_ids[0]] = self._now_s() + _GIVEN_UP_S
+
+    async def _take_over(self, job: Job, record: PackRecord, copied: Mapping[ChunkKey, StoredChunk]) -> bool:
+        """Record the new pack where its chunks still are what was copied, and remove what is left empty."""
+        namespace, stores = job.namespace, self._stores
+        moved_from = {key: stored.pack_id for key, stored in copied.items()}
+        async with namespace.relocating:  # a drop in between would find memory and ledger at odds
+            try:
+                emptied = await stores.in_ledger(stores.ledger.move_chunks, record, moved_from)
+            except LedgerError as error:
+                self._refused(error)
+                stores.disk_health.failed("write", error)
+                emptied = None
+            else:
+                for stored in record.chunks:
+                    chunk = namespace.table.get(stored.key)
+                    if chunk is not None and chunk.location == copied[stored.key]:
+                        namespace.table.place(stored.key, stored)
+        if emptied is None:
+            await namespace.delete_packs([record.pack_id])
+            return False
+        stores.disk_health.succeeded("write")
+        self._written[record.pack_id] = namespace.packs.live_bytes(record.pack_id)
+        freed_bytes = sum(map(stores.disk_usage.file_bytes, emptied)) - record.file_bytes
+        await namespace.delete_packs(emptied)
+        for pack_id in emptied:
+            self._written.pop(pack_id, None)
+            self._given_up.pop(pack_id, None)
+            self._alone.discard(pack_id)
+        self._count(job, record, freed_bytes)
+        if freed_bytes > 0:
+            for other in self._namespaces():
+                other.spiller.retry_refused()
+        return True
+
+    async def _found_damage(
+        self, namespace: Namespace, chunks: Sequence[StoredChunk], error: ChunkDamagedError
+    ) -> None:
+        finish = drop_damaged(namespace, [chunk for chunk in chunks if chunk.key == error.key])
+        if finish is not None:
+            await finish
+
+    def _count(self, job: Job, record: PackRecord, freed_bytes: int) -> None:
+        counters = self._stores.counters
+        counters.packs_compacted += len(job.pack_ids)
+        counters.pack_fsyncs += 1
+        counters.compacted_bytes_written += record.file_bytes
+        counters.compaction_freed_bytes += max(0, freed_bytes)
+        log_event(
+            logger,
+            "packs_compacted",
+            packs=len(job.pack_ids),
+            into=record.pack_id,
+            chunks=len(record.chunks),
+            freed=freed_bytes,
+        )
+
+    def _refused(self, error: TierIOError | LedgerError) -> None:
+        self._stores.counters.compactions_failed += 1
+        log_event(logger, "compaction_failed", level=logging.WARNING, problem=str(error))
+
+
+def _largest_bytes(namespace: Namespace, chunks: Sequence[StoredChunk]) -> int:
+    sizes = [(chunk.key, chunk.raw_bytes) for chunk in chunks]
+    return reserve_bytes(namespace.namespace_id, sizes) + sum(chunk.stored_bytes for chunk in chunks)

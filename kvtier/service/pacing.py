@@ -1,0 +1,65 @@
+"""Background disk work makes way: a rate that it keeps, and promotions that it waits for."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+
+class Traffic:
+    """Reads that a request waits for. Background work starts none of its own beside them. Loop thread only."""
+
+    def __init__(self) -> None:
+        self._num_busy = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    @property
+    def busy(self) -> bool:
+        """Some request waits for a chunk from disk. May be asked from any thread."""
+        return self._num_busy > 0
+
+    def began(self) -> None:
+        """A promoter has something that a request waits for."""
+        self._num_busy += 1
+        self._quiet.clear()
+
+    def ended(self) -> None:
+        """It has nothing such any more."""
+        self._num_busy -= 1
+        if not self._num_busy:
+            self._quiet.set()
+
+    async def until_quiet(self) -> None:
+        """Return when no request waits for the disk."""
+        await self._quiet.wait()
+
+
+class Pace:
+    """At most so many bytes per second on average, after each piece a pause; what was not used is not saved up.
+
+    Args:
+        bytes_per_s: 0: no limit.
+        now_s: Monotonic clock.
+        sleep: Waits.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: int,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._bytes_per_s, self._now_s, self._sleep = bytes_per_s, now_s, sleep
+        self._free_s = 0.0
+
+    async def wait(self) -> None:
+        """Return when the pieces so far have been paid for."""
+        pause_s = self._free_s - self._now_s()
+        if pause_s > 0:
+            await self._sleep(pause_s)
+
+    def spent(self, num_bytes: int) -> None:
+        """A piece of so many bytes was moved."""
+        if self._bytes_per_s:
+            self._free_s = max(self._free_s, self._now_s()) + num_bytes / self._bytes_per_s

@@ -1,0 +1,132 @@
+"""One call of `DiskTier.read_chunks`: in a worker thread, with word to the loop while it goes on."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.slots import SlotRef
+from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.base import ChunkRead, DiskTier, StoredChunk
+
+BATCH_BYTES = 8 * 1024**2
+"""Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for whoever comes next."""
+_WORD_BYTES = 1024**2
+
+
+@dataclass(frozen=True)
+class Read:
+    """A chunk to be read into its slot."""
+
+    key: ChunkKey
+    ref: SlotRef
+    stored: StoredChunk
+    into: Sequence[memoryview]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a read ended. `backed`: the slot has its pages."""
+
+    read: Read
+    error: ChunkDamagedError | TierIOError | ArenaError | None = None
+    backed: bool = True
+
+
+class Batch:
+    """Reads in prefix order. Made on the loop thread; `run` is for a worker thread, the rest for the loop.
+
+    Args:
+        reads: At least one.
+        arena: Backs the slots.
+        disk: Reads.
+        on_progress: Called on the loop when outcomes can be taken: after the first chunk, then about every MiB.
+        gives_way: Asked in the worker thread: leave out what has not begun.
+        background: No request waited for it when it was made.
+
+    Attributes:
+        wanted: Chunks that somebody waits for. When it becomes empty, what has not begun is left out. Changed on the
+            loop, looked at in the worker thread.
+        unread: Reads whose outcome was not taken yet; after `run` and the last `take_outcomes`, those left out.
+        stopped: Set to leave out what has not begun, wanted or not.
+        cancelled: Something was left out.
+        num_read: Chunks that were read well, of those taken.
+        refused: A refusal of the operating system, of those taken.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[Read],
+        *,
+        arena: Arena,
+        disk: DiskTier,
+        on_progress: Callable[["Batch"], None],
+        gives_way: Callable[[], bool],
+        background: bool,
+    ) -> None:
+        self.background = background
+        self.wanted: set[ChunkKey] = set() if background else {read.key for read in reads}
+        self.unread = {read.key: read for read in reads}
+        self.stopped = False
+        self.cancelled = False
+        self.num_read = 0
+        self.refused: TierIOError | None = None
+        self._reads = reads
+        self._arena, self._disk, self._on_progress, self._gives_way = arena, disk, on_progress, gives_way
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._outcomes: list[Outcome] = []  # guarded by _lock
+        self._untold_bytes = _WORD_BYTES  # worker thread: the first chunk is told at once
+
+    @property
+    def unread_bytes(self) -> int:
+        """Raw bytes of the chunks whose outcome was not taken yet."""
+        return sum(read.stored.raw_bytes for read in self.unread.values())
+
+    def run(self) -> None:
+        """Back the slots and read into them. Worker thread; blocks."""
+        reads = {read.key: read for read in self._back()}
+        self._disk.read_chunks(
+            [ChunkRead(chunk=read.stored, into=read.into) for read in reads.values()],
+            lambda chunk_read, error: self._done(Outcome(reads[chunk_read.chunk.key], error)),
+            self.is_cancelled,
+        )
+
+    def is_cancelled(self) -> bool:
+        """Say whether what has not begun shall be left out. Any thread."""
+        if self.stopped or (not self.wanted and (not self.background or self._gives_way())):
+            self.cancelled = True  # for good: the tier may ask in several threads
+        return self.cancelled
+
+    def _back(self) -> Sequence[Read]:
+        error: ArenaError | None = None
+        try:
+            num_backed = self._arena.back([read.ref.slot for read in self._reads])
+        except ArenaError as problem:
+            num_backed, error = 0, problem
+        for read in self._reads[num_backed:]:
+            self._done(Outcome(read, error, backed=False))
+        return self._reads[:num_backed]
+
+    def _done(self, outcome: Outcome) -> None:
+        """Worker thread. The loop hears of small groups: a message per chunk would cost more than some chunks."""
+        with self._lock:
+            self._outcomes.append(outcome)
+        self._untold_bytes += outcome.read.stored.raw_bytes
+        if self._untold_bytes >= _WORD_BYTES:
+            self._untold_bytes = 0
+            self._loop.call_soon_threadsafe(self._on_progress, self)
+
+    def take_outcomes(self) -> Sequence[Outcome]:
+        """Return what has ended since the last call."""
+        with self._lock:
+            taken, self._outcomes = self._outcomes, []
+        for outcome in taken:
+            self.num_read += outcome.backed and outcome.error is None
+            if isinstance(outcome.error, TierIOError):
+                self.refused = outcome.error
+            del self.unread[outcome.read.key]
+            self.wanted.discard(outcome.read.key)
+        return taken

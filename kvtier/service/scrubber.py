@@ -1,0 +1,145 @@
+"""Scrub: everything on disk is read and verified in the background, so that damage is found while it can be mended."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kvtier.errors import ChunkDamagedError, TierIOError
+from kvtier.obs.log import log_event
+from kvtier.service.damage import drop_damaged
+from kvtier.service.namespace import Namespace
+from kvtier.service.pacing import Pace
+from kvtier.service.stores import Stores
+from kvtier.tiers.base import ChunkRead, StoredChunk
+
+logger = logging.getLogger(__name__)
+
+CURSOR_FILE = "scrub.json"
+_BATCH_BYTES = 8 * 1024**2
+_PERIOD_S = 24 * 3600.0
+_POLL_S = 60.0
+
+
+class Scrubber:
+    """Goes through all packs in the order of their ids, again and again, at most once in `_PERIOD_S`. Loop thread only.
+
+    Where it is stands in a small file beside the ledger, so that a daemon that is restarted every day comes to the end
+    too. Pack ids are random: a pack that comes into being behind it is verified in the next pass, an hour old or new.
+
+    Args:
+        stores: Shared.
+        namespaces: Asked for at every pack.
+        cursor_path: The small file; it may be lost, then a pass begins anew.
+        pace: Limits what is read.
+        unix_s: Wall clock.
+        sleep: Waits for the next pass.
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        namespaces: Callable[[], Sequence[Namespace]],
+        cursor_path: Path,
+        *,
+        pace: Pace | None = None,
+        unix_s: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._stores, self._namespaces, self._path = stores, namespaces, cursor_path
+        self._unix_s, self._sleep = unix_s, sleep
+        self._pace = pace or Pace(stores.config.disk.scrub_bytes_per_s)
+        self._after = ""
+        self._pass_began_unix_s = 0.0
+
+    async def run(self) -> None:
+        """Scrub for ever."""
+        await self._stores.in_background(self._load)
+        while True:
+            if self._after or not 0 <= self._unix_s() - self._pass_began_unix_s < _PERIOD_S:
+                await self.scrub_pass()
+            await self._sleep(_POLL_S)
+
+    async def scrub_pass(self) -> None:
+        """Go on from where it stopped to the end of all packs."""
+        if not self._after:
+            self._pass_began_unix_s = self._unix_s()
+        while (found := self._next_pack()) is not None:
+            namespace, pack_id = found
+            await self._scrub_pack(namespace, pack_id)
+            self._after = pack_id
+            await self._stores.in_background(self._save)
+        self._after = ""
+        self._stores.counters.scrub_passes += 1
+        await self._stores.in_background(self._save)
+
+    def _next_pack(self) -> tuple[Namespace, str] | None:
+        packs = ((pack_id, n) for n, namespace in enumerate(self._namespaces()) for pack_id in namespace.packs)
+        nearest = min((pack for pack in packs if pack[0] > self._after), default=None)
+        return (self._namespaces()[nearest[1]], nearest[0]) if nearest is not None else None
+
+    async def _scrub_pack(self, namespace: Namespace, pack_id: str) -> None:
+        """Verify what is read from one pack. What the system refuses to read waits for the next pass."""
+        chunks = await namespace.chunks_in([pack_id])
+        while chunks:
+            await self._stores.disk_health.until_open()
+            await self._stores.traffic.until_quiet()
+            await self._pace.wait()
+            batch = _first(chunks)
+            chunks = chunks[await self._verify(namespace, batch) :]
+
+    async def _verify(self, namespace: Namespace, batch: Sequence[StoredChunk]) -> int:
+        """Read chunks into scratch memory; return how many were not left out for the sake of promotions."""
+        outcomes: list[tuple[StoredChunk, ChunkDamagedError | TierIOError | None]] = []
+        stores = self._stores
+
+        def read() -> None:
+            reads = [ChunkRead(chunk=stored, into=[memoryview(bytearray(stored.raw_bytes))]) for stored in batch]
+            stores.disk.read_chunks(
+                reads, lambda read, error: outcomes.append((read.chunk, error)), lambda: stores.traffic.busy
+            )
+
+        await stores.in_background(read)
+        refused = [error for _, error in outcomes if isinstance(error, TierIOError)]
+        for error in refused:
+            log_event(logger, "scrub_refused", level=logging.WARNING, problem=str(error))
+        if refused and len(refused) == len(outcomes):  # one bad sector does not speak for the disk
+            stores.disk_health.failed("read", refused[0])
+        elif outcomes:
+            stores.disk_health.succeeded("read")
+        num_bytes = sum(stored.stored_bytes for stored, _ in outcomes)
+        stores.counters.scrubbed_bytes += num_bytes
+        self._pace.spent(num_bytes)
+        damaged = [stored for stored, error in outcomes if isinstance(error, ChunkDamagedError)]
+        finish = drop_damaged(namespace, damaged)
+        if finish is not None:
+            await finish
+        return len(outcomes)
+
+    # Where it is
+
+    def _load(self) -> None:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            state = json.loads(self._path.read_text())
+            after, began_unix_s = str(state["after"]), float(state["pass_began_unix_s"])
+            self._after, self._pass_began_unix_s = after, began_unix_s
+
+    def _save(self) -> None:
+        # Without fsync: at worst some packs are verified twice.
+        state = json.dumps({"after": self._after, "pass_began_unix_s": self._pass_began_unix_s})
+        temp = self._path.with_suffix(".tmp")
+        with suppress(OSError):
+            temp.write_text(state)
+            temp.replace(self._path)
+
+
+def _first(chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+    num_bytes = 0
+    for number, stored in enumerate(chunks, 1):
+        num_bytes += stored.raw_bytes
+        if num_bytes >= _BATCH_BYTES:
+            return chunks[:number]
+    return chunks

@@ -1,0 +1,135 @@
+"""A crash at every step of a compaction: all that was durable is read after the next start, and there is no more."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.ledger import Ledger
+from kvtier.service.cache import Cache
+from kvtier.service.recovery import recover
+from kvtier.service.stores import Stores
+from kvtier.tiers.base import DiskTier
+from kvtier.tiers.file_ops import FileOps
+from kvtier.tiers.packs import PackTier
+from tests.fakes.chunks import key_of, noise, payload_of, read_back
+from tests.fakes.rows import namespace_row
+from tests.fakes.scripted_engine import config_in
+
+NUM_LEFT = 6
+_STEPS = ("open", "pwrite", "pread", "fsync", "rename", "unlink", "fsync_dir")
+
+
+class _Crash(BaseException):
+    """The process is gone: no handler may undo anything."""
+
+
+class CrashingOps(FileOps):
+    """Dies at the nth call, and at every later one."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        self.num_calls = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _STEPS:
+            self.step()
+        return super().__getattribute__(name)
+
+    def step(self) -> None:
+        """Count a step of the compaction; the ledger's transactions are steps too."""
+        self.num_calls += 1
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise _Crash
+
+
+class CrashingLedger(Ledger):
+    """Dies before or after a transaction as well."""
+
+    ops: CrashingOps
+
+    def move_chunks(self, *args: Any) -> list[str]:
+        """See Ledger."""
+        self.ops.step()
+        emptied = super().move_chunks(*args)
+        self.ops.step()
+        return emptied
+
+
+def content(number: int) -> bytes:
+    return noise(3000, number)
+
+
+async def opened(folder: Path, disk: DiskTier, ledger: Ledger) -> Cache:
+    cache = Cache(config_in(folder), Stores.create(config_in(folder), disk, ledger))
+    await recover(cache)
+    return cache
+
+
+async def filled(folder: Path) -> dict[bytes, bytes]:
+    """Three packs of six chunks, of each of which two are left; returns what is durable."""
+    (folder / "disk").mkdir()
+    disk, ledger = PackTier(folder / "disk" / "packs"), Ledger.open(folder / "disk" / "ledger.sqlite")
+    ledger.put_namespace(namespace_row())
+    for first in (0, 10, 20):
+        ledger.commit_pack(disk.write_pack("ns", [payload_of(n, content(n)) for n in range(first, first + 6)]))
+        ledger.drop_chunks("ns", [key_of(n) for n in range(first + 2, first + 6)])
+    ledger.close()
+    return {key_of(first + n): content(first + n) for first in (0, 10, 20) for n in range(2)}
+
+
+async def compact(folder: Path, ops: CrashingOps, crash_at: int | None) -> None:
+    disk = PackTier(folder / "disk" / "packs", ops=ops)
+    ledger = CrashingLedger.open(folder / "disk" / "ledger.sqlite")
+    assert isinstance(ledger, CrashingLedger)
+    ledger.ops = ops
+    cache = await opened(folder, disk, ledger)
+    job = cache.compactor.next_job()
+    assert job is not None
+    assert len(job.pack_ids) == 3
+    ops.num_calls, ops.left = 0, crash_at
+    try:
+        await cache.compactor.compact(job)
+    finally:
+        for pool in (cache.stores.io_threads, cache.stores.background_thread, cache.stores.ledger_thread):
+            pool.shutdown(wait=True)
+        ledger.close()
+
+
+async def check_after_restart(folder: Path, durable: dict[bytes, bytes]) -> None:
+    disk, ledger = PackTier(folder / "disk" / "packs"), Ledger.open(folder / "disk" / "ledger.sqlite")
+    cache = await opened(folder, disk, ledger)
+    (namespace,) = cache.namespaces.values()
+    found = {chunk.key: read_back(disk, chunk.location) for chunk in namespace.table if chunk.location is not None}
+    assert found == durable
+    files = {path.name: path.stat().st_size for path in (folder / "disk" / "packs").iterdir()}
+    assert cache.stores.disk_usage.used_bytes == sum(files.values())
+    assert {name.removesuffix(".kvpack") for name in files} == set(namespace.packs) == set(ledger.load().packs)
+    assert cache.stores.counters.chunks_damaged == 0
+    await cache.close()
+
+
+def test_a_crash_at_any_step_loses_nothing(tmp_path: Path) -> None:
+    async def count_steps() -> int:
+        (tmp_path / "count").mkdir()
+        durable, ops = await filled(tmp_path / "count"), CrashingOps()
+        await compact(tmp_path / "count", ops, None)
+        await check_after_restart(tmp_path / "count", durable)
+        return ops.num_calls
+
+    num_steps = asyncio.run(count_steps())
+    assert num_steps > 10
+
+    async def crash(step: int) -> None:
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        durable = await filled(folder)
+        with pytest.raises(_Crash):
+            await compact(folder, CrashingOps(), step)
+        await check_after_restart(folder, durable)
+
+    for step in range(num_steps):
+        asyncio.run(crash(step))

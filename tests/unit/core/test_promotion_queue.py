@@ -1,0 +1,93 @@
+"""Turns of the promotion queue; a chunk's length here is its last byte."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.core.promotion_queue import PromotionQueue
+
+
+def queue() -> PromotionQueue[str]:
+    return PromotionQueue(lambda key: key[-1])
+
+
+def keys(*lengths: int, mark: int = 0) -> list[bytes]:
+    return [bytes([mark, number, length]) for number, length in enumerate(lengths)]
+
+
+def test_askers_take_turns_in_prefix_order() -> None:
+    q = queue()
+    long, short = keys(1, 1, 1, 1, 1, mark=1), keys(1, 1, mark=2)
+    q.ask("long", long)
+    q.ask("short", short)
+    assert [q.take(2) for _ in range(5)] == [long[:2], short, long[2:4], long[4:], []]
+
+
+def test_a_shared_chunk_is_taken_once_in_the_turn_that_comes_first() -> None:
+    q = queue()
+    shared = keys(1, 1, 1, 1)
+    q.ask("a", shared)
+    q.ask("b", shared[2:])
+    assert q.take(2) == shared[:2]
+    assert q.take(2) == shared[2:]
+    assert (q.take(2), len(q), q.num_bytes) == ([], 0, 0)
+
+
+def test_who_left_is_not_served_and_others_are() -> None:
+    q = queue()
+    shared = keys(1, 1)
+    q.ask("a", shared)
+    q.ask("b", shared[1:])
+    for key in shared:
+        q.leave("a", key)
+    assert shared[0] not in q
+    assert q.take(9) == shared[1:]
+
+
+def test_what_is_put_back_comes_first() -> None:
+    q = queue()
+    wanted = keys(1, 1, 1, 1)
+    q.ask("a", wanted)
+    taken = q.take(2)
+    q.ask("a", taken, first=True)
+    assert q.take(9) == wanted
+
+
+def test_bytes_until_done_count_the_turns_of_others() -> None:
+    q = queue()
+    q.ask("long", keys(*[10] * 5, mark=1))
+    q.ask("short", keys(10, mark=2))
+    assert q.bytes_until_done("short") == 20
+    assert q.bytes_until_done("long") == 60
+    assert q.bytes_until_done("nobody") == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "take", "leave", "discard"]), st.integers(0, 2), st.integers(0, 5)),
+        max_size=40,
+    )
+)
+def test_every_chunk_is_taken_as_often_as_somebody_waits_for_it(steps: list[tuple[str, int, int]]) -> None:
+    q, waiting = queue(), dict[bytes, set[str]]()
+    everything = keys(1, 2, 3, 4, 5, 6)
+    for step, who, which in steps:
+        asker, key = f"asker-{who}", everything[which]
+        if step == "ask":
+            q.ask(asker, [key])
+            waiting.setdefault(key, set()).add(asker)
+        elif step == "leave":
+            q.leave(asker, key)
+            waiting.get(key, set()).discard(asker)
+        elif step == "discard":
+            q.discard(key)
+            waiting.pop(key, None)
+        else:
+            for taken in q.take(5):
+                assert waiting.pop(taken)
+        waiting = {key: askers for key, askers in waiting.items() if askers}
+        assert len(q) == len(waiting)
+        assert q.num_bytes == sum(key[-1] for key in waiting)
+    while batch := q.take(5):
+        for taken in batch:
+            assert waiting.pop(taken)
+    assert not waiting

@@ -1,0 +1,315 @@
+"""Compaction beside everything else that touches a chunk: nothing is lost, nothing comes back, and usage is exact."""
+
+import asyncio
+import errno
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import LedgerError
+from kvtier.ledger import Ledger
+from tests.fakes.gates import failing, gated
+from tests.fakes.operator import reached
+from tests.fakes.rig import Rig, content, eventually, keys_of, rig
+
+
+async def compacted(r: Rig) -> bool:
+    """Do the next job; whether there was one."""
+    job = r.cache.compactor.next_job()
+    return job is not None and await r.cache.compactor.compact(job)
+
+
+async def holey(r: Rig, first: int, num_left: int = 1) -> str:
+    """Make a pack of six chunks of which only the first `num_left` are read still."""
+    pack_id = await r.on_disk(range(first, first + 6))
+    await r.namespace.drop_from_disk(keys_of(range(first + num_left, first + 6)))
+    return pack_id
+
+
+def test_half_empty_packs_become_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            old = [await holey(r, first) for first in (0, 10, 20)]
+            whole = await r.on_disk(range(30, 36))
+            used_bytes = r.stores.disk_usage.used_bytes
+            assert await compacted(r)
+            assert {r.location(n).pack_id for n in (0, 10, 20)} != set(old)  # type: ignore[union-attr]
+            assert len(r.tier.packs) == 2
+            assert whole in r.tier.packs
+            assert used_bytes - r.stores.disk_usage.used_bytes == 3 * 5 * 6000
+            assert r.counters.compaction_freed_bytes == 3 * 5 * 6000
+            assert r.cache.compactor.next_job() is None
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_packs_with_small_holes_wait_until_the_disk_is_nearly_full(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, disk_bytes=400_000, compact_dead_ratio=0.9) as r:
+            await holey(r, 0)
+            assert r.cache.compactor.next_job() is None
+            await r.on_disk(range(100, 156))
+            assert await compacted(r)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_compaction_never_goes_over_the_limit(tmp_path: Path) -> None:
+    """There is no room beside the old pack for two chunks and a header, so nothing is copied; for one there is."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, disk_bytes=51_000) as r:
+            await holey(r, 0, num_left=2)
+            assert r.cache.compactor.next_job() is None
+            await r.namespace.drop_from_disk(keys_of([1]))
+            with r.tier.holding("rewrite_pack_after") as gate:
+                compaction = asyncio.create_task(compacted(r))
+                await reached(gate.reached)
+                assert sum(r.tier.list_packs().values()) <= 51_000
+                assert not r.stores.disk_usage.fits(51_000 - 36_000 - 6_000), "room for the copy is promised"
+            assert await compaction
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_room_that_compaction_makes_goes_to_what_the_quota_refused(tmp_path: Path) -> None:
+    """The refused chunks waited for an unpin or an evict, with the disk half empty."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, disk_bytes=60_000) as r:
+            r.table.pin(keys_of([0, *range(10, 14)]))
+            await holey(r, 0)
+            r.in_host(range(10, 14))
+            r.namespace.spiller.add(keys_of(range(10, 14)))
+            await eventually(lambda: r.namespace.spiller.num_refused == 4)
+            assert await compacted(r)
+            await r.namespace.spiller.flush()
+            assert all(r.location(n) is not None for n in (0, *range(10, 14)))
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_dropped_while_it_is_copied_stays_dropped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await holey(r, 0, num_left=2)
+            with r.tier.holding("rewrite_pack") as gate:
+                compaction = asyncio.create_task(compacted(r))
+                await reached(gate.reached)
+                await r.namespace.drop_from_disk(keys_of([0]))
+            # The drop emptied nothing: chunk 1 held the old pack. It is in the new one alone now.
+            assert await compaction
+            assert r.location(0) is None
+            assert r.location(1) is not None
+            assert len(r.tier.packs) == 1
+            assert r.stores.ledger.load().packs.keys() == r.tier.packs.keys()
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_all_dropped_while_they_are_copied_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await holey(r, 0, num_left=2)
+            await r.on_disk([50])
+            await r.namespace.drop_from_disk([])
+            gone = {r.location(0).pack_id}  # type: ignore[union-attr]
+            with r.tier.holding("rewrite_pack_after") as gate:
+                compaction = asyncio.create_task(compacted(r))
+                await reached(gate.reached)
+                await r.namespace.drop_from_disk(keys_of([0, 1]))
+            assert await compaction
+            assert not gone & r.tier.packs.keys()
+            assert len(r.tier.packs) == 1, "the copy that nobody needs is gone too"
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_stored_anew_while_it_is_copied_is_read_from_the_newer_pack(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await holey(r, 0, num_left=2)
+            with r.tier.holding("rewrite_pack_after") as gate:
+                compaction = asyncio.create_task(compacted(r))
+                await reached(gate.reached)
+                newer = await r.on_disk([0])
+            assert await compaction
+            assert r.location(0).pack_id == newer  # type: ignore[union-attr]
+            assert r.location(1).pack_id != newer  # type: ignore[union-attr]
+            assert len(r.tier.packs) == 2
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_drop_that_comes_while_the_move_is_recorded_finds_the_new_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Had it failed, memory would have gone back to the old pack, which was unlinked meanwhile."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await holey(r, 0, num_left=2)
+            with gated(monkeypatch, Ledger, "move_chunks") as gate:
+                compaction = asyncio.create_task(compacted(r))
+                await reached(gate.reached)
+                failing(monkeypatch, Ledger, "drop_chunks", lambda: LedgerError("disk is full"), times=1)
+                drop = asyncio.create_task(r.namespace.drop_from_disk(keys_of([0])))
+                await asyncio.sleep(0)
+                gate.open()
+                assert await compaction
+                with pytest.raises(LedgerError):
+                    await drop
+            assert r.location(0).pack_id in r.tier.packs  # type: ignore[union-attr]
+            session, peer = await r.session()
+            session.acquire(1, keys_of([0, 1]))
+            await eventually(lambda: peer.num_ready() == 2)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_promotion_under_way_survives_the_move(tmp_path: Path) -> None:
+    """It holds at its first chunk while the pack is rewritten and unlinked; then it reads both at their new place."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await holey(r, 0, num_left=2)
+            session, peer = await r.session()
+            with r.tier.holding("rewrite_pack_after") as gate:
+                compaction = asyncio.create_task(compacted(r))
+                await reached(gate.reached)  # copied
+                with r.tier.stepping():
+                    session.acquire(1, keys_of([0, 1]))
+                    await eventually(lambda: r.tier.asked[2:] == keys_of([0]))
+                    gate.open()
+                    assert await compaction
+            await eventually(lambda: peer.num_ready() == 2)
+            assert [r.in_arena(n) for n in (0, 1)] == [content(n) for n in (0, 1)]
+            assert (r.counters.promotions_rerouted, r.counters.chunks_damaged) == (2, 0)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_an_evicted_host_copy_is_promoted_from_the_new_pack(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await holey(r, 0, num_left=2)
+            session, peer = await r.session()
+            session.acquire(1, keys_of([0, 1]))
+            await eventually(lambda: peer.num_ready() == 2)
+            session.release(1, None)
+            with r.tier.holding("rewrite_pack") as gate:
+                compaction = asyncio.create_task(compacted(r))
+                await reached(gate.reached)
+                assert r.table.make_room(2).lost == []
+            assert await compaction
+            session.acquire(2, keys_of([0, 1]))
+            await eventually(lambda: peer.num_ready(2) == 2)
+            assert [r.in_arena(n) for n in (0, 1)] == [content(n) for n in (0, 1)]
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_move_that_the_ledger_refuses_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            old = await holey(r, 0)
+            failing(monkeypatch, Ledger, "move_chunks", lambda: LedgerError("disk is full"), times=1)
+            assert not await compacted(r)
+            assert list(r.tier.packs) == [old]
+            assert r.counters.compactions_failed == 1
+            r.check()
+            assert await compacted(r)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_disk_that_refuses_the_copy_loses_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            old = await holey(r, 0)
+            r.tier.refuse_writes = errno.EIO
+            assert not await compacted(r)
+            r.tier.refuse_writes = 0
+            assert list(r.tier.packs) == [old]
+            assert not await compacted(r), "not again at once: one bad sector would switch the tier off for ever"
+            later_s = time.monotonic() + 4000
+            r.cache.compactor._now_s = lambda: later_s
+            assert await compacted(r)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_pack_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    """The group of it and two good ones failed at every try."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            packs = [await holey(r, first) for first in (0, 10, 20)]
+            r.tier.unreadable = set(keys_of([10]))
+            outcomes = []
+            while (job := r.cache.compactor.next_job()) is not None:
+                outcomes.append(await r.cache.compactor.compact(job))
+            assert outcomes.count(False) == 2, "once with the others, once alone"
+            assert packs[1] in r.tier.packs
+            assert not {packs[0], packs[2]} & r.tier.packs.keys()
+            assert not r.stores.disk_health.latched
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_chunk_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            old = await holey(r, 0, num_left=2)
+            _, peer = await r.session()
+            r.tier.damaged = set(keys_of([0]))
+            while await compacted(r):
+                pass
+            assert r.location(0) is None
+            assert peer.held == {keys_of([0])[0]: False}
+            assert r.location(1).pack_id != old  # type: ignore[union-attr]
+            assert list(r.tier.quarantined) == [old], "set aside, for people to look at"
+            assert (r.counters.chunks_damaged, r.counters.packs_quarantined) == (1, 1)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_compaction_waits_for_promotions_and_for_its_rate(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await holey(r, 0)
+            r.stores.traffic.began()
+            r.stores.holes.set()
+            slept: list[float] = []
+
+            async def sleep(seconds: float) -> None:
+                slept.append(seconds)
+                await asyncio.sleep(0)
+
+            r.cache.compactor._sleep = sleep
+            task = asyncio.create_task(r.cache.compactor.run())
+            await eventually(lambda: bool(slept))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert r.counters.packs_compacted == 0
+            r.stores.traffic.ended()
+            await eventually(lambda: r.counters.packs_compacted == 1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())

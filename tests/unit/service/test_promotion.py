@@ -1,0 +1,256 @@
+"""Promotion over a tier whose reads a test allows one by one: who is served when, who is told what."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import kvtier.service.promoter
+import kvtier.service.promotion_batch
+from kvtier.core.slots import SlotState
+from tests.fakes.rig import content, eventually, keys_of, rig
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of four chunks, a word per chunk."""
+    monkeypatch.setattr(kvtier.service.promoter, "BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.service.promoter, "_BACKGROUND_BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.service.promotion_batch, "_WORD_BYTES", 6000)
+
+
+def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path) -> None:
+    """Askers heard of nothing before a whole batch of 8 MiB was there."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(4))
+            session, peer = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(4)))
+                r.tier.allow(2)
+                await eventually(lambda: peer.num_ready() == 2)
+                assert peer.all_ready() == [0, 1]
+                assert r.in_arena(1) == content(1)
+            await eventually(lambda: peer.num_ready() == 4)
+            assert peer.all_ready() == [0, 1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_one_reader_per_chunk_however_many_ask(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=4) as r:
+            await r.on_disk(range(6))
+            sessions = [await r.session() for _ in range(12)]
+            with r.tier.stepping():
+                for number, (session, _) in enumerate(sessions):
+                    session.acquire(1, keys_of(range(number % 3, 6)))  # some before, some while it is read
+                    if number == 5:
+                        r.tier.allow(3)
+                        await eventually(lambda: r.counters.chunks_promoted == 3)
+            await eventually(lambda: r.counters.chunks_promoted == 6)
+            await eventually(lambda: all(r.chunk(n).readable for n in range(6)))
+            assert sorted(r.tier.asked) == sorted(keys_of(range(6))), "each was read once"
+            for number, (_, peer) in enumerate(sessions):
+                leased = {chunk.index for chunk in peer.answers[1][0] if not chunk.promoting}
+                assert leased | set(peer.all_ready()) == set(range(6 - number % 3))
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_short_request_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
+    """One queue in order of arrival: 100k tokens of one request stood before two chunks of another."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(40))
+            (long, _), (short, told) = await r.session(), await r.session()
+            with r.tier.stepping():
+                long.acquire(1, keys_of(range(38)))
+                await eventually(lambda: len(r.tier.asked) == 1)
+                short.acquire(1, keys_of([38, 39]))
+                r.tier.allow(
+                    4 + 4 + 2
+                )  # the batch being read, the long one's next turn at the most, then the short one
+                await eventually(lambda: told.num_ready() == 2)
+            await eventually(lambda: r.counters.chunks_promoted == 40)
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_read_for_those_who_left(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(12))
+            session, _ = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(12)))
+                await eventually(lambda: len(r.tier.asked) == 1)
+                session.release(1, None)
+                assert r.namespace.slots.counts()[SlotState.LOADING] == 4, "queued ones gave their slots back at once"
+            await eventually(lambda: not r.namespace.slots.counts()[SlotState.LOADING])
+            assert len(r.tier.asked) == 1
+            # The chunk that was being read is there for the next request, and evictable.
+            assert r.chunk(0).readable
+            assert r.chunk(0).evictable
+            assert r.counters.chunks_promoted_unasked == 1
+            assert r.counters.promotions_cancelled == 11
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_asked_for_again_after_its_batch_was_cancelled_is_read(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(4))
+            session, peer = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(4)))
+                await eventually(lambda: len(r.tier.asked) == 1)
+                session.release(1, None)
+                session.acquire(2, keys_of(range(4)))
+            await eventually(lambda: peer.num_ready(2) == 4)
+            assert [r.in_arena(n) for n in range(4)] == [content(n) for n in range(4)]
+            assert len(r.tier.asked) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_that_moved_while_it_was_read_is_read_at_its_new_place(tmp_path: Path) -> None:
+    """Compaction unlinked the pack under the reader, and a good chunk was dropped as damaged."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            old = await r.on_disk(range(2))
+            session, peer = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(2)))
+                await eventually(lambda: len(r.tier.asked) == 1)
+                await r.on_disk(range(2))  # a newer pack takes both over, and the old one is unlinked
+                assert old not in r.tier.packs
+            await eventually(lambda: peer.num_ready() == 2)
+            assert peer.missed[1] == []
+            assert r.counters.chunks_damaged == 0
+            assert r.counters.promotions_rerouted == 2
+            assert [r.in_arena(n) for n in range(2)] == [content(n) for n in range(2)]
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_dropped_from_disk_while_it_was_read_is_a_miss_and_no_damage(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(2))
+            session, peer = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(2)))
+                await eventually(lambda: len(r.tier.asked) == 1)
+                await r.namespace.drop_from_disk(keys_of(range(2)))
+            await eventually(lambda: sorted(peer.missed.get(1, [])) == [0, 1])
+            assert r.counters.chunks_damaged == 0
+            assert session.num_leases == 0
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_background_promotions_yield_to_requests(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=2) as r:
+            await r.on_disk(range(12))
+            session, peer = await r.session()
+            with r.tier.stepping():
+                r.namespace.promoter.warm_up(keys_of(range(8)))
+                await eventually(lambda: len(r.tier.asked) == 1)
+                session.acquire(1, keys_of([10, 11]))
+                await eventually(lambda: len(r.tier.asked) == 2)
+                r.tier.allow(3)
+                await eventually(lambda: peer.num_ready() == 2)
+            await eventually(lambda: all(r.chunk(n).readable for n in range(8)))
+            wanted = keys_of([0, 10, 11])
+            assert sorted(r.tier.asked[:3]) == sorted(wanted), "the batch stopped between two chunks"
+            assert len(r.tier.asked) == 10
+            assert r.chunk(3).evictable
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_joins_the_background_read_of_its_chunk(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(4))
+            session, peer = await r.session()
+            with r.tier.stepping():
+                r.namespace.promoter.warm_up(keys_of(range(4)))
+                await eventually(lambda: len(r.tier.asked) == 1)
+                session.acquire(1, keys_of(range(4)))
+            await eventually(lambda: peer.num_ready() == 4)
+            assert r.tier.asked == keys_of(range(4))
+
+    asyncio.run(scenario())
+
+
+def test_background_promotions_evict_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=4 * 8192) as r:
+            await r.on_disk(range(8))
+            session, peer = await r.session()
+            session.acquire(1, keys_of(range(2)))
+            await eventually(lambda: peer.num_ready() == 2)
+            session.release(1, None)
+            r.namespace.promoter.warm_up(keys_of(range(2, 8)))
+            await r.namespace.promoter.until_warm()
+            assert not r.namespace.slots.counts()[SlotState.LOADING]
+            assert r.chunk(0).readable
+            assert r.chunk(1).readable
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_the_forecast_counts_what_is_queued_ahead(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(20))
+            (long, first), (short, second) = await r.session(), await r.session()
+            promoter = r.namespace.promoter
+            with r.tier.stepping():
+                long.acquire(1, keys_of(range(16)))
+                assert first.answers[1][1].ready_in_s == 0, "nothing is measured yet"
+                promoter._rate._average = 6000.0  # a chunk per second
+                await eventually(lambda: len(r.tier.asked) == 1)
+                short.acquire(1, keys_of(range(16, 18)))
+                # Its two, two of the long one's turn, and the batch of four that is being read.
+                assert second.answers[1][1].ready_in_s == pytest.approx(8.0)
+                assert second.answers[1][1].pending_bytes == 12_000
+                assert promoter.ready_in_s(long, 1) == pytest.approx(4 + 12 + 2)
+            await eventually(lambda: r.counters.chunks_promoted == 18)
+            assert second.forecasts[-1].ready_in_s == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_read_that_breaks_in_an_unforeseen_way_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader ended with the exception, and the acquire stayed PROMOTING."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(4))
+            session, peer = await r.session()
+
+            def broken(*_: object) -> None:
+                raise RuntimeError("no such thing")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(r.tier, "read_chunks", broken)
+                session.acquire(1, keys_of(range(4)))
+                await eventually(lambda: sorted(peer.missed.get(1, [])) == [0, 1, 2, 3])
+            session.acquire(2, keys_of(range(4)))
+            await eventually(lambda: peer.num_ready(2) == 4)
+            r.check()
+
+    asyncio.run(scenario())

@@ -1,0 +1,242 @@
+"""What reaches the disk, in which order, and what does not when the disk cannot keep up."""
+
+import asyncio
+import errno
+from pathlib import Path
+
+import pytest
+
+import kvtier.service.spiller
+from kvtier.errors import LedgerError
+from kvtier.ledger import Ledger
+from tests.fakes.gates import failing
+from tests.fakes.operator import reached
+from tests.fakes.rig import content, eventually, keys_of, rig
+
+MIB = 1024 * 1024
+
+
+def test_pinned_chunks_go_before_ordinary_ones_and_never_into_one_pack(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            r.table.pin(keys_of([4, 5]))
+            r.in_host(range(6))
+            with r.tier.holding("write_pack") as gate:
+                r.namespace.spiller.add(keys_of([0]))
+                await reached(gate.reached)
+                r.namespace.spiller.add(keys_of(range(1, 6)))
+                r.table.pin(keys_of([3]))  # pinned while it waits
+                r.namespace.spiller.add(keys_of([3]))
+            await r.namespace.spiller.flush()
+            assert r.tier.written == [keys_of([0]), keys_of([4, 5, 3]), keys_of([1, 2])]
+            assert r.namespace.spiller.queued_bytes == r.counters.spill_queue_bytes == 0
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_reads_do_not_wait_for_a_pack_being_written(tmp_path: Path) -> None:
+    """Readers and the writer shared a pool: with every thread at a write, a load waited for an fsync."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk([0, 1])
+            r.in_host(range(2, 6))
+            session, peer = await r.session()
+            with r.tier.holding("write_pack") as gate:
+                r.namespace.spiller.add(keys_of(range(2, 6)))
+                await reached(gate.reached)
+                session.acquire(1, keys_of([0, 1]))
+                await eventually(lambda: peer.num_ready() == 2)
+            await r.namespace.spiller.flush()
+
+    asyncio.run(scenario())
+
+
+def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            spiller = r.namespace.spiller
+            spiller.max_queued_bytes = 3 * 6000
+            r.table.pin(keys_of(range(10, 15)))
+            r.in_host([*range(5), *range(10, 15)])
+            with r.tier.holding("write_pack") as gate:
+                spiller.add(keys_of(range(5)))
+                await reached(gate.reached)
+                assert [r.chunk(n).spilling for n in range(5)] == [True] * 3 + [False] * 2
+                assert r.chunk(4).evictable
+                assert r.counters.chunks_not_spilled == 2
+                assert not spiller.is_behind
+                spiller.add(keys_of(range(10, 15)))
+                assert spiller.is_behind, "credits shrink instead"
+                assert r.counters.spill_queue_bytes == 8 * 6000
+            await spiller.flush()
+            assert all(r.location(n) is not None for n in range(10, 15))
+            r.table.pin(keys_of([4]))
+            spiller.add(keys_of([4]))  # pinned later: it is a promise now
+            await spiller.flush()
+            assert r.location(4) is not None
+            assert not r.chunk(4).volatile
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_session_gets_fewer_credits_while_the_disk_is_behind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=64 * 8192) as r:
+            session, _ = await r.session()
+            await eventually(lambda: not r.namespace.tasks._tasks)
+            most = session._num_short
+            session.hello = type(session.hello)(**{**vars(session.hello), "store_credits": 100})
+            assert most() + session.num_store_grants == 16
+            r.namespace.spiller._num_bytes = r.namespace.spiller.max_queued_bytes + 1
+            assert most() + session.num_store_grants == 2
+            r.namespace.spiller._num_bytes = 0
+
+    asyncio.run(scenario())
+
+
+def test_a_full_pack_is_written_without_lingering(tmp_path: Path) -> None:
+    """The writer slept its linger through, whatever came meanwhile."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, pack_bytes=MIB) as r:
+            object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
+            object.__setattr__(r.stores.config.disk, "pack_bytes", 3 * 6000)
+            r.in_host(range(3))
+            r.namespace.spiller.add(keys_of([0]))
+            await asyncio.sleep(0)
+            assert r.tier.written == []
+            r.namespace.spiller.add(keys_of([1, 2]))
+            await eventually(lambda: r.tier.written == [keys_of([0, 1, 2])])
+
+    asyncio.run(scenario())
+
+
+def test_a_ledger_that_refuses_leaves_no_pack_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try left its pack on disk, counted by nobody, until the next start: a full disk for a locked ledger."""
+    monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            r.in_host(range(2))
+            failing(monkeypatch, Ledger, "commit_pack", lambda: LedgerError("database is locked"), times=2)
+            r.namespace.spiller.add(keys_of(range(2)))
+            await r.namespace.spiller.flush()
+            assert len(r.tier.written) == 3
+            assert len(r.tier.packs) == 1
+            assert r.counters.packs_failed == 2
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_what_was_written_is_counted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            r.in_host(range(4))
+            r.namespace.spiller.add(keys_of(range(4)))
+            await r.namespace.spiller.flush()
+            await r.namespace.drop_from_disk(keys_of(range(1, 4)))
+            job = r.cache.compactor.next_job()
+            assert job is not None
+            assert await r.cache.compactor.compact(job)
+            counters = r.counters
+            assert counters.durable_raw_bytes == 4 * 6000
+            assert counters.pack_bytes_written + counters.compacted_bytes_written == 5 * 6000
+            assert (counters.packs_written, counters.packs_compacted, counters.pack_fsyncs) == (1, 1, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_latched_disk_keeps_the_queue_and_goes_on_after_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=8 * 8192) as r:
+            await r.on_disk([8])
+            r.table.pin(keys_of(range(4)))
+            r.in_host(range(4))
+            r.tier.refuse_writes = errno.EIO
+            r.namespace.spiller.add(keys_of(range(4)))
+            health = r.stores.disk_health
+            await eventually(lambda: bool(health.latched))
+            assert r.counters.packs_failed == 3, "the writer does not spin"
+            assert (r.counters.disk_latched, health.readable) == (1, False)
+            assert not any(r.chunk(n).evictable for n in range(4)), "not durable, so it stays"
+            session, peer = await r.session()
+            session.acquire(1, keys_of([*range(4), 8]))
+            leased, _ = peer.answers[1]
+            assert [chunk.index for chunk in leased] == [0, 1, 2, 3], "what is only on disk is a miss at once"
+            assert r.tier.asked == []
+            await health.probe_once()
+            assert health.latched
+            r.tier.refuse_writes = 0
+            await health.probe_once()
+            assert not health.latched
+            await eventually(lambda: all(r.location(n) is not None for n in range(4)))
+            session.acquire(2, keys_of([8]))
+            await eventually(lambda: peer.num_ready(2) == 1)
+            assert r.in_arena(8) == content(8)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_or_read_only_disk_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk([8])
+            r.in_host(range(4))
+            r.tier.refuse_writes = number
+            r.namespace.spiller.add(keys_of(range(4)))
+            await eventually(lambda: r.stores.disk_health.latched.startswith("writing is off"))
+            session, peer = await r.session()
+            session.acquire(1, keys_of([8]))
+            await eventually(lambda: peer.num_ready() == 1)
+
+    asyncio.run(scenario())
+
+
+def test_one_bad_sector_does_not_switch_the_disk_off(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(8))
+            session, peer = await r.session()
+            r.tier.unreadable = set(keys_of(range(3, 7)))
+            for acquire_id in range(3):
+                session.acquire(acquire_id, keys_of(range(8)))
+                await eventually(lambda: len(peer.missed.get(acquire_id, [])) == 4)  # noqa: B023
+                session.release(acquire_id, None)
+                r.table.make_room(8)
+            assert not r.stores.disk_health.latched
+
+    asyncio.run(scenario())
+
+
+def test_reads_that_fail_again_and_again_latch(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(8))
+            session, peer = await r.session()
+            r.tier.refuse_reads = errno.EIO
+            for acquire_id, numbers in enumerate(([0, 1], [2, 3], [4, 5, 6, 7])):
+                assert not r.stores.disk_health.latched
+                session.acquire(acquire_id, keys_of(numbers))
+                await eventually(lambda: len(peer.missed.get(acquire_id, [])) == len(numbers))  # noqa: B023
+                await eventually(lambda: not r.namespace.promoter._batches)
+            assert r.stores.disk_health.latched
+            assert r.counters.chunks_damaged == 0
+            r.tier.refuse_reads = 0
+            await r.stores.disk_health.probe_once()
+            session.acquire(9, keys_of(range(8)))
+            await eventually(lambda: peer.num_ready(9) == 8)
+            r.check()
+
+    asyncio.run(scenario())
