@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
+from kvtier.cli.fsck import fsck
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.pin import pin
 from kvtier.cli.tables import daemon_details, prompt_details, prompts_table
@@ -49,6 +50,7 @@ def _globals(
 
 
 app.command()(pin)
+app.command()(fsck)
 
 
 @app.command("list")

@@ -109,6 +109,13 @@ class AdminClient:
         reply: cache_pb2.DaemonStatus = self._call(self._stub.GetStatus, cache_pb2.GetStatusRequest())
         return reply
 
+    def fsck(self, request: cache_pb2.FsckRequest) -> cache_pb2.FsckReport:
+        """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
+        self.status()  # within the deadline: says whether anybody is there at all
+        with self._translated():
+            report: cache_pb2.FsckReport = self._stub.Fsck(request)
+            return report
+
     def watch(self, name: str, *, timeout_s: float) -> "PromptWatch":
         """Return the prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`."""
         call = self._stub.WatchPrompt(cache_pb2.GetPromptRequest(name=name), timeout=timeout_s)

@@ -14,6 +14,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import InvalidArgumentError, LedgerError
 from kvtier.ledger.loading import load_snapshot
+from kvtier.ledger.references import drop_dangling_rows
 from kvtier.ledger.rows import (
     BindingRow,
     LedgerSnapshot,
@@ -173,8 +174,22 @@ class Ledger:
         with self._transaction() as sql:
             sql.execute("DELETE FROM packs WHERE pack_id = ?", (pack_id,))
 
+    def drop_dangling_rows(self) -> int:
+        """Delete rows that refer to rows that are not there (somebody has edited the file); return how many."""
+        with self._transaction() as sql:
+            return drop_dangling_rows(sql)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make the operations inside the block one transaction: all of them, or none."""
+        with self._transaction():
+            yield
+
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        if self._connection.in_transaction:  # inside `together`, which commits
+            yield self._connection
+            return
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             yield self._connection

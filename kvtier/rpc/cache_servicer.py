@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
-from kvtier.rpc.convert import daemon_status, prompt_status
+from kvtier.maintenance.online import OnlineFsck
+from kvtier.rpc.convert import daemon_status, fsck_report, prompt_status
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.prompts import PinWish
@@ -19,6 +20,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
+        self._fsck = OnlineFsck(cache)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         """Make a prompt a pinned one."""
@@ -79,3 +81,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
         """Return tiers, sessions, namespaces and counters."""
         return daemon_status(self._cache)
+
+    async def Fsck(self, request: pb.FsckRequest, context: Context) -> pb.FsckReport:
+        """Compare ledger, packs and memory."""
+        async with translated(context):
+            report = await self._fsck.run(repair=request.repair, deep=request.deep)
+        return fsck_report(report)

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from kvtier.config import DaemonConfig
 from kvtier.core.fingerprint import differing_fields, namespace_id
@@ -20,6 +21,7 @@ from kvtier.errors import (
     PromptPinnedError,
 )
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
+from kvtier.ledger.namespace_files import save_namespace
 from kvtier.obs.log import log_event
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
@@ -36,6 +38,8 @@ from kvtier.tiers.session_locks import SessionLock
 logger = logging.getLogger(__name__)
 
 _EXPIRY_POLL_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +212,27 @@ class Cache:
         namespace.row = replace(namespace.row, seen_unix_s=now_unix_s)
         if not namespace.ephemeral:
             await self.stores.in_ledger(self.stores.ledger.put_namespace, namespace.row)
+            await self._save_namespace(namespace.row)
         return namespace
+
+    async def _save_namespace(self, row: NamespaceRow) -> None:
+        try:
+            await self.stores.in_io(save_namespace, self.config.disk.disk_dir, row)
+        except OSError as error:  # what it is for, a lost ledger, has not happened
+            log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=str(error))
+
+    async def exclusively(self, name: str, change: Callable[[], Awaitable[T]]) -> T:
+        """Run a change as the only one, and to its end even when the caller leaves meanwhile.
+
+        Raises:
+            DrainingError: The daemon is stopping.
+        """
+
+        async def alone() -> T:
+            async with self._changing:
+                return await change()
+
+        return await self._tasks.complete(name, alone())
 
     def pins_for(self, session: Session) -> list[PromptRow]:
         """Return the prompts that the engine shall recognize."""
@@ -313,14 +337,18 @@ class Cache:
             prompt, old = self.prompts.draft(wish, time.time())
             check_quota(self.prompts, self.namespaces, prompt, self.config.disk.disk_bytes)
             await self.stores.in_ledger(self.stores.ledger.put_prompt, prompt)
-            if old is not None and old.pin_id != prompt.pin_id:
-                self._let_go(old)
-            elif old is not None and not old.pinned:
-                self._count_pins(prompt, pinned=True)
-            self.prompts.put(prompt)
-            if old != prompt:
-                self._announce(prompt)
+            self.take_in(prompt, old)
         log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
+
+    def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
+        """A pin is in the ledger, in place of `old`: make memory follow, and tell engines."""
+        if old is not None and old.pin_id != prompt.pin_id:
+            self._let_go(old)
+        elif old is not None and not old.pinned:
+            self._count_pins(prompt, pinned=True)
+        self.prompts.put(prompt)
+        if old != prompt:
+            self._announce(prompt)
 
     async def unpin(self, name: str) -> PromptView:
         """End the promise; the chunks stay as evictable cache.
