@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.bundle import export, import_
 from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
 from kvtier.cli.fsck import fsck
 from kvtier.cli.output import Output, to_jsonable
@@ -51,6 +52,8 @@ def _globals(
 
 app.command()(pin)
 app.command()(fsck)
+app.command()(export)
+app.command("import")(import_)
 
 
 @app.command("list")

@@ -17,6 +17,7 @@ from kvtier.maintenance.compare import PackFiles, compare
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier, list_names, read_headers
 from kvtier.maintenance.repair import Repairer
+from kvtier.service.scratch import scratch_folder
 from kvtier.tiers.arena import ARENA_PREFIX
 from kvtier.tiers.packs import PackTier
 
@@ -97,7 +98,7 @@ class _OfflineCheck:
 
     def _scratch(self) -> Path | None:
         """The copy goes beside the ledger, where there is room for it; elsewhere if that is read only."""
-        return self._state_dir if os.access(self._state_dir, os.W_OK) else None
+        return scratch_folder(self._state_dir) if os.access(self._state_dir, os.W_OK) else None
 
     def _drop_dangling(self) -> None:
         ledger = Ledger.open(self._ledger_path)

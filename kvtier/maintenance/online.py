@@ -23,6 +23,7 @@ from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier, list_names, r
 from kvtier.maintenance.repair import Repairer
 from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
+from kvtier.service.scratch import scratch_folder
 from kvtier.tiers.packs import PackTier
 
 _GRACE_POLL_S = 0.01
@@ -66,7 +67,7 @@ class _OnlineCheck:
         self._tier = PackTier(self._state_dir / "packs", zstd_level=cache.config.disk.zstd_level)
 
     def run(self) -> Report:
-        with tempfile.TemporaryDirectory(prefix="kvtier-fsck-", dir=self._state_dir) as scratch:
+        with tempfile.TemporaryDirectory(prefix="kvtier-fsck-", dir=scratch_folder(self._state_dir)) as scratch:
             return self._run(Path(scratch))
 
     def _run(self, scratch: Path) -> Report:

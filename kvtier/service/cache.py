@@ -4,11 +4,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvtier.config import DaemonConfig
 from kvtier.core.fingerprint import differing_fields, namespace_id
@@ -27,6 +27,7 @@ from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
 from kvtier.service.prompts import PinWish, PromptBook, check_quota
 from kvtier.service.recovery import recover
+from kvtier.service.scratch import sweep_scratch
 from kvtier.service.session import Session
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
@@ -81,6 +82,7 @@ class Cache:
             TierIOError: The disk tier cannot be read.
         """
         sweep_arena_directory(config.host.arena_dir)
+        sweep_scratch(config.disk.disk_dir)
         disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         _refuse_packs_without_ledger(ledger_path, disk)
@@ -233,6 +235,14 @@ class Cache:
                 return await change()
 
         return await self._tasks.complete(name, alone())
+
+    async def to_end(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end even when the caller leaves meanwhile; not exclusively.
+
+        Raises:
+            DrainingError: The daemon is stopping.
+        """
+        return await self._tasks.complete(name, coroutine)
 
     def pins_for(self, session: Session) -> list[PromptRow]:
         """Return the prompts that the engine shall recognize."""

@@ -7,6 +7,7 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier.service.namespace import Namespace
+from kvtier.tiers.arena import Arena
 from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import payload_of
 from tests.fakes.fsck import assert_clean, assert_clean_online
@@ -96,6 +97,7 @@ def test_damage_is_repaired_and_memory_follows(tmp_path: Path) -> None:
             report = await fsck(stub)
             assert all(finding.repaired for finding in report.findings if not finding.code.startswith("note-"))
             assert codes(await fsck(stub)) == []
+            await engine.barrier()
             missing = [key for key in KEYS if engine.held.get(key) is False]
             assert KEYS[4] in missing
             assert 2 <= len(missing) < 5
@@ -143,9 +145,12 @@ def test_memory_that_differs_from_the_ledger_follows_it(tmp_path: Path, monkeypa
         config = config_in(tmp_path)
         seen: list[Namespace] = []
         original = Namespace.open_arena
-        monkeypatch.setattr(
-            Namespace, "open_arena", lambda self, folder: (seen.append(self), original(self, folder))[1]
-        )
+
+        def open_arena(self: Namespace, folder: Path) -> Arena:
+            seen.append(self)
+            return original(self, folder)
+
+        monkeypatch.setattr(Namespace, "open_arena", open_arena)
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(await pin(stub), KEYS)
             await engine.store(KEYS)
