@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header
-from kvtier.bundles.spool import Spool, in_batches
+from kvtier.bundles.spool import PACK_SUFFIX, Spool, in_batches
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, PromptNotDurableError, TierIOError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.scratch import scratch_folder
-from kvtier.tiers.packs import PACK_SUFFIX
 
 PIECE_BYTES = 1024**2
 _MAX_TRIES = 3

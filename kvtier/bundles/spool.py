@@ -11,8 +11,9 @@ from typing import Self, TypeVar
 from kvtier.bundles.bundle_format import LENGTH_PREFIX, Bundle, BundleChunk, header_bytes_of, parse_header
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
-from kvtier.tiers.packs import PACK_SUFFIX, PackTier
+from kvtier.tiers.packs import PackTier
 
+PACK_SUFFIX = ".kvpack"
 _COPY_BYTES = 1024**2
 _BATCH_BYTES = 64 * 1024**2
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier._pb.cache_pb2 import FsckFinding, FsckReport, FsckRequest
-from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, settings_of
+from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE, EXIT_USAGE, settings_of
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.config.units import format_size
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError
@@ -35,9 +35,12 @@ def fsck(
 ) -> None:
     """Compare ledger, packs and arenas; with --repair make them agree.
 
-    Asks the running daemon, which serves on meanwhile. When none runs, or with --offline, the directory itself is
-    checked. Nothing that reads right is deleted. Exit codes: 0 nothing is wrong (any more), 1 something is, 3 neither
-    way is possible.
+    Asks the running daemon, which serves on meanwhile.
+    When none runs, or with --offline, the directory itself is checked.
+    Nothing that reads right is deleted.
+
+    Exit codes: 0 nothing is wrong (any more), 1 something is,
+    3 no daemon answers and the directory cannot be checked either.
     """
     output = Output(json=as_json)
     if (state_dir or config) and not offline:
@@ -62,7 +65,10 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> FsckReport:
             return client.fsck(FsckRequest(repair=repair, deep=deep))
     except DaemonUnreachableError as error:
         Output().warn(f"no daemon answers at {error.address}: checking its directory offline")
-    return _checked_offline(repair, deep, None, None)
+    try:
+        return _checked_offline(repair, deep, None, None)
+    except typer.Exit as ended:
+        raise typer.Exit(EXIT_UNREACHABLE if ended.exit_code == EXIT_USAGE else ended.exit_code) from None
 
 
 def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: Path | None) -> FsckReport:

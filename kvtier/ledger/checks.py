@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvtier.errors import LedgerError
 from kvtier.ledger.ledger import Ledger
-from kvtier.ledger.references import dangling_rows, drop_dangling_rows
+from kvtier.ledger.references import dangling_rows
 from kvtier.ledger.rows import LedgerSnapshot
 
 _MAX_PROBLEMS = 20
@@ -89,7 +89,8 @@ def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
         target: Must not exist; has the damaged one's schema afterwards, whole, and its readable rows.
 
     Returns:
-        Rows saved, by table; empty when nothing can be had (then `target` does not exist).
+        Rows saved, by table; empty when nothing can be had (then `target` does not exist). Some may refer to rows that
+        are lost: the caller puts back what it has of those, and drops the others (`Ledger.drop_dangling_rows`).
     """
     saved: dict[str, int] = {}
     try:
@@ -99,15 +100,13 @@ def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
             tables = _copy_schema(source, sql)
             for table in tables:
                 saved[table] = _copy_rows(source, sql, table)
-            while drop_dangling_rows(sql):
-                pass
             sql.execute("COMMIT")
     except sqlite3.Error:
         saved = {}
     if not any(saved.values()):
         target.unlink(missing_ok=True)
         return {}
-    return saved
+    return {table: num_rows for table, num_rows in saved.items() if num_rows}
 
 
 def _read_only(path: Path) -> sqlite3.Connection:

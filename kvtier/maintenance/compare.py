@@ -9,6 +9,7 @@ from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.ledger import LedgerSnapshot
 from kvtier.maintenance.findings import Code, Finding
 
+PACK_SUFFIX = ".kvpack"
 PACK_FILE = re.compile(r"([0-9a-f]{32})\.kvpack")
 TEMP_FILE = re.compile(r"[0-9a-f]{32}\.kvpack\.tmp")
 QUARANTINED = re.compile(r"[0-9a-f]{32}\.kvpack-damaged|quarantine")
@@ -78,7 +79,7 @@ def _compare_pack(record: PackRecord, file_bytes: int, files: PackFiles) -> Iter
     elif header is not None:
         yield from _compare_header(record, header)
     if damaged := files.damaged.get(pack_id):
-        what = f"{len(damaged)} chunks are not what was written"
+        what = f"{len(damaged)} of {len(record.chunks)} chunks are not what was written"
         yield Finding(code=Code.CHUNK_DAMAGED, subject=pack_id, detail=what, num_chunks=len(damaged))
 
 

@@ -162,12 +162,14 @@ class _OfflineCheck:
         return aside
 
     def _fill(self, ledger: Ledger) -> int:
-        """Put namespaces into the ledger that it does not know, from their copies; closes it."""
+        """Put namespaces that the ledger does not know into it, from their copies, and drop what still dangles."""
         try:
             known = {row.namespace_id for row in ledger.load().namespaces}
             new = [row for row in load_namespaces(self._state_dir) if row.namespace_id not in known]
             for row in new:
                 ledger.put_namespace(row)
+            while ledger.drop_dangling_rows():
+                pass
             return len(new)
         finally:
             ledger.close()

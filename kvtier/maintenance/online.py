@@ -17,7 +17,7 @@ from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import LedgerError
 from kvtier.ledger import LedgerSnapshot
 from kvtier.ledger.checks import inspect_ledger, load_copy
-from kvtier.maintenance.compare import TEMP_FILE, PackFiles, both, compare
+from kvtier.maintenance.compare import PackFiles, both, compare
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier, list_names, read_headers
 from kvtier.maintenance.repair import Repairer
@@ -82,7 +82,7 @@ class _OnlineCheck:
         later = self._load(scratch)
         ledger = both(earlier, later)
         files = PackFiles(
-            sizes=_settled(before, after, later),
+            sizes=_settled(before, after, set(ledger.packs), {*earlier.packs, *later.packs}),
             headers=headers,
             damaged=_still_there(damaged, ledger),
             unclaimed=sorted(list_names(self._state_dir / UNCLAIMED_FOLDER)),
@@ -259,13 +259,17 @@ class _ServiceRows:
         namespace.announce([chunk.key for chunk in record.chunks], held=True)
 
 
-def _settled(before: dict[str, int], after: dict[str, int], later: LedgerSnapshot) -> dict[str, int]:
-    """Return what may be judged: what was there both times; packs with a row whenever they are there."""
-    return {
-        name: num_bytes
-        for name, num_bytes in after.items()
-        if name in before or (name.removesuffix(".kvpack") in later.packs and not TEMP_FILE.fullmatch(name))
-    }
+def _settled(before: dict[str, int], after: dict[str, int], rows: set[str], changing: set[str]) -> dict[str, int]:
+    """Return the files that may be judged: packs with a row, and what was there both times without one.
+
+    Args:
+        before: Names seen first.
+        after: Names seen last.
+        rows: Packs that had a row all the time.
+        changing: Packs that had a row at some time: their files come or go with it.
+    """
+    packs = {f"{pack_id}.kvpack": pack_id in rows for pack_id in changing}
+    return {name: num_bytes for name, num_bytes in after.items() if packs.get(name, name in before)}
 
 
 def _present(ledger: LedgerSnapshot, sizes: dict[str, int]) -> dict[str, PackRecord]:

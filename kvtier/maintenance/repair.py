@@ -14,10 +14,10 @@ from typing import Protocol
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, KvtierError, TierIOError
-from kvtier.maintenance.compare import PackFiles
+from kvtier.maintenance.compare import PACK_SUFFIX, PackFiles
 from kvtier.maintenance.findings import Code, Finding
 from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier
-from kvtier.tiers.packs import PACK_SUFFIX, PackTier
+from kvtier.tiers.packs import PackTier
 
 _REREAD = (
     Code.PACK_LENGTH,
@@ -108,7 +108,7 @@ class Repairer:
         kept = {chunk.key for chunk in good}
         lost = [chunk for chunk in record.chunks if chunk.key not in kept]
         self._rows.drop_chunks(record, lost)
-        return f"{len(good)} chunks kept, rows of {len(lost)} dropped"
+        return f"{len(good)} chunks of it read right and are kept, {len(lost)} are stored anew when next computed"
 
     def _take_in(self, pack_id: str) -> str:
         """Adopt what a file without rows holds by its own header; then the file is unlinked, or set aside."""
@@ -125,7 +125,7 @@ class Repairer:
         num_adopted, num_bad = self._adopt(path, header)
         if num_bad:
             self._tier.quarantine_pack(pack_id)
-            return f"{num_adopted} chunks adopted, {num_bad} damaged; the file is set aside (quarantined)"
+            return f"{_adopted(num_adopted)}the file is set aside (quarantined)"
         self._tier.delete_pack(pack_id)
         if num_adopted:
             return f"{num_adopted} chunks verified and adopted"
@@ -216,6 +216,10 @@ def _in_pack(chunk: StoredChunk, pack_id: str) -> StoredChunk:
         codec=chunk.codec,
         checksum=chunk.checksum,
     )
+
+
+def _adopted(num_chunks: int) -> str:
+    return f"{num_chunks} chunks verified and adopted, " if num_chunks else ""
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -88,6 +88,6 @@ def test_an_import_happened_or_it_did_not(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(outcomes) > 12, outcomes
         happened = [done for _, done in outcomes]
         assert happened == sorted(happened), outcomes
-        assert [step for step, done in outcomes if done][0] == "after _record_in", outcomes
+        assert next(step for step, done in outcomes if done) == "after _record_in", outcomes
 
     asyncio.run(scenario())

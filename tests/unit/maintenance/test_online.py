@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._pb import cache_pb2
+from kvtier.maintenance.online import _settled
 from kvtier.service.namespace import Namespace
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.packs import PackTier
@@ -25,6 +26,14 @@ async def fsck(stub: Stub, *, repair: bool = True) -> cache_pb2.FsckReport:
 
 def codes(report: cache_pb2.FsckReport) -> list[str]:
     return [finding.code for finding in report.findings if not finding.code.startswith("note-")]
+
+
+def test_a_pack_that_came_or_went_while_the_check_ran_is_not_judged() -> None:
+    """A pack that was committed between the two looks at the ledger was reported as one that it does not know."""
+    files = {f"{name}.kvpack": 1 for name in ("stayed", "came", "went", "orphan")}
+    before = {name: 1 for name in files if name != "came.kvpack"}
+    judged = _settled(before, files | {"new-orphan.kvpack": 1}, {"stayed"}, {"stayed", "came", "went"})
+    assert set(judged) == {"stayed.kvpack", "orphan.kvpack"}
 
 
 def test_a_daemon_that_stores_and_evicts_is_clean(tmp_path: Path) -> None:
