@@ -28,7 +28,6 @@ class Code(StrEnum):
     UNREADABLE = "unreadable"
     USAGE_DIFFERS = "usage-differs"
     MEMORY_DIFFERS = "memory-differs"
-    SLOTS_DIFFER = "slots-differ"
     NOTE_QUARANTINED = "note-quarantined"
     NOTE_UNKNOWN_FILE = "note-unknown-file"
     NOTE_UNCLAIMED = "note-unclaimed"

@@ -73,6 +73,7 @@ class _OnlineCheck:
     def _run(self, scratch: Path) -> Report:
         verifier = Verifier(self._tier, self._left.is_set)
         findings = self._check_ledger()
+        counted = set(self._cache.stores.disk_usage.packs)
         before = list_names(self._tier.directory)
         self._on_loop(self._writes_ended())
         earlier = self._load(scratch)
@@ -92,12 +93,13 @@ class _OnlineCheck:
             Finding(code=Code.UNREADABLE, subject=pack_id, detail=what) for pack_id, what in verifier.unreadable.items()
         ]
         findings += self._on_loop(self._check_memory(ledger, later))
-        findings += self._on_loop(self._check_usage(files, later))
+        gone = counted - PackFiles(sizes=before).packs.keys() - earlier.packs.keys() - later.packs.keys()
+        findings += self._on_loop(self._check_usage(ledger, files, gone))
         if self._repair and not self._left.is_set():
             Repairer(self._tier, _ServiceRows(self._cache, self._on_loop), verifier).repair(
                 findings, ledger.packs, files
             )
-            self._on_loop(self._recount(list_names(self._tier.directory), findings))
+            self._on_loop(self._recount(list_names(self._tier.directory), gone, findings))
         return Report(
             findings=findings,
             num_packs=len(files.packs),
@@ -175,20 +177,16 @@ class _OnlineCheck:
                     findings[-1].mend("memory follows the ledger now")
         return findings
 
-    async def _check_usage(self, files: PackFiles, later: LedgerSnapshot) -> list[Finding]:
-        counted = self._cache.stores.disk_usage.packs
-        wrong = [
-            pack_id
-            for pack_id, file_bytes in files.packs.items()
-            if pack_id in later.packs and counted.get(pack_id, file_bytes) != file_bytes
-        ]
-        gone = [pack_id for pack_id in counted if pack_id in later.packs and pack_id not in files.packs]
+    async def _check_usage(self, ledger: LedgerSnapshot, files: PackFiles, suspects: set[str]) -> list[Finding]:
+        counted, sizes = self._cache.stores.disk_usage.packs, files.packs
+        wrong = [pack_id for pack_id in ledger.packs if sizes.get(pack_id) != counted.get(pack_id) and pack_id in sizes]
+        gone = [pack_id for pack_id in suspects if pack_id in counted]
         if not wrong and not gone:
             return []
         what = f"{len(wrong)} packs are counted with another length, {len(gone)} are counted and not there"
         return [Finding(code=Code.USAGE_DIFFERS, subject="disk usage", detail=what)]
 
-    async def _recount(self, sizes: dict[str, int], findings: Sequence[Finding]) -> None:
+    async def _recount(self, sizes: dict[str, int], gone: set[str], findings: Sequence[Finding]) -> None:
         """Make the usage follow files that were repaired away, and lengths that were wrong."""
         usage, present = self._cache.stores.disk_usage, PackFiles(sizes=sizes).packs
         for finding in findings:
@@ -197,7 +195,9 @@ class _OnlineCheck:
         for finding in findings:
             if finding.code is Code.USAGE_DIFFERS:
                 for pack_id, file_bytes in list(usage.packs.items()):
-                    if pack_id in present and present[pack_id] != file_bytes:
+                    if pack_id in gone:
+                        usage.remove(pack_id)
+                    elif pack_id in present and present[pack_id] != file_bytes:
                         usage.add(pack_id, present[pack_id])
                 finding.mend("counted anew")
 
