@@ -122,8 +122,8 @@ class Spool:
                 self._tier.read_chunk(self.stored(offset, chunk), [memoryview(bytearray(chunk.raw_bytes))])
             except ChunkDamagedError as error:
                 why = str(error).removeprefix(f"{error.path}: ")
-                what = f"it is whole, but this kvtier cannot decode it ({why}); upgrade kvtier"
-                raise BundleDamagedError(what) from error
+                remedy = "" if "upgrade" in why else "; upgrade kvtier"
+                raise BundleDamagedError(f"it is whole, but this kvtier cannot decode it ({why}){remedy}") from error
 
     def stored(self, offset: int, chunk: BundleChunk) -> StoredChunk:
         """Return the chunk as a chunk of a pack of this file's name."""

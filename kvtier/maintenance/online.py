@@ -75,7 +75,7 @@ class _OnlineCheck:
         findings = self._check_ledger()
         counted = set(self._cache.stores.disk_usage.packs)
         before = list_names(self._tier.directory)
-        self._on_loop(self._writes_ended())
+        known = self._on_loop(self._writes_ended())
         earlier = self._load(scratch)
         headers = read_headers(self._tier, sorted(PackFiles(sizes=before).packs), self._left.is_set)
         damaged = verifier.damaged(_present(earlier, before)) if self._deep else {}
@@ -83,7 +83,7 @@ class _OnlineCheck:
         later = self._load(scratch)
         ledger = both(earlier, later)
         files = PackFiles(
-            sizes=_settled(before, after, set(ledger.packs), {*earlier.packs, *later.packs}),
+            sizes=_settled(before, after, set(ledger.packs), {*earlier.packs, *later.packs, *known}),
             headers=headers,
             damaged=_still_there(damaged, ledger),
             unclaimed=sorted(list_names(self._state_dir / UNCLAIMED_FOLDER)),
@@ -137,12 +137,17 @@ class _OnlineCheck:
         while await stores.in_ledger(stores.ledger.drop_dangling_rows):
             pass
 
-    async def _writes_ended(self) -> None:
-        """Wait until every pack write that is going on now has ended: its row is there then, or its file is gone."""
+    async def _writes_ended(self) -> set[str]:
+        """Wait until every pack write that is going on now has ended: its row is there then, or its file is gone.
+
+        Returns:
+            Packs that the daemon counts, with a row or without: it is still dealing with the latter.
+        """
         usage = self._cache.stores.disk_usage
         begun = usage.writes
         while begun & usage.writes:  # noqa: ASYNC110 - an event per write would cost every write
             await asyncio.sleep(_GRACE_POLL_S)
+        return set(usage.packs)
 
     async def _check_memory(self, ledger: LedgerSnapshot, later: LedgerSnapshot) -> list[Finding]:
         """Compare the chunk tables with rows; looked at again under the change lock before it is believed."""
@@ -179,7 +184,12 @@ class _OnlineCheck:
 
     async def _check_usage(self, ledger: LedgerSnapshot, files: PackFiles, suspects: set[str]) -> list[Finding]:
         counted, sizes = self._cache.stores.disk_usage.packs, files.packs
-        wrong = [pack_id for pack_id in ledger.packs if sizes.get(pack_id) != counted.get(pack_id) and pack_id in sizes]
+        wrong = [pack_id for pack_id in ledger.packs if pack_id in sizes and sizes[pack_id] != counted.get(pack_id)]
+        if wrong:  # or dropped since: on the ledger's own connection, after all that was asked of it before
+            stores = self._cache.stores
+            rows = (await stores.in_ledger(stores.ledger.load)).packs
+            await asyncio.sleep(0)
+            wrong = [pack_id for pack_id in wrong if pack_id in rows and sizes[pack_id] != counted.get(pack_id)]
         gone = [pack_id for pack_id in suspects if pack_id in counted]
         if not wrong and not gone:
             return []
@@ -266,7 +276,7 @@ def _settled(before: dict[str, int], after: dict[str, int], rows: set[str], chan
         before: Names seen first.
         after: Names seen last.
         rows: Packs that had a row all the time.
-        changing: Packs that had a row at some time: their files come or go with it.
+        changing: Packs that had a row at some time, or that the daemon deals with: their files come or go.
     """
     packs = {f"{pack_id}.kvpack": pack_id in rows for pack_id in changing}
     return {name: num_bytes for name, num_bytes in after.items() if packs.get(name, name in before)}

@@ -20,6 +20,7 @@ from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from kvtier.daemon.folders import LOCK_NAME
+from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
 
 NUM_KILLS = 16
@@ -126,6 +127,7 @@ async def check(config: DaemonConfig, stub: Stub, engine: ScriptedEngine, model:
     packs = config.disk.disk_dir / "packs"
     assert status.disk.used_bytes == sum(path.stat().st_size for path in packs.iterdir())
     assert status.counters["chunks_damaged"] == 0
+    await assert_clean_online(stub)
     expected = {LOCK_NAME, Path(engine.welcome.arena.path).name, Path(engine.welcome.lock_path).name}
     assert {path.name for path in config.host.arena_dir.iterdir()} == expected
 
@@ -166,6 +168,7 @@ def test_what_was_promised_survives_kills(tmp_path: Path) -> None:
                 await killed_at_start(config, model.rng.uniform(0.2, 0.7))
         async with daemon(config) as (_, stub), ScriptedEngine(config) as engine:
             await check(config, stub, engine, model)
+        assert_clean(config.disk.disk_dir)
 
     started_s = time.monotonic()
     asyncio.run(scenario())

@@ -70,7 +70,10 @@ def test_a_newer_version_says_so(whole: bytes, tmp_path: Path) -> None:
 
 
 def test_a_codec_of_another_kvtier_says_so(tmp_path: Path) -> None:
-    assert "unknown codec 'flux'" in refusal(bundle_bytes(codec="flux"), tmp_path)
+    told = refusal(bundle_bytes(codec="flux"), tmp_path)
+    assert "this kvtier cannot decode it" in told
+    assert "'flux'" in told
+    assert told.count("upgrade kvtier") == 1
 
 
 @pytest.mark.parametrize("name", ['"kvtier.digest":"' + "0" * 64 + '"', "ünïcode", 'a\\b"c'])
