@@ -52,7 +52,9 @@ async def daemon(config: DaemonConfig) -> AsyncIterator[tuple[asyncio.subprocess
     """Run a daemon until the block ends; then it is killed, if it was not before."""
     process = await started(config)
     try:
-        async with grpc.aio.insecure_channel(channel_target(config.server.socket)) as channel:
+        # A pool of its own: a shared connection is that of the daemon killed before, until somebody notices.
+        own_pool = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=own_pool) as channel:
             stub = Stub(channel)
             await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=DEADLINE_S)
             yield process, stub
