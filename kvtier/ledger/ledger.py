@@ -39,6 +39,7 @@ class Ledger:
         """Take over an opened database; use `open`."""
         self.path = path
         self._connection = connection
+        self._is_together = False
 
     @classmethod
     def open(cls, path: Path) -> "Ledger":
@@ -183,11 +184,15 @@ class Ledger:
     def together(self) -> Iterator[None]:
         """Make the operations inside the block one transaction: all of them, or none."""
         with self._transaction():
-            yield
+            self._is_together = True
+            try:
+                yield
+            finally:
+                self._is_together = False
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        if self._connection.in_transaction:  # inside `together`, which commits
+        if self._is_together:  # which begins and commits
             yield self._connection
             return
         try:
