@@ -157,6 +157,25 @@ class DrainingError(KvtierError):
         super().__init__("the daemon is shutting down; try again when it is back")
 
 
+class BundleDamagedError(KvtierError):
+    """The bytes given to `kvtier import` are no whole, undamaged bundle that this kvtier can read."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"the bundle cannot be taken in: {problem}")
+
+
+class PromptNotDurableError(KvtierError):
+    """The prompt cannot be exported: it is not whole on disk, or it is not clear in which namespace.
+
+    Attributes:
+        name: The prompt.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"prompt {name!r} cannot be exported: {why}")
+        self.name = name
+
+
 class SessionRefusedError(KvtierError):
     """The daemon refused this engine's Hello; trying again with the same Hello is useless."""
 

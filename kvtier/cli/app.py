@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.bundle import export, import_
 from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
+from kvtier.cli.fsck import fsck
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.pin import pin
 from kvtier.cli.tables import daemon_details, prompt_details, prompts_table
@@ -49,6 +51,9 @@ def _globals(
 
 
 app.command()(pin)
+app.command()(fsck)
+app.command()(export)
+app.command("import")(import_)
 
 
 @app.command("list")

@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -108,6 +108,37 @@ class AdminClient:
         """Return what the daemon says about itself."""
         reply: cache_pb2.DaemonStatus = self._call(self._stub.GetStatus, cache_pb2.GetStatusRequest())
         return reply
+
+    def fsck(self, request: cache_pb2.FsckRequest) -> cache_pb2.FsckReport:
+        """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
+        self.status()  # within the deadline: says whether anybody is there at all
+        with self._translated():
+            report: cache_pb2.FsckReport = self._stub.Fsck(request)
+            return report
+
+    def export(self, request: cache_pb2.ExportRequest) -> Iterator[bytes]:
+        """Yield a prompt's bundle, piece by piece; leaving the iterator ends the call."""
+        self.status()
+        with self._translated():
+            call = self._stub.Export(request)
+            try:
+                for piece in call:
+                    yield piece.data
+            finally:
+                call.cancel()
+
+    def import_bundle(self, start: cache_pb2.ImportStart, pieces: Iterable[bytes]) -> cache_pb2.PromptStatus:
+        """Take a bundle in, given in pieces of at most 1 MiB; pin and chunks are durable when this returns."""
+        self.status()
+
+        def messages() -> Iterator[cache_pb2.ImportMessage]:
+            yield cache_pb2.ImportMessage(start=start)
+            for data in pieces:
+                yield cache_pb2.ImportMessage(piece=cache_pb2.BundlePiece(data=data))
+
+        with self._translated():
+            status: cache_pb2.PromptStatus = self._stub.Import(messages())
+            return status
 
     def watch(self, name: str, *, timeout_s: float) -> "PromptWatch":
         """Return the prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`."""

@@ -14,6 +14,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import InvalidArgumentError, LedgerError
 from kvtier.ledger.loading import load_snapshot
+from kvtier.ledger.references import drop_dangling_rows
 from kvtier.ledger.row_checksums import CHECKED_TABLES, altered_rows, with_checksum
 from kvtier.ledger.rows import (
     BindingRow,
@@ -39,6 +40,7 @@ class Ledger:
         """Take over an opened database; use `open`."""
         self.path = path
         self._connection = connection
+        self._is_together = False
 
     @classmethod
     def open(cls, path: Path) -> "Ledger":
@@ -231,8 +233,26 @@ class Ledger:
         with self._transaction() as sql:
             sql.execute("DELETE FROM packs WHERE pack_id = ?", (pack_id,))
 
+    def drop_dangling_rows(self) -> int:
+        """Delete rows that refer to rows that are not there (somebody has edited the file); return how many."""
+        with self._transaction() as sql:
+            return drop_dangling_rows(sql)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make the operations inside the block one transaction: all of them, or none."""
+        with self._transaction():
+            self._is_together = True
+            try:
+                yield
+            finally:
+                self._is_together = False
+
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        if self._is_together:  # which begins and commits
+            yield self._connection
+            return
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             yield self._connection

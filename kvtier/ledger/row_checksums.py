@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import xxhash
 
+FIRST_CHECKED_VERSION = 2
 CHECKED_TABLES = ("namespaces", "prompts", "bindings")
 
 

@@ -2,10 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
-from kvtier.rpc.convert import daemon_status, prompt_status
+from kvtier.bundles import ImportWish, export_bundle, import_bundle
+from kvtier.errors import InvalidArgumentError
+from kvtier.maintenance.online import OnlineFsck
+from kvtier.rpc.convert import daemon_status, fsck_report, prompt_status
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.prompts import PinWish
@@ -19,6 +23,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
+        self._fsck = OnlineFsck(cache)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         """Make a prompt a pinned one."""
@@ -79,3 +84,39 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
         """Return tiers, sessions, namespaces and counters."""
         return daemon_status(self._cache)
+
+    async def Fsck(self, request: pb.FsckRequest, context: Context) -> pb.FsckReport:
+        """Compare ledger, packs and memory."""
+        async with translated(context):
+            report = await self._fsck.run(repair=request.repair, deep=request.deep)
+        return fsck_report(report)
+
+    async def Export(self, request: pb.ExportRequest, context: Context) -> AsyncIterator[pb.BundlePiece]:
+        """Send a prompt as a bundle."""
+        async with (
+            translated(context),
+            aclosing(export_bundle(self._cache, request.name, request.namespace_id)) as pieces,
+        ):
+            async for data in pieces:
+                yield pb.BundlePiece(data=data)
+
+    async def Import(self, request_iterator: AsyncIterator[pb.ImportMessage], context: Context) -> pb.PromptStatus:
+        """Take a bundle in."""
+        async with translated(context):
+            wish = _import_wish(await anext(request_iterator, None))
+            view = await import_bundle(self._cache, wish, _pieces(request_iterator))
+        return prompt_status(view)
+
+
+def _import_wish(message: pb.ImportMessage | None) -> ImportWish:
+    if message is None or message.WhichOneof("kind") != "start":
+        raise InvalidArgumentError("message", "piece", "the first message of an import is ImportStart")
+    start = message.start
+    return ImportWish(name=start.name, replace=start.replace, ttl_s=start.ttl_s)
+
+
+async def _pieces(messages: AsyncIterator[pb.ImportMessage]) -> AsyncIterator[bytes]:
+    async for message in messages:
+        if message.WhichOneof("kind") != "piece":
+            raise InvalidArgumentError("message", message.WhichOneof("kind"), "pieces follow ImportStart, nothing else")
+        yield message.piece.data

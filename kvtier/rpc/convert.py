@@ -3,6 +3,7 @@
 import os
 
 from kvtier._pb import cache_pb2 as pb
+from kvtier.maintenance import Report
 from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import tokens_digest
@@ -114,4 +115,25 @@ def _namespace(namespace: Namespace) -> pb.NamespaceStatus:
         row_bytes=namespace.layout.row_bytes,
         fingerprint=namespace.fingerprint,
         live=namespace.live,
+    )
+
+
+def fsck_report(report: Report) -> pb.FsckReport:
+    """Return a check's report as a message."""
+    findings = [
+        pb.FsckFinding(
+            code=finding.code,
+            subject=finding.subject,
+            detail=finding.detail,
+            num_chunks=finding.num_chunks,
+            repaired=finding.repaired,
+        )
+        for finding in report.findings
+    ]
+    return pb.FsckReport(
+        findings=findings,
+        num_packs=report.num_packs,
+        num_chunks=report.num_chunks,
+        verified_bytes=report.verified_bytes,
+        num_arena_slots=report.num_arena_slots,
     )

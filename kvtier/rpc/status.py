@@ -32,6 +32,8 @@ STATUS_OF: dict[type[errors.KvtierError], grpc.StatusCode] = {
     errors.FormatVersionError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LedgerError: grpc.StatusCode.INTERNAL,
     errors.AlreadyRunningError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.BundleDamagedError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.PromptNotDurableError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.DrainingError: grpc.StatusCode.UNAVAILABLE,
 }
 

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kvtier.config import DaemonConfig
 from kvtier.core.fingerprint import differing_fields, namespace_id
@@ -20,6 +21,7 @@ from kvtier.errors import (
     PromptPinnedError,
 )
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
+from kvtier.ledger.namespace_files import save_namespace
 from kvtier.obs.log import log_event
 from kvtier.service.adoption import Adoption
 from kvtier.service.compactor import Compactor
@@ -28,6 +30,7 @@ from kvtier.service.peer import EngineHello, EnginePeer
 from kvtier.service.prewarm import Prewarmer
 from kvtier.service.prompts import PinWish, PromptBook, check_quota
 from kvtier.service.recovery import recover
+from kvtier.service.scratch import sweep_scratch
 from kvtier.service.scrubber import CURSOR_FILE, Scrubber
 from kvtier.service.session import Session
 from kvtier.service.stores import Stores
@@ -40,6 +43,8 @@ from kvtier.tiers.session_locks import SessionLock
 logger = logging.getLogger(__name__)
 
 _EXPIRY_POLL_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,7 @@ class Cache:
             FormatVersionError: It was written by a newer kvtier.
             TierIOError: The disk tier cannot be read.
         """
+        sweep_scratch(config.disk.disk_dir)
         disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         _refuse_packs_without_ledger(ledger_path, disk)
@@ -239,7 +245,35 @@ class Cache:
         namespace.row = replace(namespace.row, seen_unix_s=now_unix_s)
         if not namespace.ephemeral:
             await self.stores.in_ledger(self.stores.ledger.put_namespace, namespace.row)
+            await self._save_namespace(namespace.row)
         return namespace
+
+    async def _save_namespace(self, row: NamespaceRow) -> None:
+        try:
+            await self.stores.in_io(save_namespace, self.config.disk.disk_dir, row)
+        except OSError as error:  # what it is for, a lost ledger, has not happened
+            log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=str(error))
+
+    async def exclusively(self, name: str, change: Callable[[], Awaitable[T]]) -> T:
+        """Run a change as the only one, and to its end even when the caller leaves meanwhile.
+
+        Raises:
+            DrainingError: The daemon is stopping.
+        """
+
+        async def alone() -> T:
+            async with self._changing:
+                return await change()
+
+        return await self._tasks.complete(name, alone())
+
+    async def to_end(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end even when the caller leaves meanwhile; not exclusively.
+
+        Raises:
+            DrainingError: The daemon is stopping.
+        """
+        return await self._tasks.complete(name, coroutine)
 
     def pins_for(self, session: Session) -> list[PromptRow]:
         """Return the prompts that the engine shall recognize."""
@@ -346,14 +380,18 @@ class Cache:
             prompt, old = self.prompts.draft(wish, time.time())
             check_quota(self.prompts, self.namespaces, prompt, self.config.disk.disk_bytes)
             await self.stores.in_ledger(self.stores.ledger.put_prompt, prompt)
-            if old is not None and old.pin_id != prompt.pin_id:
-                self._let_go(old)
-            elif old is not None and not old.pinned:
-                self._count_pins(prompt, pinned=True)
-            self.prompts.put(prompt)
-            if old != prompt:
-                self._announce(prompt)
+            self.take_in(prompt, old)
         log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
+
+    def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
+        """A pin is in the ledger, in place of `old`: make memory follow, and tell engines."""
+        if old is not None and old.pin_id != prompt.pin_id:
+            self._let_go(old)
+        elif old is not None and not old.pinned:
+            self._count_pins(prompt, pinned=True)
+        self.prompts.put(prompt)
+        if old != prompt:
+            self._announce(prompt)
 
     async def unpin(self, name: str) -> PromptView:
         """End the promise; the chunks stay as evictable cache.

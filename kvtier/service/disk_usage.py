@@ -1,6 +1,6 @@
 """Bytes of all packs on disk, against `disk_bytes`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -16,6 +16,7 @@ class DiskUsage:
         self.used_bytes = 0
         self._packs: dict[str, int] = {}
         self._promised_bytes = 0  # packs being written
+        self._writes: set[object] = set()
 
     def add(self, pack_id: str, file_bytes: int) -> None:
         """A pack came into being."""
@@ -31,6 +32,16 @@ class DiskUsage:
         """Return a pack's length, 0 when there is no such pack."""
         return self._packs.get(pack_id, 0)
 
+    @property
+    def packs(self) -> Mapping[str, int]:
+        """Length by pack id."""
+        return self._packs
+
+    @property
+    def writes(self) -> frozenset[object]:
+        """Tokens of the writes in progress: a check that saw a pack without its row waits until these have ended."""
+        return frozenset(self._writes)
+
     def fits(self, num_bytes: int) -> bool:
         """Say whether a pack of at most `num_bytes` may be written."""
         return self.used_bytes + self._promised_bytes + num_bytes <= self.limit_bytes
@@ -38,8 +49,11 @@ class DiskUsage:
     @contextmanager
     def promised(self, num_bytes: int) -> Iterator[None]:
         """Keep room for a pack while it is written: namespaces write at the same time."""
+        write = object()
         self._promised_bytes += num_bytes
+        self._writes.add(write)
         try:
             yield
         finally:
             self._promised_bytes -= num_bytes
+            self._writes.discard(write)

@@ -81,7 +81,9 @@ class ScriptedEngine:
         self.held: dict[bytes, bool] = {}
 
     async def __aenter__(self) -> "ScriptedEngine":
-        self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket))
+        # A pool of its own: a shared connection is that of a daemon killed before, until somebody notices.
+        own_pool = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket), options=own_pool)
         self._call = engine_pb2_grpc.EngineServiceStub(self._channel).Attach()
         groups = [
             pb.KVGroup(

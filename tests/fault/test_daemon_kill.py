@@ -20,7 +20,7 @@ NUM_KILLS = int(os.environ.get("KVTIER_CHAOS_KILLS", "16"))
 SEED = int(os.environ.get("KVTIER_CHAOS_SEED", "20260"))
 BUSY = {
     # Everything that runs in the background runs all the time.
-    "KVTIER_DISK_COMPACT_RATIO": "0.1",
+    "KVTIER_DISK_COMPACT_DEAD_RATIO": "0.1",
     "KVTIER_HOST_PREWARM": "true",
     "KVTIER_DISK_SCRUB_BYTES_PER_S": "64MiB",
 }

@@ -1,0 +1,163 @@
+"""`kvtier export` and `kvtier import`: a pinned prompt as a file."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from kvtier._pb.cache_pb2 import ExportRequest, ImportStart, PromptStatus
+from kvtier.cli.context import EXIT_INTERRUPTED, settings_of
+from kvtier.cli.output import Output, to_jsonable
+from kvtier.cli.summary import summarize
+from kvtier.cli.tables import pin_result
+from kvtier.cli.units import parse_duration
+from kvtier.client.admin import AdminClient
+from kvtier.config.units import format_size
+from kvtier.errors import InvalidArgumentError
+
+PIECE_BYTES = 1024**2
+
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr")]
+
+
+def export(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Name of the prompt", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to write", show_default=False)],
+    namespace: Annotated[
+        str,
+        typer.Option(metavar="ID", help="If the prompt is in several: which (kvtier show NAME)", show_default=False),
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Write a pinned prompt with its KV cache into a file, for `kvtier import` on another machine.
+
+    The file holds the prompt's text and is made readable for you alone.
+    """
+    output = Output(json=as_json)
+    if not force and os.path.lexists(file):
+        raise InvalidArgumentError("FILE", str(file), "exists; pass --force to overwrite it")
+    with settings_of(context).connect() as client:
+        status = client.get(name)
+        with _interruptible(output, "nothing was written"):
+            num_bytes = _write(client, ExportRequest(name=name, namespace_id=namespace), file, status, output)
+    if as_json:
+        output.answer({"name": name, "file": str(file), "bytes": num_bytes, "prompt": to_jsonable(status)})
+        return
+    output.say(f"exported: {name} to {file}")
+    output.say(f"{status.num_tokens} tokens, {summarize(status).num_chunks} chunks, {format_size(num_bytes)}")
+
+
+def import_(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to read", show_default=False)],
+    name: Annotated[str, typer.Option(metavar="NEW", help="Pin it under another name", show_default=False)] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace another prompt of this name")] = False,
+    ttl: Annotated[
+        str, typer.Option(metavar="DURATION", help="End the pin after 90s, 30m, 12h, 7d, 2w", show_default=False)
+    ] = "never",
+    as_json: _Json = False,
+) -> None:
+    """Pin a prompt from a bundle that `kvtier export` wrote; nothing is computed.
+
+    Needs a namespace with the bundle's fingerprint: a vLLM with the same model and settings has attached once.
+    """
+    output = Output(json=as_json)
+    start = ImportStart(name=name, replace=replace, ttl_s=parse_duration("--ttl", ttl))
+    try:
+        source = file.open("rb")
+    except OSError as exc:
+        raise InvalidArgumentError("FILE", str(file), f"cannot be read: {exc.strerror}") from exc
+    with (
+        source,
+        settings_of(context).connect() as client,
+        _interruptible(output, "see kvtier list for what was done"),
+    ):
+        num_bytes = os.fstat(source.fileno()).st_size
+        with _progress(output, "reading", num_bytes) as bar:
+            status = client.import_bundle(start, bar(_pieces(source)))
+    if as_json:
+        output.answer(to_jsonable(status))
+        return
+    output.say(f"imported: {status.name} from {file}")
+    output.show(pin_result(status))
+
+
+def _write(client: AdminClient, request: ExportRequest, file: Path, status: PromptStatus, output: Output) -> int:
+    """Write through a temporary file beside the target, which is durable and whole when it gets its name."""
+    temp = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    expected = max((binding.disk_bytes for binding in status.bindings), default=0)
+    try:
+        with _created(temp) as target, _progress(output, "writing", expected) as bar:
+            for data in bar(client.export(request)):
+                target.write(data)
+            target.flush()
+            os.fsync(target.fileno())
+            num_bytes = target.tell()
+        temp.rename(file)
+        _fsync_folder(file.absolute().parent)
+    except OSError as exc:
+        raise InvalidArgumentError("FILE", str(file), f"cannot be written: {exc.strerror}") from exc
+    finally:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)
+    return num_bytes
+
+
+def _created(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _pieces(source: BinaryIO) -> Iterator[bytes]:
+    while data := source.read(PIECE_BYTES):
+        yield data
+
+
+@contextmanager
+def _interruptible(output: Output, consequence: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        output.warn(f"interrupted; {consequence}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+class _Bar:
+    """Passes pieces on, and shows how many bytes that were."""
+
+    def __init__(self, progress: Progress | None, total: int, label: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label, total=total or None) if progress else None
+
+    def __call__(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        for data in pieces:
+            yield data
+            if self._progress and self._task is not None:
+                self._progress.advance(self._task, len(data))
+
+
+@contextmanager
+def _progress(output: Output, label: str, total: int) -> Iterator[_Bar]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not output.console.is_terminal:
+        yield _Bar(None, total, label)
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(bar_width=30), DownloadColumn(binary_units=True),
+        TransferSpeedColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=output.console) as progress:
+        yield _Bar(progress, total, label)

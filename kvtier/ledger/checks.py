@@ -1,0 +1,164 @@
+"""Looking at a ledger without changing it, and saving what can be read of a damaged one.
+
+Nothing here names a table of ours: the schema may grow.
+"""
+
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.errors import LedgerError
+from kvtier.ledger.ledger import Ledger
+from kvtier.ledger.references import dangling_rows
+from kvtier.ledger.row_checksums import FIRST_CHECKED_VERSION, altered_rows
+from kvtier.ledger.rows import LedgerSnapshot
+
+_MAX_PROBLEMS = 20
+SIDE_FILES = ("-wal", "-shm")
+"""What SQLite keeps beside a database."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerHealth:
+    """What SQLite's own checks say.
+
+    Attributes:
+        problems: Of `PRAGMA integrity_check`; empty when it is whole.
+        dangling: Rows that refer to a row that is not there, by table.
+        altered: Names of rows that are not what was written, by table.
+    """
+
+    problems: tuple[str, ...] = ()
+    dangling: Mapping[str, int] = field(default_factory=dict)
+    altered: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def inspect_ledger(path: Path) -> LedgerHealth:
+    """Run SQLite's checks over a ledger, read only, beside whoever uses it.
+
+    Raises:
+        LedgerError: It cannot be opened at all.
+    """
+    try:
+        with closing(_read_only(path)) as sql:
+            problems = [str(row[0]) for row in sql.execute(f"PRAGMA integrity_check({_MAX_PROBLEMS})")]
+            if problems != ["ok"]:
+                return LedgerHealth(problems=tuple(problems))
+            return LedgerHealth(dangling=dangling_rows(sql), altered=_altered(sql))
+    except sqlite3.OperationalError as exc:
+        raise LedgerError(f"cannot read the ledger {path}: {exc}; check its owner, and who locks it") from exc
+    except sqlite3.DatabaseError as exc:
+        return LedgerHealth(problems=(str(exc),))
+
+
+def _altered(sql: sqlite3.Connection) -> dict[str, list[str]]:
+    (version,) = sql.execute("PRAGMA user_version").fetchone()
+    if version < FIRST_CHECKED_VERSION:
+        return {}
+    return {table: [name for _, name in rows] for table, rows in altered_rows(sql).items()}
+
+
+def load_copy(path: Path, folder: Path) -> LedgerSnapshot:
+    """Load a ledger as it is at this moment, from a private copy: the file itself is neither changed nor migrated.
+
+    Args:
+        path: The ledger; a daemon may be using it.
+        folder: Of the caller's own, where a copy is made and removed again.
+
+    Raises:
+        FormatVersionError: A newer kvtier wrote it.
+        LedgerError: It cannot be read.
+    """
+    copy = folder / "ledger-copy.sqlite"
+    try:
+        os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        try:
+            with closing(_read_only(path)) as source, closing(sqlite3.connect(copy)) as target:
+                source.backup(target)
+        except sqlite3.Error as exc:
+            raise LedgerError(f"cannot read the ledger {path}: {exc}") from exc
+        ledger = Ledger.open(copy)
+        try:
+            return ledger.load()
+        finally:
+            ledger.close()
+    except OSError as exc:
+        raise LedgerError(f"cannot copy the ledger {path} to {folder}: {exc.strerror}; free space there") from exc
+    finally:
+        for suffix in ("", *SIDE_FILES):
+            copy.with_name(copy.name + suffix).unlink(missing_ok=True)
+
+
+def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
+    """Copy every row that can still be read of a damaged ledger into a new one.
+
+    Args:
+        path: The damaged ledger; only read.
+        target: Must not exist; has the damaged one's schema afterwards, whole, and its readable rows.
+
+    Returns:
+        Rows saved, by table; empty when nothing can be had (then `target` does not exist). Some may refer to rows that
+        are lost: the caller puts back what it has of those, and drops the others (`Ledger.drop_dangling_rows`).
+    """
+    saved: dict[str, int] = {}
+    try:
+        with closing(_read_only(path)) as source, closing(sqlite3.connect(target, isolation_level=None)) as sql:
+            sql.execute("PRAGMA foreign_keys = OFF")
+            sql.execute("BEGIN")
+            tables = _copy_schema(source, sql)
+            for table in tables:
+                saved[table] = _copy_rows(source, sql, table)
+            sql.execute("COMMIT")
+    except sqlite3.Error:
+        saved = {}
+    if not any(saved.values()):
+        target.unlink(missing_ok=True)
+        return {}
+    return {table: num_rows for table, num_rows in saved.items() if num_rows}
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    if not path.exists():
+        raise LedgerError(f"{path} is missing")
+    # Without a WAL nobody has it open; `immutable` then keeps SQLite from leaving side files, and from needing to.
+    alone = not path.with_name(path.name + "-wal").exists()
+    mode = "mode=ro&immutable=1" if alone else "mode=ro"
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=5.0, isolation_level=None)
+
+
+def _copy_schema(source: sqlite3.Connection, target: sqlite3.Connection) -> list[str]:
+    tables = []
+    for kind, name, text in source.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        if not name.startswith("sqlite_"):
+            target.execute(text)
+            tables += [name] if kind == "table" else []
+    for pragma in ("application_id", "user_version"):
+        (value,) = source.execute(f"PRAGMA {pragma}").fetchone()
+        target.execute(f"PRAGMA {pragma} = {int(value)}")
+    return tables
+
+
+def _copy_rows(source: sqlite3.Connection, target: sqlite3.Connection, table: str) -> int:
+    """Copy from both ends until the damage is met."""
+    num_columns = len(source.execute(f'PRAGMA table_info("{table}")').fetchall())
+    marks = ", ".join("?" * num_columns)
+    order = _primary_key(source, table)
+    num_rows = 0
+    for direction in ("ASC", "DESC"):
+        with suppress(sqlite3.Error):
+            for row in source.execute(f'SELECT * FROM "{table}" ORDER BY {order.format(direction)}'):
+                with suppress(sqlite3.Error):  # a row that the damage made nonsense of: NOT NULL, STRICT
+                    num_rows += target.execute(f'INSERT OR IGNORE INTO "{table}" VALUES ({marks})', row).rowcount
+    return num_rows
+
+
+def _primary_key(sql: sqlite3.Connection, table: str) -> str:
+    """Return the order in which the table itself lies, so that no index and no sorting is in the way."""
+    with suppress(sqlite3.Error):
+        sql.execute(f'SELECT rowid FROM "{table}" LIMIT 0')
+        return "rowid {0}"
+    columns = sorted((row[5], row[1]) for row in sql.execute(f'PRAGMA table_info("{table}")') if row[5])
+    return ", ".join(f'"{name}" {{0}}' for _, name in columns)

@@ -1,0 +1,99 @@
+"""Reading what is on disk, for `compare`. Blocks; changes nothing."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import ChunkDamagedError, FormatVersionError, TierIOError
+from kvtier.tiers.packs import PackTier
+
+UNCLAIMED_FOLDER = "unclaimed"
+"""Beside the packs: packs whose namespace nobody knows. No start sweeps it."""
+
+Cancelled = Callable[[], bool]
+
+
+def list_names(folder: Path) -> dict[str, int]:
+    """Return length by name of every entry of a folder; 0 for what is no regular file, nothing for no folder.
+
+    Raises:
+        TierIOError: The operating system refused.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: _size(entry) for entry in entries}
+    except FileNotFoundError:
+        return {}
+    except OSError as exc:
+        raise TierIOError(folder, "list", exc) from exc
+
+
+def _size(entry: "os.DirEntry[str]") -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else 0
+    except FileNotFoundError:  # unlinked since it was listed
+        return 0
+
+
+def read_headers(tier: PackTier, pack_ids: Iterable[str], cancelled: Cancelled) -> dict[str, PackRecord | str]:
+    """Return what each pack's header states, or in words why it states nothing."""
+    headers: dict[str, PackRecord | str] = {}
+    for pack_id in pack_ids:
+        if cancelled():
+            break
+        try:
+            headers[pack_id] = tier.read_record(pack_id)
+        except (ChunkDamagedError, FormatVersionError, TierIOError) as error:
+            headers[pack_id] = str(error)
+    return headers
+
+
+class Verifier:
+    """Reads chunks and compares their checksums.
+
+    Attributes:
+        verified_bytes: Payload bytes that were what had been written.
+        unreadable: What the operating system refused, by pack id: neither good nor damaged.
+    """
+
+    def __init__(self, tier: PackTier, cancelled: Cancelled) -> None:
+        self._tier, self._cancelled = tier, cancelled
+        self._buffer = bytearray()
+        self.verified_bytes = 0
+        self.unreadable: dict[str, str] = {}
+
+    def damaged(self, packs: Mapping[str, PackRecord]) -> dict[str, list[ChunkKey]]:
+        """Return the keys of damaged chunks, by pack id; packs without damage are left out."""
+        found: dict[str, list[ChunkKey]] = {}
+        for pack_id, record in packs.items():
+            if self._cancelled():
+                break
+            good = {chunk.key for chunk in self.good(record.chunks)}
+            if bad := [chunk.key for chunk in record.chunks if chunk.key not in good]:
+                found[pack_id] = bad
+        return {pack_id: keys for pack_id, keys in found.items() if pack_id not in self.unreadable}
+
+    def good(self, chunks: Iterable[StoredChunk]) -> list[StoredChunk]:
+        """Return the chunks whose bytes are what was written."""
+        return [chunk for chunk in chunks if self._is_good(chunk)]
+
+    def _is_good(self, chunk: StoredChunk) -> bool:
+        if len(self._buffer) < chunk.raw_bytes:
+            try:
+                self._buffer = bytearray(chunk.raw_bytes)
+            except (MemoryError, OverflowError):  # a length that only damage states
+                return False
+        view = memoryview(self._buffer)[: chunk.raw_bytes]
+        try:
+            self._tier.read_chunk(chunk, [view])
+        except ChunkDamagedError:
+            return False
+        except TierIOError as error:
+            self.unreadable[chunk.pack_id] = str(error)
+            return False
+        finally:
+            view.release()
+        self.verified_bytes += chunk.raw_bytes
+        return True

@@ -1,0 +1,248 @@
+"""fsck without a daemon: over a state directory whose lock the caller holds. Blocks."""
+
+import os
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import LedgerError
+from kvtier.ledger import Ledger, LedgerSnapshot, NamespaceRow
+from kvtier.ledger.checks import SIDE_FILES, inspect_ledger, load_copy, salvage_ledger
+from kvtier.ledger.namespace_files import load_namespaces, save_namespace
+from kvtier.maintenance.compare import PackFiles, compare
+from kvtier.maintenance.findings import Code, Finding, Report
+from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier, list_names, read_headers
+from kvtier.maintenance.repair import Repairer
+from kvtier.service.scratch import scratch_folder
+from kvtier.tiers.arena import ARENA_PREFIX
+from kvtier.tiers.packs import PackTier
+
+LEDGER_NAME = "ledger.sqlite"
+_EMPTY = LedgerSnapshot(namespaces=(), prompts=(), bindings=(), packs={})
+
+
+def check_offline(state_dir: Path, *, arena_dir: Path | None = None, repair: bool, deep: bool) -> Report:
+    """Compare ledger and packs both ways, and with `repair` make them agree.
+
+    Without `repair` nothing is changed, a ledger of an older version included. The caller holds the directory's lock.
+
+    Args:
+        state_dir: Folder of ledger and packs.
+        arena_dir: Where a dead daemon's arenas would lie; counted only.
+        repair: Put right what can be put right.
+        deep: Read and verify every chunk.
+
+    Raises:
+        FormatVersionError: A newer kvtier wrote the ledger.
+        TierIOError: The directory cannot be read.
+        LedgerError: The ledger cannot be opened, for example for want of permission.
+    """
+    return _OfflineCheck(state_dir, repair=repair, deep=deep).run(arena_dir)
+
+
+class _OfflineCheck:
+    def __init__(self, state_dir: Path, *, repair: bool, deep: bool) -> None:
+        self._state_dir, self._repair, self._deep = state_dir, repair, deep
+        self._ledger_path = state_dir / LEDGER_NAME
+        self._packs_dir = state_dir / "packs"
+        self._findings: list[Finding] = []
+
+    def run(self, arena_dir: Path | None) -> Report:
+        if not self._packs_dir.is_dir() and not self._ledger_path.exists():
+            return Report()
+        if not self._packs_dir.is_dir() and not self._repair:
+            # PackTier would create it.
+            return Report(findings=compare(self._snapshot() or _EMPTY, PackFiles(sizes={})))
+        tier = PackTier(self._packs_dir)
+        verifier = Verifier(tier, lambda: False)
+        ledger = self._snapshot()
+        files = self._files(tier, ledger, verifier)
+        self._findings += compare(ledger, files) if ledger is not None else []
+        self._findings += [
+            Finding(code=Code.UNREADABLE, subject=pack_id, detail=what) for pack_id, what in verifier.unreadable.items()
+        ]
+        report = Report(
+            findings=self._findings,
+            num_packs=len(files.packs),
+            num_chunks=sum(len(record.chunks) for record in (ledger or _EMPTY).packs.values()),
+        )
+        if self._repair and ledger is not None:
+            self._mend(tier, verifier, ledger, files)
+        report.verified_bytes = verifier.verified_bytes
+        report.findings += _arena_files(arena_dir)
+        return report
+
+    # The ledger
+
+    def _snapshot(self) -> LedgerSnapshot | None:
+        """Return what the ledger says, after mending it if that was asked for; None when it says nothing."""
+        if not self._ledger_path.exists():
+            return self._begin_anew() if list_names(self._packs_dir) else _EMPTY
+        health = inspect_ledger(self._ledger_path)
+        if health.problems:
+            return self._replace_damaged("; ".join(health.problems[:3]))
+        for table, num_rows in health.dangling.items():
+            what = f"{num_rows} rows refer to rows that are not there"
+            self._findings.append(Finding(code=Code.ROW_DANGLING, subject=table, detail=what))
+        for table, names in health.altered.items():
+            what = f"not what was written, the storage changed them: {', '.join(names)}"
+            self._findings.append(Finding(code=Code.ROW_ALTERED, subject=table, detail=what))
+        if self._repair and (health.dangling or health.altered):
+            self._drop_rows()
+        elif health.altered:
+            return None  # no row of it is believed before these are given up
+        try:
+            with tempfile.TemporaryDirectory(prefix="kvtier-fsck-", dir=self._scratch()) as scratch:
+                return load_copy(self._ledger_path, Path(scratch))
+        except LedgerError as error:
+            return self._replace_damaged(str(error))
+
+    def _scratch(self) -> Path | None:
+        """The copy goes beside the ledger, where there is room for it; elsewhere if that is read only."""
+        return scratch_folder(self._state_dir) if os.access(self._state_dir, os.W_OK) else None
+
+    def _drop_rows(self) -> None:
+        self._fill(Ledger.open(self._ledger_path))
+        for finding in self._findings:
+            if finding.code in (Code.ROW_DANGLING, Code.ROW_ALTERED):
+                finding.mend("given up; pin lost prompts again" if finding.code is Code.ROW_ALTERED else "deleted")
+
+    def _begin_anew(self) -> LedgerSnapshot | None:
+        finding = Finding(
+            code=Code.LEDGER_MISSING, subject=str(self._ledger_path), detail="there are packs, but no ledger"
+        )
+        self._findings.append(finding)
+        if not self._repair:
+            return None
+        num_namespaces = self._fill(Ledger.open(self._ledger_path))
+        finding.mend(f"made anew with {num_namespaces} namespaces from their copies; pins are lost, pin them again")
+        return self._snapshot()
+
+    def _replace_damaged(self, problem: str) -> LedgerSnapshot | None:
+        finding = Finding(code=Code.LEDGER_DAMAGED, subject=str(self._ledger_path), detail=problem)
+        self._findings.append(finding)
+        if not self._repair:
+            return None
+        salvaged = self._ledger_path.with_name(LEDGER_NAME + ".salvaged")
+        salvaged.unlink(missing_ok=True)
+        rows = salvage_ledger(self._ledger_path, salvaged)
+        if rows:
+            try:
+                Ledger.open(salvaged).close()  # proves that it is one, and empties its WAL
+            except LedgerError:
+                rows = {}
+        aside = self._move_aside(salvaged if rows else None)
+        num_namespaces = self._fill(Ledger.open(self._ledger_path))
+        told = ", ".join(f"{number} {table}" for table, number in rows.items()) or "no rows"
+        finding.mend(f"saved {told} and {num_namespaces} namespaces from their copies; the damaged one is {aside.name}")
+        return self._snapshot()
+
+    def _move_aside(self, successor: Path | None) -> Path:
+        """Give the damaged ledger another name; never delete it."""
+        aside = self._ledger_path.with_name(f"{LEDGER_NAME}.damaged-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+        number = 0
+        while aside.exists():
+            number += 1
+            aside = aside.with_name(f"{aside.name}-{number}")
+        for suffix in SIDE_FILES:  # first: SQLite would replay an old WAL into the successor
+            side = self._ledger_path.with_name(LEDGER_NAME + suffix)
+            if side.exists():
+                side.rename(aside.with_name(aside.name + suffix))
+        os.link(self._ledger_path, aside)
+        if successor is None:
+            self._ledger_path.unlink()
+        else:
+            for suffix in SIDE_FILES:
+                successor.with_name(successor.name + suffix).unlink(missing_ok=True)
+            successor.rename(self._ledger_path)
+        return aside
+
+    def _fill(self, ledger: Ledger) -> int:
+        """Give up altered rows, put namespaces that are missing back from their copies, and drop what still dangles."""
+        try:
+            ledger.drop_altered_rows()
+            known = {row.namespace_id for row in ledger.load().namespaces}
+            new = [row for row in load_namespaces(self._state_dir) if row.namespace_id not in known]
+            for row in new:
+                ledger.put_namespace(row)
+            while ledger.drop_dangling_rows():
+                pass
+            return len(new)
+        finally:
+            ledger.close()
+
+    # The packs
+
+    def _files(self, tier: PackTier, ledger: LedgerSnapshot | None, verifier: Verifier) -> PackFiles:
+        sizes = list_names(self._packs_dir)
+        unclaimed = sorted(list_names(self._state_dir / UNCLAIMED_FOLDER))
+        files = PackFiles(sizes=sizes, unclaimed=unclaimed)
+        if ledger is None:
+            return files
+        headers = read_headers(tier, sorted(files.packs), lambda: False)
+        present = {pack_id: record for pack_id, record in ledger.packs.items() if pack_id in files.packs}
+        damaged = verifier.damaged(present) if self._deep else {}
+        return replace(files, headers=headers, damaged=damaged)
+
+    def _mend(self, tier: PackTier, verifier: Verifier, snapshot: LedgerSnapshot, files: PackFiles) -> None:
+        ledger = Ledger.open(self._ledger_path)
+        try:
+            Repairer(tier, LedgerRows(ledger, snapshot), verifier).repair(self._findings, snapshot.packs, files)
+        finally:
+            ledger.close()
+        for row in snapshot.namespaces:
+            save_namespace(self._state_dir, row)
+
+
+class LedgerRows:
+    """`Rows` of a ledger that nobody else uses."""
+
+    def __init__(self, ledger: Ledger, snapshot: LedgerSnapshot) -> None:
+        self._ledger = ledger
+        self._namespaces: dict[str, NamespaceRow] = {row.namespace_id: row for row in snapshot.namespaces}
+        self._place = {
+            (record.namespace_id, chunk.key): record.pack_id
+            for record in snapshot.packs.values()
+            for chunk in record.chunks
+        }
+
+    def knows_namespace(self, namespace_id: str) -> bool:
+        """See `Rows`."""
+        return namespace_id in self._namespaces
+
+    def payload_bytes(self, namespace_id: str, key: ChunkKey) -> int | None:
+        """See `Rows`."""
+        layout = self._namespaces[namespace_id].layout
+        group_idx = group_idx_of(key)
+        return layout.payload_bytes(group_idx) if group_idx in layout.group_indexes() else None
+
+    def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """See `Rows`."""
+        return {key for key in keys if (namespace_id, key) in self._place}
+
+    def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
+        """See `Rows`."""
+        keys = [chunk.key for chunk in chunks if self._place.get((record.namespace_id, chunk.key)) == record.pack_id]
+        self._ledger.drop_chunks(record.namespace_id, keys)
+        if not record.chunks:
+            self._ledger.drop_pack(record.pack_id)
+        for key in keys:
+            del self._place[record.namespace_id, key]
+
+    def commit(self, record: PackRecord) -> None:
+        """See `Rows`."""
+        self._ledger.commit_pack(record)
+        for chunk in record.chunks:
+            self._place[record.namespace_id, chunk.key] = record.pack_id
+
+
+def _arena_files(arena_dir: Path | None) -> list[Finding]:
+    names = [name for name in list_names(arena_dir) if name.startswith(ARENA_PREFIX)] if arena_dir else []
+    if not names:
+        return []
+    what = f"{len(names)} arenas of a daemon that is not running; the next start deals with them"
+    return [Finding(code=Code.NOTE_ARENA_FILE, subject=str(arena_dir), detail=what)]

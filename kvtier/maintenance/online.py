@@ -1,0 +1,336 @@
+"""fsck inside the daemon, while it serves: the looking in a thread of its own, each change on the loop.
+
+Packs come and go meanwhile. So what is reported was seen twice: a pack counts as unknown to the ledger only when it was
+there before every write that was going on then had ended, and its row is in no snapshot after that; a row counts as
+dangling only when it is in a snapshot that is younger than the look that missed its file.
+"""
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import LedgerError
+from kvtier.ledger import LedgerSnapshot
+from kvtier.ledger.checks import inspect_ledger, load_copy
+from kvtier.maintenance.compare import PackFiles, both, compare
+from kvtier.maintenance.findings import Code, Finding, Report
+from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier, list_names, read_headers
+from kvtier.maintenance.repair import Repairer
+from kvtier.service import Cache
+from kvtier.service.namespace import Namespace
+from kvtier.service.scratch import scratch_folder
+from kvtier.tiers.packs import PackTier
+
+_GRACE_POLL_S = 0.01
+
+T = TypeVar("T")
+OnLoop = Callable[[Coroutine[Any, Any, T]], T]
+
+
+class OnlineFsck:
+    """Checks a running daemon, one check at a time."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._one_at_a_time = asyncio.Lock()
+
+    async def run(self, *, repair: bool, deep: bool) -> Report:
+        """Compare ledger, packs and memory, and with `repair` make them agree. A caller that leaves ends it.
+
+        Raises:
+            TierIOError: The pack directory cannot be read.
+            LedgerError: The ledger cannot be read.
+        """
+        left = threading.Event()
+        async with self._one_at_a_time:
+            check = _OnlineCheck(self._cache, asyncio.get_running_loop(), left, repair=repair, deep=deep)
+            try:
+                return await asyncio.to_thread(check.run)
+            finally:
+                left.set()
+
+
+class _OnlineCheck:
+    """One check; everything here runs in its thread except what `_on_loop` runs."""
+
+    def __init__(
+        self, cache: Cache, loop: asyncio.AbstractEventLoop, left: threading.Event, *, repair: bool, deep: bool
+    ) -> None:
+        self._cache, self._loop, self._left = cache, loop, left
+        self._repair, self._deep = repair, deep
+        self._state_dir = cache.config.disk.disk_dir
+        self._tier = PackTier(self._state_dir / "packs", zstd_level=cache.config.disk.zstd_level)
+
+    def run(self) -> Report:
+        with tempfile.TemporaryDirectory(prefix="kvtier-fsck-", dir=scratch_folder(self._state_dir)) as scratch:
+            return self._run(Path(scratch))
+
+    def _run(self, scratch: Path) -> Report:
+        verifier = Verifier(self._tier, self._left.is_set)
+        findings = self._check_ledger()
+        counted = set(self._cache.stores.disk_usage.packs)
+        before = list_names(self._tier.directory)
+        known = self._on_loop(self._writes_ended())
+        earlier = self._load(scratch)
+        headers = read_headers(self._tier, sorted(PackFiles(sizes=before).packs), self._left.is_set)
+        damaged = verifier.damaged(_present(earlier, before)) if self._deep else {}
+        after = list_names(self._tier.directory)
+        later = self._load(scratch)
+        ledger = both(earlier, later)
+        files = PackFiles(
+            sizes=_settled(before, after, set(ledger.packs), {*earlier.packs, *later.packs, *known}),
+            headers=headers,
+            damaged=_still_there(damaged, ledger),
+            unclaimed=sorted(list_names(self._state_dir / UNCLAIMED_FOLDER)),
+        )
+        findings += compare(ledger, files)
+        findings += [
+            Finding(code=Code.UNREADABLE, subject=pack_id, detail=what) for pack_id, what in verifier.unreadable.items()
+        ]
+        findings += self._on_loop(self._check_memory(ledger, later))
+        gone = counted - PackFiles(sizes=before).packs.keys() - earlier.packs.keys() - later.packs.keys()
+        findings += self._on_loop(self._check_usage(ledger, files, gone))
+        if self._repair and not self._left.is_set():
+            Repairer(self._tier, _ServiceRows(self._cache, self._on_loop), verifier).repair(
+                findings, ledger.packs, files
+            )
+            self._on_loop(self._recount(list_names(self._tier.directory), gone, findings))
+        return Report(
+            findings=findings,
+            num_packs=len(files.packs),
+            num_chunks=sum(len(record.chunks) for record in ledger.packs.values()),
+            verified_bytes=verifier.verified_bytes,
+            num_arena_slots=sum(namespace.table.num_host for namespace in list(self._cache.namespaces.values())),
+        )
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _load(self, scratch: Path) -> LedgerSnapshot:
+        return load_copy(self._cache.stores.ledger.path, scratch)
+
+    def _check_ledger(self) -> list[Finding]:
+        health = inspect_ledger(self._cache.stores.ledger.path)
+        path = str(self._cache.stores.ledger.path)
+        findings = [
+            Finding(code=Code.ROW_DANGLING, subject=table, detail=f"{number} rows refer to rows that are not there")
+            for table, number in health.dangling.items()
+        ]
+        if findings and self._repair:
+            self._on_loop(self._cache.exclusively("fsck", self._drop_dangling))
+            for finding in findings:
+                finding.mend("deleted")
+        problems = [*health.problems, *(f"changed rows in {table}" for table in health.altered)]
+        if problems:
+            what = "; ".join(problems[:3]) + "; stop the daemon and run `kvtier fsck --offline --repair`"
+            findings.append(Finding(code=Code.LEDGER_DAMAGED, subject=path, detail=what))
+        return findings
+
+    # On the loop
+
+    async def _drop_dangling(self) -> None:
+        stores = self._cache.stores
+        while await stores.in_ledger(stores.ledger.drop_dangling_rows):
+            pass
+
+    async def _writes_ended(self) -> set[str]:
+        """Wait until every pack write that is going on now has ended: its row is there then, or its file is gone.
+
+        Returns:
+            Packs that the daemon counts, with a row or without: it is still dealing with the latter.
+        """
+        usage = self._cache.stores.disk_usage
+        begun = usage.writes
+        while begun & usage.writes:  # noqa: ASYNC110 - an event per write would cost every write
+            await asyncio.sleep(_GRACE_POLL_S)
+        return set(usage.packs)
+
+    async def _check_memory(self, ledger: LedgerSnapshot, later: LedgerSnapshot) -> list[Finding]:
+        """Compare the chunk tables with rows; looked at again under the change lock before it is believed."""
+        suspects = {
+            namespace.namespace_id: suspect
+            for namespace in list(self._cache.namespaces.values())
+            if not namespace.ephemeral and (suspect := _differing_keys(namespace, ledger, later))
+        }
+        if not suspects:
+            return []
+        return await self._cache.exclusively("fsck", lambda: self._judge_memory(suspects))
+
+    async def _judge_memory(self, suspects: dict[str, set[ChunkKey]]) -> list[Finding]:
+        stores = self._cache.stores
+        # On the ledger's own connection, after all that was asked of it before; memory follows each of those at once.
+        snapshot = await stores.in_ledger(stores.ledger.load)
+        await asyncio.sleep(0)
+        findings = []
+        for namespace_id, keys in suspects.items():
+            namespace = self._cache.namespaces.get(namespace_id)
+            if namespace is None:
+                continue
+            rows = _rows_of(snapshot, namespace_id)
+            wrong = [key for key in keys if not _agree(namespace, key, rows.get(key))]
+            if wrong:
+                what = f"{len(wrong)} chunks lie elsewhere in the daemon's memory than in the ledger"
+                findings.append(
+                    Finding(code=Code.MEMORY_DIFFERS, subject=namespace_id, detail=what, num_chunks=len(wrong))
+                )
+                if self._repair:
+                    _follow(namespace, wrong, rows)
+                    findings[-1].mend("memory follows the ledger now")
+        return findings
+
+    async def _check_usage(self, ledger: LedgerSnapshot, files: PackFiles, suspects: set[str]) -> list[Finding]:
+        counted, sizes = self._cache.stores.disk_usage.packs, files.packs
+        wrong = [pack_id for pack_id in ledger.packs if pack_id in sizes and sizes[pack_id] != counted.get(pack_id)]
+        if wrong:  # or dropped since: on the ledger's own connection, after all that was asked of it before
+            stores = self._cache.stores
+            rows = (await stores.in_ledger(stores.ledger.load)).packs
+            await asyncio.sleep(0)
+            wrong = [pack_id for pack_id in wrong if pack_id in rows and sizes[pack_id] != counted.get(pack_id)]
+        gone = [pack_id for pack_id in suspects if pack_id in counted]
+        if not wrong and not gone:
+            return []
+        what = f"{len(wrong)} packs are counted with another length, {len(gone)} are counted and not there"
+        return [Finding(code=Code.USAGE_DIFFERS, subject="disk usage", detail=what)]
+
+    async def _recount(self, sizes: dict[str, int], gone: set[str], findings: Sequence[Finding]) -> None:
+        """Make the usage follow files that were repaired away, and lengths that were wrong."""
+        usage, present = self._cache.stores.disk_usage, PackFiles(sizes=sizes).packs
+        for finding in findings:
+            if finding.subject in usage.packs and finding.subject not in present:
+                usage.remove(finding.subject)
+        for finding in findings:
+            if finding.code is Code.USAGE_DIFFERS:
+                for pack_id, file_bytes in list(usage.packs.items()):
+                    if pack_id in gone:
+                        usage.remove(pack_id)
+                    elif pack_id in present and present[pack_id] != file_bytes:
+                        usage.add(pack_id, present[pack_id])
+                finding.mend("counted anew")
+
+
+class _ServiceRows:
+    """`Rows` of a running daemon: called in the check's thread, changes on the loop, memory follows the ledger."""
+
+    def __init__(self, cache: Cache, on_loop: "OnLoop[None]") -> None:
+        self._cache, self._on_loop = cache, on_loop
+
+    def knows_namespace(self, namespace_id: str) -> bool:
+        """See `Rows`."""
+        namespace = self._cache.namespaces.get(namespace_id)
+        return namespace is not None and not namespace.ephemeral
+
+    def payload_bytes(self, namespace_id: str, key: ChunkKey) -> int | None:
+        """See `Rows`."""
+        layout = self._cache.namespaces[namespace_id].layout
+        return layout.payload_bytes(group_idx_of(key)) if group_idx_of(key) in layout.group_indexes() else None
+
+    def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """See `Rows`."""
+        table = self._cache.namespaces[namespace_id].table
+        return {key for key in keys if (chunk := table.get(key)) is not None and chunk.location is not None}
+
+    def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
+        """See `Rows`."""
+        self._on_loop(self._cache.exclusively("fsck", lambda: self._drop(record, chunks)))
+
+    def commit(self, record: PackRecord) -> None:
+        """See `Rows`."""
+        self._on_loop(self._cache.exclusively("fsck", lambda: self._commit(record)))
+
+    async def _drop(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
+        """Not `drop_from_disk`: that unlinks the file, and the file may hold what reads right by its own header."""
+        stores, namespace = self._cache.stores, self._cache.namespaces.get(record.namespace_id)
+        if not record.chunks:
+            await stores.in_ledger(stores.ledger.drop_pack, record.pack_id)
+        if namespace is None:
+            return
+        dropped = {chunk.key: place for chunk in chunks if (place := _placed_in(namespace, chunk.key, record.pack_id))}
+        for key in dropped:
+            namespace.table.unplace(key)
+        try:
+            await stores.in_ledger(stores.ledger.drop_chunks, record.namespace_id, list(dropped))
+        except LedgerError:
+            for key, place in dropped.items():
+                namespace.table.place(key, place)
+            raise
+        namespace.spiller.add(dropped)  # what is in host memory still is written again
+        namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
+
+    async def _commit(self, record: PackRecord) -> None:
+        stores, namespace = self._cache.stores, self._cache.namespaces[record.namespace_id]
+        await stores.in_ledger(stores.ledger.commit_pack, record)
+        stores.disk_usage.add(record.pack_id, record.file_bytes)
+        for chunk in record.chunks:
+            namespace.table.place(chunk.key, chunk)
+        namespace.announce([chunk.key for chunk in record.chunks], held=True)
+
+
+def _settled(before: dict[str, int], after: dict[str, int], rows: set[str], changing: set[str]) -> dict[str, int]:
+    """Return the files that may be judged: packs with a row, and what was there both times without one.
+
+    Args:
+        before: Names seen first.
+        after: Names seen last.
+        rows: Packs that had a row all the time.
+        changing: Packs that had a row at some time, or that the daemon deals with: their files come or go.
+    """
+    packs = {f"{pack_id}.kvpack": pack_id in rows for pack_id in changing}
+    return {name: num_bytes for name, num_bytes in after.items() if packs.get(name, name in before)}
+
+
+def _present(ledger: LedgerSnapshot, sizes: dict[str, int]) -> dict[str, PackRecord]:
+    packs = PackFiles(sizes=sizes).packs
+    return {pack_id: record for pack_id, record in ledger.packs.items() if pack_id in packs}
+
+
+def _still_there(damaged: dict[str, list[ChunkKey]], ledger: LedgerSnapshot) -> dict[str, list[ChunkKey]]:
+    found = {
+        pack_id: [key for key in keys if key in {chunk.key for chunk in ledger.packs[pack_id].chunks}]
+        for pack_id, keys in damaged.items()
+        if pack_id in ledger.packs
+    }
+    return {pack_id: keys for pack_id, keys in found.items() if keys}
+
+
+def _rows_of(snapshot: LedgerSnapshot, namespace_id: str) -> dict[ChunkKey, StoredChunk]:
+    return {
+        chunk.key: chunk
+        for record in snapshot.packs.values()
+        if record.namespace_id == namespace_id
+        for chunk in record.chunks
+    }
+
+
+def _differing_keys(namespace: Namespace, ledger: LedgerSnapshot, later: LedgerSnapshot) -> set[ChunkKey]:
+    rows = _rows_of(ledger, namespace.namespace_id)
+    unknown = _rows_of(later, namespace.namespace_id)
+    placed = {chunk.key for chunk in list(namespace.table) if chunk.location is not None}
+    return {key for key, row in rows.items() if not _agree(namespace, key, row)} | (placed - unknown.keys())
+
+
+def _agree(namespace: Namespace, key: ChunkKey, row: StoredChunk | None) -> bool:
+    chunk = namespace.table.get(key)
+    location = chunk.location if chunk is not None else None
+    if row is None or location is None:
+        return row is location
+    return (row.pack_id, row.offset) == (location.pack_id, location.offset)
+
+
+def _follow(namespace: Namespace, keys: Sequence[ChunkKey], rows: dict[ChunkKey, StoredChunk]) -> None:
+    for key in keys:
+        if key in rows:
+            namespace.table.place(key, rows[key])
+        else:
+            namespace.table.unplace(key)
+    namespace.announce([key for key in keys if not namespace.table.holds(key)], held=False)
+
+
+def _placed_in(namespace: Namespace, key: ChunkKey, pack_id: str) -> StoredChunk | None:
+    chunk = namespace.table.get(key)
+    location = chunk.location if chunk is not None else None
+    return location if location is not None and location.pack_id == pack_id else None

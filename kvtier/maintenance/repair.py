@@ -1,0 +1,230 @@
+"""Making ledger and packs agree. Blocks; works the same with a daemon and without one, through `Rows`.
+
+The rules of the disk tier hold here too: a file is durable before its row, a row goes before its file. A crash between
+any two steps leaves something that the next check finds. Nothing that reads right is deleted: what is unlinked is a
+name whose every good chunk has a row elsewhere, everything else is set aside.
+"""
+
+import os
+import uuid
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import ChunkDamagedError, KvtierError, TierIOError
+from kvtier.maintenance.compare import PACK_SUFFIX, PackFiles
+from kvtier.maintenance.findings import Code, Finding
+from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier
+from kvtier.tiers.packs import PackTier
+
+_REREAD = (
+    Code.PACK_LENGTH,
+    Code.CHUNK_BEYOND_END,
+    Code.CHUNK_DAMAGED,
+    Code.HEADER_UNREADABLE,
+    Code.HEADER_DIFFERS,
+    Code.HEADER_NAMESPACE,
+)
+_FORGET = (Code.PACK_MISSING, Code.PACK_EMPTY)
+
+
+class Rows(Protocol):
+    """What a repair changes besides files; with a daemon, its memory follows."""
+
+    def knows_namespace(self, namespace_id: str) -> bool:
+        """Say whether chunks of it may be recorded."""
+
+    def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Return those of the keys that have a row."""
+
+    def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
+        """Forget rows of a pack, as far as they still lie there, and the pack's own row with the last of them."""
+
+    def commit(self, record: PackRecord) -> None:
+        """Record a durable pack and its chunks."""
+
+    def payload_bytes(self, namespace_id: str, key: ChunkKey) -> int | None:
+        """Return the length that a chunk's payload has there, None for a key of no group."""
+
+
+class Repairer:
+    """Repairs findings of one comparison."""
+
+    def __init__(self, tier: PackTier, rows: Rows, verifier: Verifier) -> None:
+        self._tier, self._rows, self._verifier = tier, rows, verifier
+        self._unclaimed = tier.directory.parent / UNCLAIMED_FOLDER
+
+    def repair(self, findings: Sequence[Finding], packs: dict[str, PackRecord], files: PackFiles) -> None:
+        """Repair what can be repaired, and say so in the findings.
+
+        Args:
+            findings: Of `compare`; changed.
+            packs: The ledger's packs as they were compared.
+            files: As they were compared.
+        """
+        by_pack: dict[str, list[Finding]] = {}
+        for finding in findings:
+            if finding.code is Code.TEMPORARY_FILE:
+                self._guard([finding], lambda name=finding.subject: self._remove(name))
+            elif finding.code in (*_REREAD, *_FORGET):
+                by_pack.setdefault(finding.subject, []).append(finding)
+        # Rows first: what a bad row claims is free then for a good copy, maybe in the file of another.
+        for pack_id, of_pack in by_pack.items():
+            self._guard(of_pack, lambda record=packs[pack_id]: self._keep_what_reads(record))
+        for pack_id in [pack_id for pack_id in by_pack if pack_id in files.packs]:
+            self._guard(by_pack[pack_id], lambda pack_id=pack_id: self._take_in(pack_id))
+        for finding in findings:
+            if finding.code is Code.PACK_ORPHAN:
+                self._guard([finding], lambda pack_id=finding.subject: self._take_in(pack_id))
+            elif finding.code is Code.NOTE_UNCLAIMED:
+                self._guard([finding], lambda name=finding.subject: self._claim(name))
+
+    def _guard(self, findings: Sequence[Finding], step: "Step") -> None:
+        try:
+            done = step()
+        except (KvtierError, OSError) as error:
+            for finding in findings:
+                finding.repaired = False
+                finding.detail += f"; not repaired: {error}"
+            return
+        for finding in findings:
+            if done and not finding.detail.endswith(done):
+                finding.mend(done)
+
+    def _remove(self, name: str) -> str:
+        (self._tier.directory / name).unlink(missing_ok=True)
+        return "removed"
+
+    # Packs whose rows are in doubt
+
+    def _keep_what_reads(self, record: PackRecord) -> str:
+        """Rewrite what reads right by its row, forget the rest. Afterwards no row points into the file."""
+        good = self._verifier.good(record.chunks)
+        self._check_readable(record.pack_id)
+        if good:
+            self._rows.commit(self._tier.rewrite_pack(record.namespace_id, good))
+        kept = {chunk.key for chunk in good}
+        lost = [chunk for chunk in record.chunks if chunk.key not in kept]
+        self._rows.drop_chunks(record, lost)
+        return f"{len(good)} chunks of it read right and are kept, {len(lost)} are stored anew when next computed"
+
+    def _take_in(self, pack_id: str) -> str:
+        """Adopt what a file without rows holds by its own header; then the file is unlinked, or set aside."""
+        path = self._tier.directory / (pack_id + PACK_SUFFIX)
+        if not path.exists():
+            return ""
+        header = self._tier_record(pack_id)
+        if header is None:
+            self._tier.quarantine_pack(pack_id)
+            return "the file is set aside (quarantined): its header cannot be read"
+        if not self._rows.knows_namespace(header.namespace_id):
+            self._move_to_unclaimed(path)
+            return f"moved to {UNCLAIMED_FOLDER}/: its namespace {header.namespace_id} is not known (yet)"
+        num_adopted, num_bad = self._adopt(path, header)
+        if num_bad:
+            self._tier.quarantine_pack(pack_id)
+            return f"{_adopted(num_adopted)}the file is set aside (quarantined)"
+        self._tier.delete_pack(pack_id)
+        if num_adopted:
+            return f"{num_adopted} chunks verified and adopted"
+        return "removed: every chunk of it is held elsewhere"
+
+    def _claim(self, name: str) -> str:
+        """Take in a pack of the unclaimed folder if its namespace is known by now."""
+        path = self._unclaimed / name
+        tier = PackTier(self._unclaimed)
+        header = tier.read_record(path.stem)
+        if not self._rows.knows_namespace(header.namespace_id):
+            return ""
+        num_adopted, num_bad = self._adopt(path, header)
+        if num_bad:
+            return f"{num_adopted} chunks adopted; {num_bad} damaged, the file stays where it is"
+        tier.delete_pack(path.stem)
+        return f"{num_adopted} chunks verified and adopted"
+
+    def _adopt(self, path: Path, header: PackRecord) -> tuple[int, int]:
+        """Give rows to a file's good chunks that have none; return how many, and how many were damaged.
+
+        The file gets another name, and thus pack id, before it gets rows: who is deleting the old name this moment
+        cannot take it away from under them.
+        """
+        held = self._rows.holds(header.namespace_id, [chunk.key for chunk in header.chunks])
+        wanted = [chunk for chunk in header.chunks if chunk.key not in held]
+        if not wanted:
+            return 0, 0
+        pack_id = uuid.uuid4().hex
+        target = self._tier.directory / (pack_id + PACK_SUFFIX)
+        renamed = [_in_pack(chunk, pack_id) for chunk in wanted if self._fits(header.namespace_id, chunk)]
+        try:
+            os.link(path, target)
+            _fsync_folder(self._tier.directory)
+            good = self._verifier.good(renamed)
+            self._check_readable(pack_id)
+            if good:
+                record = PackRecord(
+                    pack_id=pack_id,
+                    namespace_id=header.namespace_id,
+                    file_bytes=header.file_bytes,
+                    chunks=tuple(good),
+                )
+                self._rows.commit(record)
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+        if not good:
+            target.unlink(missing_ok=True)
+        return len(good), len(wanted) - len(good)
+
+    def _fits(self, namespace_id: str, chunk: StoredChunk) -> bool:
+        return self._rows.payload_bytes(namespace_id, chunk.key) == chunk.raw_bytes
+
+    def _check_readable(self, pack_id: str) -> None:
+        """A device that refuses says nothing about the bytes: no verdict then."""
+        if pack_id in self._verifier.unreadable:
+            path = self._tier.directory / (pack_id + PACK_SUFFIX)
+            raise TierIOError(path, "verify", OSError(0, self._verifier.unreadable.pop(pack_id)))
+
+    def _tier_record(self, pack_id: str) -> PackRecord | None:
+        try:
+            return self._tier.read_record(pack_id)
+        except ChunkDamagedError:
+            return None
+
+    def _move_to_unclaimed(self, path: Path) -> None:
+        self._unclaimed.mkdir(mode=0o700, exist_ok=True)
+        path.rename(self._unclaimed / path.name)
+        for folder in (self._unclaimed, path.parent):
+            _fsync_folder(folder)
+
+
+class Step(Protocol):
+    """One repair; returns what it did, empty for nothing."""
+
+    def __call__(self) -> str:
+        """Do it."""
+
+
+def _in_pack(chunk: StoredChunk, pack_id: str) -> StoredChunk:
+    return StoredChunk(
+        key=chunk.key,
+        pack_id=pack_id,
+        offset=chunk.offset,
+        stored_bytes=chunk.stored_bytes,
+        raw_bytes=chunk.raw_bytes,
+        codec=chunk.codec,
+        checksum=chunk.checksum,
+    )
+
+
+def _adopted(num_chunks: int) -> str:
+    return f"{num_chunks} chunks verified and adopted, " if num_chunks else ""
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,60 @@
+"""Bundles for tests, made without a daemon."""
+
+import hashlib
+from pathlib import Path
+
+import zstandard
+
+from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header
+from kvtier.bundles.spool import Spool
+from kvtier.tiers.base import checksum_of
+from tests.fakes.chunks import key_of, layout_of, soft
+
+LAYOUT = layout_of(useful_bytes=1000)
+
+
+def bundle_bytes(*, codec: str = "zstd", recipe_json: str = "") -> bytes:
+    """Return a bundle of three chunks."""
+    chunks, data = [], b""
+    for number in range(3):
+        payload = soft(1000, number)
+        stored = zstandard.ZstdCompressor().compress(payload)
+        data += stored
+        chunks.append(
+            BundleChunk(
+                key=key_of(number),
+                stored_bytes=len(stored),
+                raw_bytes=1000,
+                codec=codec,
+                checksum=checksum_of([memoryview(payload)]),
+                sha256=hashlib.sha256(stored).hexdigest(),
+            )
+        )
+    prompt = BundlePrompt(
+        name="p",
+        tokens=tuple(range(48)),
+        model="",
+        lora_name="",
+        lora_path="",
+        cache_salt="",
+        recipe_json=recipe_json,
+    )
+    bundle = Bundle(
+        prompt=prompt,
+        model="m",
+        fingerprint={"weights": "1"},
+        layout=LAYOUT,
+        keys=tuple(chunk.key for chunk in chunks),
+        covered_tokens=48,
+        chunks=tuple(chunks),
+    )
+    return build_header(bundle) + data
+
+
+def read_bundle(data: bytes, folder: Path) -> Bundle:
+    """Take a bundle apart as an import does, and verify every chunk."""
+    with Spool(folder) as spool:
+        spool.append(data)
+        bundle, data_offset = spool.header()
+        spool.verify(list(bundle.offsets(data_offset)))
+        return bundle

@@ -1,0 +1,250 @@
+"""Each finding, made for real on disk: found, repaired, clean afterwards, and nothing that read right is lost."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.ledger import Ledger
+from kvtier.ledger.namespace_files import load_namespaces
+from kvtier.maintenance import Code
+from tests.fakes.chunks import payload_of, soft
+from tests.fakes.fsck import assert_clean, check
+from tests.unit.maintenance.state import NAMESPACE, RAW_BYTES, State, keys
+
+ALL = keys(0, 1, 2, 3, 4, 5)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> State:
+    return State(tmp_path)
+
+
+def codes(state: State, **how: bool) -> set[str]:
+    return {finding.code for finding in check(state.folder, **how).findings}
+
+
+def repaired(state: State) -> None:
+    report = check(state.folder, repair=True)
+    assert not report.remaining, report.remaining
+    assert_clean(state.folder)
+
+
+def pack_missing(state: State) -> None:
+    state.path(state.packs[0]).unlink()
+
+
+def pack_truncated(state: State) -> None:
+    os.truncate(state.path(state.packs[0]), state.packs[0].chunks[2].offset + 1)
+
+
+def pack_longer(state: State) -> None:
+    with state.path(state.packs[0]).open("ab") as file:
+        file.write(b"more")
+
+
+def pack_empty_file(state: State) -> None:
+    os.truncate(state.path(state.packs[0]), 0)
+
+
+def header_flipped(state: State) -> None:
+    state.flip(state.packs[0], 9)
+
+
+def chunk_flipped(state: State) -> None:
+    state.flip(state.packs[0], state.packs[0].chunks[1].offset + 700)
+
+
+def packs_swapped(state: State) -> None:
+    one, other = map(state.path, state.packs)
+    one.rename(one.with_suffix(".x"))
+    other.rename(one)
+    one.with_suffix(".x").rename(other)
+
+
+def row_offset_changed(state: State) -> None:
+    state.sql(f"UPDATE chunks SET offset = offset + 1 WHERE offset = {state.packs[0].chunks[1].offset}")
+
+
+def orphan(state: State) -> None:
+    state.write_pack(6)
+
+
+def orphan_superseded(state: State) -> None:
+    state.write_pack(0)
+
+
+def orphan_unreadable(state: State) -> None:
+    record = state.write_pack(6)
+    os.truncate(state.path(record), 100)
+
+
+def temporary_file(state: State) -> None:
+    (state.tier.directory / ("0" * 32 + ".kvpack.tmp")).write_bytes(b"x")
+
+
+def pack_without_chunks(state: State) -> None:
+    state.sql("DELETE FROM chunks WHERE pack_id = (SELECT pack_id FROM chunks ORDER BY key LIMIT 1)")
+
+
+def pack_of_another_namespace(state: State) -> None:
+    payloads = [payload_of(number, soft(RAW_BYTES, number)) for number in range(3)]
+    record = state.tier.write_pack("f" * 32, payloads)
+    state.path(record).replace(state.path(state.packs[0]))
+
+
+CASES: list[tuple[Callable[[State], None], set[Code], set[bytes]]] = [
+    (pack_missing, {Code.PACK_MISSING}, keys(3, 4, 5)),
+    (pack_truncated, {Code.PACK_LENGTH, Code.CHUNK_BEYOND_END, Code.HEADER_UNREADABLE}, ALL - keys(2)),
+    (pack_longer, {Code.PACK_LENGTH, Code.HEADER_UNREADABLE}, ALL),
+    (pack_empty_file, {Code.PACK_LENGTH, Code.CHUNK_BEYOND_END, Code.HEADER_UNREADABLE}, keys(3, 4, 5)),
+    (header_flipped, {Code.HEADER_UNREADABLE}, ALL),
+    (chunk_flipped, {Code.CHUNK_DAMAGED}, ALL - keys(1)),
+    (packs_swapped, {Code.HEADER_DIFFERS}, ALL),
+    (row_offset_changed, {Code.HEADER_DIFFERS}, ALL),
+    (orphan, {Code.PACK_ORPHAN}, ALL | keys(6, 7, 8)),
+    (orphan_superseded, {Code.PACK_ORPHAN}, ALL),
+    (orphan_unreadable, {Code.PACK_ORPHAN}, ALL),
+    (temporary_file, {Code.TEMPORARY_FILE}, ALL),
+    (pack_of_another_namespace, {Code.HEADER_NAMESPACE}, ALL),
+]
+
+
+@pytest.mark.parametrize(("damage", "expected", "kept"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_damage_is_found_and_repaired(
+    state: State, damage: Callable[[State], None], expected: set[Code], kept: set[bytes]
+) -> None:
+    assert_clean(state.folder)
+    damage(state)
+    found = codes(state)
+    assert expected <= found, found
+    repaired(state)
+    assert state.readable() == kept
+    assert state.load().prompts == (state.prompt,)
+
+
+def test_looking_changes_nothing(state: State) -> None:
+    for damage in (chunk_flipped, orphan, temporary_file):
+        damage(state)
+    before = {path: path.read_bytes() for path in state.folder.rglob("*") if path.is_file()}
+    check(state.folder)
+    assert {path: path.read_bytes() for path in state.folder.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_damaged_is_set_aside_and_noted(state: State) -> None:
+    chunk_flipped(state)
+    repaired(state)
+    notes = {finding.code: finding for finding in assert_clean(state.folder).findings}
+    assert set(notes) == {Code.NOTE_QUARANTINED, Code.NOTE_PROMPT_INCOMPLETE}
+    assert notes[Code.NOTE_PROMPT_INCOMPLETE].num_chunks == 1
+
+
+def test_damage_is_seen_only_by_a_deep_check(state: State) -> None:
+    chunk_flipped(state)
+    assert codes(state, deep=False) == set()
+    assert codes(state, deep=True) == {Code.CHUNK_DAMAGED}
+
+
+def test_strange_files_are_left_alone(state: State) -> None:
+    strange = state.tier.directory / "notes.txt"
+    strange.write_text("mine")
+    assert codes(state, repair=True) == {Code.NOTE_UNKNOWN_FILE}
+    assert strange.exists()
+
+
+def test_rows_that_refer_to_nothing(state: State) -> None:
+    """Somebody deleted the namespace with the sqlite3 shell, whose foreign keys are off: packs and bindings stayed."""
+    state.sql("DELETE FROM namespaces")
+    assert Code.ROW_DANGLING in codes(state)
+    repaired(state)
+    assert state.readable() == ALL, "the namespace comes back from its copy"
+
+
+def test_rows_that_refer_to_a_namespace_of_which_nothing_is_left(state: State) -> None:
+    state.sql("DELETE FROM namespaces")
+    (state.folder / "namespaces" / f"{NAMESPACE}.json").unlink()
+    report = check(state.folder, repair=True)
+    assert not report.remaining
+    assert state.load().packs == {}
+    assert len(list((state.folder / "unclaimed").iterdir())) == 2, (
+        "packs of an unknown namespace wait, they are not lost"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ("UPDATE prompts SET tokens = x'01000000' WHERE name = 'p'", 0),
+        ("UPDATE bindings SET covered_tokens = covered_tokens + 1", 1),
+        ("UPDATE namespaces SET fingerprint = '{}'", 1),
+    ],
+    ids=["prompt", "binding", "namespace"],
+)
+def test_altered_rows_are_given_up_and_nothing_else(state: State, change: str, kept: int) -> None:
+    """A bit flipped in a page of the ledger: SQLite saw nothing, the row's checksum did."""
+    state.sql(change)
+    assert Code.ROW_ALTERED in codes(state)
+    repaired(state)
+    assert len(state.load().prompts) == kept
+    assert state.readable() == ALL
+    (row,) = state.load().namespaces
+    assert row.namespace_id == NAMESPACE
+
+
+# A lost or damaged ledger
+
+
+def test_a_lost_ledger_is_made_anew_from_packs_and_copies_of_namespaces(state: State) -> None:
+    state.ledger_path.unlink()
+    assert codes(state) == {Code.LEDGER_MISSING}
+    repaired(state)
+    assert state.readable() == ALL
+    (row,) = state.load().namespaces
+    assert row.namespace_id == NAMESPACE
+
+
+def test_packs_of_an_unknown_namespace_wait_until_it_is_known(state: State) -> None:
+    (state.folder / "namespaces" / f"{NAMESPACE}.json").rename(state.folder / "copy")
+    state.ledger_path.unlink()
+    assert not check(state.folder, repair=True).remaining
+    assert state.load().packs == {}
+    assert {f.code for f in assert_clean(state.folder).findings} == {Code.NOTE_UNCLAIMED}
+    (state.folder / "copy").rename(state.folder / "namespaces" / f"{NAMESPACE}.json")
+    ledger = Ledger.open(state.ledger_path)
+    ledger.put_namespace(load_namespaces(state.folder)[0])
+    ledger.close()
+    repaired(state)
+    assert state.readable() == ALL
+    assert list((state.folder / "unclaimed").iterdir()) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_damaged_ledger_gives_up_nothing_that_can_be_read(state: State, seed: int) -> None:
+    """Pages of the ledger are overwritten: it is moved aside, its rows are saved, packs give back the rest."""
+    state.put_prompts(f"q{number}" for number in range(40))
+    state.sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    data = bytearray(state.ledger_path.read_bytes())
+    num_pages = len(data) // 4096
+    page = 2 + seed * 3 % (num_pages - 2)
+    data[page * 4096 + 8 : page * 4096 + 4000] = b"\xa5" * 3992
+    state.ledger_path.write_bytes(data)
+    first = check(state.folder, repair=True)
+    assert Code.LEDGER_DAMAGED in {finding.code for finding in first.findings}
+    assert not first.remaining, first.remaining
+    assert_clean(state.folder)
+    assert state.readable() == ALL
+    (aside,) = [path for path in state.folder.iterdir() if ".damaged-" in path.name]
+    assert aside.read_bytes() == bytes(data)
+
+
+def test_a_ledger_that_is_no_database_is_moved_aside(state: State) -> None:
+    state.ledger_path.write_bytes(b"nonsense" * 1000)
+    assert codes(state) == {Code.LEDGER_DAMAGED}
+    repaired(state)
+    assert state.readable() == ALL
+
+
+def test_an_empty_directory_is_clean(tmp_path: Path) -> None:
+    assert check(tmp_path).findings == []
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,218 @@
+"""fsck of a running daemon: clean while it works, and repairs that its memory follows."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvtier._pb import cache_pb2
+from kvtier.maintenance.online import _settled
+from kvtier.service.disk_usage import DiskUsage
+from kvtier.service.namespace import Namespace
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.packs import PackTier
+from tests.fakes.chunks import payload_of
+from tests.fakes.fsck import assert_clean, assert_clean_online
+from tests.fakes.gates import gated
+from tests.fakes.operator import Stub, evict, pack_of, pin, prompt_of, reached, status_of, store_last_apart, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
+
+KEYS = [chunk_key(n) for n in range(5)]
+
+
+async def fsck(stub: Stub, *, repair: bool = True) -> cache_pb2.FsckReport:
+    report: cache_pb2.FsckReport = await stub.Fsck(cache_pb2.FsckRequest(repair=repair, deep=True))
+    return report
+
+
+def codes(report: cache_pb2.FsckReport) -> list[str]:
+    return [finding.code for finding in report.findings if not finding.code.startswith("note-")]
+
+
+def test_a_pack_that_came_or_went_while_the_check_ran_is_not_judged() -> None:
+    """A pack that was committed between the two looks at the ledger was reported as one that it does not know."""
+    files = {f"{name}.kvpack": 1 for name in ("stayed", "came", "went", "orphan")}
+    before = {name: 1 for name in files if name != "came.kvpack"}
+    judged = _settled(before, files | {"new-orphan.kvpack": 1}, {"stayed"}, {"stayed", "came", "went"})
+    assert set(judged) == {"stayed.kvpack", "orphan.kvpack"}
+
+
+def test_a_daemon_that_stores_and_evicts_is_clean(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            reports: list[cache_pb2.FsckReport] = []
+
+            async def look() -> None:
+                while len(reports) < 8:
+                    reports.append(await assert_clean_online(stub))
+
+            looking = asyncio.create_task(look())
+            number = 0
+            while not looking.done():
+                name, number = f"p{number}", number + 1
+                keys = [chunk_key((name, i)) for i in range(3)]
+                await engine.bind(await pin(stub, name, first=1000 * number), keys)
+                await engine.store(keys)
+                await wait_durable(stub, name)
+                if number % 2:
+                    await evict(stub, name, force=True)
+            await looking
+            assert any(report.num_packs and report.num_arena_slots for report in reports)
+        assert_clean(config.disk.disk_dir)
+
+    asyncio.run(scenario())
+
+
+def test_a_pack_whose_row_is_on_its_way_is_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        from kvtier.ledger import Ledger
+
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            with gated(monkeypatch, Ledger, "commit_pack") as gate:
+                await engine.store(KEYS)
+                await reached(gate.reached)
+                assert list((config.disk.disk_dir / "packs").glob("*.kvpack"))
+                assert codes(await fsck(stub)) == []
+                gate.open()
+            await wait_durable(stub, "p")
+        assert_clean(config.disk.disk_dir)
+
+    asyncio.run(scenario())
+
+
+def test_damage_is_repaired_and_memory_follows(tmp_path: Path) -> None:
+    """One pack loses its file, another gets a flipped bit; what reads right stays, the rest is stored anew."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, host_bytes=4 * 8192)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await store_last_apart(stub, engine, KEYS)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
+            pack_of(config, KEYS[4]).unlink()
+            damaged = pack_of(config, KEYS[0])
+            data = bytearray(damaged.read_bytes())
+            data[-10] ^= 1
+            damaged.write_bytes(data)
+            assert set(codes(await fsck(stub, repair=False))) >= {"pack-missing", "chunk-damaged"}
+            report = await fsck(stub)
+            assert all(finding.repaired for finding in report.findings if not finding.code.startswith("note-"))
+            assert codes(await fsck(stub)) == []
+            await engine.barrier()
+            missing = [key for key in KEYS if engine.held.get(key) is False]
+            assert KEYS[4] in missing
+            assert 2 <= len(missing) < 5
+            kept = [key for key in KEYS if key not in missing]
+            leased = await engine.acquire(1, kept[:2])
+            assert [engine.read(kept[i], leased[i]) for i in leased] == [engine.payload(kept[i]) for i in leased]
+            await engine.release(1)
+            await engine.store(missing)
+            await wait_durable(stub, "p")
+            usage = (await status_of(stub)).disk.used_bytes
+            packs = (config.disk.disk_dir / "packs").glob("*.kvpack")
+            assert usage == sum(path.stat().st_size for path in packs)
+            await assert_clean_online(stub)
+        assert_clean(config.disk.disk_dir)
+
+    asyncio.run(scenario())
+
+
+def test_an_orphan_is_adopted_and_served(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            payloads = []
+            for key in KEYS:
+                payload = payload_of(0, engine.payload(key))
+                payloads.append(payload.__class__(key=key, segments=payload.segments, checksum=payload.checksum))
+            PackTier(config.disk.disk_dir / "packs").write_pack(engine.welcome.namespace_id, payloads)
+            await engine.bind(await pin(stub), KEYS)
+            report = await fsck(stub)
+            assert codes(report) == ["pack-orphan"]
+            assert report.findings[0].repaired
+            await engine.wait_held(KEYS)
+            assert (await prompt_of(stub)).state == cache_pb2.PromptStatus.DURABLE
+            leased = await engine.acquire(1, KEYS)
+            assert [engine.read(KEYS[i], leased[i]) for i in range(5)] == [engine.payload(key) for key in KEYS]
+        assert_clean(config.disk.disk_dir)
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_differs_from_the_ledger_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No way to this state is known; a check that could not see it would be worth little."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        seen: list[Namespace] = []
+        original = Namespace.open_arena
+
+        def open_arena(self: Namespace, folder: Path) -> Arena:
+            seen.append(self)
+            return original(self, folder)
+
+        monkeypatch.setattr(Namespace, "open_arena", open_arena)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            seen[0].table.unplace(KEYS[2])
+            seen[0].table.place(chunk_key("ghost"), seen[0].table.get(KEYS[1]).location)  # type: ignore[union-attr,arg-type]
+            assert codes(await fsck(stub, repair=False)) == ["memory-differs"]
+            assert (await fsck(stub)).findings[0].num_chunks == 2
+            await assert_clean_online(stub)
+            assert (await prompt_of(stub)).state == cache_pb2.PromptStatus.DURABLE
+
+    asyncio.run(scenario())
+
+
+def test_a_usage_that_drifted_is_counted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        seen: list[DiskUsage] = []
+        original = DiskUsage.add
+
+        def add(self: DiskUsage, pack_id: str, file_bytes: int) -> None:
+            seen.append(self)
+            original(self, pack_id, file_bytes)
+
+        monkeypatch.setattr(DiskUsage, "add", add)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            right = (await status_of(stub)).disk.used_bytes
+            original(seen[0], "0" * 32, 1000)
+            original(seen[0], next(iter(seen[0].packs)), 77)
+            assert codes(await fsck(stub, repair=False)) == ["usage-differs"]
+            assert (await fsck(stub)).findings[0].repaired
+            assert (await status_of(stub)).disk.used_bytes == right
+            await assert_clean_online(stub)
+
+    asyncio.run(scenario())
+
+
+def test_a_check_ends_when_its_caller_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            with gated(monkeypatch, PackTier, "read_chunk") as gate:
+                checking = asyncio.create_task(fsck(stub))
+                await reached(gate.reached)
+                checking.cancel()
+                await asyncio.wait({checking})
+            await assert_clean_online(stub)
+
+            async def tidy() -> bool:
+                return not list(config.disk.disk_dir.glob("kvtier-fsck-*"))
+
+            await until(tidy)
+
+    asyncio.run(scenario())
