@@ -12,6 +12,7 @@ MIB = 1024 * 1024
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+StoreMode = Literal["pinned", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,10 @@ class HostConfig:
     """Folder of the arena files, on a tmpfs; vLLM's processes map the files by this path."""
     host_bytes: int
     """Bytes of all arenas together."""
+    high_watermark: float = 0.95
+    """Share of `host_bytes` in use above which ordinary chunks are evicted in the background."""
+    low_watermark: float = 0.90
+    """Share down to which that goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,12 @@ class DiskConfig:
     """Folder of packs, ledger and lock. One daemon per folder."""
     disk_bytes: int
     """Bytes of all packs together; pins that would not fit are refused."""
+    reserve_bytes: int = 1024 * MIB
+    """Free space of the file system that packs never take."""
+    high_watermark: float = 0.95
+    """Share of `disk_bytes` in packs above which ordinary chunks are dropped in the background."""
+    low_watermark: float = 0.90
+    """Share of `disk_bytes` down to which that goes, counted in bytes of chunks."""
     pack_bytes: int = 64 * MIB
     """Raw bytes gathered before a pack is written: larger packs mean fewer fsyncs, later durability."""
     pack_linger_s: float = 0.2
@@ -50,6 +61,14 @@ class DiskConfig:
     """zstd level of new packs, 1..22. Higher levels hardly shrink KV and cost a lot of time."""
     io_threads: int = 2
     """Threads that read, write and (de)compress packs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What is kept."""
+
+    store: StoreMode = "pinned"
+    """`pinned`: chunks of pinned prompts only. `all`: every whole prompt chunk, as evictable cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,4 +88,5 @@ class DaemonConfig:
     server: ServerConfig
     host: HostConfig
     disk: DiskConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -138,6 +138,10 @@ def _pack_bytes(value: object, context: ParseContext) -> int:
     return _size(value)
 
 
+def _reserve_bytes(value: object, context: ParseContext) -> int:
+    return 0 if value in (0, "0") else _size(value)
+
+
 def _number(kind: type[int] | type[float], low: float, high: float) -> Parser:
     problem = f"must be a{' whole' if kind is int else ''} number from {low:g} to {high:g}"
 
@@ -153,6 +157,20 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Parser:
         if not low <= number <= high:
             raise ValueError(problem)
         return number
+
+    return parse
+
+
+def _low_watermark(high_key: str) -> Parser:
+    parse_ratio = _number(float, 0.01, 1)
+
+    def parse(value: object, context: ParseContext) -> object:
+        low, high = parse_ratio(value, context), context.resolved[high_key]
+        assert isinstance(low, float)
+        assert isinstance(high, float)
+        if low > high:
+            raise ValueError(f"must be at most {high_key}, which is {high:g}")
+        return low
 
     return parse
 
@@ -175,12 +193,18 @@ SETTINGS = (
     _row("server.drain_timeout_s", "drain_timeout_s", _number(float, 0, 3600), 10.0),
     _row("host.arena_dir", "arena_dir", _arena_dir, AUTO),
     _row("host.bytes", "host_bytes", _host_bytes, AUTO),
+    _row("host.high_watermark", "high_watermark", _number(float, 0.01, 1), 0.95),
+    _row("host.low_watermark", "low_watermark", _low_watermark("host.high_watermark"), 0.90),
     _row("disk.dir", "disk_dir", _disk_dir, AUTO),
     _row("disk.bytes", "disk_bytes", _disk_bytes, AUTO),
+    _row("disk.reserve_bytes", "reserve_bytes", _reserve_bytes, "1GiB"),
+    _row("disk.high_watermark", "high_watermark", _number(float, 0.01, 1), 0.95),
+    _row("disk.low_watermark", "low_watermark", _low_watermark("disk.high_watermark"), 0.90),
     _row("disk.pack_bytes", "pack_bytes", _pack_bytes, "64MiB"),
     _row("disk.pack_linger_s", "pack_linger_s", _number(float, 0, 60), 0.2),
     _row("disk.zstd_level", "zstd_level", _number(int, 1, 22), 1),
     _row("disk.io_threads", "io_threads", _number(int, 1, 64), 2),
+    _row("cache.store", "store", _choice("pinned", "all"), "pinned"),
     _row("log.level", "level", _choice("debug", "info", "warning", "error"), "info"),
     _row("log.format", "format", _choice("text", "json"), "text"),
 )

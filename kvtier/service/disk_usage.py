@@ -1,7 +1,9 @@
-"""Bytes of all packs on disk, against `disk_bytes`."""
+"""Bytes of all packs on disk, against `disk_bytes` and against what the file system has left."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_UNMEASURED_BYTES = 1 << 62
 
 
 class DiskUsage:
@@ -12,20 +14,29 @@ class DiskUsage:
         self.used_bytes = 0
         self._packs: dict[str, int] = {}
         self._promised_bytes = 0  # packs being written
+        self._file_system_bytes = _UNMEASURED_BYTES
 
     def add(self, pack_id: str, file_bytes: int) -> None:
         """A pack came into being."""
         self.remove(pack_id)
         self._packs[pack_id] = file_bytes
         self.used_bytes += file_bytes
+        self._file_system_bytes -= file_bytes
 
     def remove(self, pack_id: str) -> None:
         """A pack is gone; unknown ones are ignored."""
-        self.used_bytes -= self._packs.pop(pack_id, 0)
+        file_bytes = self._packs.pop(pack_id, 0)
+        self.used_bytes -= file_bytes
+        self._file_system_bytes += file_bytes
+
+    def measured(self, file_system_bytes: int) -> None:
+        """Note what the file system has left beyond the reserve, packs being written not counted yet."""
+        self._file_system_bytes = file_system_bytes
 
     def fits(self, num_bytes: int) -> bool:
         """Say whether a pack of at most `num_bytes` may be written."""
-        return self.used_bytes + self._promised_bytes + num_bytes <= self.limit_bytes
+        num_bytes += self._promised_bytes
+        return self.used_bytes + num_bytes <= self.limit_bytes and num_bytes <= self._file_system_bytes
 
     @contextmanager
     def promised(self, num_bytes: int) -> Iterator[None]:

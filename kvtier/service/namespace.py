@@ -11,6 +11,7 @@ from kvtier.core.slots import SlotRef, SlotState, SlotTable
 from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError, LedgerError, TierIOError
 from kvtier.ledger import NamespaceRow
 from kvtier.obs.log import log_event
+from kvtier.service.peer import MAX_HELD_BATCH
 from kvtier.service.promoter import Promoter
 from kvtier.service.spiller import Spiller
 from kvtier.service.stores import Stores
@@ -22,6 +23,33 @@ if TYPE_CHECKING:
     from kvtier.service.session import Session
 
 logger = logging.getLogger(__name__)
+
+
+DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
+"""Assumed of engines that have not measured it: it only weighs namespaces against each other."""
+
+
+class RecomputeCost:
+    """What the chunks of a namespace are worth: seconds of prefill saved per byte occupied."""
+
+    def __init__(self, namespace: "Namespace") -> None:
+        self._namespace = namespace
+        self._tokens = {group.group_idx: group.chunk_tokens for group in namespace.layout.groups}
+
+    def host_worth(self, key: ChunkKey) -> float:
+        """See `core.eviction.Appraiser`."""
+        return self._seconds(key) / self._namespace.layout.row_bytes
+
+    def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
+        """See `core.eviction.Appraiser`."""
+        return self._seconds(key) / max(1, location.stored_bytes)
+
+    def stored_bytes(self, location: StoredChunk) -> int:
+        """See `core.eviction.Appraiser`."""
+        return location.stored_bytes
+
+    def _seconds(self, key: ChunkKey) -> float:
+        return self._tokens.get(group_idx_of(key), 1) / self._namespace.prefill_tokens_per_s
 
 
 class Namespace:
@@ -52,12 +80,15 @@ class Namespace:
         self.tasks = Tasks()
         num_slots = stores.config.host.host_bytes // row.layout.row_bytes
         self.slots = SlotTable(num_slots, row.layout.row_bytes, stores.budget)
-        self.table: ChunkTable[StoredChunk] = ChunkTable(self.slots)
+        self.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
+        self.table: ChunkTable[StoredChunk] = ChunkTable(
+            self.slots, RecomputeCost(self), stores.host_clock, stores.disk_clock
+        )
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
         self._arena: Arena | None = None
         self._find_room = find_room
-        self.find_disk_room = find_disk_room
+        self._find_disk_room = find_disk_room
         self.top_up_all = top_up_all
 
     @property
@@ -121,6 +152,21 @@ class Namespace:
     def payload_bytes(self, key: ChunkKey) -> int:
         """Return the uncompressed length of a chunk."""
         return self.layout.payload_bytes(group_idx_of(key))
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Bytes of arena rows that hold, or are given out for, chunks; backed free rows are room."""
+        return (self.slots.num_backed - self.slots.num_free) * self.layout.row_bytes
+
+    async def prepare_disk_room(self, num_bytes: int) -> None:
+        """Have ordinary chunks dropped from disk if a pack of `num_bytes` does not fit; `disk_usage.fits` says whether.
+
+        Raises:
+            LedgerError: The ledger refused to drop them.
+        """
+        await self.stores.measure_disk()
+        if not self.stores.disk_usage.fits(num_bytes):
+            await self._find_disk_room(num_bytes)
 
     # Room in host memory
 
@@ -187,15 +233,35 @@ class Namespace:
     # What engines know
 
     def announce(self, keys: Sequence[ChunkKey], *, held: bool) -> None:
-        """Tell every session that these chunks are held, or are not held any more."""
-        if keys:
+        """Tell every session that these chunks are held, or are not held any more, in bounded messages."""
+        for start in range(0, len(keys), MAX_HELD_BATCH):
+            batch = keys[start : start + MAX_HELD_BATCH]
             for session in self.sessions:
                 if not session.ended:
-                    session.peer.chunks_held(keys, held)
+                    session.peer.chunks_held(batch, held)
 
     def forget_lost(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks went out of the last tier they were in."""
         self.announce(keys, held=False)
+
+    def evict_ordinary(self, num_slots: int) -> int:
+        """Evict up to `num_slots` chunks of no pinned prompt from host memory; return how many rows came free."""
+        evicted = self.table.make_room(num_slots, ordinary_only=True)
+        self.stores.counters.host_evictions += evicted.num_slots
+        self.forget_lost(evicted.lost)
+        return evicted.num_slots
+
+    async def drop_cheapest(self, max_chunks: int) -> int:
+        """Drop up to `max_chunks` ordinary chunks from disk; return the stored bytes given up, 0 when there are none.
+
+        Raises:
+            LedgerError: The ledger refused; they are on disk as before.
+        """
+        keys = self.table.cheapest_on_disk(max_chunks)
+        num_bytes = await self.drop_from_disk(keys)
+        self.stores.counters.disk_evictions += len(keys)
+        self.forget_lost([key for key in keys if not self.table.holds(key)])
+        return num_bytes
 
     async def drop_from_disk(self, keys: Collection[ChunkKey]) -> int:
         """Take chunks out of the ledger, then unlink packs left empty; return the stored bytes given up.

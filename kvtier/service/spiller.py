@@ -132,8 +132,7 @@ class Spiller:
             if chunk.slot is not None
         ]
         try:
-            if not stores.disk_usage.fits(num_bytes):
-                await namespace.find_disk_room(num_bytes)
+            await namespace.prepare_disk_room(num_bytes)
             if not stores.disk_usage.fits(num_bytes):
                 self._refuse(batch)
                 return True
@@ -194,7 +193,8 @@ class Spiller:
         )
         for chunk in batch:
             chunk.spilling, chunk.volatile = False, True
-            self._refused.add(chunk.key)
+            if chunk.num_pins:  # of ordinary ones nobody waits for it, and they would be remembered for ever
+                self._refused.add(chunk.key)
             self._namespace.table.settle(chunk.key)
         self._namespace.top_up_all()
 

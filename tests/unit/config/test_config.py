@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from kvtier.client.address import SOCKET_VARIABLE
-from kvtier.config import DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig, load_config, settings, units
+from kvtier.config import (
+    CacheConfig,
+    DaemonConfig,
+    DiskConfig,
+    HostConfig,
+    LogConfig,
+    ServerConfig,
+    load_config,
+    settings,
+    units,
+)
 from kvtier.config.settings import BY_KEY, SETTINGS
 from kvtier.config.units import available_bytes, format_size, parse_percent, parse_size
 from kvtier.errors import ConfigError
@@ -134,7 +144,7 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ("[hosts]\nbytes = 1", "did you mean host?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
-        ("nonsense = 3", "[server], [host], [disk], [log]"),
+        ("nonsense = 3", "[server], [host], [disk], [cache], [log]"),
     ],
 )
 def test_misplaced_keys(write: Callable[[str], Path], text: str, said: str) -> None:
@@ -185,6 +195,7 @@ def test_each_field_is_a_setting_and_each_setting_a_field() -> None:
 def test_dataclass_defaults_are_the_settings_defaults() -> None:
     config = load_config(environ={}).config
     assert config.log == LogConfig()
+    assert config.cache == CacheConfig()
     assert config.server == ServerConfig(socket=config.server.socket)
     assert config.host == HostConfig(arena_dir=config.host.arena_dir, host_bytes=config.host.host_bytes)
     assert config.disk == DiskConfig(disk_dir=config.disk.disk_dir, disk_bytes=config.disk.disk_bytes)
