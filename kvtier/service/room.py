@@ -1,8 +1,8 @@
 """Room in both tiers: who gives way when there is none, and the background work that keeps some free.
 
 Only ordinary chunks are dropped here, those that no pinned prompt has; for slots on demand, as the last resort, pinned
-chunks that are on disk too. Between namespaces, those that no engine uses give way first, then the lowest value: what is lost is
-compared in seconds of prefill per byte, whatever model it belongs to.
+chunks that are on disk too. Between namespaces, those that no engine uses give way first, then the lowest value: what is
+lost is compared in seconds of prefill per byte, whatever model it belongs to.
 """
 
 import logging
