@@ -248,7 +248,7 @@ class KVTierOffloadingManager(OffloadingManager):
         return {key: by_chunk[key] for key in wanted}
 
     def _awaits_slots(self, keys: list[ChunkKey], state: RequestState, now_s: float) -> bool:
-        """Return whether the request's stores wait for slots. Only pinned chunks are worth that: it holds up the step."""
+        """Return whether the request's stores wait for slots; only pinned chunks are worth that."""
         # What a finished request offers it offers for the last time.
         if state.is_finished() or not self._stores.lacks_slots(len(self._stores.pinned(keys))):
             return False

@@ -340,14 +340,18 @@ class ChunkTable(Generic[L]):
         self.disk_bytes += sign * stored_bytes
         self.pinned_disk_bytes += sign * stored_bytes * bool(chunk.num_pins)
 
-    def cheapest_on_disk(self, max_chunks: int) -> list[ChunkKey]:
-        """Choose ordinary chunks to drop from disk, the cheapest to lose first; the caller drops them at once.
+    def cheapest_on_disk(self, num_bytes: int) -> list[ChunkKey]:
+        """Choose ordinary chunks of `num_bytes` in all, or what there is; the caller drops them from disk at once.
 
-        What is in host memory, or on its way there, is in use: it is chosen only when nothing else is left.
+        The cheapest to lose first. What is in host memory, or on its way there, is in use: it is chosen only when
+        nothing else is left.
         """
-        taken = self._on_disk.take(lambda key: self._chunks[key].slot is None, max_chunks)
-        taken += self._on_disk.take(lambda key: True, max_chunks - len(taken))
-        return [chunk.key for chunk in taken]
+        keys: list[ChunkKey] = []
+        for may_go in (lambda key: self._chunks[key].slot is None, lambda key: True):
+            while num_bytes > 0 and (taken := self._on_disk.take(may_go, 1)):
+                keys.append(taken[0].key)
+                num_bytes -= self._stored_bytes(self._chunks[taken[0].key])
+        return keys
 
     # Eviction
 

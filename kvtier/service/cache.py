@@ -124,6 +124,7 @@ class Cache:
             await asyncio.sleep(_ROOM_POLL_S)
             if self.room.trim_host():
                 self._top_up_all()
+            await self.stores.measure_disk()
             await self.room.trim_disk()
             await self._forget_empty_namespaces()
 

@@ -33,10 +33,14 @@ class DiskUsage:
         """Note what the file system has left beyond the reserve, packs being written not counted yet."""
         self._file_system_bytes = file_system_bytes
 
+    def shortage(self, num_bytes: int) -> int:
+        """Return how many bytes must go before a pack of at most `num_bytes` may be written; 0 or less: none."""
+        num_bytes += self._promised_bytes
+        return max(self.used_bytes + num_bytes - self.limit_bytes, num_bytes - self._file_system_bytes)
+
     def fits(self, num_bytes: int) -> bool:
         """Say whether a pack of at most `num_bytes` may be written."""
-        num_bytes += self._promised_bytes
-        return self.used_bytes + num_bytes <= self.limit_bytes and num_bytes <= self._file_system_bytes
+        return self.shortage(num_bytes) <= 0
 
     @contextmanager
     def promised(self, num_bytes: int) -> Iterator[None]:

@@ -88,7 +88,7 @@ class Namespace:
         self.spiller = Spiller(self)
         self._arena: Arena | None = None
         self._find_room = find_room
-        self._find_disk_room = find_disk_room
+        self.find_disk_room = find_disk_room
         self.top_up_all = top_up_all
 
     @property
@@ -166,7 +166,7 @@ class Namespace:
         """
         await self.stores.measure_disk()
         if not self.stores.disk_usage.fits(num_bytes):
-            await self._find_disk_room(num_bytes)
+            await self.find_disk_room(num_bytes)
 
     # Room in host memory
 
@@ -251,17 +251,17 @@ class Namespace:
         self.forget_lost(evicted.lost)
         return evicted.num_slots
 
-    async def drop_cheapest(self, max_chunks: int) -> int:
-        """Drop up to `max_chunks` ordinary chunks from disk; return the stored bytes given up, 0 when there are none.
+    async def drop_cheapest(self, num_bytes: int) -> int:
+        """Drop ordinary chunks of `num_bytes` from disk; return the stored bytes given up, 0 when there are none.
 
         Raises:
             LedgerError: The ledger refused; they are on disk as before.
         """
-        keys = self.table.cheapest_on_disk(max_chunks)
-        num_bytes = await self.drop_from_disk(keys)
+        keys = self.table.cheapest_on_disk(num_bytes)
+        dropped_bytes = await self.drop_from_disk(keys)
         self.stores.counters.disk_evictions += len(keys)
         self.forget_lost([key for key in keys if not self.table.holds(key)])
-        return num_bytes
+        return dropped_bytes
 
     async def drop_from_disk(self, keys: Collection[ChunkKey]) -> int:
         """Take chunks out of the ledger, then unlink packs left empty; return the stored bytes given up.

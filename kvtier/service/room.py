@@ -1,7 +1,7 @@
 """Room in both tiers: who gives way when there is none, and the background work that keeps some free.
 
 Only ordinary chunks are dropped here, those that no pinned prompt has; for slots on demand, as the last resort, pinned
-chunks that are on disk too. Between namespaces, those that no engine uses give way first, then the lowest value: what is
+chunks that are on disk too. Of the namespaces those that no engine uses give way first, then the lowest value: what is
 lost is compared in seconds of prefill per byte, whatever model it belongs to.
 """
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 STALE_S = 24 * 3600.0
 """A namespace that no engine used for so long gives up its ordinary chunks on disk before any other."""
-_DROP_CHUNKS = 64
+_DROP_BYTES = 256 * 1024**2
 _MIN_STEP_SHARE = 8
 
 
@@ -72,15 +72,16 @@ class Room:
         Raises:
             LedgerError: The ledger refused to drop them.
         """
-        while not self._stores.disk_usage.fits(num_bytes):
-            if not await self._drop_cheapest():
+        while (short_bytes := self._stores.disk_usage.shortage(num_bytes)) > 0:
+            if not await self._drop_cheapest(short_bytes):
                 return
 
-    async def _drop_cheapest(self) -> int:
+    async def _drop_cheapest(self, num_bytes: int) -> int:
+        """Drop about `num_bytes` in the namespace that gives way first; in steps, since values change as chunks go."""
         holders = [namespace for namespace in self._namespaces.values() if namespace.table.num_ordinary_disk]
         if not holders:
             return 0
-        return await min(holders, key=self._disk_rank).drop_cheapest(_DROP_CHUNKS)
+        return await min(holders, key=self._disk_rank).drop_cheapest(min(num_bytes, _DROP_BYTES))
 
     def _disk_rank(self, namespace: "Namespace") -> tuple[bool, float]:
         is_stale = not namespace.live and self._now_unix_s() - namespace.row.seen_unix_s > STALE_S
@@ -124,8 +125,8 @@ class Room:
             return 0
         num_dropped = 0
         try:
-            while self._live_disk_bytes() > config.low_watermark * config.disk_bytes:
-                num_bytes = await self._drop_cheapest()
+            while (excess_bytes := self._live_disk_bytes() - int(config.low_watermark * config.disk_bytes)) > 0:
+                num_bytes = await self._drop_cheapest(excess_bytes)
                 if not num_bytes:
                     break
                 num_dropped += num_bytes
