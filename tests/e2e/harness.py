@@ -149,10 +149,16 @@ def own_hit(engine: Engine, prefix: Sequence[int], question: Sequence[int], **op
 class Stack:
     """A daemon, and the engines that run beside it one after the other or together."""
 
-    def __init__(self, home: Path, options: EngineOptions, host_bytes: str = "512MiB") -> None:
-        """Prepare; nothing runs yet."""
+    def __init__(
+        self,
+        home: Path,
+        options: EngineOptions,
+        host_bytes: str = "512MiB",
+        daemon_settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prepare; nothing runs yet. `daemon_settings` are further KVTIER_* variables."""
         self.home = home
-        self.daemon = Daemon(home, host_bytes=host_bytes)
+        self.daemon = Daemon(home, host_bytes=host_bytes, settings=daemon_settings)
         self.options = replace(options, kvtier_socket=self.daemon.socket)
         self._num_engines = 0
 
