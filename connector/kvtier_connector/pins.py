@@ -1,7 +1,7 @@
 """The scheduler's mirror of the daemon: which chunks are pinned, and which the daemon holds.
 
 Two modes (StoreMode of the proto). STORE_PINNED: the mirror is about pinned chunks, others are ignored. STORE_ALL: it
-knows every chunk that the daemon holds, about 150 bytes each (30 MB for 200,000), and at most MAX_HELD_CHUNKS of them:
+knows every chunk that the daemon holds, about 110 bytes each (22 MB for 200,000), and at most MAX_HELD_CHUNKS of them:
 beyond, what is left out is a miss, and no ordinary chunk is stored, or it would be stored anew with every repeat.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvtier.core.layout import ChunkKey
 
 MAX_HELD_CHUNKS = 1_000_000
-"""150 MB; in 16-token chunks of a model with 100 KB of KV per token, 1.6 TB of cache."""
+"""110 MB; in 16-token chunks of a model with 100 KB of KV per token, 1.6 TB of cache."""
 
 logger = logging.getLogger(__name__)
 

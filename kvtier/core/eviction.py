@@ -27,6 +27,7 @@ L_contra = TypeVar("L_contra", contravariant=True)
 MAX_FREQUENCY = 16
 _MAX_DEAD_SHARE = 2
 _MIN_COMPACTED = 64
+_MOVED_PER_REBUILD = 8
 
 
 class Appraiser(Protocol[L_contra]):
@@ -94,6 +95,7 @@ class EvictionQueue:
         self._entries: dict[ChunkKey, _Entry] = {}
         self._heap: list[_Entry] = []
         self._parked: set[ChunkKey] = set()  # in _entries, not in the heap
+        self._num_moved = 0  # uses since the heap was last built: at most so many entries are in a wrong place
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -132,6 +134,7 @@ class EvictionQueue:
         # A worth that fell meanwhile does not lower the value: the heap relies on values that only grow.
         entry[_NEW_VALUE] = max(entry[_NEW_VALUE], self._clock.value + entry[_FREQUENCY] * entry[_WORTH])
         entry[_NEW_ORDER] = next(self._clock.order)
+        self._num_moved += 1
 
     def frequency(self, key: ChunkKey) -> int:
         """Return how often the chunk was used since it came in, at most MAX_FREQUENCY; 0 when it is not here."""
@@ -146,8 +149,7 @@ class EvictionQueue:
         entry[_KEY] = None
         self._parked.discard(key)
         if len(self._heap) > _MAX_DEAD_SHARE * len(self._entries) + _MIN_COMPACTED:
-            self._heap = [live for live in self._heap if live[_KEY] is not None]
-            heapify(self._heap)
+            self._rebuild()
 
     def lowest(self) -> float | None:
         """Return the value of the chunk that goes first, None when there is none; parked ones do not count."""
@@ -193,8 +195,17 @@ class EvictionQueue:
         entry[_VALUE], entry[_ORDER] = entry[_NEW_VALUE], entry[_NEW_ORDER]
         heappush(self._heap, entry)
 
+    def _rebuild(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[_KEY] is not None]
+        for entry in self._heap:
+            entry[_VALUE], entry[_ORDER] = entry[_NEW_VALUE], entry[_NEW_ORDER]
+        heapify(self._heap)
+        self._num_moved = 0
+
     def _settle(self) -> None:
         """Bring a live entry in its right place to the top of the heap."""
+        if self._num_moved * _MOVED_PER_REBUILD > len(self._heap) + _MIN_COMPACTED:
+            self._rebuild()  # moving them one by one, all in this call, would take longer
         heap = self._heap
         while heap:
             entry = heap[0]
