@@ -181,7 +181,9 @@ class Namespace:
         num_slots = -(-num_bytes // self.layout.row_bytes)
         num_short = num_slots - self.slots.num_free
         if num_short > 0:
-            self.forget_lost(self.table.make_room(num_short).lost)
+            evicted = self.table.make_room(num_short)
+            self.stores.counters.host_evictions += evicted.num_slots
+            self.forget_lost(evicted.lost)
         freed = self.slots.take_back_free(num_slots)
         if freed:
             self.arena.unback(freed)
