@@ -37,6 +37,14 @@ class _Lease:
     promoted: bool = False
 
 
+@dataclass
+class _StoredRun:
+    """A prompt that was stored in steps, and those of its session's seals that have not ended yet."""
+
+    keys: Sequence[ChunkKey]
+    seals: set[int]
+
+
 class Session:
     """Everything here runs on the loop thread and never blocks; `lost` ends the session."""
 
@@ -56,8 +64,9 @@ class Session:
         self._writing: dict[SlotRef, ChunkKey] = {}
         self._leases: dict[int, _Lease] = {}
         self._topping_up = False
-        self._num_sealing = 0
-        self._stored_runs: list[Sequence[ChunkKey]] = []
+        self._num_seals = 0
+        self._sealing: set[int] = set()
+        self._stored_runs: list[_StoredRun] = []
 
     @property
     def num_leases(self) -> int:
@@ -141,12 +150,10 @@ class Session:
 
     def touch(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> None:
         """Chunks were hit in GPU memory; or, with `stored`, the last of them are on their way into host memory."""
-        if not stored:
-            self._touch(keys, hit=True)
-        elif self._num_sealing:
-            self._stored_runs.append(keys)
+        if stored and self._sealing:
+            self._stored_runs.append(_StoredRun(keys, set(self._sealing)))
         else:
-            self._touch(keys, hit=False)
+            self._touch(keys, hit=not stored)
 
     def _touch(self, keys: Sequence[ChunkKey], *, hit: bool) -> None:
         self.namespace.table.touch(by_importance(self.namespace.layout, keys), hit=hit)
@@ -233,8 +240,9 @@ class Session:
                 del self._writing[ref]
                 sealing.append((key, ref))
         if sealing:
-            self._num_sealing += 1
-            self.namespace.tasks.start(f"seal-{self.session_id[:8]}", self._seal(sealing))
+            self._num_seals += 1
+            self._sealing.add(self._num_seals)
+            self.namespace.tasks.start(f"seal-{self.session_id[:8]}", self._seal(self._num_seals, sealing))
 
     def store_abort(self, stores: StoreList) -> None:
         """No rank touches these slots any more, and they hold nothing."""
@@ -245,23 +253,26 @@ class Session:
                 self.namespace.stores.counters.stores_aborted += 1
         self.namespace.top_up_all()
 
-    async def _seal(self, stores: StoreList) -> None:
+    async def _seal(self, seal: int, stores: StoreList) -> None:
         namespace = self.namespace
-        try:
-            checksums = await namespace.stores.in_io(self._verify, stores)
-        finally:
-            self._num_sealing -= 1
+        checksums = await namespace.stores.in_io(self._verify, stores)
         # The last of a prompt first: the head is to look the most recent.
         held = [key for key, ref in reversed(stores) if self._commit(key, ref, checksums.get(ref))]
         held.reverse()
-        if not self._num_sealing:
-            runs, self._stored_runs = self._stored_runs, []
-            for keys in runs:
-                self._touch(keys, hit=False)
+        self._sealed(seal)
         namespace.spiller.add(held)
         namespace.announce(held, held=True)
         namespace.announce([key for key, _ in stores if not namespace.table.holds(key)], held=False)
         namespace.top_up_all()
+
+    def _sealed(self, seal: int) -> None:
+        """Put in order the prompts that waited for this seal and wait for no other."""
+        self._sealing.discard(seal)
+        for run in self._stored_runs:
+            run.seals.discard(seal)
+        for run in [run for run in self._stored_runs if not run.seals]:
+            self._touch(run.keys, hit=False)
+        self._stored_runs = [run for run in self._stored_runs if run.seals]
 
     def _commit(self, key: ChunkKey, ref: SlotRef, checksum: int | None) -> bool:
         """Take a verified slot in, or free it; say whether the chunk is held now."""
