@@ -222,3 +222,15 @@ def test_the_shipped_file_has_every_setting_and_says_the_defaults(write: Callabl
 )
 def test_format_size(size: int, text: str) -> None:
     assert format_size(size) == text
+
+
+def test_a_low_watermark_above_the_high_one_is_refused(write: Callable[[str], Path]) -> None:
+    error = failure(write("[host]\nhigh_watermark = 0.5\nlow_watermark = 0.6\n"))
+    assert error.key == "host.low_watermark"
+    assert "at most host.high_watermark, which is 0.5" in str(error)
+
+
+def test_the_store_mode_and_a_reserve_of_nothing(write: Callable[[str], Path]) -> None:
+    config = load_config(path=write('[cache]\nstore = "all"\n[disk]\nreserve_bytes = 0\n'), environ={}).config
+    assert (config.cache.store, config.disk.reserve_bytes) == ("all", 0)
+    assert "pinned, all" in str(failure(environ={"KVTIER_CACHE_STORE": "some"}))
