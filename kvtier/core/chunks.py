@@ -154,7 +154,7 @@ class ChunkTable(Generic[L]):
             chunk = self._ensure(key)
             chunk.num_pins += 1
             if chunk.num_pins == 1:
-                self._move(chunk, self._ordinary, self._pinned)
+                self._change_queue(chunk, self._ordinary, self._pinned)
                 self._on_disk.remove(key)
                 self.pinned_disk_bytes += self._stored_bytes(chunk)
 
@@ -164,12 +164,12 @@ class ChunkTable(Generic[L]):
             chunk = self._chunks[key]
             chunk.num_pins -= 1
             if not chunk.num_pins:
-                self._move(chunk, self._pinned, self._ordinary)
+                self._change_queue(chunk, self._pinned, self._ordinary)
                 self._queue_on_disk(chunk)
                 self.pinned_disk_bytes -= self._stored_bytes(chunk)
             self._forget_if_idle(chunk)
 
-    def _move(self, chunk: Chunk[L], origin: EvictionQueue, target: EvictionQueue) -> None:
+    def _change_queue(self, chunk: Chunk[L], origin: EvictionQueue, target: EvictionQueue) -> None:
         if chunk.key in origin:
             target.add(chunk.key, self._appraiser.host_worth(chunk.key), origin.frequency(chunk.key))
             origin.remove(chunk.key)
