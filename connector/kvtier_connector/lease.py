@@ -141,6 +141,10 @@ class RequestState:
         lease: Of this round.
         failed: A load failed; everything is MISS from then on.
         store_deadline_s: Until when its stores wait for arena slots; None before the first shortage.
+        offered: Its chunks so far, as vLLM offered them for storing: prefix order within each group.
+        num_store_jobs: Store jobs begun; `num_open_stores` of their chunks are with the workers.
+        has_hole: Ordinary chunks of it found no slot: what lies behind them would serve nobody.
+        is_over: vLLM has forgotten it, but for its jobs.
     """
 
     req_id: str
@@ -154,3 +158,8 @@ class RequestState:
     lease: Lease | None = None
     failed: bool = False
     store_deadline_s: float | None = None
+    offered: list[ChunkKey] = field(default_factory=list)
+    num_store_jobs: int = 0
+    num_open_stores: int = 0
+    has_hole: bool = False
+    is_over: bool = False

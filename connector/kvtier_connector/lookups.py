@@ -18,6 +18,7 @@ from kvtier_connector.policy import PrefillRate, worth_waiting
 
 _TOUCH_PERIOD_S = 1.0
 _SILENT_TIMEOUTS = 4
+_MAX_TOUCHED = 4096
 
 
 class Lookups:
@@ -120,6 +121,11 @@ class Lookups:
             self._attachment.send(pb.EngineMessage(touch=pb.Touch(keys=self._touches)))
         self._touches.clear()
 
+    def stored(self, keys: list[ChunkKey]) -> None:
+        """Tell the daemon the prefix order of what a request has stored step by step."""
+        if self._attachment is not None:
+            self._attachment.send(pb.EngineMessage(touch=pb.Touch(keys=keys, stored=True)))
+
     def _live(self, state: RequestState) -> Lease | None:
         """Return the request's lease if its session still stands."""
         return self._leases.get(state.lease.acquire_id) if state.lease is not None else None
@@ -175,10 +181,12 @@ class Lookups:
     def _touch(
         self, first_key: ChunkKey, hashes: list[bytes], digest: bytes | None, num_tokens: int, now_s: float
     ) -> None:
-        """Note a GPU hit of a pinned prompt, at most once a second per prompt."""
+        """Note a GPU hit of a known prompt, at most once a second per prompt."""
+        if len(self._touched_s) > _MAX_TOUCHED:
+            self._touched_s = {key: at_s for key, at_s in self._touched_s.items() if now_s - at_s < _TOUCH_PERIOD_S}
         if now_s - self._touched_s.get(first_key, -_TOUCH_PERIOD_S) < _TOUCH_PERIOD_S:
             return
-        if keys := self._planner.pinned_prefix(hashes, digest, num_tokens):
+        if keys := self._planner.known_prefix(hashes, digest, num_tokens):
             self._touched_s[first_key] = now_s
             self._touches.extend(keys)
 

@@ -32,7 +32,7 @@ from kvtier_connector.lookups import Lookups
 from kvtier_connector.lora import Adapter, AdapterDigests
 from kvtier_connector.pins import PinMirror
 from kvtier_connector.planner import AcquirePlanner
-from kvtier_connector.policy import PrefillRate
+from kvtier_connector.policy import PrefillRate, changed_much
 from kvtier_connector.stores import StoreBook, store_deadline_s
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec
 
@@ -75,6 +75,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._mirror = PinMirror()
         self._rate = PrefillRate()
         self._attachment: Attachment | None = None
+        self._told_rate: float | None = None
 
     def start(self, parts: EngineParts) -> None:
         """Begin to work with the daemon. Before, and without a session, everything is MISS."""
@@ -161,13 +162,15 @@ class KVTierOffloadingManager(OffloadingManager):
         state, now_s = self._state(req_context), self._clock()
         by_chunk = self._storable(keys, state, now_s)
         if not by_chunk or self._attachment is None:
+            self._note_offered(keys, state)
             return PrepareStoreOutput([], self._arena_spec(state.req_id, []), [])
-        # What a finished request offers it offers for the last time.
-        if self._stores.lacks_slots(len(by_chunk)) and not state.is_finished():
-            state.store_deadline_s = state.store_deadline_s or store_deadline_s(now_s)
-            if now_s < state.store_deadline_s:
-                return None
+        if self._awaits_slots(list(by_chunk), state, now_s):
+            return None
         begun = self._stores.begin(list(by_chunk), self._attachment)
+        state.has_hole |= len(begun) < len(by_chunk)
+        state.num_store_jobs += bool(begun)
+        state.num_open_stores += len(begun)
+        self._note_offered(keys, state)
         chunks = [_arena_chunk(key, grant.slot, grant.generation) for key, grant in begun]
         return PrepareStoreOutput([by_chunk[key] for key, _ in begun], self._arena_spec(state.req_id, chunks), [])
 
@@ -175,6 +178,8 @@ class KVTierOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         state = self._state(req_context)
         self._stores.complete(self._chunk_keys(keys, state), self._attachment, self._clock())
+        state.num_open_stores -= len(keys)
+        self._tell_order(state)
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -186,13 +191,17 @@ class KVTierOffloadingManager(OffloadingManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._lookups.finish(self._state(req_context))
+        state = self._state(req_context)
+        self._lookups.finish(state)
         self._requests.pop(req_context.req_id, None)
+        state.is_over = True
+        self._tell_order(state)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._drain(self._clock())
         self._lookups.flush_touches()
+        self._report_rate()
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -233,7 +242,34 @@ class KVTierOffloadingManager(OffloadingManager):
         if not state.cacheable or (state.adapter is not None and state.adapter_digest is None):
             return {}
         by_chunk = {chunk_key(key, state.adapter_digest): key for key in keys}
-        return {key: by_chunk[key] for key in self._stores.wanted(list(by_chunk), now_s)}
+        wanted = self._stores.wanted(list(by_chunk), now_s)
+        if state.has_hole:
+            wanted = self._stores.pinned(wanted)
+        return {key: by_chunk[key] for key in wanted}
+
+    def _awaits_slots(self, keys: list[ChunkKey], state: RequestState, now_s: float) -> bool:
+        """Return whether the request's stores wait for slots; only pinned chunks are worth that."""
+        # What a finished request offers it offers for the last time.
+        if state.is_finished() or not self._stores.lacks_slots(len(self._stores.pinned(keys))):
+            return False
+        state.store_deadline_s = state.store_deadline_s or store_deadline_s(now_s)
+        return now_s < state.store_deadline_s
+
+    def _note_offered(self, keys: Collection[OffloadKey], state: RequestState) -> None:
+        if state.cacheable and self._mirror.stores_all:
+            state.offered.extend(self._chunk_keys(keys, state))
+
+    def _tell_order(self, state: RequestState) -> None:
+        """After the last of several store jobs: the chunks stored first are the head, and to be kept the longest."""
+        if state.is_over and not state.num_open_stores and state.num_store_jobs > 1 and state.offered:
+            state.num_store_jobs = 0
+            self._lookups.stored(state.offered)
+
+    def _report_rate(self) -> None:
+        rate = self._rate.known_tokens_per_s
+        if self._attachment is not None and rate is not None and changed_much(rate, self._told_rate):
+            self._told_rate = rate
+            self._attachment.send(pb.EngineMessage(engine_rates=pb.EngineRates(prefill_tokens_per_s=rate)))
 
     def _chunk_keys(self, keys: Collection[OffloadKey], state: RequestState) -> list[ChunkKey]:
         return [chunk_key(key, state.adapter_digest) for key in keys]
@@ -275,12 +311,16 @@ class KVTierOffloadingManager(OffloadingManager):
             case "chunks_held":
                 self._mirror.set_held(message.chunks_held.keys, message.chunks_held.held)
                 self._stores.settled(message.chunks_held.keys)
+                if message.chunks_held.complete:
+                    self._mirror.complete()
             case "pong":
                 self._close_breaker()
 
     def _attach(self, attachment: Attachment) -> None:
         self._detach()
         self._attachment = attachment
+        self._mirror.attach(stores_all=attachment.welcome.store_mode == pb.STORE_ALL)
+        self._told_rate = None
         self._lookups.attach(attachment)
         self._close_breaker()
 

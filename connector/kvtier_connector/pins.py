@@ -1,10 +1,21 @@
-"""The scheduler's mirror of the pins: which chunks are pinned, and which of those the daemon holds."""
+"""The scheduler's mirror of the daemon: which chunks are pinned, and which the daemon holds.
 
+Two modes (StoreMode of the proto). STORE_PINNED: the mirror is about pinned chunks, others are ignored. STORE_ALL: it
+knows every chunk that the daemon holds, about 110 bytes each (22 MB for 200,000), and at most MAX_HELD_CHUNKS of them:
+beyond, what is left out is a miss, and no ordinary chunk is stored, or it would be stored anew with every repeat.
+"""
+
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.layout import ChunkKey
+
+MAX_HELD_CHUNKS = 1_000_000
+"""110 MB; in 16-token chunks of a model with 100 KB of KV per token, 1.6 TB of cache."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +37,9 @@ class PinMirror:
     """What the scheduler may look up and what it shall store. Scheduler thread only; dict lookups.
 
     Several pins share the chunks of a common prefix, so chunks are counted.
+
+    Attributes:
+        stores_all: The session's mode is STORE_ALL.
     """
 
     def __init__(self) -> None:
@@ -34,21 +48,40 @@ class PinMirror:
         self._wanted: Counter[ChunkKey] = Counter()
         self._held: set[ChunkKey] = set()
         self._untold: set[ChunkKey] = set()  # of pins just bound: the daemon has not said yet whether it holds them
+        self.stores_all = False
+        self._is_complete = False
+        self._is_full = False
 
     def __len__(self) -> int:
         return len(self._pins)
 
+    def attach(self, *, stores_all: bool) -> None:
+        """A session of this mode has begun: nothing is known yet."""
+        self.clear()
+        self.stores_all = stores_all
+
     def knows(self, key: ChunkKey) -> bool:
-        """Return whether the chunk belongs to a pin."""
-        return key in self._known
+        """Return whether the chunk belongs to a pin or, storing all, is held."""
+        return key in self._known or key in self._held
 
     def may_be_held(self, key: ChunkKey) -> bool:
-        """Return whether asking for this pinned chunk is worth it: the daemon holds it, or has yet to say."""
+        """Return whether asking for this chunk is worth it: the daemon holds it, or has yet to say, of a pinned one."""
         return key in self._held or key in self._untold
 
+    def is_pinned(self, key: ChunkKey) -> bool:
+        """Return whether the chunk belongs to a prompt that is pinned now."""
+        return key in self._wanted
+
     def wants(self, key: ChunkKey) -> bool:
-        """Return whether the chunk shall be stored when vLLM offers it."""
-        return key in self._wanted and key not in self._held
+        """Return whether the chunk shall be stored when vLLM offers it.
+
+        An ordinary one only when the daemon has named all that it holds: before, everything would seem to be missing.
+        """
+        return (key in self._wanted or self._wants_ordinary) and key not in self._held
+
+    @property
+    def _wants_ordinary(self) -> bool:
+        return self.stores_all and self._is_complete and not self._is_full
 
     def add(self, pin: BoundPin) -> None:
         """Take a pin in, in place of an earlier one of the same id."""
@@ -68,16 +101,36 @@ class PinMirror:
         if pin.pinned:
             _discount(self._wanted, pin.keys)
         gone = [key for key in pin.keys if key not in self._known]
-        self._held.difference_update(gone)
         self._untold.difference_update(gone)
+        if not self.stores_all:
+            self._held.difference_update(gone)
 
     def set_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
-        """Note what the daemon holds; chunks of no pin are ignored."""
+        """Note what the daemon holds; chunks of no pin are ignored unless all are stored."""
         self._untold.difference_update(keys)
-        if held:
-            self._held.update(key for key in keys if key in self._known)
-        else:
+        if not held:
             self._held.difference_update(keys)
+            self._is_full = self._is_full and len(self._held) >= MAX_HELD_CHUNKS
+        elif self.stores_all:
+            self._hold(keys)
+        else:
+            self._held.update(key for key in keys if key in self._known)
+
+    def _hold(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            if len(self._held) < MAX_HELD_CHUNKS or key in self._known:
+                self._held.add(key)
+            elif not self._is_full:
+                self._is_full = True
+                logger.warning(
+                    "kvtier: the daemon holds more than %d chunks; the rest is not looked up, and nothing but pinned "
+                    "prompts is stored until some are evicted; use larger chunks (blocks_per_chunk)",
+                    MAX_HELD_CHUNKS,
+                )
+
+    def complete(self) -> None:
+        """The daemon has named everything that it holds."""
+        self._is_complete = True
 
     def clear(self) -> None:
         """Forget everything: the session is over."""
@@ -86,6 +139,7 @@ class PinMirror:
         self._wanted.clear()
         self._held.clear()
         self._untold.clear()
+        self._is_complete = self._is_full = False
 
 
 def _discount(counts: Counter[ChunkKey], keys: Iterable[ChunkKey]) -> None:

@@ -32,6 +32,11 @@ class PrefillRate:
             return self._fixed_tokens_per_s
         return UNMEASURED_TOKENS_PER_S if self._tokens_per_s is None else self._tokens_per_s
 
+    @property
+    def known_tokens_per_s(self) -> float | None:
+        """The average, or what is configured; None before the first measurement."""
+        return self._tokens_per_s if self._fixed_tokens_per_s is None else self._fixed_tokens_per_s
+
     def step_began(self, num_tokens: int, now_s: float) -> None:
         """A step over this many tokens was scheduled."""
         self._open.append((now_s, num_tokens))
@@ -54,6 +59,11 @@ class PrefillRate:
     def prefill_s(self, num_tokens: int) -> float:
         """Forecast how long computing these tokens would take."""
         return num_tokens / self.tokens_per_s
+
+
+def changed_much(value: float, last: float | None) -> bool:
+    """Return whether a measurement differs by more than a fifth from the one that was told last."""
+    return last is None or abs(value - last) > last / 5
 
 
 def ready_s(told_s: float, ready_in_s: float, pending_bytes: int, promote_bytes_per_s: float) -> float | None:

@@ -10,6 +10,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier_connector.pins import PinMirror
 
 _WAIT_FOR_SLOTS_S = 1.0
+_PINNED_SHARE = 4
 _COMMIT_GRACE_S = 2.0
 
 
@@ -31,6 +32,7 @@ class StoreBook:
     def __init__(self, mirror: PinMirror, num_credits: int) -> None:
         self._mirror, self._num_credits = mirror, num_credits
         self._credits: deque[Grant] = deque()
+        self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
         self._writing: dict[ChunkKey, Grant] = {}
         self._committing: dict[ChunkKey, float] = {}
         self._orphaned: set[ChunkKey] = set()
@@ -38,18 +40,30 @@ class StoreBook:
     def add_credits(self, slots: Iterable[pb.SlotRef]) -> None:
         """Take in slots that the daemon gave ahead."""
         self._credits.extend(Grant(slot.slot, slot.generation) for slot in slots)
+        self._num_standing = max(self._num_standing, len(self._credits))
 
     def wanted(self, keys: Sequence[ChunkKey], now_s: float) -> list[ChunkKey]:
-        """Return which of these shall be stored: pinned, not held, not on their way already."""
+        """Return which of these shall be stored, in the order given: not held, not on their way already."""
         return [key for key in keys if self._mirror.wants(key) and not self._is_on_its_way(key, now_s)]
+
+    def pinned(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Return which of these are of pinned prompts."""
+        return [key for key in keys if self._mirror.is_pinned(key)]
 
     def lacks_slots(self, num_chunks: int) -> bool:
         """Return whether waiting for credits can help: fewer stand than are needed and can be had."""
         return len(self._credits) < min(num_chunks, self._num_credits)
 
     def begin(self, keys: Sequence[ChunkKey], attachment: Attachment) -> list[tuple[ChunkKey, Grant]]:
-        """Take slots for as many of these as there are credits, in order, and tell the daemon."""
-        begun = [(key, self._credits.popleft()) for key in keys[: len(self._credits)]]
+        """Take slots for as many of these as there are credits, and tell the daemon; return them in the order given.
+
+        That order is vLLM's: it pairs its blocks with our slots by it. Who gets a slot is another matter: pinned chunks
+        first, and ordinary ones leave a share of the credits to pinned ones that come before the next credits do.
+        """
+        pinned = self.pinned(keys)[: len(self._credits)]
+        num_left = max(0, len(self._credits) - len(pinned) - self._num_standing // _PINNED_SHARE)
+        chosen = {*pinned, *[key for key in keys if not self._mirror.is_pinned(key)][:num_left]}
+        begun = [(key, self._credits.popleft()) for key in keys if key in chosen]
         if begun:
             self._writing.update(begun)
             attachment.send(pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun))))
@@ -58,7 +72,9 @@ class StoreBook:
     def complete(self, keys: Collection[ChunkKey], attachment: Attachment | None, now_s: float) -> None:
         """All workers reported these; the daemon looks at the stamps. Stores of an earlier session end here."""
         self._orphaned.difference_update(keys)
-        done = [(key, self._writing.pop(key)) for key in keys if key in self._writing]
+        ours = self._writing.keys() & keys
+        # In the order in which they were begun, which is prefix order; vLLM names them in none.
+        done = [(key, self._writing.pop(key)) for key in list(self._writing) if key in ours] if ours else []
         if done and attachment is not None:
             self._committing.update((key, now_s + _COMMIT_GRACE_S) for key, _ in done)
             attachment.send(pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done))))
@@ -76,6 +92,7 @@ class StoreBook:
         """
         self._orphaned.update(self._writing)
         self._credits.clear()
+        self._num_standing = 0
         self._writing.clear()
         self._committing.clear()
 

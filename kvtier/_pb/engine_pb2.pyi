@@ -212,10 +212,12 @@ class Release(_message.Message):
     def __init__(self, acquire_id: _Optional[int] = ..., all: bool = ..., indexes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Touch(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "stored")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    stored: bool
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., stored: bool = ...) -> None: ...
 
 class StoreCredits(_message.Message):
     __slots__ = ("slots",)
@@ -294,12 +296,14 @@ class BindPin(_message.Message):
     def __init__(self, pin_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., error: _Optional[str] = ..., covered_tokens: _Optional[int] = ...) -> None: ...
 
 class ChunksHeld(_message.Message):
-    __slots__ = ("keys", "held")
+    __slots__ = ("keys", "held", "complete")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     held: bool
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., held: bool = ...) -> None: ...
+    complete: bool
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., held: bool = ..., complete: bool = ...) -> None: ...
 
 class EngineRates(_message.Message):
     __slots__ = ("prefill_tokens_per_s",)

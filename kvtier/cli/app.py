@@ -1,11 +1,13 @@
 """`kvtier`: the commands."""
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvtier._pb.cache_pb2 import TIER_ANY, TIER_DISK, TIER_HOST
 from kvtier.cli.bundle import export, import_
 from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
 from kvtier.cli.fsck import fsck
@@ -92,22 +94,40 @@ def unpin(context: typer.Context, name: _Name) -> None:
     output.say(f"its chunks stay until there is pressure; drop them now with: kvtier evict {name}")
 
 
+class _Tier(StrEnum):
+    HOST = "host"
+    DISK = "disk"
+
+
+_TIERS = {None: TIER_ANY, _Tier.HOST: TIER_HOST, _Tier.DISK: TIER_DISK}
+
+
 @app.command()
 def evict(
     context: typer.Context,
-    name: _Name,
-    force: Annotated[bool, typer.Option("--force", help="Even if pinned; the pin itself stays")] = False,
+    name: Annotated[str | None, typer.Argument(help="Name of the prompt", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every chunk that no pinned prompt has")] = False,
+    tier: Annotated[
+        _Tier | None, typer.Option(help="Out of this tier only [default: both]", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Pinned ones too; the pins themselves stay")] = False,
 ) -> None:
-    """Drop a prompt's chunks from host memory and disk."""
+    """Drop a prompt's chunks, or all, from host memory and disk."""
+    if every == (name is not None):
+        raise typer.BadParameter("give the name of a prompt, or --all", param_hint="NAME")
     with settings_of(context).connect() as client:
-        response = client.evict(name, force=force)
+        if name is None:
+            response = client.evict_all(force=force, tier=_TIERS[tier])
+        else:
+            response = client.evict(name, force=force, tier=_TIERS[tier])
     output = Output()
     output.say(
         f"evicted: {response.num_chunks} chunks, {format_size(response.host_bytes)} of host memory, "
         f"{format_size(response.disk_bytes)} of disk"
     )
     if response.num_shared_chunks:
-        output.say(f"kept: {response.num_shared_chunks} chunks that other pinned prompts share")
+        whose = "pinned prompts have" if every else "other pinned prompts share"
+        output.say(f"kept: {response.num_shared_chunks} chunks that {whose}")
 
 
 @app.command()

@@ -92,11 +92,15 @@ def pin_result(status: PromptStatus) -> RenderableType:
     return _pairs(rows)
 
 
+_STORE_MODES = {"pinned": "pinned prompts only", "all": "every prompt; what is not pinned is evictable"}
+
+
 def daemon_details(status: DaemonStatus) -> RenderableType:
     """Return what `kvtier status` prints."""
     rows = {
         "daemon": f"kvtier {status.version}, pid {status.pid}, up {_uptime(status.started_unix_s)}",
         "socket": status.socket,
+        "stores": _STORE_MODES.get(status.store, status.store),
         "host": _tier(status.host),
         "disk": _tier(status.disk),
         "disk writes": _writes(status.counters),
@@ -217,7 +221,8 @@ def _tier(tier: TierStatus) -> str:
     share = 100 * tier.used_bytes / tier.limit_bytes if tier.limit_bytes else 0
     used = f"{format_size(tier.used_bytes)} of {format_size(tier.limit_bytes)} ({share:.0f}%)"
     latched = f"\nSWITCHED OFF: {tier.latched}" if tier.latched else ""
-    return f"{used}, {tier.num_chunks} chunks, in {tier.location}{latched}"
+    pinned = f", {format_size(tier.pinned_bytes)} pinned" if tier.used_bytes else ""
+    return f"{used}, {tier.num_chunks} chunks{pinned}, in {tier.location}{latched}"
 
 
 def _writes(counters: Mapping[str, int]) -> str:

@@ -99,9 +99,18 @@ class AdminClient:
         reply: cache_pb2.PromptStatus = self._call(self._stub.Unpin, cache_pb2.UnpinRequest(name=name))
         return reply
 
-    def evict(self, name: str, *, force: bool = False) -> cache_pb2.EvictResponse:
-        """Drop the prompt's chunks; `force` does so for a pinned one, which stays pinned."""
-        reply: cache_pb2.EvictResponse = self._call(self._stub.Evict, cache_pb2.EvictRequest(name=name, force=force))
+    def evict(
+        self, name: str, *, force: bool = False, tier: cache_pb2.Tier = cache_pb2.TIER_ANY
+    ) -> cache_pb2.EvictResponse:
+        """Drop the prompt's chunks from the tier; `force` does so for a pinned one, which stays pinned."""
+        request = cache_pb2.EvictRequest(name=name, force=force, tier=tier)
+        reply: cache_pb2.EvictResponse = self._call(self._stub.Evict, request)
+        return reply
+
+    def evict_all(self, *, force: bool = False, tier: cache_pb2.Tier = cache_pb2.TIER_ANY) -> cache_pb2.EvictResponse:
+        """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too."""
+        request = cache_pb2.EvictRequest(all=True, force=force, tier=tier)
+        reply: cache_pb2.EvictResponse = self._call(self._stub.Evict, request)
         return reply
 
     def status(self) -> cache_pb2.DaemonStatus:

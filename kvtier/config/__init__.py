@@ -1,9 +1,10 @@
 """The daemon's settings: what they are (`model`), how they are written (`settings`), how they are merged (`load`)."""
 
 from kvtier.config.load import LoadedConfig, default_config_path, load_config
-from kvtier.config.model import DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig
+from kvtier.config.model import CacheConfig, DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig
 
 __all__ = [
+    "CacheConfig",
     "DaemonConfig",
     "DiskConfig",
     "HostConfig",

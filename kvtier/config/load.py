@@ -10,11 +10,11 @@ from typing import Any
 
 import platformdirs
 
-from kvtier.config.model import DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig
+from kvtier.config.model import CacheConfig, DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig
 from kvtier.config.settings import BY_KEY, SETTINGS, ParseContext
 from kvtier.errors import ConfigError
 
-_TABLES = {"server": ServerConfig, "host": HostConfig, "disk": DiskConfig, "log": LogConfig}
+_TABLES = {"server": ServerConfig, "host": HostConfig, "disk": DiskConfig, "cache": CacheConfig, "log": LogConfig}
 ENVIRONMENT = "environment"
 FLAG = "flag"
 DEFAULT = "default"

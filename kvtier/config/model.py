@@ -12,6 +12,7 @@ MIB = 1024 * 1024
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+StoreMode = Literal["pinned", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,10 @@ class HostConfig:
     """A daemon that is stopped leaves its arenas to the next start; a crash always does."""
     prewarm: bool = True
     """At start, promote pinned prompts to host memory in the background."""
+    high_watermark: float = 0.95
+    """Share of `host_bytes` in use above which ordinary chunks are evicted in the background."""
+    low_watermark: float = 0.90
+    """Share down to which that goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,12 @@ class DiskConfig:
     """Folder of packs, ledger and lock. One daemon per folder."""
     disk_bytes: int
     """Bytes of all packs together; pins that would not fit are refused."""
+    reserve_bytes: int = 1024 * MIB
+    """Free space of the file system that packs never take."""
+    high_watermark: float = 0.95
+    """Share of `disk_bytes` in packs above which ordinary chunks are dropped in the background."""
+    low_watermark: float = 0.90
+    """Share of `disk_bytes` down to which that goes, counted in bytes of chunks."""
     pack_bytes: int = 64 * MIB
     """Raw bytes gathered before a pack is written: larger packs mean fewer fsyncs, later durability."""
     pack_linger_s: float = 0.2
@@ -60,6 +71,14 @@ class DiskConfig:
     """Bytes per second that compaction writes at most; 0: no compaction."""
     scrub_bytes_per_s: int = 16 * MIB
     """Bytes per second that the scrub verifies at most; 0: no scrub."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What is kept."""
+
+    store: StoreMode = "pinned"
+    """`pinned`: chunks of pinned prompts only. `all`: every whole prompt chunk, as evictable cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,4 +98,5 @@ class DaemonConfig:
     server: ServerConfig
     host: HostConfig
     disk: DiskConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -138,7 +138,7 @@ def _pack_bytes(value: object, context: ParseContext) -> int:
     return _size(value)
 
 
-def _bytes_per_s(value: object, context: ParseContext) -> int:
+def _bytes_or_nothing(value: object, context: ParseContext) -> int:
     return 0 if value in (0, "0") and not isinstance(value, bool) else _size(value)
 
 
@@ -157,6 +157,20 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Parser:
         if not low <= number <= high:
             raise ValueError(problem)
         return number
+
+    return parse
+
+
+def _low_watermark(high_key: str) -> Parser:
+    parse_ratio = _number(float, 0.01, 1)
+
+    def parse(value: object, context: ParseContext) -> object:
+        low, high = parse_ratio(value, context), context.resolved[high_key]
+        assert isinstance(low, float)
+        assert isinstance(high, float)
+        if low > high:
+            raise ValueError(f"must be at most {high_key}, which is {high:g}")
+        return low
 
     return parse
 
@@ -189,15 +203,21 @@ SETTINGS = (
     _row("host.bytes", "host_bytes", _host_bytes, AUTO),
     _row("host.keep_arena", "keep_arena", _switch, False),
     _row("host.prewarm", "prewarm", _switch, True),
+    _row("host.high_watermark", "high_watermark", _number(float, 0.01, 1), 0.95),
+    _row("host.low_watermark", "low_watermark", _low_watermark("host.high_watermark"), 0.90),
     _row("disk.dir", "disk_dir", _disk_dir, AUTO),
     _row("disk.bytes", "disk_bytes", _disk_bytes, AUTO),
+    _row("disk.reserve_bytes", "reserve_bytes", _bytes_or_nothing, "1GiB"),
+    _row("disk.high_watermark", "high_watermark", _number(float, 0.01, 1), 0.95),
+    _row("disk.low_watermark", "low_watermark", _low_watermark("disk.high_watermark"), 0.90),
     _row("disk.pack_bytes", "pack_bytes", _pack_bytes, "64MiB"),
     _row("disk.pack_linger_s", "pack_linger_s", _number(float, 0, 60), 0.2),
     _row("disk.zstd_level", "zstd_level", _number(int, 1, 22), 1),
     _row("disk.io_threads", "io_threads", _number(int, 1, 64), 2),
     _row("disk.compact_dead_ratio", "compact_dead_ratio", _number(float, 0.05, 1), 0.5),
-    _row("disk.compact_bytes_per_s", "compact_bytes_per_s", _bytes_per_s, "64MiB"),
-    _row("disk.scrub_bytes_per_s", "scrub_bytes_per_s", _bytes_per_s, "16MiB"),
+    _row("disk.compact_bytes_per_s", "compact_bytes_per_s", _bytes_or_nothing, "64MiB"),
+    _row("disk.scrub_bytes_per_s", "scrub_bytes_per_s", _bytes_or_nothing, "16MiB"),
+    _row("cache.store", "store", _choice("pinned", "all"), "pinned"),
     _row("log.level", "level", _choice("debug", "info", "warning", "error"), "info"),
     _row("log.format", "format", _choice("text", "json"), "text"),
 )

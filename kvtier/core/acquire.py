@@ -74,8 +74,20 @@ def plan_acquire(
         table.lease(key)
         leased[index] = LeasedChunk(index, key, ref, promoting=True)
     plan.leased = [leased[index] for index in sorted(leased)]
+    table.touch(by_importance(layout, [chunk.key for chunk in plan.leased]))
     plan.num_missed = len(keys) - len(plan.leased)
     return plan
+
+
+def by_importance(layout: KVLayout, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """Order keys of one prompt, in prefix order within each group, so that the first are to be kept the longest.
+
+    Windows come first: they are few, and without them no chunk of the prefix serves a hit at their boundary.
+    """
+    windowed = {group.group_idx for group in layout.groups if group.window_chunks}
+    if not windowed:
+        return list(keys)
+    return sorted(keys, key=lambda key: group_idx_of(key) not in windowed)
 
 
 def _reserve(table: ChunkTable[L], key: ChunkKey, plan: AcquirePlan) -> SlotRef | None:

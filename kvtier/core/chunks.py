@@ -2,14 +2,15 @@
 
 A chunk is *held* while it is readable in an arena slot, on disk, or both. A lease keeps its slot from eviction; a pin
 keeps it from being dropped altogether. Of pinned chunks only what is on disk (or was refused by the disk for good) is
-evicted from host memory, so eviction never loses a promise.
+evicted from host memory, so eviction never loses a promise. And it is evicted only when no ordinary chunk can be; which
+of several goes first is `core.eviction`'s to say.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from kvtier.core.eviction import Appraiser, EqualWorth, EvictionClock, EvictionQueue, Taken
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
 
@@ -73,15 +74,39 @@ class ChunkTable(Generic[L]):
     """All chunks of one namespace over its arena's slots. Loop thread only; decides, does no I/O.
 
     Args:
-        slots: Of the arena.
+        slots: Of the namespace's arena.
+        appraiser: What its chunks are worth; all the same by default.
+        host_clock: Shared by the tables whose chunks compete for host memory.
+        disk_clock: Shared by those that compete for the disk.
         on_move: Told of every change of a chunk's place on disk: the old one and the new one, None for nowhere.
+
+    Attributes:
+        num_disk: Chunks on disk.
+        disk_bytes: Stored bytes of those, without holes and headers of packs.
+        pinned_disk_bytes: Of chunks of pinned prompts.
     """
 
-    def __init__(self, slots: SlotTable, on_move: Callable[[L | None, L | None], None] | None = None) -> None:
+    def __init__(
+        self,
+        slots: SlotTable,
+        appraiser: Appraiser[L] | None = None,
+        host_clock: EvictionClock | None = None,
+        disk_clock: EvictionClock | None = None,
+        on_move: Callable[[L | None, L | None], None] | None = None,
+    ) -> None:
         self.slots = slots
+        self.num_disk = self.disk_bytes = self.pinned_disk_bytes = 0
         self._on_move = on_move
         self._chunks: dict[ChunkKey, Chunk[L]] = {}
-        self._by_recency: OrderedDict[ChunkKey, None] = OrderedDict()  # chunks with a readable slot, oldest first
+        self._appraiser: Appraiser[L] = appraiser or EqualWorth()
+        host_clock = host_clock or EvictionClock()
+        # Chunks with a readable slot are in one of these two ...
+        self._ordinary, self._pinned = EvictionQueue(host_clock), EvictionQueue(host_clock)
+        # ... and ordinary ones that are on disk in this one. Pinned ones never leave the disk.
+        self._on_disk = EvictionQueue(disk_clock or EvictionClock())
+
+    def __len__(self) -> int:
+        return len(self._chunks)
 
     def get(self, key: ChunkKey) -> Chunk[L] | None:
         """Return the chunk, None when nothing is known of it."""
@@ -90,10 +115,34 @@ class ChunkTable(Generic[L]):
     def __iter__(self) -> Iterator[Chunk[L]]:
         return iter(self._chunks.values())
 
+    def keys(self) -> list[ChunkKey]:
+        """Return the keys of all chunks, as a list of their own."""
+        return list(self._chunks)
+
     @property
     def num_host(self) -> int:
         """Chunks readable in the arena."""
-        return len(self._by_recency)
+        return len(self._ordinary) + len(self._pinned)
+
+    @property
+    def num_pinned_host(self) -> int:
+        """Chunks of pinned prompts readable in the arena."""
+        return len(self._pinned)
+
+    @property
+    def lowest_host_value(self) -> float | None:
+        """Value of the ordinary chunk that would leave host memory first, None when there is none."""
+        return self._ordinary.lowest()
+
+    @property
+    def lowest_disk_value(self) -> float | None:
+        """Value of the ordinary chunk that would leave the disk first, None when there is none."""
+        return self._on_disk.lowest()
+
+    @property
+    def num_ordinary_disk(self) -> int:
+        """Chunks on disk that may be dropped from it."""
+        return len(self._on_disk)
 
     def holds(self, key: ChunkKey) -> bool:
         """Say whether the chunk is in some tier."""
@@ -105,14 +154,37 @@ class ChunkTable(Generic[L]):
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one more pinned prompt for each key."""
         for key in keys:
-            self._ensure(key).num_pins += 1
+            chunk = self._ensure(key)
+            chunk.num_pins += 1
+            if chunk.num_pins == 1:
+                self._change_queue(chunk, self._ordinary, self._pinned)
+                self._on_disk.remove(key)
+                self.pinned_disk_bytes += self._stored_bytes(chunk)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one pinned prompt less for each key."""
         for key in keys:
             chunk = self._chunks[key]
             chunk.num_pins -= 1
+            if not chunk.num_pins:
+                self._change_queue(chunk, self._pinned, self._ordinary)
+                self._queue_on_disk(chunk)
+                self.pinned_disk_bytes -= self._stored_bytes(chunk)
             self._forget_if_idle(chunk)
+
+    def _change_queue(self, chunk: Chunk[L], origin: EvictionQueue, target: EvictionQueue) -> None:
+        if chunk.key in origin:
+            target.add(chunk.key, self._appraiser.host_worth(chunk.key), origin.frequency(chunk.key))
+            origin.remove(chunk.key)
+
+    def _queue_on_disk(self, chunk: Chunk[L]) -> None:
+        # One that only moved to another pack was not used by that.
+        if chunk.location is not None and chunk.key not in self._on_disk:
+            worth = self._appraiser.disk_worth(chunk.key, chunk.location)
+            self._on_disk.add(chunk.key, worth, max(1, self._ordinary.frequency(chunk.key)))
+
+    def _stored_bytes(self, chunk: Chunk[L]) -> int:
+        return 0 if chunk.location is None else self._appraiser.stored_bytes(chunk.location)
 
     # Leases and recency
 
@@ -122,7 +194,6 @@ class ChunkTable(Generic[L]):
         if chunk.slot is None:
             raise ValueError(f"chunk {key.hex()} has no slot to lease")
         chunk.num_leases += 1
-        self.touch(key)
 
     def unlease(self, key: ChunkKey) -> None:
         """End one lease."""
@@ -139,6 +210,7 @@ class ChunkTable(Generic[L]):
             return
         if chunk.doomed:
             self.evict(key)
+        self._queue_of(chunk).unpark(key)
         self._forget_if_idle(chunk)
 
     def doom(self, key: ChunkKey) -> bool:
@@ -151,10 +223,29 @@ class ChunkTable(Generic[L]):
         chunk.doomed = True
         return False
 
-    def touch(self, key: ChunkKey) -> None:
-        """Make the chunk the most recently used."""
-        if key in self._by_recency:
-            self._by_recency.move_to_end(key)
+    def touch(self, keys: Iterable[ChunkKey], *, hit: bool = True) -> None:
+        """Chunks of one prompt were used; the first of them are to outlive the last, without which they still serve.
+
+        Args:
+            keys: In prefix order; unknown ones are ignored.
+            hit: Count a use; else recency only.
+        """
+        for key in reversed(list(keys)):
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                continue
+            queue = self._queue_of(chunk) if chunk.readable else self._on_disk
+            if hit:
+                queue.use(key)
+            else:
+                queue.refresh(key)
+
+    def _queue_of(self, chunk: Chunk[L]) -> EvictionQueue:
+        return self._pinned if chunk.num_pins else self._ordinary
+
+    def _became_readable(self, chunk: Chunk[L], *, unused: bool = False) -> None:
+        frequency = max(1, self._on_disk.frequency(chunk.key))
+        self._queue_of(chunk).add(chunk.key, self._appraiser.host_worth(chunk.key), frequency, unused=unused)
 
     # Stores: grant -> seal -> commit | abort
 
@@ -177,21 +268,20 @@ class ChunkTable(Generic[L]):
             return False
         chunk.slot, chunk.promoting, chunk.checksum = ref, False, checksum
         self.slots.move(ref.slot, SlotState.HOST)
-        self._by_recency[key] = None
+        self._became_readable(chunk)
         return True
 
     def adopt(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
         """Make a dead daemon's row the chunk's; False, and the slot stays as it is, when nobody wants it (any more).
 
-        It becomes the least recently used: adopt in the order of value.
+        What is used from then on outlives it, and so does what was adopted before: adopt in the order of value.
         """
         chunk = self._chunks.get(key)
         if chunk is None or chunk.slot is not None or not self.slots.matches(ref, SlotState.QUARANTINED):
             return False
         chunk.slot, chunk.promoting, chunk.checksum = ref, False, checksum
         self.slots.move(ref.slot, SlotState.HOST)
-        self._by_recency[key] = None
-        self._by_recency.move_to_end(key, last=False)
+        self._became_readable(chunk, unused=True)
         return True
 
     def abort_store(self, ref: SlotRef) -> None:
@@ -220,7 +310,7 @@ class ChunkTable(Generic[L]):
             raise ValueError(f"chunk {key.hex()} is not being promoted")
         chunk.promoting = False
         self.slots.move(chunk.slot.slot, SlotState.HOST)
-        self._by_recency[key] = None
+        self._became_readable(chunk)
         if not chunk.num_leases:
             self.settle(key)
 
@@ -232,6 +322,7 @@ class ChunkTable(Generic[L]):
         self.slots.free(chunk.slot.slot)
         num_leases, chunk.num_leases = chunk.num_leases, 0
         chunk.slot, chunk.promoting, chunk.doomed = None, False, False
+        self._on_disk.unpark(key)
         self._forget_if_idle(chunk)
         return num_leases
 
@@ -239,19 +330,49 @@ class ChunkTable(Generic[L]):
 
     def place(self, key: ChunkKey, location: L) -> None:
         """The chunk lies on disk at `location` now."""
-        self._move(self._ensure(key), location)
+        chunk = self._ensure(key)
+        self._move(chunk, location)
+        if chunk.num_pins:
+            self._pinned.unpark(key)
+        else:
+            self._queue_on_disk(chunk)
 
     def unplace(self, key: ChunkKey) -> None:
         """The chunk is not on disk any more."""
         chunk = self._chunks.get(key)
         if chunk is not None:
             self._move(chunk, None)
+            self._on_disk.remove(key)
             self._forget_if_idle(chunk)
 
     def _move(self, chunk: Chunk[L], location: L | None) -> None:
-        old, chunk.location = chunk.location, location
+        old = chunk.location
+        self._account(chunk, -1)
+        chunk.location = location
+        self._account(chunk, 1)
         if self._on_move is not None:
             self._on_move(old, location)
+
+    def _account(self, chunk: Chunk[L], sign: int) -> None:
+        if chunk.location is None:
+            return
+        stored_bytes = self._appraiser.stored_bytes(chunk.location)
+        self.num_disk += sign
+        self.disk_bytes += sign * stored_bytes
+        self.pinned_disk_bytes += sign * stored_bytes * bool(chunk.num_pins)
+
+    def cheapest_on_disk(self, num_bytes: int) -> list[ChunkKey]:
+        """Choose ordinary chunks of `num_bytes` in all, or what there is; the caller drops them from disk at once.
+
+        The cheapest to lose first. What is in host memory, or on its way there, is in use: it is chosen only when
+        nothing else is left.
+        """
+        keys: list[ChunkKey] = []
+        for may_go in (lambda key: self._chunks[key].slot is None, lambda key: True):
+            while num_bytes > 0 and (taken := self._on_disk.take(may_go, 1)):
+                keys.append(taken[0].key)
+                num_bytes -= self._stored_bytes(self._chunks[taken[0].key])
+        return keys
 
     # Eviction
 
@@ -260,27 +381,39 @@ class ChunkTable(Generic[L]):
         chunk = self._chunks.get(key)
         if chunk is None or chunk.slot is None or chunk.promoting or chunk.num_leases or chunk.spilling:
             return False
-        self.slots.free(chunk.slot.slot)
-        del self._by_recency[key]
-        chunk.slot, chunk.doomed, chunk.volatile = None, False, False
-        self._forget_if_idle(chunk)
+        queue = self._queue_of(chunk)
+        frequency = queue.frequency(key)
+        queue.remove(key)
+        self._leave_host(chunk, frequency)
         return True
 
-    def make_room(self, num_slots: int) -> Eviction[L]:
-        """Evict least recently used chunks until `num_slots` slots were freed, or nothing evictable is left."""
-        done: Eviction[L] = Eviction()
-        for key in list(self._by_recency):
-            if done.num_slots >= num_slots:
-                break
-            chunk = self._chunks[key]
-            if not chunk.evictable:
-                continue
-            lost = chunk.location is None
-            self.evict(key)
-            done.num_slots += 1
-            if lost:
-                done.lost.append(key)
-        return done
+    def make_room(self, num_slots: int, *, ordinary_only: bool = False) -> Eviction[L]:
+        """Evict the cheapest chunks until `num_slots` slots were freed, or nothing evictable is left.
+
+        Pinned chunks go only when no ordinary one can, and only those that are on disk.
+        """
+        taken = self._ordinary.take(self._is_evictable, num_slots)
+        if not ordinary_only:
+            taken += self._pinned.take(self._is_evictable, num_slots - len(taken))
+        return Eviction(num_slots=len(taken), lost=[chunk.key for chunk in taken if self._evict_taken(chunk)])
+
+    def _is_evictable(self, key: ChunkKey) -> bool:
+        return self._chunks[key].evictable
+
+    def _evict_taken(self, taken: Taken) -> bool:
+        """Say whether the chunk is in no tier now."""
+        chunk = self._chunks[taken.key]
+        self._leave_host(chunk, taken.frequency)
+        return chunk.location is None
+
+    def _leave_host(self, chunk: Chunk[L], frequency: int) -> None:
+        assert chunk.slot is not None
+        self.slots.free(chunk.slot.slot)
+        chunk.slot, chunk.doomed, chunk.volatile = None, False, False
+        # On disk it has been waiting, unused: its uses were counted here.
+        self._on_disk.refresh(chunk.key, frequency)
+        self._on_disk.unpark(chunk.key)
+        self._forget_if_idle(chunk)
 
     def _ensure(self, key: ChunkKey) -> Chunk[L]:
         chunk = self._chunks.get(key)
@@ -296,11 +429,24 @@ class ChunkTable(Generic[L]):
         """Raise AssertionError unless slots, chunks and recency agree."""
         self.slots.check()
         counts = self.slots.counts()
-        readable = [chunk.key for chunk in self if chunk.readable]
-        if set(readable) != set(self._by_recency) or len(readable) != counts[SlotState.HOST]:
-            raise AssertionError("recency list and HOST slots disagree")
+        readable = {chunk.key: bool(chunk.num_pins) for chunk in self if chunk.readable}
+        queued = dict.fromkeys(self._ordinary, False) | dict.fromkeys(self._pinned, True)
+        if readable != queued or len(readable) != counts[SlotState.HOST] or self.num_host != len(readable):
+            raise AssertionError("eviction queues and HOST slots disagree")
+        self._check_disk()
+        for queue in (self._ordinary, self._pinned, self._on_disk):
+            queue.check()
         if sum(chunk.promoting for chunk in self) != counts[SlotState.LOADING]:
             raise AssertionError("promotions and LOADING slots disagree")
         for chunk in self:
             if chunk.num_leases < 0 or chunk.num_pins < 0 or (chunk.num_leases and chunk.slot is None):
                 raise AssertionError(f"chunk {chunk.key.hex()} has impossible counts")
+
+    def _check_disk(self) -> None:
+        on_disk = [chunk for chunk in self if chunk.location is not None]
+        if {chunk.key for chunk in on_disk if not chunk.num_pins} != set(self._on_disk):
+            raise AssertionError("ordinary chunks on disk and their eviction queue disagree")
+        pinned_bytes = sum(self._stored_bytes(chunk) for chunk in on_disk if chunk.num_pins)
+        counted = (self.num_disk, self.disk_bytes, self.pinned_disk_bytes)
+        if counted != (len(on_disk), sum(self._stored_bytes(chunk) for chunk in on_disk), pinned_bytes):
+            raise AssertionError(f"disk counters {counted} are not what the chunks add up to")

@@ -49,7 +49,7 @@ class Counters:
     host_evictions: int = 0
     """Chunks dropped from host memory to make room."""
     disk_evictions: int = 0
-    """Chunks dropped from disk: evicted by command, or unpinned and in the way."""
+    """Chunks dropped from disk: evicted by command, or ordinary and in the way."""
 
     packs_written: int = 0
     """Packs made durable."""

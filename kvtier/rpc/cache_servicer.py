@@ -12,10 +12,16 @@ from kvtier.maintenance.online import OnlineFsck
 from kvtier.rpc.convert import daemon_status, fsck_report, prompt_status
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
+from kvtier.service.evicting import EvictTier
 from kvtier.service.prompts import PinWish
-from kvtier.service.views import PromptView
+from kvtier.service.views import EvictionView, PromptView
 
 _WATCH_POLL_S = 0.1
+_TIERS: dict[int, EvictTier] = {
+    pb.TIER_ANY: EvictTier.ANY,
+    pb.TIER_HOST: EvictTier.HOST,
+    pb.TIER_DISK: EvictTier.DISK,
+}
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
@@ -71,15 +77,25 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         return prompt_status(view)
 
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
-        """Drop a prompt's chunks."""
+        """Drop a prompt's chunks, or all."""
         async with translated(context):
-            done = await self._cache.evict(request.name, force=request.force)
+            done = await self._evict(request)
         return pb.EvictResponse(
             num_chunks=done.num_chunks,
             host_bytes=done.host_bytes,
             disk_bytes=done.disk_bytes,
             num_shared_chunks=done.num_shared_chunks,
         )
+
+    async def _evict(self, request: pb.EvictRequest) -> EvictionView:
+        tier = _TIERS.get(request.tier)
+        if tier is None:
+            raise InvalidArgumentError("tier", request.tier, f"use one of {', '.join(pb.Tier.keys())}")
+        if request.all == bool(request.name):
+            raise InvalidArgumentError("name", request.name, "give either the name of a prompt, or `all`")
+        if request.all:
+            return await self._cache.evict_all(force=request.force, tier=tier)
+        return await self._cache.evict(request.name, force=request.force, tier=tier)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
         """Return tiers, sessions, namespaces and counters."""

@@ -71,12 +71,14 @@ def daemon_status(cache: Cache) -> pb.DaemonStatus:
             used_bytes=sum(namespace.table.num_host * namespace.layout.row_bytes for namespace in namespaces),
             limit_bytes=cache.stores.budget.limit_bytes,
             num_chunks=sum(namespace.table.num_host for namespace in namespaces),
+            pinned_bytes=sum(n.table.num_pinned_host * n.layout.row_bytes for n in namespaces),
         ),
         disk=pb.TierStatus(
             location=str(cache.config.disk.disk_dir),
             used_bytes=cache.stores.disk_usage.used_bytes,
             limit_bytes=cache.stores.disk_usage.limit_bytes,
-            num_chunks=sum(_num_on_disk(namespace) for namespace in namespaces),
+            num_chunks=sum(namespace.table.num_disk for namespace in namespaces),
+            pinned_bytes=sum(namespace.table.pinned_disk_bytes for namespace in namespaces),
             latched=cache.stores.disk_health.latched,
         ),
         sessions=[_session(session) for session in cache.sessions],
@@ -84,11 +86,8 @@ def daemon_status(cache: Cache) -> pb.DaemonStatus:
         num_prompts=len(prompts),
         num_pinned=sum(prompt.pinned for prompt in prompts),
         counters=cache.stores.counters.as_dict(),
+        store=cache.config.cache.store,
     )
-
-
-def _num_on_disk(namespace: Namespace) -> int:
-    return sum(chunk.location is not None for chunk in namespace.table)
 
 
 def _session(session: Session) -> pb.SessionStatus:
@@ -110,8 +109,8 @@ def _namespace(namespace: Namespace) -> pb.NamespaceStatus:
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,
         num_host_chunks=namespace.table.num_host,
-        num_disk_chunks=_num_on_disk(namespace),
-        disk_bytes=sum(chunk.location.stored_bytes for chunk in namespace.table if chunk.location is not None),
+        num_disk_chunks=namespace.table.num_disk,
+        disk_bytes=namespace.table.disk_bytes,
         row_bytes=namespace.layout.row_bytes,
         fingerprint=namespace.fingerprint,
         live=namespace.live,

@@ -89,9 +89,9 @@ class StreamPeer:
         """See EnginePeer."""
         self.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
 
-    def chunks_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
+    def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
         """See EnginePeer."""
-        self.send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held)))
+        self.send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete)))
 
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""
@@ -119,6 +119,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             yield pb.DaemonMessage(welcome=self._welcome(session))
             session.top_up()
+            if self._cache.stores.stores_all:
+                session.tell_held()
             reader = asyncio.create_task(self._read(session, peer, request_iterator), name="session-reader")
             try:
                 while (message := await peer.next()) is not None:
@@ -153,7 +155,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 release = message.release
                 session.release(release.acquire_id, None if release.all else list(release.indexes))
             case "touch":
-                session.touch(message.touch.keys)
+                session.touch(list(message.touch.keys), stored=message.touch.stored)
             case "store_begin":
                 session.store_begin(_stores(message.store_begin.stores))
             case "store_done":
@@ -163,6 +165,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case "bind_pin":
                 bind = message.bind_pin
                 await self._cache.bind(session, bind.pin_id, list(bind.keys), bind.covered_tokens, bind.error)
+            case "engine_rates":
+                session.measured(message.engine_rates.prefill_tokens_per_s)
             case "ping":
                 session.peer.ponged(message.ping.id)
             case kind:
@@ -186,6 +190,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             lock_path=str(session.lock.path),
             pins=[pin_message(prompt) for prompt in self._cache.pins_for(session)],
             other_namespaces=differences,
+            store_mode=pb.STORE_ALL if self._cache.stores.stores_all else pb.STORE_PINNED,
         )
 
 

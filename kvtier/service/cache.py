@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +25,13 @@ from kvtier.ledger.namespace_files import save_namespace
 from kvtier.obs.log import log_event
 from kvtier.service.adoption import Adoption
 from kvtier.service.compactor import Compactor
+from kvtier.service.evicting import Evicted, EvictTier, evict_chunks
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
 from kvtier.service.prewarm import Prewarmer
 from kvtier.service.prompts import PinWish, PromptBook, check_quota
 from kvtier.service.recovery import recover
+from kvtier.service.room import Room
 from kvtier.service.scratch import sweep_scratch
 from kvtier.service.scrubber import CURSOR_FILE, Scrubber
 from kvtier.service.session import Session
@@ -43,6 +45,8 @@ from kvtier.tiers.session_locks import SessionLock
 logger = logging.getLogger(__name__)
 
 _EXPIRY_POLL_S = 1.0
+_ROOM_POLL_S = 0.25
+_EMPTY_GRACE_S = 24 * 3600.0
 
 T = TypeVar("T")
 
@@ -70,6 +74,7 @@ class Cache:
         self.started_unix_s = time.time()
         self.prompts = PromptBook()
         self.namespaces: dict[str, Namespace] = {}
+        self.room = Room(stores, self.namespaces)
         self.compactor = Compactor(stores, lambda: list(self.namespaces.values()))
         self.scrubber = Scrubber(stores, lambda: list(self.namespaces.values()), config.disk.disk_dir / CURSOR_FILE)
         self._tasks = Tasks()
@@ -99,6 +104,7 @@ class Cache:
         await adoption.open(config.host.arena_dir)
         cache._tasks.start("adoption", cache._adopt(adoption))
         cache._tasks.start("expiry", cache._expire())
+        cache._tasks.start("room", cache._keep_room())
         cache._tasks.start("probe", cache.stores.disk_health.run())
         if config.disk.compact_bytes_per_s:
             cache.stores.holes.set()  # an earlier run may have left packs with holes
@@ -138,47 +144,50 @@ class Cache:
             row,
             self.stores,
             ephemeral=ephemeral,
-            find_room=self._find_room,
-            find_disk_room=self._find_disk_room,
+            find_room=self.room.find_host_room,
+            find_disk_room=self.room.find_disk_room,
             top_up_all=self._top_up_all,
         )
         self.namespaces[row.namespace_id] = namespace
         return namespace
 
-    def _find_room(self, asker: Namespace, num_bytes: int) -> None:
-        """Make other namespaces give back host memory: those without an engine first."""
-        for other in sorted(self.namespaces.values(), key=lambda namespace: namespace.live):
-            if self.stores.budget.free_bytes >= num_bytes:
-                return
-            if other is not asker and other.slots.num_backed and (not other.live or not asker.slots.num_backed):
-                other.give_back_room(num_bytes - self.stores.budget.free_bytes)
-
     def _top_up_all(self) -> None:
         for session in self.sessions:
             session.top_up()
 
-    async def _find_disk_room(self, num_bytes: int) -> None:
-        """Drop from disk what is pinned no more until a pack of `num_bytes` fits.
+    async def _keep_room(self) -> None:
+        """Keep free slots and disk space ahead of those who will ask, and forget namespaces that hold nothing."""
+        while True:
+            await asyncio.sleep(_ROOM_POLL_S)
+            if self.room.trim_host():
+                self._top_up_all()
+            await self.stores.measure_disk()
+            await self.room.trim_disk()
+            await self._forget_empty_namespaces()
 
-        First what no prompt names (it was replaced, or bound anew by other keys), then the oldest prompts.
-        """
+    async def _forget_empty_namespaces(self) -> None:
+        """A namespace without chunks, prompts and engines, left alone for a while, is not worth a row."""
         for namespace in list(self.namespaces.values()):
-            named = {key for row in self.prompts.bindings_in(namespace.namespace_id) for key in row.keys}
-            unnamed = [chunk.key for chunk in namespace.table if chunk.location is not None and chunk.key not in named]
-            await self._drop_unpinned(namespace, unnamed, num_bytes)
-        for prompt in sorted(self.prompts, key=lambda prompt: prompt.created_unix_s):
-            for row in self.prompts.bindings_of(prompt.pin_id):
-                if row.namespace_id in self.namespaces:
-                    await self._drop_unpinned(self.namespaces[row.namespace_id], row.keys, num_bytes)
+            if not self._is_over(namespace):
+                continue
+            async with self._changing:
+                if self._is_over(namespace):
+                    await self._forget_namespace(namespace)
 
-    async def _drop_unpinned(self, namespace: Namespace, keys: Sequence[ChunkKey], num_bytes: int) -> None:
-        if self.stores.disk_usage.fits(num_bytes):
-            return
-        chunks = [chunk for key in keys if (chunk := namespace.table.get(key)) is not None]
-        dropped = [chunk.key for chunk in chunks if chunk.location is not None and not chunk.num_pins]
-        await namespace.drop_from_disk(dropped)
-        self.stores.counters.disk_evictions += len(dropped)
-        namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
+    def _is_over(self, namespace: Namespace) -> bool:
+        if namespace.sessions or len(namespace.table) or self.prompts.bindings_in(namespace.namespace_id):
+            return False
+        return time.time() - namespace.row.seen_unix_s > _EMPTY_GRACE_S
+
+    async def _forget_namespace(self, namespace: Namespace) -> None:
+        if not namespace.ephemeral:
+            try:
+                await self.stores.in_ledger(self.stores.ledger.delete_namespace, namespace.namespace_id)
+            except LedgerError as error:  # the next turn tries again
+                log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
+                return
+        await self._close_namespace(namespace)
+        log_event(logger, "namespace_forgotten", namespace=namespace.namespace_id, model=namespace.row.model)
 
     # Engines
 
@@ -349,19 +358,23 @@ class Cache:
         await session.wait_until_let_go()
         namespace = session.namespace
         namespace.sessions.remove(session)
+        namespace.row = replace(namespace.row, seen_unix_s=time.time())
         self._top_up_all()
         await self._end_if_over(namespace)
 
     async def _end_if_over(self, namespace: Namespace) -> None:
         """An ephemeral namespace goes with its last session; its prompts forget that it was."""
         if namespace.ephemeral and not namespace.sessions:
-            del self.namespaces[namespace.namespace_id]
-            self.prompts.forget_namespace(namespace.namespace_id)
-            self._ending.append(namespace)
-            await namespace.close()
-            self._ending.remove(namespace)
-            self.stores.budget.give_back(namespace.slots.num_backed * namespace.layout.row_bytes)
-            self._top_up_all()
+            await self._close_namespace(namespace)
+
+    async def _close_namespace(self, namespace: Namespace) -> None:
+        del self.namespaces[namespace.namespace_id]
+        self.prompts.forget_namespace(namespace.namespace_id)
+        self._ending.append(namespace)
+        await namespace.close()
+        self._ending.remove(namespace)
+        self.stores.budget.give_back(namespace.slots.num_backed * namespace.layout.row_bytes)
+        self._top_up_all()
 
     # Operators
 
@@ -421,46 +434,63 @@ class Cache:
         for namespace in self.namespaces.values():
             namespace.spiller.retry_refused()
 
-    async def evict(self, name: str, *, force: bool) -> EvictionView:
-        """Drop a prompt's chunks from host memory and disk, except what other pinned prompts share.
+    async def evict(self, name: str, *, force: bool, tier: EvictTier = EvictTier.ANY) -> EvictionView:
+        """Drop a prompt's chunks from the tier, except what other pinned prompts share.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
-            PromptPinnedError: It is pinned, and `force` is not set.
+            PromptPinnedError: It is pinned, its chunks would leave the last tier, and `force` is not set.
+            LedgerError: The ledger refused.
         """
-        return await self._tasks.complete("evict", self._evict(name, force=force))
+        return await self._tasks.complete("evict", self._evict(name, force=force, tier=tier))
 
-    async def _evict(self, name: str, *, force: bool) -> EvictionView:
+    async def _evict(self, name: str, *, force: bool, tier: EvictTier) -> EvictionView:
         await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
+        done = Evicted()
         async with self._changing:
             prompt = self.prompts.get(name)
-            if prompt.pinned and not force:
+            if prompt.pinned and not force and tier is not EvictTier.HOST:
                 raise PromptPinnedError(name)
-            num_chunks = host_bytes = disk_bytes = num_shared = 0
             for row in self.prompts.bindings_of(prompt.pin_id):
                 namespace = self.namespaces.get(row.namespace_id)
                 if namespace is None:  # ephemeral, and ended while the one before was dealt with
                     continue
-                keys = [key for key in row.keys if (chunk := namespace.table.get(key)) is not None and chunk.held]
-                dropped = [key for key in keys if namespace.table.get(key).num_pins <= prompt.pinned]  # type: ignore[union-attr]
-                num_shared += len(keys) - len(dropped)
-                num_chunks += len(dropped)
-                # Doomed before anything is awaited: what becomes durable meanwhile is dropped by who makes it so.
-                num_freed = sum(namespace.table.doom(key) for key in dropped)
-                host_bytes += num_freed * namespace.layout.row_bytes
-                disk_bytes += await namespace.drop_from_disk(dropped)
-                self.stores.counters.host_evictions += num_freed
-                self.stores.counters.disk_evictions += len(dropped)
-                namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
-                self._top_up_all()
-            if not prompt.pinned:
-                await self.stores.in_ledger(self.stores.ledger.delete_prompt, name)
-                self._let_go(prompt)
+                chunks = [chunk for key in row.keys if (chunk := namespace.table.get(key)) is not None and chunk.held]
+                dropped = [chunk.key for chunk in chunks if chunk.num_pins <= prompt.pinned]
+                done.num_shared_chunks += len(chunks) - len(dropped)
+                await evict_chunks(namespace, dropped, tier, done)
+            if not prompt.pinned and tier is EvictTier.ANY:
+                await self._forget_prompt(prompt)
             self._retry_refused()
-        log_event(logger, "prompt_evicted", name=name, chunks=num_chunks, disk_bytes=disk_bytes, forced=force)
-        return EvictionView(
-            num_chunks=num_chunks, host_bytes=host_bytes, disk_bytes=disk_bytes, num_shared_chunks=num_shared
-        )
+        log_event(logger, "prompt_evicted", name=name, tier=tier.name, chunks=done.num_chunks, forced=force)
+        return EvictionView(**asdict(done))
+
+    async def evict_all(self, *, force: bool, tier: EvictTier = EvictTier.ANY) -> EvictionView:
+        """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too.
+
+        Raises:
+            LedgerError: The ledger refused; what was dropped until then stays dropped.
+        """
+        return await self._tasks.complete("evict", self._evict_all(force=force, tier=tier))
+
+    async def _evict_all(self, *, force: bool, tier: EvictTier) -> EvictionView:
+        done = Evicted()
+        async with self._changing:
+            for namespace in list(self.namespaces.values()):
+                chunks = [chunk for chunk in namespace.table if chunk.held]
+                dropped = [chunk.key for chunk in chunks if force or not chunk.num_pins]
+                done.num_shared_chunks += len(chunks) - len(dropped)
+                await evict_chunks(namespace, dropped, tier, done)
+            if tier is EvictTier.ANY:
+                for prompt in [prompt for prompt in self.prompts if not prompt.pinned]:
+                    await self._forget_prompt(prompt)
+            self._retry_refused()
+        log_event(logger, "all_evicted", tier=tier.name, chunks=done.num_chunks, forced=force)
+        return EvictionView(**asdict(done))
+
+    async def _forget_prompt(self, prompt: PromptRow) -> None:
+        await self.stores.in_ledger(self.stores.ledger.delete_prompt, prompt.name)
+        self._let_go(prompt)
 
     def view(self, name: str) -> PromptView:
         """Return a prompt's status.

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _GATHER_S = 1.0  # drops come in groups: wait for the rest of one before looking
 _RETRY_S = 10.0
-_TIGHT_RATIO = 0.9
 _SLACK_BYTES = 4096
 _GIVEN_UP_S = 3600.0
 
@@ -86,8 +85,9 @@ class Compactor:
 
     def next_job(self) -> Job | None:
         """Return the packs to rewrite next: damaged ones first, then those with the largest holes."""
-        tight = self._stores.disk_usage.used_bytes > _TIGHT_RATIO * self._stores.disk_usage.limit_bytes
-        ratio = 0.0 if tight else self._stores.config.disk.compact_dead_ratio
+        config, usage = self._stores.config.disk, self._stores.disk_usage
+        tight = usage.used_bytes > config.low_watermark * usage.limit_bytes
+        ratio = 0.0 if tight else config.compact_dead_ratio
         for namespace in self._namespaces():
             for pack_id in namespace.packs.damaged:
                 if namespace.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(namespace, [pack_id]):

@@ -1,7 +1,9 @@
-"""Bytes of all packs on disk, against `disk_bytes`."""
+"""Bytes of all packs on disk, against `disk_bytes` and against what the file system has left."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+_UNMEASURED_BYTES = 1 << 62
 
 
 class DiskUsage:
@@ -17,16 +19,29 @@ class DiskUsage:
         self._packs: dict[str, int] = {}
         self._promised_bytes = 0  # packs being written
         self._writes: set[object] = set()
+        self._file_system_bytes = _UNMEASURED_BYTES
 
     def add(self, pack_id: str, file_bytes: int) -> None:
         """A pack came into being."""
         self.remove(pack_id)
         self._packs[pack_id] = file_bytes
         self.used_bytes += file_bytes
+        self._file_system_bytes -= file_bytes
 
     def remove(self, pack_id: str) -> None:
         """A pack is gone; unknown ones are ignored."""
-        self.used_bytes -= self._packs.pop(pack_id, 0)
+        file_bytes = self._packs.pop(pack_id, 0)
+        self.used_bytes -= file_bytes
+        self._file_system_bytes += file_bytes
+
+    def measured(self, file_system_bytes: int) -> None:
+        """Note what the file system has left beyond the reserve, packs being written not counted yet."""
+        self._file_system_bytes = file_system_bytes
+
+    def shortage(self, num_bytes: int) -> int:
+        """Return how many bytes must go before a pack of at most `num_bytes` may be written; 0 or less: none."""
+        num_bytes += self._promised_bytes
+        return max(self.used_bytes + num_bytes - self.limit_bytes, num_bytes - self._file_system_bytes)
 
     def file_bytes(self, pack_id: str) -> int:
         """Return a pack's length, 0 when there is no such pack."""
@@ -44,7 +59,7 @@ class DiskUsage:
 
     def fits(self, num_bytes: int) -> bool:
         """Say whether a pack of at most `num_bytes` may be written."""
-        return self.used_bytes + self._promised_bytes + num_bytes <= self.limit_bytes
+        return self.shortage(num_bytes) <= 0
 
     @contextmanager
     def promised(self, num_bytes: int) -> Iterator[None]:

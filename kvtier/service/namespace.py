@@ -13,6 +13,7 @@ from kvtier.core.slots import SlotRef, SlotState, SlotTable
 from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError, LedgerError, TierIOError
 from kvtier.ledger import NamespaceRow
 from kvtier.obs.log import log_event
+from kvtier.service.peer import MAX_HELD_BATCH
 from kvtier.service.promoter import Promoter
 from kvtier.service.spiller import Spiller
 from kvtier.service.stores import Stores
@@ -26,6 +27,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLICE_CHUNKS = 2000
+
+
+DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
+"""Assumed of engines that have not measured it: it only weighs namespaces against each other."""
+
+
+class RecomputeCost:
+    """What the chunks of a namespace are worth: seconds of prefill saved per byte occupied."""
+
+    def __init__(self, namespace: "Namespace") -> None:
+        self._namespace = namespace
+        self._tokens = {group.group_idx: group.chunk_tokens for group in namespace.layout.groups}
+
+    def host_worth(self, key: ChunkKey) -> float:
+        """See `core.eviction.Appraiser`."""
+        return self._seconds(key) / self._namespace.layout.row_bytes
+
+    def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
+        """See `core.eviction.Appraiser`."""
+        return self._seconds(key) / max(1, location.stored_bytes)
+
+    def stored_bytes(self, location: StoredChunk) -> int:
+        """See `core.eviction.Appraiser`."""
+        return location.stored_bytes
+
+    def _seconds(self, key: ChunkKey) -> float:
+        return self._tokens.get(group_idx_of(key), 1) / self._namespace.prefill_tokens_per_s
 
 
 class Namespace:
@@ -57,8 +85,11 @@ class Namespace:
         num_slots = stores.config.host.host_bytes // row.layout.row_bytes
         self.slots = SlotTable(num_slots, row.layout.row_bytes, stores.budget, self._uncommit)
         self.keep_pages = False  # a dead daemon's engine may be copying from any row
+        self.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
         self.packs = PackIndex()
-        self.table: ChunkTable[StoredChunk] = ChunkTable(self.slots, self._chunk_moved)
+        self.table: ChunkTable[StoredChunk] = ChunkTable(
+            self.slots, RecomputeCost(self), stores.host_clock, stores.disk_clock, self._chunk_moved
+        )
         self.relocating = asyncio.Lock()  # held while rows of chunks on disk are dropped or moved, and memory follows
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
@@ -151,6 +182,21 @@ class Namespace:
         """Return the uncompressed length of a chunk."""
         return self.layout.payload_bytes(group_idx_of(key))
 
+    @property
+    def occupied_bytes(self) -> int:
+        """Bytes of arena rows that hold, or are given out for, chunks; backed free rows are room."""
+        return (self.slots.num_backed - self.slots.num_free) * self.layout.row_bytes
+
+    async def prepare_disk_room(self, num_bytes: int) -> None:
+        """Have ordinary chunks dropped from disk if a pack of `num_bytes` does not fit; `disk_usage.fits` says whether.
+
+        Raises:
+            LedgerError: The ledger refused to drop them.
+        """
+        await self.stores.measure_disk()
+        if not self.stores.disk_usage.fits(num_bytes):
+            await self.find_disk_room(num_bytes)
+
     # Room in host memory
 
     def ensure_takable(self, num_slots: int) -> None:
@@ -166,7 +212,9 @@ class Namespace:
         num_slots = -(-num_bytes // self.layout.row_bytes)
         num_short = num_slots - self.slots.num_free
         if num_short > 0:
-            self.forget_lost(self.table.make_room(num_short).lost)
+            evicted = self.table.make_room(num_short)
+            self.stores.counters.host_evictions += evicted.num_slots
+            self.forget_lost(evicted.lost)
         freed = self.slots.take_back_free(num_slots)
         if freed:
             self.arena.unback(freed)
@@ -218,15 +266,35 @@ class Namespace:
     # What engines know
 
     def announce(self, keys: Sequence[ChunkKey], *, held: bool) -> None:
-        """Tell every session that these chunks are held, or are not held any more."""
-        if keys:
+        """Tell every session that these chunks are held, or are not held any more, in bounded messages."""
+        for start in range(0, len(keys), MAX_HELD_BATCH):
+            batch = keys[start : start + MAX_HELD_BATCH]
             for session in self.sessions:
                 if not session.ended:
-                    session.peer.chunks_held(keys, held)
+                    session.peer.chunks_held(batch, held)
 
     def forget_lost(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks went out of the last tier they were in."""
         self.announce(keys, held=False)
+
+    def evict_ordinary(self, num_slots: int) -> int:
+        """Evict up to `num_slots` chunks of no pinned prompt from host memory; return how many rows came free."""
+        evicted = self.table.make_room(num_slots, ordinary_only=True)
+        self.stores.counters.host_evictions += evicted.num_slots
+        self.forget_lost(evicted.lost)
+        return evicted.num_slots
+
+    async def drop_cheapest(self, num_bytes: int) -> int:
+        """Drop ordinary chunks of `num_bytes` from disk; return the stored bytes given up, 0 when there are none.
+
+        Raises:
+            LedgerError: The ledger refused; they are on disk as before.
+        """
+        keys = self.table.cheapest_on_disk(num_bytes)
+        dropped_bytes = await self.drop_from_disk(keys)
+        self.stores.counters.disk_evictions += len(keys)
+        self.forget_lost([key for key in keys if not self.table.holds(key)])
+        return dropped_bytes
 
     def _chunk_moved(self, old: StoredChunk | None, new: StoredChunk | None) -> None:
         self.packs.moved(old, new)

@@ -24,6 +24,10 @@ class EngineHello:
     ephemeral: bool
 
 
+MAX_HELD_BATCH = 4096
+"""Chunks that an engine is told of in one message: 160 KB of keys."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromotionForecast:
     """How far an acquire's promotions are.
@@ -63,8 +67,8 @@ class EnginePeer(Protocol):
     def pin_removed(self, pin_id: str) -> None:
         """A prompt to forget."""
 
-    def chunks_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
-        """What is held of bound keys changed."""
+    def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
+        """What is held of bound keys (storing all: of any) changed; `complete`: all that is held has been named."""
 
     def ponged(self, ping_id: int) -> None:
         """Answer to a ping."""

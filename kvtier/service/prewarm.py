@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HIGH_WATERMARK_RATIO = 0.9
-
 
 class Prewarmer:
     """Hands pinned prompts to the promoters' background class, which gives way to every request.
 
-    It takes free memory only, up to the high watermark of `host_bytes`: it evicts nothing and asks nobody for room.
+    It takes free memory only, up to the low watermark of `host_bytes`: it evicts nothing and asks nobody for room.
     """
 
     def __init__(self, prompts: PromptBook, directory: Path) -> None:
@@ -58,6 +56,6 @@ def _only_on_disk(namespace: "Namespace", key: ChunkKey) -> bool:
 
 
 def _has_room(namespace: "Namespace") -> bool:
-    budget = namespace.stores.budget
+    budget, low_watermark = namespace.stores.budget, namespace.stores.config.host.low_watermark
     used_bytes = budget.used_bytes + namespace.layout.row_bytes
-    return namespace.slots.num_takable > 0 and used_bytes <= HIGH_WATERMARK_RATIO * budget.limit_bytes
+    return namespace.slots.num_takable > 0 and used_bytes <= low_watermark * budget.limit_bytes

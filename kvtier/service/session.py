@@ -2,18 +2,19 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.core.acquire import plan_acquire
+from kvtier.core.acquire import by_importance, plan_acquire
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
-from kvtier.service.peer import EngineHello, EnginePeer, PromotionForecast
+from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer, PromotionForecast
 from kvtier.tiers.base import checksum_of
 from kvtier.tiers.session_locks import SessionLock
 
@@ -34,6 +35,15 @@ class _Lease:
 
     keys: dict[int, ChunkKey] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
+    promoted: bool = False
+
+
+@dataclass
+class _StoredRun:
+    """A prompt that was stored in steps, and those of its session's seals that have not ended yet."""
+
+    keys: Sequence[ChunkKey]
+    seals: set[int]
 
 
 class Session:
@@ -55,6 +65,9 @@ class Session:
         self._writing: dict[SlotRef, ChunkKey] = {}
         self._leases: dict[int, _Lease] = {}
         self._topping_up = False
+        self._num_seals = 0
+        self._sealing: set[int] = set()
+        self._stored_runs: list[_StoredRun] = []
 
     @property
     def num_leases(self) -> int:
@@ -88,6 +101,7 @@ class Session:
         pending = [(chunk.index, chunk.key) for chunk in plan.leased if chunk.promoting]
         lease.pending.update(index for index, _ in pending)
         if pending:
+            lease.promoted = True
             namespace.promoter.want(self, acquire_id, pending)
         counters = namespace.stores.counters
         counters.acquires += 1
@@ -130,6 +144,8 @@ class Session:
         lease = self._leases.get(acquire_id)
         if lease is None:
             return
+        if lease.promoted:  # they became readable head first: the tail looks the most recent
+            self._touch([lease.keys[index] for index in sorted(lease.keys)], hit=False)
         for index in list(lease.keys) if indexes is None else indexes:
             key = lease.keys.pop(index, None)
             if key is None:
@@ -142,10 +158,46 @@ class Session:
             del self._leases[acquire_id]
         self.namespace.top_up_all()
 
-    def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Recency only."""
-        for key in keys:
-            self.namespace.table.touch(key)
+    def touch(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> None:
+        """Chunks were hit in GPU memory; or, with `stored`, the last of them are on their way into host memory."""
+        if stored and self._sealing:
+            self._stored_runs.append(_StoredRun(keys, set(self._sealing)))
+        else:
+            self._touch(keys, hit=not stored)
+
+    def _touch(self, keys: Sequence[ChunkKey], *, hit: bool) -> None:
+        self.namespace.table.touch(by_importance(self.namespace.layout, keys), hit=hit)
+
+    def measured(self, prefill_tokens_per_s: float) -> None:
+        """The engine says how fast it computes.
+
+        Raises:
+            InvalidArgumentError: No speed.
+        """
+        if not 0 < prefill_tokens_per_s < math.inf:
+            raise InvalidArgumentError("engine_rates.prefill_tokens_per_s", prefill_tokens_per_s, "must be positive")
+        self.namespace.prefill_tokens_per_s = prefill_tokens_per_s
+
+    # What is held
+
+    def tell_held(self) -> None:
+        """Name everything that the namespace holds, a slice per turn of the loop, and say when that is done.
+
+        Words about changes come between the slices; order makes the sum right.
+        """
+        self.namespace.tasks.start(f"held-{self.session_id[:8]}", self._tell_held())
+
+    async def _tell_held(self) -> None:
+        table = self.namespace.table
+        keys = table.keys()
+        for start in range(0, len(keys), MAX_HELD_BATCH):
+            if self.ended:
+                return
+            held = [key for key in keys[start : start + MAX_HELD_BATCH] if table.holds(key)]
+            self.peer.chunks_held(held, True)
+            await asyncio.sleep(0)
+        if not self.ended:
+            self.peer.chunks_held((), True, complete=True)
 
     # Stores
 
@@ -199,7 +251,9 @@ class Session:
                 del self._writing[ref]
                 sealing.append((key, ref))
         if sealing:
-            self.namespace.tasks.start(f"seal-{self.session_id[:8]}", self._seal(sealing))
+            self._num_seals += 1
+            self._sealing.add(self._num_seals)
+            self.namespace.tasks.start(f"seal-{self.session_id[:8]}", self._seal(self._num_seals, sealing))
 
     def store_abort(self, stores: StoreList) -> None:
         """No rank touches these slots any more, and they hold nothing."""
@@ -210,27 +264,39 @@ class Session:
                 self.namespace.stores.counters.stores_aborted += 1
         self.namespace.top_up_all()
 
-    async def _seal(self, stores: StoreList) -> None:
-        namespace, counters = self.namespace, self.namespace.stores.counters
+    async def _seal(self, seal: int, stores: StoreList) -> None:
+        namespace = self.namespace
         checksums = await namespace.stores.in_io(self._verify, stores)
-        held: list[ChunkKey] = []
-        refused: list[ChunkKey] = []
-        for key, ref in stores:
-            checksum = checksums.get(ref)
-            chunk = namespace.table.get(key)
-            if checksum is None or chunk is None:  # not stamped as granted, or nobody wants it any more
-                namespace.table.abort_store(ref)
-                counters.stores_refused_stamp += checksum is None
-                refused.append(key)
-                continue
-            counters.stores_committed += namespace.table.commit_store(key, ref, checksum)
-            namespace.mark_committed(key)
-            # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
-            (held if namespace.table.holds(key) else refused).append(key)
+        # The last of a prompt first: the head is to look the most recent.
+        held = [key for key, ref in reversed(stores) if self._commit(key, ref, checksums.get(ref))]
+        held.reverse()
+        self._sealed(seal)
         namespace.spiller.add(held)
         namespace.announce(held, held=True)
-        namespace.announce([key for key in refused if not namespace.table.holds(key)], held=False)
+        namespace.announce([key for key, _ in stores if not namespace.table.holds(key)], held=False)
         namespace.top_up_all()
+
+    def _sealed(self, seal: int) -> None:
+        """Put in order the prompts that waited for this seal and wait for no other."""
+        self._sealing.discard(seal)
+        for run in self._stored_runs:
+            run.seals.discard(seal)
+        for run in [run for run in self._stored_runs if not run.seals]:
+            self._touch(run.keys, hit=False)
+        self._stored_runs = [run for run in self._stored_runs if run.seals]
+
+    def _commit(self, key: ChunkKey, ref: SlotRef, checksum: int | None) -> bool:
+        """Take a verified slot in, or free it; say whether the chunk is held now."""
+        namespace, counters = self.namespace, self.namespace.stores.counters
+        is_wanted = namespace.stores.stores_all or namespace.table.get(key) is not None
+        if checksum is None or not is_wanted:  # not stamped as granted, or nobody wants it any more
+            namespace.table.abort_store(ref)
+            counters.stores_refused_stamp += checksum is None
+            return False
+        counters.stores_committed += namespace.table.commit_store(key, ref, checksum)
+        namespace.mark_committed(key)
+        # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
+        return namespace.table.holds(key)
 
     def _verify(self, stores: StoreList) -> Mapping[SlotRef, int]:
         """Worker thread: checksums of the slots whose stamps agree with the grant."""

@@ -193,8 +193,7 @@ class Spiller:
         ]
         began_s = asyncio.get_running_loop().time()
         try:
-            if not stores.disk_usage.fits(num_bytes):
-                await namespace.find_disk_room(num_bytes)
+            await namespace.prepare_disk_room(num_bytes)
             if not stores.disk_usage.fits(num_bytes):
                 stores.holes.set()
                 self._refuse(batch)
@@ -276,7 +275,8 @@ class Spiller:
         self._end_spilling(batch)
         for chunk in batch:
             chunk.volatile = True
-            self._refused.add(chunk.key)
+            if chunk.num_pins:  # of ordinary ones nobody waits for it, and they would be remembered for ever
+                self._refused.add(chunk.key)
             self._namespace.table.settle(chunk.key)
         self._namespace.top_up_all()
 

@@ -1,13 +1,16 @@
 """What every part of the service shares: the disk tier, the ledger on its thread, I/O pools, budget and counters."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from kvtier.config import DaemonConfig
+from kvtier.core.eviction import EvictionClock
 from kvtier.core.slots import HostBudget
 from kvtier.ledger import Ledger
 from kvtier.obs.counters import Counters
@@ -36,6 +39,8 @@ class Stores:
         disk_health: Whether the disk tier may be used at all.
         traffic: Promotions that requests wait for.
         holes: Set when a chunk lost its place in a pack: there may be something to compact.
+        host_clock: Of the host tier's eviction, over all namespaces.
+        disk_clock: Of the disk tier's.
     """
 
     config: DaemonConfig
@@ -52,6 +57,13 @@ class Stores:
     read_threads: ThreadPoolExecutor
     write_threads: ThreadPoolExecutor
     background_thread: ThreadPoolExecutor
+    host_clock: EvictionClock = field(default_factory=EvictionClock)
+    disk_clock: EvictionClock = field(default_factory=EvictionClock)
+
+    @property
+    def stores_all(self) -> bool:
+        """Every prompt chunk is kept, not only those of pinned prompts."""
+        return self.config.cache.store == "all"
 
     @classmethod
     def create(cls, config: DaemonConfig, disk: DiskTier, ledger: Ledger) -> "Stores":
@@ -99,12 +111,24 @@ class Stores:
         """Run disk work that nobody waits for; one call at a time."""
         return await _in_pool(self.background_thread, lambda: call(*args, **kwargs))
 
+    async def measure_disk(self) -> None:
+        """Ask the file system of the packs what it has left; what cannot be asked is taken as it was."""
+        with suppress(OSError):
+            free_bytes = await self.in_io(_free_bytes, self.config.disk.disk_dir)
+            self.disk_usage.measured(free_bytes - self.config.disk.reserve_bytes)
+
     def close(self) -> None:
         """Wait for running calls, end the threads, close the ledger."""
         for pool in (self.read_threads, self.write_threads, self.background_thread, self.io_threads):
             pool.shutdown(wait=True)
         self.ledger_thread.shutdown(wait=True)
         self.ledger.close()
+
+
+def _free_bytes(folder: Path) -> int:
+    """Worker thread: what an unprivileged process may still write."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 async def _in_pool(pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:

@@ -149,11 +149,18 @@ def own_hit(engine: Engine, prefix: Sequence[int], question: Sequence[int], **op
 class Stack:
     """A daemon, and the engines that run beside it one after the other or together."""
 
-    def __init__(self, home: Path, options: EngineOptions, host_bytes: str = "512MiB") -> None:
-        """Prepare; nothing runs yet."""
+    def __init__(
+        self,
+        home: Path,
+        options: EngineOptions,
+        host_bytes: str = "512MiB",
+        daemon_settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prepare; nothing runs yet. `daemon_settings` are further KVTIER_* variables."""
         self.home = home
         # Tests say themselves which tier answers: nothing comes to host memory unasked.
-        self.daemon = Daemon(home, host_bytes=host_bytes, settings={"KVTIER_HOST_PREWARM": "false"})
+        settings = {"KVTIER_HOST_PREWARM": "false", **(daemon_settings or {})}
+        self.daemon = Daemon(home, host_bytes=host_bytes, settings=settings)
         self.options = replace(options, kvtier_socket=self.daemon.socket)
         self._num_engines = 0
 

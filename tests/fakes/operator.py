@@ -30,9 +30,12 @@ async def unpin(stub: Stub, name: str = "p") -> None:
     await stub.Unpin(cache_pb2.UnpinRequest(name=name))
 
 
-async def evict(stub: Stub, name: str = "p", *, force: bool = False) -> cache_pb2.EvictResponse:
-    """Drop a prompt's chunks."""
-    done: cache_pb2.EvictResponse = await stub.Evict(cache_pb2.EvictRequest(name=name, force=force))
+async def evict(
+    stub: Stub, name: str = "p", *, force: bool = False, tier: cache_pb2.Tier = cache_pb2.TIER_ANY
+) -> cache_pb2.EvictResponse:
+    """Drop a prompt's chunks; those of all prompts when the name is empty."""
+    request = cache_pb2.EvictRequest(name=name, all=not name, force=force, tier=tier)
+    done: cache_pb2.EvictResponse = await stub.Evict(request)
     return done
 
 
@@ -40,6 +43,15 @@ async def status_of(stub: Stub) -> cache_pb2.DaemonStatus:
     """Return the daemon's status."""
     status: cache_pb2.DaemonStatus = await stub.GetStatus(cache_pb2.GetStatusRequest())
     return status
+
+
+async def on_disk(stub: Stub, num_chunks: int) -> None:
+    """Wait until exactly so many chunks are on disk."""
+
+    async def written() -> bool:
+        return (await status_of(stub)).disk.num_chunks == num_chunks
+
+    await until(written)
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -59,7 +59,7 @@ class ListPeer:
         self.forecasts.append(forecast)
         self.words += ["missed"] * len(failed)
 
-    def chunks_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
+    def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
         """See EnginePeer."""
         self.held |= dict.fromkeys(keys, held)
         self.words += ["held" if held else "wanted"] * len(keys)

@@ -14,7 +14,8 @@ from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2_grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.address import channel_target
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder
-from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
+from kvtier.config import CacheConfig, DaemonConfig, DiskConfig, HostConfig, ServerConfig
+from kvtier.config.model import StoreMode
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout, group_idx_of
 from kvtier.rpc.server import serve
@@ -28,7 +29,14 @@ ONE_GROUP = KVLayout(
 )
 
 
-def config_in(folder: Path, *, host_bytes: int = 1 << 20, disk_bytes: int = 1 << 30, **disk: Any) -> DaemonConfig:
+def config_in(
+    folder: Path,
+    *,
+    host_bytes: int = 1 << 20,
+    disk_bytes: int = 1 << 30,
+    store: StoreMode = "pinned",
+    **disk: Any,
+) -> DaemonConfig:
     """A small daemon whose files are all under `folder`."""
     for name in ("arena", "disk"):
         (folder / name).mkdir(exist_ok=True)
@@ -36,6 +44,7 @@ def config_in(folder: Path, *, host_bytes: int = 1 << 20, disk_bytes: int = 1 <<
         server=ServerConfig(socket=folder / "d.sock", drain_timeout_s=5),
         host=HostConfig(arena_dir=folder / "arena", host_bytes=host_bytes, prewarm=False),
         disk=DiskConfig(disk_dir=folder / "disk", disk_bytes=disk_bytes, pack_linger_s=0.01, **disk),
+        cache=CacheConfig(store=store),
     )
 
 
@@ -206,6 +215,15 @@ class ScriptedEngine:
     async def release(self, acquire_id: int) -> None:
         """End all leases of an acquire."""
         await self.send(release=pb.Release(acquire_id=acquire_id, all=True))
+
+    async def wait_told(self) -> list[int]:
+        """Wait until the daemon has named everything that it holds; return how many chunks each message named."""
+        sizes: list[int] = []
+        while True:
+            held = (await self.receive("chunks_held")).chunks_held
+            sizes.append(len(held.keys))
+            if held.complete:
+                return sizes
 
     async def barrier(self) -> None:
         """Wait until the daemon has dealt with what was sent before."""

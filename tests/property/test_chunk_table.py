@@ -1,4 +1,4 @@
-"""ChunkTable against a dict model: conservation of slots, bytes and leases after every step, after a crash as well."""
+"""ChunkTable against a dict model: slots, bytes, leases and eviction queues after every step, after a crash as well."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,6 +31,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         self.slots = SlotTable(NUM_SLOTS, ROW_BYTES, self.budget)
         self.table: ChunkTable[str] = ChunkTable(self.slots)
         self.table.pin(KEYS)
+        self.pinned = set(KEYS)
         self.granted: list[SlotRef] = []
         self.generations: dict[int, int] = {}
         self.leases: dict[int, list[bytes]] = {}
@@ -64,7 +65,8 @@ class ChunkTableMachine(RuleBasedStateMachine):
     @rule(key=any_key)
     def store(self, key: bytes) -> None:
         ref = self.granted.pop()
-        had_slot = self.table.get(key).slot is not None  # type: ignore[union-attr]
+        chunk = self.table.get(key)
+        had_slot = chunk is not None and chunk.slot is not None
         assert self.table.begin_seal(ref)
         assert not self.table.begin_seal(ref), "a slot is sealed once"
         assert self.table.commit_store(key, ref, 1) is not had_slot
@@ -117,10 +119,59 @@ class ChunkTableMachine(RuleBasedStateMachine):
         for key in self.leases.pop(data.draw(st.sampled_from(sorted(self.leases)))):
             self.table.unlease(key)
 
-    @rule(num_slots=st.integers(1, 3))
-    def make_room(self, num_slots: int) -> None:
-        evicted = self.table.make_room(num_slots)
-        assert evicted.lost == [], "what is not on disk is not evicted"
+    @rule(num_slots=st.integers(1, 3), ordinary_only=st.booleans())
+    def make_room(self, num_slots: int, ordinary_only: bool) -> None:
+        evictable = [chunk.key for chunk in self.table if chunk.evictable]
+        ordinary = [key for key in evictable if key not in self.pinned]
+        pinned_before = self.table.num_pinned_host
+        evicted = self.table.make_room(num_slots, ordinary_only=ordinary_only)
+        assert evicted.num_slots == min(num_slots, len(ordinary if ordinary_only else evictable))
+        assert not self.pinned & set(evicted.lost), "what is pinned and not on disk is not evicted"
+        assert not any(self.table.holds(key) for key in evicted.lost)
+        num_pinned_gone = pinned_before - self.table.num_pinned_host
+        assert num_pinned_gone == evicted.num_slots - min(num_slots, len(ordinary)), "pinned ones go last"
+
+    @rule(key=any_key)
+    def unpin(self, key: bytes) -> None:
+        if key in self.pinned:
+            self.pinned.discard(key)
+            self.table.unpin([key])
+
+    @rule(key=any_key)
+    def pin(self, key: bytes) -> None:
+        if key not in self.pinned:
+            self.pinned.add(key)
+            self.table.pin([key])
+
+    @rule(keys=st.lists(any_key, unique=True), hit=st.booleans())
+    def touch(self, keys: list[bytes], hit: bool) -> None:
+        self.table.touch(keys, hit=hit)
+
+    @rule(key=any_key)
+    def begin_spill(self, key: bytes) -> None:
+        chunk = self.table.get(key)
+        if chunk is not None and chunk.readable and chunk.location is None:
+            chunk.spilling = True
+
+    @rule(key=any_key)
+    def end_spill(self, key: bytes) -> None:
+        chunk = self.table.get(key)
+        if chunk is not None and chunk.spilling:
+            self.table.place(key, "pack")
+            self.durable.add(key)
+            chunk.spilling = False
+            self.table.settle(key)
+
+    @rule(num_chunks=st.integers(1, 3))
+    def drop_cheapest(self, num_chunks: int) -> None:
+        num_ordinary = len(self.durable - self.pinned)
+        unused = {key for key in self.durable - self.pinned if self.table.get(key).slot is None}  # type: ignore[union-attr]
+        dropped = self.table.cheapest_on_disk(num_chunks)
+        assert len(dropped) == min(num_chunks, num_ordinary), "pinned ones never leave the disk"
+        assert len(set(dropped) & unused) == min(num_chunks, len(unused)), "what is in use goes last"
+        for key in dropped:
+            self.table.unplace(key)
+            self.durable.discard(key)
 
     @rule(key=any_key)
     def doom(self, key: bytes) -> None:
@@ -143,6 +194,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
             assert chunk is not None
             assert chunk.slot is not None, "a leased chunk keeps its slot"
         assert {chunk.key for chunk in self.table if chunk.location is not None} == self.durable
+        assert {chunk.key for chunk in self.table if chunk.num_pins} == self.pinned
 
 
 TestChunkTable = ChunkTableMachine.TestCase

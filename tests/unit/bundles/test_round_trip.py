@@ -23,7 +23,7 @@ KEYS = [chunk_key(n) for n in range(5)]
 Status = grpc.StatusCode
 
 
-def home(tmp_path: Path, name: str, **settings: int) -> DaemonConfig:
+def home(tmp_path: Path, name: str, **settings: Any) -> DaemonConfig:
     (tmp_path / name).mkdir()
     return config_in(tmp_path / name, **settings)
 

@@ -45,6 +45,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         pins: Every PinRequest.
         counters: For the status.
         latched: Why the disk tier is off.
+        evictions: Every EvictRequest.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         self.pins: list[PinRequest] = []
         self.counters: dict[str, int] = {}
         self.latched = ""
+        self.evictions: list[EvictRequest] = []
         self._changed = threading.Condition()
 
     def capture(self, num_chunks: int | None = None) -> None:
@@ -109,6 +111,9 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         return status
 
     def Evict(self, request: EvictRequest, context: Any) -> EvictResponse:
+        self.evictions.append(request)
+        if request.all:
+            return EvictResponse(num_chunks=9, host_bytes=9 << 20, num_shared_chunks=2)
         status = self.GetPrompt(GetPromptRequest(name=request.name), context)
         if status.pinned and not request.force:
             self._abort(context, PromptPinnedError(request.name))
@@ -120,10 +125,13 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
             pid=1,
             started_unix_s=time.time() - 90,
             socket="/run/s",
-            host=TierStatus(location="/dev/shm/kvtier", used_bytes=1 << 30, limit_bytes=4 << 30, num_chunks=7),
+            host=TierStatus(
+                location="/dev/shm/kvtier", used_bytes=1 << 30, limit_bytes=4 << 30, num_chunks=7, pinned_bytes=1 << 28
+            ),
             disk=TierStatus(location="/var/lib/kvtier", used_bytes=0, limit_bytes=9 << 30, latched=self.latched),
             num_prompts=len(self.prompts),
             counters=self.counters,
+            store="all",
         )
 
     def _status_of(self, request: PinRequest) -> PromptStatus:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus
+from kvtier._pb.cache_pb2 import (
+    TIER_DISK,
+    DaemonStatus,
+    NamespaceStatus,
+    PromptBinding,
+    PromptStatus,
+    SessionStatus,
+    Tier,
+)
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.tables import daemon_details
 from kvtier.cli.units import format_duration, format_expiry, parse_duration
@@ -109,14 +117,44 @@ def test_evict_force(prompt: PromptStatus, kvtier: Kvtier) -> None:
     assert kvtier("evict", "support-bot", "--force").exit_code == 0
 
 
+@pytest.mark.parametrize(("option", "tier"), [((), "TIER_ANY"), (("--tier", "host"), "TIER_HOST")])
+def test_evict_all(daemon: FakeDaemon, kvtier: Kvtier, option: tuple[str, ...], tier: str) -> None:
+    result = kvtier("evict", "--all", *option)
+    assert result.exit_code == 0
+    assert "evicted: 9 chunks, 9.00 MiB of host memory" in result.output
+    assert "kept: 2 chunks that pinned prompts have" in result.output
+    (request,) = daemon.evictions
+    assert (request.all, request.name, request.force, Tier.Name(request.tier)) == (True, "", False, tier)
+
+
+def test_evict_from_one_tier(prompt: PromptStatus, daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    assert kvtier("evict", "support-bot", "--tier", "disk", "--force").exit_code == 0
+    (request,) = daemon.evictions
+    assert (request.all, request.name, request.force, request.tier) == (False, "support-bot", True, TIER_DISK)
+
+
+@pytest.mark.parametrize("arguments", [(), ("support-bot", "--all"), ("x", "--tier", "gpu")])
+def test_evict_takes_a_name_or_all(daemon: FakeDaemon, kvtier: Kvtier, arguments: tuple[str, ...]) -> None:
+    assert kvtier("evict", *arguments).exit_code == 2
+    assert not daemon.evictions
+
+
 def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
     daemon.counters = {"acquires": 4711, "fsyncs": 0, "pack_bytes_written": 1 << 20}
     result = kvtier("status")
     assert result.exit_code == 0
     assert_narrow(result.output)
-    for said in ("pid 1", "up 1m 30s", "1.00 GiB of 4.00 GiB (25%), 7 chunks", "none attached", "4711", "1.00 MiB"):
+    for said in (
+        "pid 1",
+        "up 1m 30s",
+        "1.00 GiB of 4.00 GiB (25%), 7 chunks, 256 MiB pinned",
+        "none attached",
+        "4711",
+        "1.00 MiB",
+    ):
         assert said in result.output
     assert "fsyncs" not in result.output
+    assert "every prompt; what is not pinned is evictable" in result.output
     assert json.loads(kvtier("status", "--json").output)["counters"]["fsyncs"] == 0
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from kvtier.client.address import SOCKET_VARIABLE
-from kvtier.config import DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig, load_config, settings, units
+from kvtier.config import (
+    CacheConfig,
+    DaemonConfig,
+    DiskConfig,
+    HostConfig,
+    LogConfig,
+    ServerConfig,
+    load_config,
+    settings,
+    units,
+)
 from kvtier.config.settings import BY_KEY, SETTINGS
 from kvtier.config.units import available_bytes, format_size, parse_percent, parse_size
 from kvtier.errors import ConfigError
@@ -134,7 +144,7 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ("[hosts]\nbytes = 1", "did you mean host?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
-        ("nonsense = 3", "[server], [host], [disk], [log]"),
+        ("nonsense = 3", "[server], [host], [disk], [cache], [log]"),
     ],
 )
 def test_misplaced_keys(write: Callable[[str], Path], text: str, said: str) -> None:
@@ -192,6 +202,7 @@ def test_each_field_is_a_setting_and_each_setting_a_field() -> None:
 def test_dataclass_defaults_are_the_settings_defaults() -> None:
     config = load_config(environ={}).config
     assert config.log == LogConfig()
+    assert config.cache == CacheConfig()
     assert config.server == ServerConfig(socket=config.server.socket)
     assert config.host == HostConfig(arena_dir=config.host.arena_dir, host_bytes=config.host.host_bytes)
     assert config.disk == DiskConfig(disk_dir=config.disk.disk_dir, disk_bytes=config.disk.disk_bytes)
@@ -226,3 +237,15 @@ def test_rates_of_background_work_may_be_zero_for_off(write: Callable[[str], Pat
     for value in ("false", '"1KiB"', "-1"):
         with pytest.raises(ConfigError, match="scrub_bytes_per_s"):
             load_config(path=write(f"[disk]\nscrub_bytes_per_s = {value}"), environ={})
+
+
+def test_a_low_watermark_above_the_high_one_is_refused(write: Callable[[str], Path]) -> None:
+    error = failure(write("[host]\nhigh_watermark = 0.5\nlow_watermark = 0.6\n"))
+    assert error.key == "host.low_watermark"
+    assert "at most host.high_watermark, which is 0.5" in str(error)
+
+
+def test_the_store_mode_and_a_reserve_of_nothing(write: Callable[[str], Path]) -> None:
+    config = load_config(path=write('[cache]\nstore = "all"\n[disk]\nreserve_bytes = 0\n'), environ={}).config
+    assert (config.cache.store, config.disk.reserve_bytes) == ("all", 0)
+    assert "pinned, all" in str(failure(environ={"KVTIER_CACHE_STORE": "some"}))

@@ -219,10 +219,12 @@ class Scheduler:
 
     # The daemon's side.
 
-    def attach(self, num_credits: int = 8) -> None:
+    def attach(self, num_credits: int = 8, store_mode: pb.StoreMode = pb.STORE_PINNED) -> None:
         """A (new) session is up."""
         self._outbox = queue.SimpleQueue()
-        welcome = pb.Welcome(lock_path="/lock", arena=pb.ArenaInfo(arena_id=b"A" * 16, path="/arena"))
+        welcome = pb.Welcome(
+            lock_path="/lock", arena=pb.ArenaInfo(arena_id=b"A" * 16, path="/arena"), store_mode=store_mode
+        )
         self.attachment = Attachment(self._outbox, 0, welcome)
         self.link.events.append(Attached(self.attachment))
         slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(num_credits)]
@@ -242,6 +244,10 @@ class Scheduler:
         assert self.attachment is not None
         self.link.events.append(PinBound(self.attachment, BoundPin(pin_id=pin_id, keys=tuple(keys), pinned=pinned)))
         self.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held)))
+
+    def hold(self, keys: Sequence[bytes], held: bool = True, complete: bool = False) -> None:
+        """The daemon says what it holds."""
+        self.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete)))
 
     def unpin(self, pin_id: str) -> None:
         assert self.attachment is not None

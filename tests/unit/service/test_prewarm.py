@@ -9,7 +9,6 @@ import pytest
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.arena_map import SessionLockHolder
 from kvtier.config import DaemonConfig
-from kvtier.service.prewarm import HIGH_WATERMARK_RATIO
 from kvtier.tiers.packs import PackTier
 from tests.fakes.gates import gated
 from tests.fakes.left_arena import LeftArena
@@ -84,7 +83,7 @@ def test_it_stops_at_the_watermark_with_the_newest_prompt_and_heads_in_memory(tm
             await store(stub, engine, "late", LATE, first=900)
         num_rows = 6
         small = warming(config_in(tmp_path, host_bytes=num_rows * ONE_GROUP.row_bytes))
-        num_warm = int(HIGH_WATERMARK_RATIO * num_rows)
+        num_warm = int(config.host.low_watermark * num_rows)
         async with running(small) as stub:
             await promoted(stub, num_warm)
             async with ScriptedEngine(small, store_credits=1) as engine:

@@ -1,0 +1,143 @@
+"""Room in both tiers: who gives way when there is none, and the background work that keeps some free.
+
+Only ordinary chunks are dropped here, those that no pinned prompt has; for slots on demand, as the last resort, pinned
+chunks that are on disk too. Of the namespaces those that no engine uses give way first, then the lowest value: what is
+lost is compared in seconds of prefill per byte, whatever model it belongs to.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from kvtier.errors import LedgerError
+from kvtier.obs.log import log_event
+
+if TYPE_CHECKING:
+    from kvtier.service.namespace import Namespace
+    from kvtier.service.stores import Stores
+
+logger = logging.getLogger(__name__)
+
+STALE_S = 24 * 3600.0
+"""A namespace that no engine used for so long gives up its ordinary chunks on disk before any other."""
+_DROP_BYTES = 256 * 1024**2
+_MIN_STEP_SHARE = 8
+
+
+class Room:
+    """Makes room over all namespaces. Loop thread only.
+
+    Args:
+        stores: Budget, usage and configuration.
+        namespaces: By id; the cache's own, which changes.
+        now_unix_s: Tells how long a namespace has been unused.
+    """
+
+    def __init__(
+        self, stores: "Stores", namespaces: Mapping[str, "Namespace"], now_unix_s: Callable[[], float] = time.time
+    ) -> None:
+        self._stores = stores
+        self._namespaces = namespaces
+        self._now_unix_s = now_unix_s
+
+    # On demand
+
+    def find_host_room(self, asker: "Namespace", num_bytes: int) -> None:
+        """Make other namespaces give back host memory.
+
+        One with an engine loses chunks only to an asker that has no memory at all, or none that is worth less.
+        """
+        budget = self._stores.budget
+        spent: set[str] = set()
+        while budget.free_bytes < num_bytes:
+            givers = [other for other in self._namespaces.values() if self._gives_to(asker, other, spent)]
+            if not givers:
+                return
+            giver = min(givers, key=lambda other: (other.live, _host_value(other)))
+            used_bytes = budget.used_bytes
+            # In steps, because values change as chunks go; not row by row, because each step is a system call.
+            giver.give_back_room(max(giver.layout.row_bytes, (num_bytes - budget.free_bytes) // _MIN_STEP_SHARE))
+            if budget.used_bytes == used_bytes:
+                spent.add(giver.namespace_id)
+
+    def _gives_to(self, asker: "Namespace", other: "Namespace", spent: set[str]) -> bool:
+        if other is asker or other.namespace_id in spent or not other.slots.num_backed:
+            return False
+        return not other.live or not asker.slots.num_backed or _host_value(other) < _host_value(asker)
+
+    async def find_disk_room(self, num_bytes: int) -> None:
+        """Drop ordinary chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
+
+        Raises:
+            LedgerError: The ledger refused to drop them.
+        """
+        while (short_bytes := self._stores.disk_usage.shortage(num_bytes)) > 0:
+            if not await self._drop_cheapest(short_bytes):
+                return
+
+    async def _drop_cheapest(self, num_bytes: int) -> int:
+        """Drop about `num_bytes` in the namespace that gives way first; in steps, since values change as chunks go."""
+        holders = [namespace for namespace in self._namespaces.values() if namespace.table.num_ordinary_disk]
+        if not holders:
+            return 0
+        return await min(holders, key=self._disk_rank).drop_cheapest(min(num_bytes, _DROP_BYTES))
+
+    def _disk_rank(self, namespace: "Namespace") -> tuple[bool, float]:
+        is_stale = not namespace.live and self._now_unix_s() - namespace.row.seen_unix_s > STALE_S
+        value = namespace.table.lowest_disk_value
+        return not is_stale, float("inf") if value is None else value
+
+    # In the background
+
+    def trim_host(self) -> int:
+        """Above the high watermark evict ordinary chunks from host memory down to the low one; return how many rows.
+
+        What is in use, or on its way to disk, stays; so may the tier above its watermark.
+        """
+        config = self._stores.config.host
+        occupied_bytes = sum(namespace.occupied_bytes for namespace in self._namespaces.values())
+        if occupied_bytes <= config.high_watermark * config.host_bytes:
+            return 0
+        num_freed, excess_bytes = 0, occupied_bytes - int(config.low_watermark * config.host_bytes)
+        spent: set[str] = set()
+        while excess_bytes > 0:
+            holders = [each for each in self._namespaces.values() if each.namespace_id not in spent]
+            holders = [each for each in holders if each.table.lowest_host_value is not None]
+            if not holders:
+                break
+            holder = min(holders, key=lambda each: (each.live, _host_value(each)))
+            num_slots = max(1, excess_bytes // holder.layout.row_bytes // _MIN_STEP_SHARE)
+            freed = holder.evict_ordinary(num_slots)
+            if not freed:
+                spent.add(holder.namespace_id)
+            num_freed += freed
+            excess_bytes -= freed * holder.layout.row_bytes
+        return num_freed
+
+    async def trim_disk(self) -> int:
+        """Above the high watermark drop ordinary chunks from disk down to the low one; return their stored bytes.
+
+        High is counted in bytes of packs, low in bytes of chunks: what lies between is holes, and compaction's matter.
+        """
+        config = self._stores.config.disk
+        if self._stores.disk_usage.used_bytes <= config.high_watermark * config.disk_bytes:
+            return 0
+        num_dropped = 0
+        try:
+            while (excess_bytes := self._live_disk_bytes() - int(config.low_watermark * config.disk_bytes)) > 0:
+                num_bytes = await self._drop_cheapest(excess_bytes)
+                if not num_bytes:
+                    break
+                num_dropped += num_bytes
+        except LedgerError as error:  # the next turn tries again
+            log_event(logger, "disk_not_trimmed", level=logging.ERROR, problem=str(error))
+        return num_dropped
+
+    def _live_disk_bytes(self) -> int:
+        return sum(namespace.table.disk_bytes for namespace in self._namespaces.values())
+
+
+def _host_value(namespace: "Namespace") -> float:
+    value = namespace.table.lowest_host_value
+    return float("inf") if value is None else value

@@ -1,0 +1,120 @@
+"""`store = "all"` on a small Llama: kvtier as a full prefix cache, with nothing pinned.
+
+The tests of this file run in order, on one daemon and one engine. Host memory is small, so that a flood has to evict.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.models import TINY, cached_model
+from benchmarks.processes import Engine, EngineOptions, wait_until
+from tests.e2e.conftest import Note
+from tests.e2e.equality import Comparisons
+from tests.e2e.harness import PATIENT, Answer, Stack, Tokens, ask, flood, forget_gpu, own_hit, running_stack, tokens
+
+TURNS = [tokens(100, 320), tokens(101, 96), tokens(102, 160), tokens(103, 64)]
+SHORT = tokens(110, 40)
+
+
+@dataclass
+class World:
+    """What the tests share."""
+
+    stack: Stack
+    engine: Engine
+
+
+def history(turn: int) -> Tokens:
+    """Return everything said before a turn; a whole number of blocks."""
+    return [token for part in TURNS[:turn] for token in part]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A daemon that stores everything in little memory, and an engine."""
+    options = EngineOptions(model=str(cached_model("tiny", TINY)), max_batched_tokens=256, connector_config=PATIENT)
+    settings = {"KVTIER_CACHE_STORE": "all"}
+    with running_stack(options, host_bytes="8MiB", daemon_settings=settings) as stack, stack.engine() as engine:
+        stack.wait_attached(engine)
+        yield World(stack, engine)
+
+
+def settled(stack: Stack) -> None:
+    """Wait until everything in host memory is on disk too: stores are committed and written in the background."""
+
+    def all_written() -> bool:
+        with stack.admin() as client:
+            status = client.status()
+        return 0 < status.host.num_chunks <= status.disk.num_chunks
+
+    wait_until(all_written, 30, "chunks to be written")
+
+
+def reference_of(world: World, prefix: Tokens, question: Tokens) -> Answer:
+    """Return the answer with `prefix` from vLLM's own cache; kvtier holds nothing ordinary afterwards."""
+    world.stack.cli("evict", "--all")
+    reference = own_hit(world.engine, prefix, question)
+    forget_gpu(world.engine)
+    world.stack.cli("evict", "--all")
+    return reference
+
+
+def test_each_turn_of_a_chat_restores_its_history(world: World, compare: Comparisons, note: Note) -> None:
+    """Nobody pinned anything: turn n's history was stored by turn n-1, and gives the logprobs of vLLM's own hit."""
+    stack, engine = world.stack, world.engine
+    assert stack.json("status")["store"] == "all"
+    references = {turn: reference_of(world, history(turn), TURNS[turn]) for turn in range(1, len(TURNS))}
+    assert ask(engine, history(1), max_tokens=1).cached_tokens == 0
+    for turn, reference in references.items():
+        settled(stack)
+        forget_gpu(engine)
+        compare.restored_equals_own_hit(ask(engine, history(turn) + TURNS[turn]), reference, "host")
+    note(f"{len(history(len(TURNS) - 1))} tokens of history restored without a pin")
+
+
+def test_a_flood_stays_within_host_memory(world: World, note: Note) -> None:
+    """Prompts that nobody repeats evict each other; every one of them is answered."""
+    stack, engine = world.stack, world.engine
+    with stack.admin() as client:
+        limit_bytes = client.status().host.limit_bytes
+        row_bytes = client.status().namespaces[0].row_bytes
+    num_tokens = 0
+    while num_tokens // engine.options.block_size * row_bytes < 2 * limit_bytes:
+        num_tokens += flood(engine, 60_000 + num_tokens)
+        with stack.admin() as client:
+            assert client.status().host.used_bytes <= limit_bytes
+    counters = stack.counters()
+    assert counters["host_evictions"] > 0
+    note(f"{num_tokens} tokens, {counters['stores_committed']} chunks stored, {counters['host_evictions']} evicted")
+
+
+def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comparisons) -> None:
+    """The daemon is killed, the engine stays: from disk, and nothing is stored a second time."""
+    stack, engine = world.stack, world.engine
+    reference = reference_of(world, history(3), SHORT)
+    ask(engine, history(3), max_tokens=1)
+    settled(stack)
+    stack.daemon.kill()
+    stack.daemon.start()
+    stack.wait_attached(engine)
+    forget_gpu(engine)
+    compare.restored_equals_own_hit(ask(engine, history(3) + SHORT), reference, "disk")
+    forget_gpu(engine)  # returns when vLLM stores nothing any more
+    assert stack.counters()["stores_committed"] <= len(SHORT) // engine.options.block_size
+
+
+def test_a_pin_among_ordinary_prompts_stays(world: World, compare: Comparisons) -> None:
+    """Evicting everything leaves it; out of host memory it comes back from disk."""
+    stack, engine = world.stack, world.engine
+    reference = reference_of(world, history(2), SHORT)
+    stack.pin("chat", history(2), engine)
+    stack.cli("evict", "--all")
+    assert stack.json("status")["disk"]["num_chunks"] == len(history(2)) // engine.options.block_size
+    forget_gpu(engine)
+    compare.restored_equals_own_hit(ask(engine, history(2) + SHORT), reference, "host")
+    forget_gpu(engine)
+    stack.cli("evict", "--all")
+    stack.cli("evict", "chat", "--tier", "host")
+    compare.restored_equals_own_hit(ask(engine, history(2) + SHORT), reference, "disk")

@@ -1,0 +1,119 @@
+"""Which namespace gives way on disk: one that nobody has used for a day before any other, then the lowest value."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.errors import LedgerError
+from kvtier.service.disk_usage import DiskUsage
+from kvtier.service.room import STALE_S, Room
+
+NOW_S = 1_000_000.0
+CHUNK_BYTES = 10
+
+
+@dataclass
+class FakeNamespace:
+    """As much of a namespace as `Room` asks for; every chunk has a pack of its own."""
+
+    namespace_id: str
+    usage: DiskUsage
+    value: float
+    num_chunks: int = 4
+    live: bool = False
+    seen_unix_s: float = NOW_S
+    error: Exception | None = None
+    dropped: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for number in range(self.num_chunks):
+            self.usage.add(f"{self.namespace_id}-{number}", CHUNK_BYTES)
+
+    @property
+    def row(self) -> Any:
+        return SimpleNamespace(seen_unix_s=self.seen_unix_s)
+
+    @property
+    def table(self) -> Any:
+        return SimpleNamespace(
+            num_ordinary_disk=self.num_chunks,
+            lowest_disk_value=self.value,
+            disk_bytes=self.num_chunks * CHUNK_BYTES,
+        )
+
+    async def drop_cheapest(self, num_bytes: int) -> int:
+        if self.error is not None:
+            raise self.error
+        count = min(self.num_chunks, -(-num_bytes // CHUNK_BYTES))
+        for _ in range(count):
+            self.num_chunks -= 1
+            self.usage.remove(f"{self.namespace_id}-{self.num_chunks}")
+        self.dropped.append(count)
+        return count * CHUNK_BYTES
+
+
+def room_of(usage: DiskUsage, *namespaces: FakeNamespace) -> Room:
+    disk = SimpleNamespace(disk_bytes=usage.limit_bytes, high_watermark=0.9, low_watermark=0.5)
+    stores: Any = SimpleNamespace(disk_usage=usage, config=SimpleNamespace(disk=disk))
+    by_id: Any = {namespace.namespace_id: namespace for namespace in namespaces}
+    return Room(stores, by_id, now_unix_s=lambda: NOW_S)
+
+
+def test_a_stale_namespace_gives_way_before_a_cheaper_one() -> None:
+    usage = DiskUsage(limit_bytes=80)
+    stale = FakeNamespace("stale", usage, value=9.0, seen_unix_s=NOW_S - STALE_S - 1)
+    cheap = FakeNamespace("cheap", usage, value=1.0, seen_unix_s=NOW_S - STALE_S + 1)
+    asyncio.run(room_of(usage, cheap, stale).find_disk_room(50))
+    assert (stale.num_chunks, cheap.num_chunks) == (0, 3)
+    assert usage.fits(50)
+
+
+def test_an_engine_that_has_been_attached_for_long_is_not_stale() -> None:
+    usage = DiskUsage(limit_bytes=80)
+    old = FakeNamespace("old", usage, value=9.0, live=True, seen_unix_s=NOW_S - 2 * STALE_S)
+    cheap = FakeNamespace("cheap", usage, value=1.0)
+    asyncio.run(room_of(usage, old, cheap).find_disk_room(20))
+    assert (old.num_chunks, cheap.num_chunks) == (4, 2)
+
+
+def test_when_nothing_is_left_to_drop_it_gives_up() -> None:
+    usage = DiskUsage(limit_bytes=80)
+    only = FakeNamespace("only", usage, value=1.0)
+    usage.add("pinned", 40)
+    asyncio.run(room_of(usage, only).find_disk_room(60))
+    assert only.num_chunks == 0
+    assert not usage.fits(60)
+
+
+def test_the_file_system_counts_as_the_quota_does() -> None:
+    usage = DiskUsage(limit_bytes=1000)
+    only = FakeNamespace("only", usage, value=1.0)
+    usage.measured(15)
+    assert not usage.fits(30)
+    asyncio.run(room_of(usage, only).find_disk_room(30))
+    assert only.dropped == [2]
+    assert usage.fits(30)
+
+
+def test_the_watermark_trims_down_to_the_low_one_and_holes_are_not_its_matter() -> None:
+    usage = DiskUsage(limit_bytes=80)
+    one = FakeNamespace("one", usage, value=1.0, num_chunks=7)
+    room = room_of(usage, one)
+    assert asyncio.run(room.trim_disk()) == 0
+    usage.add("holes", 8)
+    assert asyncio.run(room.trim_disk()) == 30
+    usage.add("more-holes", 30)
+    assert asyncio.run(room.trim_disk()) == 0, "chunks take the low share only"
+
+
+def test_a_ledger_that_refuses_does_not_end_the_trimming_for_good(caplog: pytest.LogCaptureFixture) -> None:
+    usage = DiskUsage(limit_bytes=80)
+    one = FakeNamespace("one", usage, value=1.0, num_chunks=8, error=LedgerError("disk I/O error"))
+    room = room_of(usage, one)
+    assert asyncio.run(room.trim_disk()) == 0
+    assert "disk_not_trimmed" in caplog.text
+    one.error = None
+    assert asyncio.run(room.trim_disk()) == 40
