@@ -83,7 +83,7 @@ def test_it_stops_at_the_watermark_with_the_newest_prompt_and_heads_in_memory(tm
             await store(stub, engine, "late", LATE, first=900)
         num_rows = 6
         small = warming(config_in(tmp_path, host_bytes=num_rows * ONE_GROUP.row_bytes))
-        num_warm = int(config.host.low_watermark * num_rows)
+        num_warm = int(small.host.low_watermark * num_rows)
         async with running(small) as stub:
             await promoted(stub, num_warm)
             async with ScriptedEngine(small, store_credits=1) as engine:
