@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Engines that run at once; starting one keeps one core busy for half a minute.
 E2E_WORKERS ?= 2
 
-.PHONY: help venv demo test check test-fast test-e2e clean
+.PHONY: help venv peers-venv demo test check test-fast test-e2e clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
@@ -12,10 +12,14 @@ help:
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
+	@echo "make peers-venv set up .venv-peers: LMCache, for python -m benchmarks.peers"
 	@echo "make clean      remove .venv, models and caches"
 
 venv:
 	@PYTHON="$(PYTHON)" scripts/make_venv.sh
+
+peers-venv: venv
+	@scripts/make_peer_venv.sh
 
 demo: venv
 	@exec $(BIN)/python -m benchmarks.demo $(if $(MODEL),--model "$(MODEL)")
