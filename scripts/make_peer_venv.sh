@@ -27,5 +27,5 @@ rm -rf "$venv"
 echo "$packages" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 echo "Installing LMCache into $venv ..."
 "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps -r "$list"
-LMCACHE_TRACK_USAGE=false "$venv/bin/python" -c 'import lmcache, vllm' >/dev/null
+LMCACHE_TRACK_USAGE=false LMCACHE_LOG_LEVEL=ERROR "$venv/bin/python" -c 'import lmcache, vllm' >/dev/null
 echo "$wanted" >"$stamp"

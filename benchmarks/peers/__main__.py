@@ -24,6 +24,7 @@ import openai
 
 from benchmarks.machine import fast_dtype, machine_line
 from benchmarks.models import DEMO, TINY, ModelSpec, cached_model
+from benchmarks.peers.files import is_in_memory
 from benchmarks.peers.measure import Results, measure_frame, measure_restarts, store
 from benchmarks.peers.report import table
 from benchmarks.peers.systems import PEER_VENVS, SYSTEMS, SetupError, System, VLLMAlone
@@ -74,7 +75,7 @@ def run(systems: dict[str, System], alone: System, num_rounds: int) -> Results:
                 measure_restarts(system, round_number, results, say)
         except FAILURES as error:
             results.skipped[system.name] = f"{step}: {error}"
-            say(f"{system.name} is left out from here on: {step}: {error}")
+            say(f"{system.name} is left out from here on: {step}: {error}\n{system.log_tails()}")
             del running[name]
 
     for name in list(running):
@@ -127,6 +128,8 @@ def main() -> int:
         with ExitStack() as stack:
             home = Path(tempfile.mkdtemp(prefix="kvtier-peers-", dir=arguments.dir))
             stack.callback(shutil.rmtree, home, ignore_errors=True)
+            if is_in_memory(home):
+                parser.error(f"--dir: {home.parent} is held in memory (tmpfs); name a folder on a disk")
             options = EngineOptions(
                 model=str(cached_model(f"peers-{arguments.model}", MODELS[arguments.model])),
                 max_model_len=MAX_MODEL_LEN,

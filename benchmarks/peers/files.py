@@ -11,6 +11,17 @@ STAT_BLOCK_BYTES = 512
 PROC = Path("/proc")
 
 
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder lies on a file system without a device (tmpfs), where nothing can be read from disk."""
+    device = folder.stat().st_dev
+    for line in (PROC / "self" / "mountinfo").read_text().splitlines():
+        # `... major:minor root mountpoint options ... - type source options`, see proc(5).
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+            return after.split()[0] in ("tmpfs", "ramfs")
+    return False
+
+
 def files_of(folder: Path) -> Iterator[Path]:
     """Yield every regular file under a folder."""
     for parent, _, names in os.walk(folder):

@@ -2,23 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 from benchmarks.peers.asking import PINNED_VARIANT, Answer, ask_pinned, forget_device_cache, greet
 from benchmarks.peers.files import allocated_bytes, drop_page_cache
-from benchmarks.peers.systems import System
+from benchmarks.peers.systems import Ending, System
 
 NUM_AGAIN = 5
 # A hit has at least this much of the prompt: whole chunks of it, without the question.
 HIT_RATIO = 0.85
 QUESTIONS_PER_START = 1 + NUM_AGAIN
-
-
-class Ending(Enum):
-    """How the processes ended before the start that is measured."""
-
-    STOPPED = "stopped"
-    KILLED = "kill -9"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +82,10 @@ def measure_frame(alone: System, round_number: int, results: Results) -> None:
 
 
 def measure_restarts(system: System, round_number: int, results: Results, say: Callable[[str], None]) -> None:
-    """Restart after a stop, ask, kill -9, restart, ask."""
-    for ending in Ending:
-        # The session before this one ended so; the last of a round, and the one that stored, are stopped.
-        kill = ending is Ending.STOPPED
-        result = _restart(system, round_number, ending, kill=kill)
+    """Restart after a stop, ask, kill -9, restart, ask; some systems only after a stop."""
+    # The session that stored was stopped, and so is the last one of each round.
+    for ending, next_ending in zip(system.endings, (*system.endings[1:], Ending.STOPPED), strict=True):
+        result = _restart(system, round_number, ending, kill=next_ending is Ending.KILLED)
         results.starts.setdefault(system.name, []).append(result)
         first = result.first
         say(

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.machine import spread
 from benchmarks.peers.asking import Answer
-from benchmarks.peers.measure import Ending, Results, Start, is_hit
+from benchmarks.peers.measure import Results, Start, is_hit
+from benchmarks.peers.systems import Ending
 
 MIB = 2**20
 HEADER = (

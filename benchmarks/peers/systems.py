@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 
 import httpx
@@ -32,13 +33,25 @@ class SetupError(Exception):
     """A system could not be brought to the point where it can be measured; the message says why."""
 
 
+class Ending(Enum):
+    """How the processes ended before the start that is measured."""
+
+    STOPPED = "stopped"
+    KILLED = "kill -9"
+
+
 class System(ABC):
     """A vLLM with something that keeps prompts on disk, in a folder of its own.
 
     `serving` may be entered again and again on the same files.
+
+    Attributes:
+        name: For people.
+        endings: What to measure restarts after, from `Ending.STOPPED` on.
     """
 
     name: str
+    endings: tuple[Ending, ...] = tuple(Ending)
 
     def __init__(self, home: Path, options: EngineOptions) -> None:
         """Prepare; nothing runs yet."""
@@ -84,6 +97,14 @@ class System(ABC):
         """Bring the long prompt to disk: by a plain request, until the files stay as they are."""
         ask_pinned(engine, [], number=0)
         self._wait_settled(engine)
+
+    def log_tails(self, num_lines: int = 15) -> str:
+        """Return the ends of the logs of its last session."""
+        logs = sorted(self.home.glob(f"*-{self._num_sessions}.log")) + sorted(self.home.glob("daemon.log"))
+        return "\n".join(
+            "\n".join([f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-num_lines:]])
+            for log in logs
+        )
 
     def _wait_settled(self, engine: Engine) -> None:
         """Wait until nothing is under way and its files have not changed for SETTLE_S."""
@@ -258,9 +279,10 @@ class LMCache(System):
 
 
 class LMCacheRetain(LMCache):
-    """The same, told to keep in host memory what it read from disk."""
+    """The same, told to keep in host memory what it read from disk. What a kill changes, its default shows."""
 
     name = "LMCache fs, retain"
+    endings = (Ending.STOPPED,)
     prefetch_policy = "retain"
 
 

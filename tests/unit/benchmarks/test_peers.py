@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.peers.asking import Answer, question
-from benchmarks.peers.files import BytesRead, allocated_bytes, drop_page_cache, snapshot
-from benchmarks.peers.measure import Ending, Results, Start, is_hit, question_numbers
+from benchmarks.peers.files import BytesRead, allocated_bytes, drop_page_cache, is_in_memory, snapshot
+from benchmarks.peers.measure import Results, Start, is_hit, question_numbers
 from benchmarks.peers.report import HEADER, table
+from benchmarks.peers.systems import SYSTEMS, Ending
 
 READER = "import sys, pathlib; len(pathlib.Path(sys.argv[1]).read_bytes()); print('read', flush=True); sys.stdin.read()"
 MIB = 2**20
@@ -51,6 +52,11 @@ def test_every_restart_asks_questions_that_nobody_asked_before() -> None:
     assert len({question(number) for number in (0, *numbers)}) == 1 + len(numbers)
 
 
+def test_every_system_is_measured_after_a_stop_first() -> None:
+    # Its first restart follows the session that stored the prompt, which is stopped.
+    assert all(system.endings[0] is Ending.STOPPED for system in SYSTEMS.values())
+
+
 def test_a_row_shows_ratio_reads_and_stored_bytes() -> None:
     row = cells(table(results_with(answer(0.3))), "some cache")
     assert row["first request"] == "hit 1 of 1"
@@ -87,6 +93,12 @@ def test_files_are_counted_by_what_they_occupy(tmp_path: Path) -> None:
     assert sorted(path.name for path in snapshot(tmp_path)) == ["data", "sparse"]
     assert MIB <= allocated_bytes(tmp_path) < 2 * MIB
     assert allocated_bytes(tmp_path / "missing") == 0
+
+
+def test_a_folder_in_memory_is_told_from_one_on_disk(tmp_path: Path) -> None:
+    assert is_in_memory(Path("/dev/shm"))
+    mount = subprocess.run(["stat", "-f", "-c", "%T", str(tmp_path)], capture_output=True, text=True, check=True)
+    assert is_in_memory(tmp_path) == (mount.stdout.strip() in ("tmpfs", "ramfs"))
 
 
 def test_reads_are_counted_for_a_process_group(tmp_path: Path) -> None:
