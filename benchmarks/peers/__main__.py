@@ -144,11 +144,11 @@ def main() -> int:
         print("interrupted; everything that was started is stopped and removed", file=sys.stderr)
         return 130
     spec = MODELS[arguments.model]
-    print(f"{machine_line()}, {peer_versions()}; {time.strftime('%Y-%m-%d')}")
+    print(f"{machine_line()}, {peer_versions()}, {time.strftime('%Y-%m-%d')}.")
     print(
-        f"{spec.num_layers} layers x {spec.hidden}, {arguments.dtype}; median (min..max) of {arguments.rounds} rounds; "
+        f"{spec.num_layers} layers x {spec.hidden}, {arguments.dtype}; median (min..max), rounds: {arguments.rounds}; "
+        f"{time.monotonic() - start_s:.0f} s in all.\n"
     )
-    print(f"{time.monotonic() - start_s:.0f} s in all\n")
     print(table(results))
     for name, reason in results.skipped.items():
         print(f"\n{name} failed: {reason}")

@@ -37,8 +37,8 @@ class Answer:
 
 
 def question(number: int) -> str:
-    """Return a question; other numbers give other questions, so that no cache knows it."""
-    return f"{QUESTIONS[number % len(QUESTIONS)]} My reference is {number + 1000}."
+    """Return a question; other numbers differ from the first word on, so that no cache has more than the prompt."""
+    return f"{number + 1000} is my reference. {QUESTIONS[number % len(QUESTIONS)]}"
 
 
 def forget_device_cache(engine: Engine) -> None:
