@@ -175,7 +175,12 @@ class KVTier(System):
         return replace(self.options, kvtier_socket=self.daemon.socket)
 
     def store(self, engine: Engine) -> None:
-        """Pin the prompt."""
+        """Pin the prompt, after the request that makes the others store it.
+
+        So all systems store the KV of the same computation, and their logprobs can be compared: a pin alone computes a
+        shorter prompt, which rounds differently.
+        """
+        ask_pinned(engine, [], number=0)
         path = self.home / "system.md"
         path.write_text(system_prompt(PINNED_VARIANT))
         done = run_cli(
