@@ -165,8 +165,8 @@ class KVTier(System):
     @contextmanager
     def _server(self) -> Iterator[list[Process]]:
         # Not the daemon's own context: leaving that removes the arena's folder for good.
-        self.daemon.start()
         try:
+            self.daemon.start()
             yield [self.daemon]
         finally:
             self.daemon.stop()
