@@ -41,4 +41,4 @@ test-e2e: venv
 	$(BIN)/pytest -q -m "e2e and not timed" -n $(E2E_WORKERS) --dist loadfile --durations=10 tests/e2e
 
 clean:
-	rm -rf .venv .venv-proto .models .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-peers .models .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
