@@ -4,7 +4,7 @@ BIN := .venv/bin
 E2E_WORKERS ?= 2
 KILLS ?= 120
 
-.PHONY: help venv demo test check test-fast test-e2e chaos clean
+.PHONY: help venv peers-venv demo test check test-fast test-e2e chaos clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
@@ -14,10 +14,14 @@ help:
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) kills of the daemon in each mode"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
+	@echo "make peers-venv set up .venv-peers: LMCache, for python -m benchmarks.peers"
 	@echo "make clean      remove .venv, models and caches"
 
 venv:
 	@PYTHON="$(PYTHON)" scripts/make_venv.sh
+
+peers-venv: venv
+	@scripts/make_peer_venv.sh
 
 demo: venv
 	@exec $(BIN)/python -m benchmarks.demo $(if $(MODEL),--model "$(MODEL)")
@@ -42,4 +46,4 @@ test-e2e: venv
 	$(BIN)/pytest -q -m "e2e and not timed" -n $(E2E_WORKERS) --dist loadfile --durations=10 tests/e2e
 
 clean:
-	rm -rf .venv .venv-proto .models .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-peers .models .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

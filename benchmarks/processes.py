@@ -73,8 +73,12 @@ class Process:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        """Start."""
-        self.start()
+        """Start; what does not come up, or is interrupted while it does, is ended."""
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
