@@ -97,6 +97,7 @@ def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comp
     ask(engine, history(3), max_tokens=1)
     settled(stack)
     stack.daemon.kill()
+    stack.daemon.lose_memory()
     stack.daemon.start()
     stack.wait_attached(engine)
     forget_gpu(engine)
