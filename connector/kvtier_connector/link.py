@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class EngineLink:
         self._session = EngineSession(socket_path, make_hello, self)
         self._make_binder, self._background = make_binder, background
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._news = threading.Event()  # something was enqueued since the last `poll`
 
     def start(self) -> None:
         """Begin to attach, in the background."""
@@ -79,10 +81,19 @@ class EngineLink:
 
         What a session before the last `reopen` said is left out: it may have attached in the very moment of the reset.
         """
+        self._news.clear()
         while not self._events.empty():
             event = self._events.get()
             if event.attachment.turn == self._session.turn:
                 yield event
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Return when there is something to poll, or after `timeout_s`; the interpreter's lock is free meanwhile."""
+        self._news.wait(timeout_s)
+
+    def _enqueue(self, event: Event) -> None:
+        self._events.put(event)
+        self._news.set()
 
     def probe(self, wanted: bool) -> None:
         """Say whether the session shall probe the daemon."""
@@ -99,7 +110,7 @@ class EngineLink:
 
     def on_attached(self, attachment: Attachment) -> None:
         """Enqueue; bind the pins that stand. Session thread."""
-        self._events.put(Attached(attachment))
+        self._enqueue(Attached(attachment))
         for other in attachment.welcome.other_namespaces:
             logger.warning("%s", explain_difference(other.namespace_id, sorted(other.fields), other.num_prompts))
         for pin in attachment.welcome.pins:
@@ -112,13 +123,13 @@ class EngineLink:
                 self._submit_bind(attachment, message.pin_added.pin)
             case "pin_removed":
                 gone = PinGone(attachment, message.pin_removed.pin_id)
-                self._background.submit(lambda: self._events.put(gone))
+                self._background.submit(lambda: self._enqueue(gone))
             case _:
-                self._events.put(Received(attachment, message))
+                self._enqueue(Received(attachment, message))
 
     def on_detached(self, attachment: Attachment) -> None:
         """Enqueue. Session thread."""
-        self._events.put(Detached(attachment))
+        self._enqueue(Detached(attachment))
 
     def _submit_bind(self, attachment: Attachment, pin: pb.Pin) -> None:
         self._background.submit(lambda: self._bind(attachment, pin))
@@ -126,5 +137,5 @@ class EngineLink:
     def _bind(self, attachment: Attachment, pin: pb.Pin) -> None:
         binding = self._make_binder().bind(pin)
         if binding.bound is not None:
-            self._events.put(PinBound(attachment, binding.bound))
+            self._enqueue(PinBound(attachment, binding.bound))
         attachment.send(pb.EngineMessage(bind_pin=binding.message))

@@ -38,6 +38,8 @@ from kvtier_connector.transfer import ArenaChunk, ArenaSpec
 
 logger = logging.getLogger(__name__)
 
+IDLE_WAIT_S = 0.005
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
@@ -75,6 +77,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._mirror = PinMirror()
         self._rate = PrefillRate()
         self._attachment: Attachment | None = None
+        self._awaits_word = False  # since the last step a request was told to ask again
         self._told_rate: float | None = None
 
     def start(self, parts: EngineParts) -> None:
@@ -110,6 +113,7 @@ class KVTierOffloadingManager(OffloadingManager):
         if was_closed and not self._breaker.is_closed:
             logger.warning("kvtier: no answer from the daemon in time; lookups are misses until it answers a probe")
             self._link.probe(True)
+        self._awaits_word = self._awaits_word or not is_settled
         return is_settled
 
     def allocated(self, req_id: str) -> None:
@@ -123,7 +127,15 @@ class KVTierOffloadingManager(OffloadingManager):
             state.failed = True
 
     def step_began(self, num_tokens: int) -> None:
-        """A step over so many tokens is scheduled."""
+        """A step over so many tokens is scheduled.
+
+        One over none, while a request waits for the daemon's word: give the session's threads a moment. With several
+        workers the step itself is spent spinning, in `os.sched_yield`, which keeps the interpreter's lock; on a busy
+        machine the answer took seconds to get through. Nobody computes meanwhile, and a request that comes loses 5 ms.
+        """
+        if not num_tokens and self._awaits_word:
+            self._link.wait_for_news(IDLE_WAIT_S)
+        self._awaits_word = False
         self._rate.step_began(num_tokens, self._clock())
 
     @override

@@ -54,6 +54,10 @@ class FakeLink:
         self.events: list[Event] = []
         self.probing = False
         self.num_reopened = 0
+        self.num_waits = 0
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        self.num_waits += 1
 
     def poll(self) -> Iterator[Event]:
         while self.events:

@@ -90,6 +90,23 @@ def test_a_pin_of_which_the_daemon_has_yet_to_speak_is_asked_for(scheduler: Sche
     assert list(acquired(scheduler, scheduler.new_request("sys", 8, req_id="later")).keys) == keys[:2]
 
 
+def test_an_idle_engine_lets_the_sessions_threads_run_while_a_request_waits(scheduler: Scheduler) -> None:
+    """With TP=2 on a busy machine an answer took ten seconds: vLLM spun through empty steps and kept Python's lock."""
+    scheduler.step()
+    assert scheduler.link.num_waits == 0, "nobody waits for the daemon"
+    request = scheduler.new_request("sys", 8)
+    acquire = acquired(scheduler, request)
+    scheduler.step()
+    assert scheduler.link.num_waits == 1
+    assert scheduler.ask(request) is None
+    scheduler.connector.manager.step_began(7)
+    assert scheduler.link.num_waits == 1, "others compute: no step waits"
+    scheduler.answer(acquire, [HOST] * 6)
+    assert scheduler.ask(request) == 24
+    scheduler.step()
+    assert scheduler.link.num_waits == 1
+
+
 def test_hit_asked_again_for_many_steps_keeps_the_lease(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
     scheduler.answer(acquired(scheduler, request), [HOST] * 6)
