@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvtier.core.chunks import ChunkTable, L
+from kvtier.core.chunks import Chunk, ChunkTable, L
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import SlotRef
 
 
-@dataclass(frozen=True)
-class LeasedChunk:
-    """A chunk leased to an acquire.
+class LeasedChunk(NamedTuple):
+    """A chunk leased to an acquire. A tuple: thousands are made at once.
 
     Attributes:
         index: Position in the acquire's keys.
@@ -19,7 +19,7 @@ class LeasedChunk:
         promoting: Not readable yet.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not wanted of it
     key: ChunkKey
     slot: SlotRef
     promoting: bool
@@ -55,15 +55,23 @@ def plan_acquire(
     disk tier is off) what is only there is not held.
     """
     plan = AcquirePlan()
-    leased: dict[int, LeasedChunk] = {}
     on_disk: list[tuple[int, ChunkKey]] = []
-    for index, key in _held_run(table, layout, keys, from_disk=from_disk):
-        chunk = table.get(key)
-        if chunk is None or chunk.slot is None:
+    lease, add = table.lease_chunk, plan.leased.append
+    for index, key, chunk in _held_run(table, layout, keys, from_disk=from_disk):
+        slot = chunk.slot
+        if slot is None:
             on_disk.append((index, key))
-            continue
-        table.lease(key)
-        leased[index] = LeasedChunk(index, key, chunk.slot, chunk.promoting)
+        else:
+            lease(chunk)
+            add(LeasedChunk(index, key, slot, chunk.promoting))
+    if on_disk:
+        _lease_from_disk(table, on_disk, plan)
+    table.touch(by_importance(layout, [key for _, key, _, _ in plan.leased]))
+    plan.num_missed = len(keys) - len(plan.leased)
+    return plan
+
+
+def _lease_from_disk(table: ChunkTable[L], on_disk: Sequence[tuple[int, ChunkKey]], plan: AcquirePlan) -> None:
     num_short = len(on_disk) - table.slots.num_takable
     if num_short > 0:
         plan.lost = table.make_room(num_short).lost
@@ -72,11 +80,8 @@ def plan_acquire(
         if ref is None:
             break
         table.lease(key)
-        leased[index] = LeasedChunk(index, key, ref, promoting=True)
-    plan.leased = [leased[index] for index in sorted(leased)]
-    table.touch(by_importance(layout, [chunk.key for chunk in plan.leased]))
-    plan.num_missed = len(keys) - len(plan.leased)
-    return plan
+        plan.leased.append(LeasedChunk(index, key, ref, promoting=True))
+    plan.leased.sort(key=lambda chunk: chunk.index)
 
 
 def by_importance(layout: KVLayout, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
@@ -102,16 +107,14 @@ def _reserve(table: ChunkTable[L], key: ChunkKey, plan: AcquirePlan) -> SlotRef 
 
 def _held_run(
     table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool
-) -> Iterator[tuple[int, ChunkKey]]:
-    """Yield (index, key) of what is held; of full-attention groups only the run from the group's first key on."""
+) -> Iterator[tuple[int, ChunkKey, Chunk[L]]]:
+    """Yield index, key and chunk of what is held; of full-attention groups only the run from the group's first key."""
     prefix_groups = {group.group_idx for group in layout.groups if not group.window_chunks}
     ended: set[int] = set()
-    for index, key in enumerate(keys):
-        group_idx = group_idx_of(key)
-        if group_idx in ended:
+    for index, (key, chunk) in enumerate(zip(keys, table.get_all(keys), strict=True)):
+        if ended and group_idx_of(key) in ended:
             continue
-        chunk = table.get(key)
         if chunk is not None and chunk.held and (from_disk or chunk.slot is not None):
-            yield index, key
-        elif group_idx in prefix_groups:
+            yield index, key, chunk
+        elif (group_idx := group_idx_of(key)) in prefix_groups:
             ended.add(group_idx)

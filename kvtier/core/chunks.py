@@ -6,7 +6,7 @@ evicted from host memory, so eviction never loses a promise. And it is evicted o
 of several goes first is `core.eviction`'s to say.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -53,7 +53,8 @@ class Chunk(Generic[L]):
     @property
     def held(self) -> bool:
         """It is in some tier."""
-        return (self.readable and not self.doomed) or self.location is not None
+        # Spelled out instead of `readable`: lookups ask this of thousands of chunks.
+        return self.location is not None or (self.slot is not None and not self.promoting and not self.doomed)
 
     @property
     def evictable(self) -> bool:
@@ -111,6 +112,10 @@ class ChunkTable(Generic[L]):
     def get(self, key: ChunkKey) -> Chunk[L] | None:
         """Return the chunk, None when nothing is known of it."""
         return self._chunks.get(key)
+
+    def get_all(self, keys: Iterable[ChunkKey]) -> Iterator[Chunk[L] | None]:
+        """Yield what `get` returns for each key; quicker than asking one by one."""
+        return map(self._chunks.get, keys)
 
     def __iter__(self) -> Iterator[Chunk[L]]:
         return iter(self._chunks.values())
@@ -190,9 +195,12 @@ class ChunkTable(Generic[L]):
 
     def lease(self, key: ChunkKey) -> None:
         """Keep the chunk's slot until `unlease`; the chunk has a slot."""
-        chunk = self._chunks[key]
+        self.lease_chunk(self._chunks[key])
+
+    def lease_chunk(self, chunk: Chunk[L]) -> None:
+        """Do as `lease`, with a chunk of this table that was looked up already."""
         if chunk.slot is None:
-            raise ValueError(f"chunk {key.hex()} has no slot to lease")
+            raise ValueError(f"chunk {chunk.key.hex()} has no slot to lease")
         chunk.num_leases += 1
 
     def unlease(self, key: ChunkKey) -> None:
@@ -223,22 +231,22 @@ class ChunkTable(Generic[L]):
         chunk.doomed = True
         return False
 
-    def touch(self, keys: Iterable[ChunkKey], *, hit: bool = True) -> None:
+    def touch(self, keys: Sequence[ChunkKey], *, hit: bool = True) -> None:
         """Chunks of one prompt were used; the first of them are to outlive the last, without which they still serve.
 
         Args:
             keys: In prefix order; unknown ones are ignored.
             hit: Count a use; else recency only.
         """
-        for key in reversed(list(keys)):
-            chunk = self._chunks.get(key)
+        of_host: dict[bool, list[ChunkKey]] = {False: [], True: []}
+        of_disk: list[ChunkKey] = []
+        for chunk in self.get_all(keys[::-1]):
             if chunk is None:
                 continue
-            queue = self._queue_of(chunk) if chunk.readable else self._on_disk
-            if hit:
-                queue.use(key)
-            else:
-                queue.refresh(key)
+            in_host = chunk.slot is not None and not chunk.promoting
+            (of_host[chunk.num_pins > 0] if in_host else of_disk).append(chunk.key)
+        for queue, used in ((self._ordinary, of_host[False]), (self._pinned, of_host[True]), (self._on_disk, of_disk)):
+            queue.use_all(used, num_uses=1 if hit else 0)
 
     def _queue_of(self, chunk: Chunk[L]) -> EvictionQueue:
         return self._pinned if chunk.num_pins else self._ordinary
@@ -347,19 +355,20 @@ class ChunkTable(Generic[L]):
 
     def _move(self, chunk: Chunk[L], location: L | None) -> None:
         old = chunk.location
-        self._account(chunk, -1)
+        if old is not None:
+            self._account(chunk, old, -1)
         chunk.location = location
-        self._account(chunk, 1)
+        if location is not None:
+            self._account(chunk, location, 1)
         if self._on_move is not None:
             self._on_move(old, location)
 
-    def _account(self, chunk: Chunk[L], sign: int) -> None:
-        if chunk.location is None:
-            return
-        stored_bytes = self._appraiser.stored_bytes(chunk.location)
+    def _account(self, chunk: Chunk[L], location: L, sign: int) -> None:
+        stored_bytes = self._appraiser.stored_bytes(location)
         self.num_disk += sign
         self.disk_bytes += sign * stored_bytes
-        self.pinned_disk_bytes += sign * stored_bytes * bool(chunk.num_pins)
+        if chunk.num_pins:
+            self.pinned_disk_bytes += sign * stored_bytes
 
     def cheapest_on_disk(self, num_bytes: int) -> list[ChunkKey]:
         """Choose ordinary chunks of `num_bytes` in all, or what there is; the caller drops them from disk at once.

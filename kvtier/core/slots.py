@@ -13,8 +13,8 @@ Each slot is in exactly one state, and the counts of all states add up to `num_s
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 
 class SlotState(Enum):
@@ -29,8 +29,7 @@ class SlotState(Enum):
     QUARANTINED = auto()
 
 
-@dataclass(frozen=True)
-class SlotRef:
+class SlotRef(NamedTuple):
     """An arena slot at one generation."""
 
     slot: int

@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 
+from kvtier.collector import freeze_index
 from kvtier.config import DaemonConfig
 from kvtier.daemon.folders import locked, prepare_folder, remove_stale_socket
 from kvtier.errors import AlreadyRunningError, ConfigError
@@ -64,6 +65,7 @@ async def _serve(config: DaemonConfig, started_s: float) -> None:
     _install_signal_handlers(stop)
 
     def ready() -> None:
+        freeze_index()
         log_event(
             logger,
             "ready",

@@ -1,13 +1,12 @@
 """Reading the whole ledger at start-up."""
 
-import gc
 import json
 import sqlite3
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from operator import attrgetter
 
+from kvtier.collector import collector_off
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.ledger.rows import (
     CHECKSUM_MASK,
@@ -95,7 +94,7 @@ def _load_packs(sql: sqlite3.Connection) -> dict[str, PackRecord]:
     rows = sql.execute("SELECT pack_id, namespace_id, file_bytes FROM packs").fetchall()
     for pack_id, _, _ in rows:
         chunks[pack_id] = []
-    with _without_gc():
+    with collector_off():
         _load_chunks(sql, chunks)
     return {
         pack_id: PackRecord(
@@ -121,15 +120,3 @@ def _load_chunks(sql: sqlite3.Connection, chunks: dict[str, list[StoredChunk]]) 
             chunks[shared_id].append(chunk)
     for of_pack in chunks.values():
         of_pack.sort(key=attrgetter("offset"))
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Keep the collector from walking the growing index again and again: none of it is garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,8 +1,8 @@
 """EngineService: one stream, one session."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 _MAX_STORE_CREDITS = 4096
+_HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
+
+# A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take.
+_Residency = Mapping[str, Any]
 
 
 class StreamPeer:
@@ -42,13 +46,13 @@ class StreamPeer:
 
     def acquire_answered(self, acquire_id: int, leased: Sequence[LeasedChunk], forecast: PromotionForecast) -> None:
         """See EnginePeer."""
-        chunks = [
-            pb.ChunkResidency(
-                index=chunk.index,
-                state=pb.ChunkResidency.PROMOTING if chunk.promoting else pb.ChunkResidency.HOST,
-                slot=_slot(chunk.slot),
-            )
-            for chunk in leased
+        chunks: list[_Residency] = [
+            {
+                "index": index,
+                "state": _PROMOTING if promoting else _HOST,
+                "slot": {"slot": slot.slot, "generation": slot.generation},
+            }
+            for index, _, slot, promoting in leased
         ]
         self._send_update(acquire_id, chunks, forecast)
 
@@ -60,21 +64,26 @@ class StreamPeer:
         forecast: PromotionForecast,
     ) -> None:
         """See EnginePeer."""
-        chunks = [
-            pb.ChunkResidency(index=index, state=pb.ChunkResidency.HOST, slot=_slot(ref), from_disk=True)
+        chunks: list[_Residency] = [
+            {
+                "index": index,
+                "state": _HOST,
+                "slot": {"slot": ref.slot, "generation": ref.generation},
+                "from_disk": True,
+            }
             for index, ref in ready
         ]
-        chunks += [pb.ChunkResidency(index=index, state=pb.ChunkResidency.MISS) for index in failed]
+        chunks += [{"index": index, "state": pb.ChunkResidency.MISS} for index in failed]
         self._send_update(acquire_id, chunks, forecast)
 
-    def _send_update(self, acquire_id: int, chunks: Sequence[pb.ChunkResidency], forecast: PromotionForecast) -> None:
-        update = pb.AcquireUpdate(
-            acquire_id=acquire_id,
-            chunks=chunks,
-            pending_bytes=forecast.pending_bytes,
-            promote_bytes_per_s=forecast.bytes_per_s,
-            ready_in_s=forecast.ready_in_s,
-        )
+    def _send_update(self, acquire_id: int, chunks: Sequence[_Residency], forecast: PromotionForecast) -> None:
+        update = {
+            "acquire_id": acquire_id,
+            "chunks": chunks,
+            "pending_bytes": forecast.pending_bytes,
+            "promote_bytes_per_s": forecast.bytes_per_s,
+            "ready_in_s": forecast.ready_in_s,
+        }
         self.send(pb.DaemonMessage(acquire_update=update))
 
     def credits_granted(self, slots: Sequence[SlotRef]) -> None:

@@ -1,8 +1,12 @@
 """Start: the ledger says what is held, the packs say what is true; what disagrees is dropped, never served."""
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvtier.collector import collector_off
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import StoredChunk
 from kvtier.ledger import LedgerSnapshot
 from kvtier.obs.log import log_event
 
@@ -23,7 +27,8 @@ async def recover(cache: "Cache") -> None:
     snapshot = await stores.in_ledger(stores.ledger.load)
     for row in snapshot.namespaces:
         cache.adopt_namespace(row, ephemeral=False)
-    await _place_chunks(cache, snapshot)
+    with collector_off():
+        await _place_chunks(cache, snapshot)
     for prompt in snapshot.prompts:
         cache.prompts.put(prompt)
     for binding in snapshot.bindings:
@@ -52,8 +57,7 @@ async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot) -> None:
     for pack_id, record in snapshot.packs.items():
         file_bytes = on_disk.get(pack_id, 0)
         namespace = cache.namespaces.get(record.namespace_id)
-        whole = [chunk for chunk in record.chunks if chunk.offset + chunk.stored_bytes <= file_bytes]
-        lost = [chunk.key for chunk in record.chunks if chunk.offset + chunk.stored_bytes > file_bytes]
+        whole, lost = _split_at(record.chunks, file_bytes)
         if lost:
             stores.counters.chunks_damaged += len(lost)
             log_event(
@@ -69,3 +73,11 @@ async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot) -> None:
                 namespace.table.place(chunk.key, chunk)
         if whole:
             stores.disk_usage.add(pack_id, file_bytes)
+
+
+def _split_at(chunks: Sequence[StoredChunk], file_bytes: int) -> tuple[Sequence[StoredChunk], list[ChunkKey]]:
+    """Return the chunks that lie within a file of this length, and the keys of the others."""
+    whole = [chunk for chunk in chunks if chunk.offset + chunk.stored_bytes <= file_bytes]
+    if len(whole) == len(chunks):
+        return whole, []
+    return whole, [chunk.key for chunk in chunks if chunk.offset + chunk.stored_bytes > file_bytes]

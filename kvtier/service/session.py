@@ -94,11 +94,12 @@ class Session:
         if acquire_id in self._leases:
             raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
         namespace = self.namespace
-        namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
+        if namespace.slots.num_takable < len(keys):  # else there is room for all of them
+            namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
         from_disk = namespace.stores.disk_health.readable
         plan = plan_acquire(namespace.table, namespace.layout, keys, from_disk=from_disk)
-        lease = self._leases[acquire_id] = _Lease({chunk.index: chunk.key for chunk in plan.leased})
-        pending = [(chunk.index, chunk.key) for chunk in plan.leased if chunk.promoting]
+        lease = self._leases[acquire_id] = _Lease({index: key for index, key, _, _ in plan.leased})
+        pending = [(index, key) for index, key, _, promoting in plan.leased if promoting]
         lease.pending.update(index for index, _ in pending)
         if pending:
             lease.promoted = True

@@ -106,8 +106,8 @@ class CodecChooser:
         winner = self._next(stream)
         if winner is None:
             return self._sample(stream, segments)
-        _, best = _try(self._codecs[winner], segments)
-        return best
+        _, encoded = _encode(self._codecs[winner], segments)
+        return encoded
 
     def _next(self, stream: str) -> int | None:
         """Return the winner's position, None when this chunk is a sample."""
@@ -126,7 +126,8 @@ class CodecChooser:
         costs: list[float] = []
         best: Encoded = (RawCodec.name, segments)
         for codec in self._codecs:
-            cost, encoded = _try(codec, segments)
+            stored_bytes, encoded = _encode(codec, segments)
+            cost = stored_bytes + _price(codec, encoded, segments)
             if costs and cost < min(costs):
                 best = encoded
             costs.append(cost)
@@ -144,12 +145,21 @@ class CodecChooser:
             state.winner = state.costs.index(min(state.costs))
 
 
-def _try(codec: Codec, segments: Sequence[memoryview]) -> tuple[float, Encoded]:
-    """Return the cost of a chunk with a codec, and the chunk: raw where that gains too little."""
+def _encode(codec: Codec, segments: Sequence[memoryview]) -> tuple[int, Encoded]:
+    """Return the stored bytes of a chunk with a codec, and the chunk: raw where that gains too little."""
     raw_bytes = sum(segment.nbytes for segment in segments)
     pieces = codec.encode(segments)
     stored_bytes = raw_bytes if pieces is None else sum(piece.nbytes for piece in pieces)
     if pieces is None or stored_bytes > (1 - MIN_GAIN_RATIO) * raw_bytes:
         return raw_bytes, (RawCodec.name, segments)
+    return stored_bytes, (codec.name, pieces)
+
+
+def _price(codec: Codec, encoded: Encoded, segments: Sequence[memoryview]) -> float:
+    """Return the price of decoding a chunk, in stored bytes."""
+    name, pieces = encoded
+    if name == RawCodec.name:
+        return 0.0
+    raw_bytes = sum(segment.nbytes for segment in segments)
     coded_bytes = codec.coded_bytes(pieces, raw_bytes) if isinstance(codec, PlaneCodec) else raw_bytes
-    return stored_bytes + MIN_GAIN_RATIO * coded_bytes, (codec.name, pieces)
+    return MIN_GAIN_RATIO * coded_bytes

@@ -115,9 +115,11 @@ class PlaneCodec(ABC):
             block = cursor.take_aligned(length, self.item_bytes, scratch.block)
             planes = room.planes(self._plane_lengths(length))
             self.split(block, planes, scratch)
+            # The first plane holds exponents: nearly always worth coding, so it is not sampled. The others are sampled
+            # before it is coded, while they are in the cache.
+            promising = [True, *map(_promises, planes[1:])]
             for column, plane in enumerate(planes):
-                # The first plane holds exponents: nearly always worth coding, so it is not sampled.
-                stored = _encode_plane(plane, scratch) if column == 0 or _promises(plane) else None
+                stored = _encode_plane(plane, scratch) if promising[column] else None
                 if stored is None:
                     stored = plane.data
                     room.keep(column)
@@ -190,10 +192,12 @@ class PlaneCodec(ABC):
         if source.nbytes < start:
             raise CodecError(f"{self.name}: {source.nbytes} bytes are stored, the table alone has {start}")
         table: list[list[int]] = source[:start].view(_TABLE_DTYPE).reshape(len(lengths), -1).tolist() if lengths else []
+        end = start
         for length, row in zip(lengths, table, strict=True):
-            if any(not 0 < got <= most for got, most in zip(row, self._plane_lengths(length), strict=True)):
-                raise CodecError(f"{self.name}: the table has a plane that is longer stored than raw, or empty")
-        end = start + sum(_align(stored_bytes) for row in table for stored_bytes in row)
+            for got, most in zip(row, self._plane_lengths(length), strict=True):
+                if not 0 < got <= most:
+                    raise CodecError(f"{self.name}: the table has a plane that is longer stored than raw, or empty")
+                end += _align(got)
         if end + tail_bytes != source.nbytes:
             raise CodecError(f"{self.name}: {source.nbytes} bytes are stored, the table says {end + tail_bytes}")
         return table, start, end
@@ -203,7 +207,8 @@ class PlaneCodec(ABC):
         return [min(BLOCK_BYTES, whole - start) for start in range(0, whole, BLOCK_BYTES)]
 
     def _plane_lengths(self, block_bytes: int) -> list[int]:
-        return [block_bytes // self.unit_bytes * share for share in self.plane_bytes]
+        num_units = block_bytes // self.unit_bytes
+        return [num_units * share for share in self.plane_bytes]
 
 
 class _Room:

@@ -28,13 +28,12 @@ class Split16Codec(PlaneCodec):
 
     def split(self, block: Bytes, planes: Sequence[Bytes], scratch: Scratch) -> None:
         """See `PlaneCodec.split`."""
-        high, low = (plane.view(_WORD) for plane in planes)
+        high, low = planes[0].view(_WORD), planes[1].view(_WORD)
         split_words(block.view(_WORD), high, low, scratch.words.view(_WORD)[: high.size])
 
     def merge(self, planes: Sequence[Bytes], block: Bytes, scratch: Scratch) -> None:
         """See `PlaneCodec.merge`."""
-        high, low = (plane.view(_WORD) for plane in planes)
-        merge_words(high, low, block.view(_WORD))
+        merge_words(planes[0].view(_WORD), planes[1].view(_WORD), block.view(_WORD))
 
 
 def split_words(values: Words, high: Words, low: Words, temp: Words) -> None:
