@@ -6,7 +6,7 @@ A chunk that an engine takes for held is never stored again; one that it takes f
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,13 +69,11 @@ class EnginesKnowMachine(RuleBasedStateMachine):
                 if not self.rig.namespace.slots.num_takable:
                     self.rig.namespace.evict_ordinary(1)
                 if self.rig.namespace.slots.num_takable and not self.rig.table.holds(keys_of([number])[0]):
-                    (ref, *_) = await self.rig.namespace.grant_slots(1) or [None]
-                    if ref is None:
-                        continue
-                    assert self.rig.table.begin_seal(ref)
-                    key = keys_of([number])[0]
-                    if self.session._commit(key, ref, 0):
-                        self.rig.namespace.announce([key], held=True)
+                    for ref in await self.rig.namespace.grant_slots(1):
+                        assert self.rig.table.begin_seal(ref)
+                        key = keys_of([number])[0]
+                        if self.session._commit(key, ref, 0):
+                            self.rig.namespace.announce([key], held=True)
 
         self.run(stored())
 
@@ -86,19 +84,29 @@ class EnginesKnowMachine(RuleBasedStateMachine):
             self.run(self.rig.on_disk(chosen))
             self.rig.namespace.announce(keys_of(chosen), held=True)
 
-    @rule(chosen=numbers, meanwhile=st.sampled_from(["nothing", "evict", "disk", "cheapest"]))
-    def acquire(self, chosen: list[int], meanwhile: str) -> None:
+    @rule(meanwhile=st.sampled_from(["nothing", "evict", "disk", "cheapest", "cheapest"]))
+    def acquire(self, meanwhile: str) -> None:
+        """What lies on disk is asked for, and dropped from there while it is read."""
+        keys = [key for key in keys_of(range(NUM_CHUNKS)) if (chunk := self.rig.table.get(key)) and chunk.location]
         self.num_acquires += 1
         number = self.num_acquires
 
+        cache, tier, namespace = self.rig.cache, self.rig.tier, self.rig.namespace
+        drops: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+            "nothing": lambda: asyncio.sleep(0),
+            "evict": lambda: cache.evict_all(force=True),
+            "disk": lambda: cache.evict_all(force=True, tier=EvictTier.DISK),
+            "cheapest": lambda: namespace.drop_cheapest(12_000),
+        }
+
         async def acquired() -> None:
-            self.session.acquire(number, keys_of(chosen))
-            if meanwhile == "evict":
-                await self.rig.cache.evict_all(force=True)
-            elif meanwhile == "disk":
-                await self.rig.cache.evict_all(force=True, tier=EvictTier.DISK)
-            elif meanwhile == "cheapest":
-                await self.rig.namespace.drop_cheapest(12_000)
+            with tier.holding("delete_pack") as gate:  # a file that is open is read to its end
+                with tier.stepping():
+                    self.session.acquire(number, keys)
+                    dropping = asyncio.create_task(drops[meanwhile]())
+                    await eventually(lambda: dropping.done() or gate.reached.is_set())
+                await eventually(lambda: not namespace.promoter._batches)
+            await dropping
             await self.quiet()
             self.session.release(number, None)
 
@@ -160,4 +168,4 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
 
 TestEnginesKnow = EnginesKnowMachine.TestCase
-TestEnginesKnow.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestEnginesKnow.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

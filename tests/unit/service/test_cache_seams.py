@@ -109,3 +109,22 @@ def test_a_full_disk_costs_the_cheapest_packs_and_not_everything(tmp_path: Path)
             made.check()
 
     asyncio.run(scenario())
+
+
+def test_a_chunk_that_lost_its_place_on_disk_while_it_was_promoted_is_told_to_be_held(tmp_path: Path) -> None:
+    """Engines were told that it is lost, then it was readable after all, and no word of that: nobody asked for it."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, store="all") as made:
+            session, peer = await made.session()
+            await made.on_disk(range(3))
+            with made.tier.stepping():
+                session.acquire(1, keys_of(range(3)))
+                await eventually(lambda: bool(made.tier.asked))
+                await made.namespace.drop_cheapest(12_000)  # two of three: the pack stays, and is read
+                lost = [key for key, held in peer.held.items() if not held]
+                assert len(lost) == 2
+            await eventually(lambda: made.table.num_host == 3)
+            assert [made.table.holds(key) and peer.held[key] for key in lost] == [True, True]
+
+    asyncio.run(scenario())
