@@ -58,23 +58,52 @@ class NothingHeld(OffloadingManager):
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
 
-class Side:
-    """One connector and the calls on it."""
+class StoresAll(NothingHeld):
+    """A manager that takes every chunk and does nothing with it: vLLM's own cost of storing."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, num_pins: int, ours: bool) -> None:
+    def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput:
+        return PrepareStoreOutput(list(keys), super().prepare_store(keys, req_context).store_spec, [])
+
+    def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
+        pass
+
+
+class Side:
+    """One connector and the calls on it.
+
+    Args:
+        patch: For the harness.
+        num_pins: Pinned prompts, all of them held.
+        ours: kvtier's, else vLLM's.
+        num_held: Storing every prompt: chunks that the daemon holds, those of the prompt `held` among them.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, num_pins: int = 0, ours: bool, num_held: int = 0) -> None:
         self.scheduler: Any = Scheduler(patch, num_credits=8)
         self.scheduler._block_ids = itertools.count(1)
         self.connector: Any = self.scheduler.connector
         self.kind = type(self.connector) if ours else OffloadingConnector
         if not ours:
-            self.connector.connector_scheduler.manager = NothingHeld()
+            self.connector.connector_scheduler.manager = StoresAll() if num_held else NothingHeld()
             object.__setattr__(self.connector, "_manager", _Silent())
         else:
-            self.scheduler.attach()
+            self.scheduler.attach(0, pb.STORE_ALL if num_held else pb.STORE_PINNED)
+            if num_held:
+                self.scheduler.hold([key + bytes(4) for key in hashes_of("held", PROMPT_CHUNKS)])
+                self.scheduler.hold([key + bytes(4) for key in hashes_of("crowd", num_held)], complete=True)
             for number in range(num_pins):
                 keys = [key + bytes(4) for key in hashes_of(f"pin{number}", PROMPT_CHUNKS)]
                 self.scheduler.pin(keys, pin_id=f"pin{number}")
         self._serial = 0
+        self.num_stored = 0  # chunks that the last request stored
+
+    def give_credits(self) -> None:
+        """Give slots for one whole prompt, a quarter of the standing credits being kept from ordinary chunks."""
+        stores = self.scheduler.manager._stores
+        num_missing = 2 * (PROMPT_CHUNKS + QUESTION_CHUNKS) - len(stores._credits)
+        slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(num_missing)]
+        self.scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
+        self.scheduler.step()  # takes them in
 
     def request(self, name: str) -> Any:
         """Make a request; its hashes exist before the clock runs, as vLLM computes them anyway."""
@@ -93,9 +122,10 @@ class Side:
             assert matched == PROMPT_CHUNKS * BLOCK_TOKENS
         block_ids = scheduler.allocate(request, 0, matched)
         meta = scheduler.step(new=[(request, block_ids)])
-        scheduler.workers_report(list(meta.load_jobs))
+        scheduler.workers_report([*meta.load_jobs, *meta.store_jobs])
         scheduler.finish(request)
         scheduler.sent()
+        self.num_stored = sum(len(job.dst_spec.chunks) for job in meta.store_jobs.values())
 
 
 class _Silent:
@@ -126,16 +156,30 @@ def main() -> None:
             _print(f"{num_pins} pins: step with {NUM_RUNNING} running requests", _steps(sides, rounds))
         ours = {"kvtier": sides["kvtier"]}
         _print("1000 pins: request restored from the host tier", _requests(ours, rounds, "pin7", hit=True))
+        for num_held in (1000, 200_000):
+            sides = {"vLLM": Side(patch, ours=False), "kvtier": Side(patch, ours=True, num_held=num_held)}
+            storing = {"vLLM": Side(patch, ours=False, num_held=num_held), "kvtier": sides["kvtier"]}
+            title = f"all, {num_held} held: "
+            _print(title + "nothing matches, no slots", _requests(sides, rounds, "other"))
+            _print(title + "94 chunks restored", _requests({"kvtier": sides["kvtier"]}, rounds, "held", hit=True))
+            _print(title + "nothing matches, all 100 stored", _requests(storing, rounds, "", store=True))
 
 
-def _requests(sides: dict[str, Side], rounds: int, name: str, *, hit: bool = False) -> dict[str, list[float]]:
+def _requests(
+    sides: dict[str, Side], rounds: int, name: str, *, hit: bool = False, store: bool = False
+) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
+    for number in range(rounds):
         for label, side in sides.items():
-            request = side.request(name)
+            # Of stored prompts each is another one: the second would find its chunks on their way.
+            request = side.request(name or f"new{number}-")
+            if store and label == "kvtier":
+                side.give_credits()
             began_s = time.thread_time()
             side.life(request, hit=hit)
             samples[label].append(time.thread_time() - began_s)
+            if store and label == "kvtier":
+                assert side.num_stored == PROMPT_CHUNKS + QUESTION_CHUNKS
     return samples
 
 

@@ -52,7 +52,6 @@ class Lease:
         answer_deadline_s: When the first answer is late.
         promote_deadline_s: Set by the first answer: until when promotions are worth waiting for.
         ready_s: When the promotions are forecast to end, at the last update; None while that is unknown.
-        is_promoting: Some chunk that could be used is still on its way from disk.
         loading: Chunks that a load job reads now.
     """
 
@@ -62,14 +61,20 @@ class Lease:
     answer_deadline_s: float
     promote_deadline_s: float | None = None
     ready_s: float | None = None
-    is_promoting: bool = False
     loading: set[ChunkKey] = field(default_factory=set)
     _chunks: dict[ChunkKey, Residency] = field(default_factory=dict)
+    _promoting: set[int] = field(default_factory=set)  # indexes of those that could be used
+    _prefix_end: int | None = None  # index of the first MISS of the prefix, once answered
 
     @property
     def is_answered(self) -> bool:
         """Whether the first answer has come."""
         return self.promote_deadline_s is not None
+
+    @property
+    def is_promoting(self) -> bool:
+        """Whether some chunk that could be used is still on its way from disk."""
+        return bool(self._promoting)
 
     def readable(self, key: ChunkKey) -> Residency | None:
         """Return the chunk's place if it may be read, else None."""
@@ -77,20 +82,31 @@ class Lease:
         return chunk if chunk is not None and chunk.state == _HOST else None
 
     def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
-        """Take in what the daemon says."""
+        """Take in what the daemon says, at the cost of what it names: a long promotion is a thousand updates."""
+        missed: list[int] = []
         for chunk in update.chunks:
             self._chunks[self.plan.keys[chunk.index]] = Residency(
                 chunk.state, chunk.slot.slot, chunk.slot.generation, chunk.from_disk
             )
-        self.is_promoting = self._has_usable_promotion()
+            if chunk.state == _PROMOTING:
+                self._promoting.add(chunk.index)
+            else:
+                self._promoting.discard(chunk.index)
+            if chunk.state == _MISS:
+                missed.append(chunk.index)
+        self._cut_prefix(missed)
         self.ready_s = ready_s(now_s, update.ready_in_s, update.pending_bytes, update.promote_bytes_per_s)
 
-    def _has_usable_promotion(self) -> bool:
-        states = [self._chunks[key].state if key in self._chunks else _MISS for key in self.plan.keys]
-        prefix, others = states[: self.plan.num_prefix_keys], states[self.plan.num_prefix_keys :]
-        if _MISS in prefix:
-            return _PROMOTING in prefix[: prefix.index(_MISS)]
-        return _PROMOTING in prefix or _PROMOTING in others
+    def _cut_prefix(self, missed: Sequence[int]) -> None:
+        """Leave out of account what lies behind the first MISS of the prefix; windows too, which need all of it."""
+        num_prefix, end = self.plan.num_prefix_keys, self._prefix_end
+        if end is None:  # what the first answer does not name is MISS
+            prefix = self.plan.keys[:num_prefix]
+            end = next((index for index, key in enumerate(prefix) if key not in self._chunks), num_prefix)
+        end = min(end, *missed) if missed else end
+        if end < num_prefix and end != self._prefix_end:
+            self._promoting = {index for index in self._promoting if index < end}
+        self._prefix_end = end
 
     def tokens_at_stake(self) -> int:
         """Return the tokens that would be computed if promotions were not waited for."""

@@ -15,6 +15,7 @@ from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.pin import pin
 from kvtier.cli.tables import daemon_details, prompt_details, prompts_table
 from kvtier.client.address import SOCKET_VARIABLE, default_socket_path
+from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config.units import format_size
 from kvtier.version import __version__
 
@@ -112,7 +113,10 @@ def evict(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Pinned ones too; the pins themselves stay")] = False,
 ) -> None:
-    """Drop a prompt's chunks, or all, from host memory and disk."""
+    """Drop a prompt's chunks, or all, from host memory and disk.
+
+    A prompt that is not pinned is forgotten with its chunks, unless --tier is given.
+    """
     if every == (name is not None):
         raise typer.BadParameter("give the name of a prompt, or --all", param_hint="NAME")
     with settings_of(context).connect() as client:
@@ -120,6 +124,7 @@ def evict(
             response = client.evict_all(force=force, tier=_TIERS[tier])
         else:
             response = client.evict(name, force=force, tier=_TIERS[tier])
+        is_forgotten = name is not None and _is_unknown(client, name)
     output = Output()
     output.say(
         f"evicted: {response.num_chunks} chunks, {format_size(response.host_bytes)} of host memory, "
@@ -128,6 +133,16 @@ def evict(
     if response.num_shared_chunks:
         whose = "pinned prompts have" if every else "other pinned prompts share"
         output.say(f"kept: {response.num_shared_chunks} chunks that {whose}")
+    if is_forgotten:
+        output.say(f"forgotten: {name}, which was not pinned")
+
+
+def _is_unknown(client: AdminClient, name: str) -> bool:
+    try:
+        client.get(name)
+    except RemoteError as exc:
+        return exc.code == "NOT_FOUND"
+    return False
 
 
 @app.command()

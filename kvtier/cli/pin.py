@@ -14,6 +14,7 @@ from kvtier.cli.pin_flow import PinFlow, PinJob
 from kvtier.cli.sources import Recipe, SourceKind
 from kvtier.cli.units import parse_duration
 from kvtier.cli.vllm_http import VllmClient
+from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import InvalidArgumentError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -148,7 +149,7 @@ def pin(
     read = source.read()
     ttl_s = parse_duration("--ttl", ttl) if ttl is not None else 0
     with settings_of(context).connect() as client, VllmClient(url, api_key) as vllm:
-        job = _job(options, *read, ttl_s) if read else _stored_job(options, client.get(name), ttl_s)
+        job = _job(options, *read, ttl_s) if read else _stored_job(options, _known(client, name), ttl_s)
         try:
             done = PinFlow(client, vllm, output).run(job)
         except KeyboardInterrupt:
@@ -171,6 +172,17 @@ def _job(options: _PinOptions, recipe: Recipe, tokens: tuple[int, ...], ttl_s: i
         timeout_s=options.timeout_s,
         url=options.url,
     )
+
+
+def _known(client: AdminClient, name: str) -> PromptStatus:
+    try:
+        return client.get(name)
+    except RemoteError as exc:
+        if exc.code != "NOT_FOUND":
+            raise
+        raise InvalidArgumentError(
+            "NAME", name, "is no known prompt; say what to pin: --system, --messages, --text or --tokens FILE"
+        ) from exc
 
 
 def _stored_job(options: _PinOptions, status: PromptStatus, ttl_s: int) -> PinJob:

@@ -33,12 +33,14 @@ class AcquirePlan:
         leased: Chunks leased, in the order asked.
         promotions: Those whose promotion has to be started now, in prefix order.
         num_missed: Keys that are not held, or got no slot.
+        num_evicted: Slots that were freed for them.
         lost: Keys that eviction for this acquire took out of the last tier they were in.
     """
 
     leased: list[LeasedChunk] = field(default_factory=list)
     promotions: list[ChunkKey] = field(default_factory=list)
     num_missed: int = 0
+    num_evicted: int = 0
     lost: list[ChunkKey] = field(default_factory=list)
 
 
@@ -74,7 +76,8 @@ def plan_acquire(
 def _lease_from_disk(table: ChunkTable[L], on_disk: Sequence[tuple[int, ChunkKey]], plan: AcquirePlan) -> None:
     num_short = len(on_disk) - table.slots.num_takable
     if num_short > 0:
-        plan.lost = table.make_room(num_short).lost
+        evicted = table.make_room(num_short)
+        plan.num_evicted, plan.lost = evicted.num_slots, evicted.lost
     for index, key in on_disk:
         ref = _reserve(table, key, plan)
         if ref is None:

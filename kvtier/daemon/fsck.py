@@ -19,6 +19,7 @@ from kvtier.maintenance.offline import check_offline
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_IMPOSSIBLE = 3
+_REMEDY = "name the state directory with: kvtier fsck --offline --state-dir DIR"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -50,7 +51,10 @@ def fsck(
 
 def _check_is_folder(folder: Path, source: str) -> None:
     if not folder.is_dir():
-        raise ConfigError("disk.dir", str(folder), source, "is no directory; name it with --state-dir")
+        raise ConfigError("disk.dir", str(folder), source, f"is no directory; {_REMEDY}")
+    # Or a mistyped path would be called clean. Before the lock, which leaves a file.
+    if not any((folder / name).exists() for name in ("ledger.sqlite", "packs")):
+        raise ConfigError("disk.dir", str(folder), source, f"holds neither ledger.sqlite nor packs; {_REMEDY}")
 
 
 @contextmanager

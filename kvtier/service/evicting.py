@@ -64,8 +64,7 @@ def _evict_from_host(namespace: "Namespace", keys: Sequence[ChunkKey], done: Evi
 async def _evict_from_disk(namespace: "Namespace", keys: Sequence[ChunkKey], done: Evicted) -> None:
     """The promise on pinned chunks stands: what host memory holds of them is written anew."""
     leaving = [key for key in keys if (chunk := namespace.table.get(key)) is not None and chunk.location is not None]
-    done.disk_bytes += await namespace.drop_from_disk(leaving)
-    namespace.stores.counters.disk_evictions += len(leaving)
+    await _drop(namespace, leaving, done)
     namespace.announce([key for key in leaving if not namespace.table.holds(key)], held=False)
     namespace.spiller.add([key for key in leaving if (chunk := namespace.table.get(key)) and chunk.num_pins])
     done.num_chunks += len(leaving)
@@ -74,8 +73,7 @@ async def _evict_from_disk(namespace: "Namespace", keys: Sequence[ChunkKey], don
 async def _evict_from_both(namespace: "Namespace", keys: Sequence[ChunkKey], done: Evicted) -> None:
     # Doomed before anything is awaited: what becomes durable meanwhile is dropped by who makes it so.
     _doom(namespace, keys, done)
-    done.disk_bytes += await namespace.drop_from_disk(keys)
-    namespace.stores.counters.disk_evictions += len(keys)
+    await _drop(namespace, keys, done)
     namespace.announce([key for key in keys if not namespace.table.holds(key)], held=False)
     done.num_chunks += len(keys)
 
@@ -84,3 +82,9 @@ def _doom(namespace: "Namespace", keys: Sequence[ChunkKey], done: Evicted) -> No
     num_freed = sum(namespace.table.doom(key) for key in keys)
     done.host_bytes += num_freed * namespace.layout.row_bytes
     namespace.stores.counters.host_evictions += num_freed
+
+
+async def _drop(namespace: "Namespace", keys: Sequence[ChunkKey], done: Evicted) -> None:
+    dropped = await namespace.drop_from_disk(keys)
+    done.disk_bytes += dropped.num_bytes
+    namespace.stores.counters.disk_evictions += dropped.num_chunks

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, KVLayout, group_idx_of
@@ -31,6 +31,13 @@ _SLICE_CHUNKS = 2000
 
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
 """Assumed of engines that have not measured it: it only weighs namespaces against each other."""
+
+
+class Dropped(NamedTuple):
+    """What left the disk."""
+
+    num_chunks: int
+    num_bytes: int
 
 
 class RecomputeCost:
@@ -290,11 +297,21 @@ class Namespace:
         Raises:
             LedgerError: The ledger refused; they are on disk as before.
         """
-        keys = self.table.cheapest_on_disk(num_bytes)
-        dropped_bytes = await self.drop_from_disk(keys)
-        self.stores.counters.disk_evictions += len(keys)
+        return await self._drop_ordinary(self.table.cheapest_on_disk(num_bytes))
+
+    async def drop_pack(self, pack_id: str) -> int:
+        """Drop every ordinary chunk of a pack from disk; return the stored bytes given up.
+
+        Raises:
+            LedgerError: The ledger refused; they are on disk as before.
+        """
+        return await self._drop_ordinary([stored.key for stored in await self.chunks_in([pack_id])])
+
+    async def _drop_ordinary(self, keys: Sequence[ChunkKey]) -> int:
+        dropped = await self.drop_from_disk(keys, ordinary_only=True)
+        self.stores.counters.disk_evictions += dropped.num_chunks
         self.forget_lost([key for key in keys if not self.table.holds(key)])
-        return dropped_bytes
+        return dropped.num_bytes
 
     def _chunk_moved(self, old: StoredChunk | None, new: StoredChunk | None) -> None:
         self.packs.moved(old, new)
@@ -319,9 +336,13 @@ class Namespace:
         return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
 
     async def drop_from_disk(
-        self, keys: Collection[ChunkKey], *, only_at: Mapping[ChunkKey, StoredChunk] | None = None
-    ) -> int:
-        """Take chunks out of the ledger, then unlink packs left empty; return the stored bytes given up.
+        self,
+        keys: Collection[ChunkKey],
+        *,
+        only_at: Mapping[ChunkKey, StoredChunk] | None = None,
+        ordinary_only: bool = False,
+    ) -> Dropped:
+        """Take chunks out of the ledger, then unlink packs left empty.
 
         The chunks stop being found at once (unless a compaction is being recorded: then right after it); the row goes
         before the file.
@@ -329,6 +350,7 @@ class Namespace:
         Args:
             keys: What is not on disk is ignored.
             only_at: Ignore what lies elsewhere than here by now.
+            ordinary_only: Ignore what is pinned by now.
 
         Raises:
             LedgerError: The ledger refused; the chunks are on disk as before.
@@ -339,10 +361,12 @@ class Namespace:
                 chunk = self.table.get(key)
                 if chunk is None or chunk.location is None or (only_at and only_at[key] != chunk.location):
                     continue
+                if ordinary_only and chunk.num_pins:
+                    continue
                 dropped[key] = chunk.location
                 self.table.unplace(key)
             if not dropped:
-                return 0
+                return Dropped(0, 0)
             try:
                 emptied = await self.stores.in_ledger(self.stores.ledger.drop_chunks, self.namespace_id, list(dropped))
             except LedgerError:
@@ -351,7 +375,7 @@ class Namespace:
                         self.table.place(key, stored)
                 raise
         await self.delete_packs(emptied)
-        return sum(stored.stored_bytes for stored in dropped.values())
+        return Dropped(len(dropped), sum(stored.stored_bytes for stored in dropped.values()))
 
     async def delete_packs(self, pack_ids: Iterable[str]) -> None:
         """Unlink packs whose rows are gone, or set them aside if damage was found in them.

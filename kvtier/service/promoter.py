@@ -308,6 +308,9 @@ class Promoter:
         askers = self._askers.pop(read.key, {})
         namespace.table.complete_promotion(read.key)
         namespace.mark_committed(read.key)
+        if chunk.location is None and chunk.held:  # dropped from disk while it was read, and told to be lost
+            namespace.spiller.add([read.key])
+            namespace.announce([read.key], held=True)
         counters.chunks_promoted += 1
         counters.promoted_bytes += read.stored.raw_bytes
         counters.chunks_promoted_unasked += not askers

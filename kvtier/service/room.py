@@ -69,12 +69,37 @@ class Room:
     async def find_disk_room(self, num_bytes: int) -> None:
         """Drop ordinary chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
 
+        First the cheapest chunks, as many bytes as are short. Where these leave holes only, then whole packs, those of
+        which the least is left: going on chunk by chunk would drop almost everything before a pack comes free.
+
         Raises:
             LedgerError: The ledger refused to drop them.
         """
-        while (short_bytes := self._stores.disk_usage.shortage(num_bytes)) > 0:
-            if not await self._drop_cheapest(short_bytes):
+        short_bytes = self._stores.disk_usage.shortage(num_bytes)
+        while short_bytes > 0 and (dropped_bytes := await self._drop_cheapest(short_bytes)):
+            short_bytes -= dropped_bytes
+        while self._stores.disk_usage.shortage(num_bytes) > 0:
+            if not await self._drop_emptiest_pack():
                 return
+
+    async def _drop_emptiest_pack(self) -> int:
+        """Drop the ordinary chunks of the pack that gives back the most for the least; return their bytes."""
+        file_bytes = self._stores.disk_usage.file_bytes
+        packs = [
+            (
+                self._gives_way_late(namespace),
+                namespace.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)),
+                pack_id,
+                namespace,
+            )
+            for namespace in self._namespaces.values()
+            if namespace.table.num_ordinary_disk
+            for pack_id in namespace.packs
+        ]
+        for _, _, pack_id, namespace in sorted(packs, key=lambda each: each[:3]):
+            if dropped_bytes := await namespace.drop_pack(pack_id):
+                return dropped_bytes
+        return 0
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
         """Drop about `num_bytes` in the namespace that gives way first; in steps, since values change as chunks go."""
@@ -84,9 +109,11 @@ class Room:
         return await min(holders, key=self._disk_rank).drop_cheapest(min(num_bytes, _DROP_BYTES))
 
     def _disk_rank(self, namespace: "Namespace") -> tuple[bool, float]:
-        is_stale = not namespace.live and self._now_unix_s() - namespace.row.seen_unix_s > STALE_S
         value = namespace.table.lowest_disk_value
-        return not is_stale, float("inf") if value is None else value
+        return self._gives_way_late(namespace), float("inf") if value is None else value
+
+    def _gives_way_late(self, namespace: "Namespace") -> bool:
+        return namespace.live or self._now_unix_s() - namespace.row.seen_unix_s <= STALE_S
 
     # In the background
 

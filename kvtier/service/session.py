@@ -31,11 +31,21 @@ StoreList = Sequence[tuple[ChunkKey, SlotRef]]
 
 @dataclass
 class _Lease:
-    """Chunks of one acquire by index, and which of them are still being promoted."""
+    """Chunks of one acquire by index, and which of them are still being promoted, with their bytes."""
 
     keys: dict[int, ChunkKey] = field(default_factory=dict)
-    pending: set[int] = field(default_factory=set)
+    pending: dict[int, int] = field(default_factory=dict)
+    pending_bytes: int = 0  # added up once: a long prompt's promotion is a thousand updates
     promoted: bool = False
+
+    def wait_for(self, index: int, num_bytes: int) -> None:
+        """This chunk is being promoted."""
+        self.pending[index] = num_bytes
+        self.pending_bytes += num_bytes
+
+    def settle(self, index: int) -> None:
+        """It is so no more; unknown ones are ignored."""
+        self.pending_bytes -= self.pending.pop(index, 0)
 
 
 @dataclass
@@ -100,7 +110,8 @@ class Session:
         plan = plan_acquire(namespace.table, namespace.layout, keys, from_disk=from_disk)
         lease = self._leases[acquire_id] = _Lease({index: key for index, key, _, _ in plan.leased})
         pending = [(index, key) for index, key, _, promoting in plan.leased if promoting]
-        lease.pending.update(index for index, _ in pending)
+        for index, key in pending:
+            lease.wait_for(index, namespace.payload_bytes(key))
         if pending:
             lease.promoted = True
             namespace.promoter.want(self, acquire_id, pending)
@@ -109,6 +120,7 @@ class Session:
         counters.acquired_chunks_disk += len(lease.pending)
         counters.acquired_chunks_host += len(plan.leased) - len(lease.pending)
         counters.missed_chunks += plan.num_missed
+        counters.host_evictions += plan.num_evicted
         self.peer.acquire_answered(acquire_id, plan.leased, self._forecast(acquire_id, lease))
         namespace.forget_lost(plan.lost)
 
@@ -121,7 +133,7 @@ class Session:
             return PromotionForecast()
         promoter = self.namespace.promoter
         return PromotionForecast(
-            pending_bytes=sum(self.namespace.payload_bytes(lease.keys[index]) for index in lease.pending),
+            pending_bytes=lease.pending_bytes,
             bytes_per_s=promoter.bytes_per_s,
             ready_in_s=promoter.ready_in_s(self, acquire_id),
         )
@@ -133,7 +145,8 @@ class Session:
             return
         for index in failed:
             lease.keys.pop(index, None)
-        lease.pending.difference_update([index for index, _ in ready], failed)
+        for index in [*(index for index, _ in ready), *failed]:
+            lease.settle(index)
         if not lease.keys:
             del self._leases[acquire_id]
         still_leased = [(index, ref) for index, ref in ready if index in lease.keys]
@@ -153,7 +166,7 @@ class Session:
                 continue
             self.namespace.table.unlease(key)
             if index in lease.pending:
-                lease.pending.discard(index)
+                lease.settle(index)
                 self.namespace.promoter.left(self, acquire_id, key)
         if not lease.keys:
             del self._leases[acquire_id]

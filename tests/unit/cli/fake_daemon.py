@@ -12,6 +12,7 @@ import grpc
 
 from kvtier._pb import cache_pb2_grpc
 from kvtier._pb.cache_pb2 import (
+    TIER_ANY,
     DaemonStatus,
     EvictRequest,
     EvictResponse,
@@ -117,6 +118,8 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         status = self.GetPrompt(GetPromptRequest(name=request.name), context)
         if status.pinned and not request.force:
             self._abort(context, PromptPinnedError(request.name))
+        if not status.pinned and request.tier == TIER_ANY:
+            del self.prompts[request.name]
         return EvictResponse(num_chunks=3, host_bytes=3 << 20, disk_bytes=2 << 20, num_shared_chunks=1)
 
     def GetStatus(self, request: Any, context: Any) -> DaemonStatus:

@@ -205,3 +205,15 @@ def test_fsck_without_a_daemon_checks_the_configured_directory(
     assert " packs, 5 chunks" in result.output
     assert cli(config)("fsck", "--state-dir", "x").exit_code == 2
     assert cli(config)("fsck", "--offline", "--state-dir", config.disk.disk_dir / "no").exit_code == 2
+
+
+def test_fsck_offline_does_not_call_a_strange_folder_clean(tmp_path: Path, config: DaemonConfig) -> None:
+    """A mistyped --state-dir was "clean", exit 0, and had a lock file afterwards."""
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    result = cli(config)("fsck", "--offline", "--state-dir", strange)
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "holds neither ledger.sqlite nor packs" in said
+    assert "kvtier fsck --offline --state-dir DIR" in said
+    assert not list(strange.iterdir())

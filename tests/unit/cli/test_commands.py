@@ -111,6 +111,13 @@ def test_unpin_then_evict(prompt: PromptStatus, daemon: FakeDaemon, kvtier: Kvti
     result = kvtier("evict", "support-bot")
     assert "3 chunks, 3.00 MiB of host memory, 2.00 MiB of disk" in result.output
     assert "other pinned prompts share" in result.output
+    assert "forgotten: support-bot" in result.output, "it is gone from the list, and nothing said so"
+
+
+def test_evicting_from_one_tier_forgets_nothing(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    kvtier("unpin", "support-bot")
+    assert "forgotten" not in kvtier("evict", "support-bot", "--tier", "disk").output
+    assert "support-bot" in kvtier("list").output
 
 
 def test_evict_force(prompt: PromptStatus, kvtier: Kvtier) -> None:

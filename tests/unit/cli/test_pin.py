@@ -181,10 +181,11 @@ def test_usage_errors_that_others_find(attached: FakeDaemon, vllm: FakeVllm, kvt
     assert (no_recipe.exit_code, "--tokens FILE" in no_recipe.stderr) == (2, True)
 
 
-def test_nothing_to_render_again(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_without_a_source_an_unknown_name_is_wrong_usage(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    """It said "no prompt named 'bot'": what is missing is what to pin."""
     result = kvtier("pin", "bot")
-    assert result.exit_code == 1
-    assert "no prompt named 'bot'" in result.stderr
+    assert result.exit_code == 2
+    assert "say what to pin: --system, --messages, --text or --tokens FILE" in " ".join(result.stderr.split())
 
 
 def test_no_daemon(vllm: FakeVllm, kvtier: Kvtier) -> None:
