@@ -46,6 +46,15 @@ class CountedConnection:
     def __init__(self, connection: sqlite3.Connection, ops: SharedOps) -> None:
         self._connection, self._ops = connection, ops
 
+    @property
+    def text_factory(self) -> Any:
+        """See sqlite3.Connection."""
+        return self._connection.text_factory
+
+    @text_factory.setter
+    def text_factory(self, factory: Any) -> None:
+        self._connection.text_factory = factory
+
     def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
         """See sqlite3.Connection."""
         self._ops.sql(statement)

@@ -113,6 +113,23 @@ def ledger_flipped(folder: Path, rng: random.Random) -> None:
     flip(path, rng, 0, path.stat().st_size)
 
 
+def ledger_overwritten(folder: Path, found: bytes, by: bytes) -> None:
+    path = folder / "disk" / "ledger.sqlite"
+    data = path.read_bytes()
+    assert found in data
+    path.write_bytes(data.replace(found, by))
+
+
+def ledger_name_of_a_column(folder: Path, _: random.Random) -> None:
+    """fsck ended with UnicodeDecodeError."""
+    ledger_overwritten(folder, b"    fingerprint ", b"    finger\xf0rint ")
+
+
+def ledger_text_that_is_none(folder: Path, _: random.Random) -> None:
+    """fsck advised to look who owns the file: SQLite's module calls undecodable text an operational error."""
+    ledger_overwritten(folder, b'{"weights"', b'{"w\xf0ights"')
+
+
 def ledger_truncated(folder: Path, rng: random.Random) -> None:
     path = folder / "disk" / "ledger.sqlite"
     os.truncate(path, rng.randrange(1, path.stat().st_size))
@@ -130,7 +147,14 @@ Damage = Callable[[Path, random.Random], None]
 ONE_PACK: list[Damage] = [header_flipped, payload_flipped, truncated, zero_length, missing, torn_last]
 NO_LOSS: list[Damage] = [header_flipped, temporary_files, orphan, swapped]
 PACKS: list[Damage] = [*ONE_PACK, all_missing, swapped, temporary_files, orphan]
-LEDGER: list[Damage] = [ledger_flipped, ledger_truncated, ledger_zero_length, ledger_missing]
+LEDGER: list[Damage] = [
+    ledger_flipped,
+    ledger_name_of_a_column,
+    ledger_text_that_is_none,
+    ledger_truncated,
+    ledger_zero_length,
+    ledger_missing,
+]
 
 
 def damaged(intact: Path, folder: Path, damage: Damage, seed: int) -> DaemonConfig:
