@@ -9,6 +9,7 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def scenario() -> None:
         config = config_in(folder)
+        config = replace(config, disk=replace(config.disk, pack_linger_s=0.5))
         async with running(config) as stub, ScriptedEngine(config) as engine:
             for name, keys in PROMPTS.items():
                 await make_durable(stub, engine, keys, name)

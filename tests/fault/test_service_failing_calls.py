@@ -213,9 +213,9 @@ async def check_after_restart(config: DaemonConfig, days: list[Day]) -> None:
                 assert (status.pin_id, status.pinned) == (day.acknowledged[name], True)
                 assert status.state == cache_pb2.PromptStatus.DURABLE
                 await day.check_loads(name, 2)
-        status = await status_of(stub)
-        assert status.counters["chunks_damaged"] == 0
-        assert status.disk.used_bytes == disk_bytes(config)
+        after = await status_of(stub)
+        assert after.counters["chunks_damaged"] == 0
+        assert after.disk.used_bytes == disk_bytes(config)
 
 
 @pytest.mark.timeout(60 + 2 * NUM_FAULTS)
