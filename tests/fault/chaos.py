@@ -27,6 +27,8 @@ from tests.fault.chaos_model import SPACES, Model, Prompt
 
 COMMAND = "from kvtier.daemon.main import main; main()"
 MAX_PINNED = 60
+START_DEADLINE_S = 60.0
+"""More than for an answer: on a busy machine Python and gRPC alone took ten seconds."""
 Stub = cache_pb2_grpc.CacheServiceStub
 State = cache_pb2.PromptStatus
 
@@ -60,7 +62,7 @@ async def daemon(
         own_pool = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=own_pool) as channel:
             stub = Stub(channel)
-            await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=DEADLINE_S)
+            await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=START_DEADLINE_S)
             yield process, stub
     finally:
         kill(process)
