@@ -59,7 +59,13 @@ async def daemon(
     process = await started(config, settings or {})
     try:
         # A pool of its own: a shared connection is that of the daemon killed before, until somebody notices.
-        own_pool = [("grpc.use_local_subchannel_pool", 1)]
+        # And tried often: the usual pauses of 1 to 10 s are longer than a start takes.
+        own_pool = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.initial_reconnect_backoff_ms", 50),
+            ("grpc.min_reconnect_backoff_ms", 50),
+            ("grpc.max_reconnect_backoff_ms", 100),
+        ]
         async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=own_pool) as channel:
             stub = Stub(channel)
             await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=START_DEADLINE_S)
