@@ -36,6 +36,8 @@ def prepare_folder(key: str, folder: Path) -> None:
     if mode & stat.S_IWOTH:
         problem = f"any user may write there; name a folder of its own, for example {folder / 'kvtier'}"
         raise ConfigError(key, str(folder), START, problem)
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        raise ConfigError(key, str(folder), START, "is on a read-only file system; mount it writable")
     if not os.access(folder, os.W_OK | os.X_OK):
         owner = folder.stat().st_uid
         problem = f"uid {os.getuid()} may not write there (it belongs to uid {owner}); name another folder"

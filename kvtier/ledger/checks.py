@@ -50,7 +50,7 @@ def inspect_ledger(path: Path) -> LedgerHealth:
             return LedgerHealth(dangling=dangling_rows(sql), altered=_altered(sql))
     except sqlite3.OperationalError as exc:
         raise LedgerError(f"cannot read the ledger {path}: {exc}; check its owner, and who locks it") from exc
-    except sqlite3.DatabaseError as exc:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:  # the latter: a column's name is damaged
         return LedgerHealth(problems=(str(exc),))
 
 
@@ -112,7 +112,7 @@ def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
             for table in tables:
                 saved[table] = _copy_rows(source, sql, table)
             sql.execute("COMMIT")
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):
         saved = {}
     if not any(saved.values()):
         target.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ def _copy_rows(source: sqlite3.Connection, target: sqlite3.Connection, table: st
     order = _primary_key(source, table)
     num_rows = 0
     for direction in ("ASC", "DESC"):
-        with suppress(sqlite3.Error):
+        with suppress(sqlite3.Error, UnicodeDecodeError):
             for row in source.execute(f'SELECT * FROM "{table}" ORDER BY {order.format(direction)}'):
                 with suppress(sqlite3.Error):  # a row that the damage made nonsense of: NOT NULL, STRICT
                     num_rows += target.execute(f'INSERT OR IGNORE INTO "{table}" VALUES ({marks})', row).rowcount

@@ -74,6 +74,17 @@ class Ledger:
             "from a backup, or give these rows up with `kvtier fsck --offline --repair`"
         )
 
+    def pack_ids(self) -> set[str]:
+        """Return the packs that have a row.
+
+        Raises:
+            LedgerError: The database cannot be read.
+        """
+        try:
+            return {pack_id for (pack_id,) in self._connection.execute("SELECT pack_id FROM packs")}
+        except sqlite3.Error as exc:
+            raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
+
     def altered_rows(self) -> dict[str, list[str]]:
         """Return the names of rows that are not what was written, by table.
 

@@ -57,8 +57,14 @@ def altered_rows(connection: sqlite3.Connection) -> dict[str, list[tuple[int, st
         sqlite3.Error: The database cannot be read.
     """
     found: dict[str, list[tuple[int, str]]] = {}
-    for table in CHECKED_TABLES:
-        for rowid, *columns, checksum in connection.execute(f"SELECT rowid, * FROM {table}"):
-            if row_checksum(columns) != checksum:
-                found.setdefault(table, []).append((rowid, str(columns[0])))
+    usual = connection.text_factory
+    # Text that is no UTF-8 any more would be an error of the whole table, not an altered row.
+    connection.text_factory = lambda data: data.decode(errors="replace")
+    try:
+        for table in CHECKED_TABLES:
+            for rowid, *columns, checksum in connection.execute(f"SELECT rowid, * FROM {table}"):
+                if row_checksum(columns) != checksum:
+                    found.setdefault(table, []).append((rowid, str(columns[0])))
+    finally:
+        connection.text_factory = usual
     return found

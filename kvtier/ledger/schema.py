@@ -101,12 +101,12 @@ def _create_private(path: Path) -> None:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     _check_integrity(connection, path)
+    version = _number(connection, "user_version")
+    if version > SCHEMA_VERSION:  # before the journal mode is set, which is kept in the file
+        raise FormatVersionError(path, version, SCHEMA_VERSION)
     # FULL: without it a WAL commit is not fsynced, and a power cut takes back acknowledged pins.
     for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}")
-    version = _number(connection, "user_version")
-    if version > SCHEMA_VERSION:
-        raise FormatVersionError(path, version, SCHEMA_VERSION)
     if version == 0:
         _create_tables(connection, path)
         _fsync_directory(path.parent)

@@ -80,7 +80,8 @@ class _OfflineCheck:
 
     def _snapshot(self) -> LedgerSnapshot | None:
         """Return what the ledger says, after mending it if that was asked for; None when it says nothing."""
-        if not self._ledger_path.exists():
+        # An empty file would be a new database to SQLite, and every pack an orphan of it.
+        if not self._ledger_path.exists() or not self._ledger_path.stat().st_size:
             return self._begin_anew() if list_names(self._packs_dir) else _EMPTY
         health = inspect_ledger(self._ledger_path)
         if health.problems:

@@ -566,8 +566,10 @@ class Cache:
 
 def _refuse_packs_without_ledger(ledger_path: Path, disk: PackTier) -> None:
     """A start sweeps packs that the ledger does not know: a lost ledger must not mean that all of them are deleted."""
-    if not ledger_path.exists() and (num_packs := len(disk.list_packs())):
+    # An empty file is a new database to SQLite; a ledger has had a page since before its first pack.
+    is_empty = ledger_path.exists() and not ledger_path.stat().st_size
+    if (is_empty or not ledger_path.exists()) and (num_packs := len(disk.list_packs())):
         raise LedgerError(
-            f"{ledger_path} is missing, but {disk.directory} holds {num_packs} packs; put the ledger back, or move the "
-            "packs away to begin anew"
+            f"{ledger_path} is {'empty' if is_empty else 'missing'}, but {disk.directory} holds {num_packs} packs; put "
+            "the ledger back, rebuild it with `kvtier fsck --offline --repair`, or move the packs away to begin anew"
         )

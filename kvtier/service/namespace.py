@@ -284,6 +284,12 @@ class Namespace:
         """Chunks went out of the last tier they were in."""
         self.announce(keys, held=False)
 
+    def evict_rows(self, num_slots: int) -> None:
+        """Evict up to `num_slots` chunks from host memory, those of pinned prompts last."""
+        evicted = self.table.make_room(num_slots)
+        self.stores.counters.host_evictions += evicted.num_slots
+        self.forget_lost(evicted.lost)
+
     def evict_ordinary(self, num_slots: int) -> int:
         """Evict up to `num_slots` chunks of no pinned prompt from host memory; return how many rows came free."""
         evicted = self.table.make_room(num_slots, ordinary_only=True)

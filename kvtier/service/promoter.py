@@ -275,10 +275,11 @@ class Promoter:
     def _settle(self, batch: Batch) -> None:
         """Take over what a batch has read so far, and tell who waits."""
         told = _Told()
-        damaged = []
+        damaged, num_without_pages = [], 0
         for outcome in batch.take_outcomes():
             read, chunk = outcome.read, self._namespace.table.get(outcome.read.key)
             del self._reading[read.key]
+            num_without_pages += not outcome.backed and bool(self._askers.get(read.key))
             if outcome.backed:
                 self._namespace.slots.mark_backed(read.ref.slot)
             if chunk is None or chunk.slot != read.ref or not chunk.promoting:
@@ -292,6 +293,8 @@ class Promoter:
                     damaged.append(read.stored)
                 self._fail(read.key, told)
                 self._log(outcome)
+        if num_without_pages:  # others took the file system's memory: the next asker gets rows that have pages
+            self._namespace.evict_rows(num_without_pages)
         finish = drop_damaged(self._namespace, damaged)  # announces: before the misses
         told.send()
         if told:

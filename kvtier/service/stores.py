@@ -1,6 +1,7 @@
 """What every part of the service shares: the disk tier, the ledger on its thread, I/O pools, budget and counters."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,16 @@ from typing import ParamSpec, TypeVar
 from kvtier.config import DaemonConfig
 from kvtier.core.eviction import EvictionClock
 from kvtier.core.slots import HostBudget
+from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
 from kvtier.obs.counters import Counters
+from kvtier.obs.log import log_event
 from kvtier.service.disk_health import DiskHealth
 from kvtier.service.disk_usage import DiskUsage
 from kvtier.service.pacing import Traffic
 from kvtier.tiers.base import DiskTier
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,11 +123,19 @@ class Stores:
             self.disk_usage.measured(free_bytes - self.config.disk.reserve_bytes)
 
     def close(self) -> None:
-        """Wait for running calls, end the threads, close the ledger."""
+        """Wait for running calls, end the threads, remove what a stop cut off left behind, close the ledger."""
         for pool in (self.read_threads, self.write_threads, self.background_thread, self.io_threads):
             pool.shutdown(wait=True)
         self.ledger_thread.shutdown(wait=True)
+        self._sweep()
         self.ledger.close()
+
+    def _sweep(self) -> None:
+        """A pack copied, or emptied, by a task that the stop has cancelled would count until the next start."""
+        try:
+            self.disk.sweep(self.ledger.pack_ids())
+        except (TierIOError, LedgerError) as error:  # the next start sweeps
+            log_event(logger, "not_swept", level=logging.WARNING, problem=str(error))
 
 
 def _free_bytes(folder: Path) -> int:

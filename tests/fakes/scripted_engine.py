@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -89,7 +89,7 @@ class ScriptedEngine:
         self.credits: list[pb.SlotRef] = []
         self.held: dict[bytes, bool] = {}
 
-    async def __aenter__(self) -> "ScriptedEngine":
+    async def __aenter__(self) -> Self:
         # A pool of its own: a shared connection is that of a daemon killed before, until somebody notices.
         own_pool = [("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket), options=own_pool)

@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -19,13 +18,17 @@ import grpc
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
+from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
-from tests.fakes.fsck import assert_clean_online
+from kvtier.tiers.packs import PackTier
+from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key
+from tests.fault.chaos_model import SPACES, Model, Prompt
 
-CHUNK_TOKENS = 16
 COMMAND = "from kvtier.daemon.main import main; main()"
 MAX_PINNED = 60
+START_DEADLINE_S = 60.0
+"""More than for an answer: on a busy machine Python and gRPC alone took ten seconds."""
 Stub = cache_pb2_grpc.CacheServiceStub
 State = cache_pb2.PromptStatus
 
@@ -56,10 +59,16 @@ async def daemon(
     process = await started(config, settings or {})
     try:
         # A pool of its own: a shared connection is that of the daemon killed before, until somebody notices.
-        own_pool = [("grpc.use_local_subchannel_pool", 1)]
+        # And tried often: the usual pauses of 1 to 10 s are longer than a start takes.
+        own_pool = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.initial_reconnect_backoff_ms", 50),
+            ("grpc.min_reconnect_backoff_ms", 50),
+            ("grpc.max_reconnect_backoff_ms", 100),
+        ]
         async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=own_pool) as channel:
             stub = Stub(channel)
-            await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=DEADLINE_S)
+            await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=START_DEADLINE_S)
             yield process, stub
     finally:
         kill(process)
@@ -75,97 +84,46 @@ def kill(process: asyncio.subprocess.Process) -> None:
 def is_gone(error: Exception) -> bool:
     """Say whether this is what a client sees of a killed daemon, and not a refusal."""
     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else grpc.StatusCode.UNAVAILABLE
+    if "Internal error from Core" in str(error):  # grpc.aio, when the stream ends while it writes
+        return True
     return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 
 
 class MixedEngine(ScriptedEngine):
-    """Half of its chunks compress, half do not; the bytes follow from the key."""
+    """Half of its chunks compress, half do not; the bytes follow from key and space."""
+
+    def __init__(self, config: DaemonConfig, space: int) -> None:
+        """An engine of one of `SPACES`."""
+        super().__init__(config, model_names=[SPACES[space]], fingerprint=fingerprint_of(space))
+        self.space = space
 
     def payload(self, key: ChunkKey, seed: int = 0) -> bytes:
         """See ScriptedEngine."""
-        data = super().payload(key, seed)
+        data = super().payload(key, self.space)
         return data if key[0] % 2 else data[: len(data) // 8] * 8
 
-
-@dataclass
-class Prompt:
-    """One prompt as its operator knows it.
-
-    Attributes:
-        keys: Its chunks; the head may be another prompt's too.
-        pin_id: As acknowledged; None while no answer has come.
-        pinned: Whether the promise stands; None: asked for a change, and no answer has come.
-        durable: The daemon said so, and nobody has evicted it since.
-        doomed: Somebody asked to forget it, and no answer has come.
-    """
-
-    name: str
-    keys: tuple[ChunkKey, ...]
-    first_token: int
-    pin_id: str | None = None
-    pinned: bool | None = None
-    durable: bool = False
-    doomed: bool = False
-
-    @property
-    def tokens(self) -> list[int]:
-        """Token ids, of no meaning."""
-        return list(range(self.first_token, self.first_token + len(self.keys) * CHUNK_TOKENS))
+    async def verify(self, acquire_id: int, keys: Sequence[ChunkKey]) -> int:
+        """Acquire, compare, release; return how many chunks were readable."""
+        leased = await self.acquire(acquire_id, keys)
+        for index, chunk in leased.items():
+            assert self.read(keys[index], chunk) == self.payload(keys[index]), "wrong bytes"
+        await self.release(acquire_id)
+        return len(leased)
 
 
-@dataclass
-class Counts:
-    """What a run has done, for its report."""
-
-    kills: int = 0
-    pins: int = 0
-    stored_chunks: int = 0
-    verified_chunks: int = 0
-    evictions: int = 0
-    unpins: int = 0
-    checked_durable: int = 0
-
-
-@dataclass
-class Model:
-    """What the daemon has promised, over all its lives."""
-
-    rng: random.Random
-    chunks_per_prompt: int = 3
-    prompts: dict[str, Prompt] = field(default_factory=dict)
-    counts: Counts = field(default_factory=Counts)
-    num_prompts: int = 0
-    num_ordinary: int = 0
-
-    def new_prompt(self) -> Prompt:
-        """Return another prompt; one in three shares its head with an earlier one."""
-        number = self.num_prompts
-        self.num_prompts += 1
-        name = f"p{number}"
-        keys = [chunk_key((name, i)) for i in range(self.chunks_per_prompt)]
-        if self.prompts and self.rng.random() < 0.33:
-            keys[0] = self.rng.choice(list(self.prompts.values())).keys[0]
-        prompt = self.prompts[name] = Prompt(name, tuple(keys), number * 1000)
-        return prompt
-
-    def some(self, condition: Callable[[Prompt], bool]) -> Prompt | None:
-        """Return a random prompt that fulfils a condition."""
-        fitting = [prompt for prompt in self.prompts.values() if condition(prompt)]
-        return self.rng.choice(fitting) if fitting else None
-
-    def evicted(self, keys: Sequence[ChunkKey]) -> None:
-        """These chunks may be gone: what has one of them is not known to be durable any more."""
-        gone = set(keys)
-        for prompt in self.prompts.values():
-            if not gone.isdisjoint(prompt.keys):
-                prompt.durable = False
+def fingerprint_of(space: int) -> dict[str, str]:
+    """Return what makes the namespaces differ."""
+    return {"weights": str(space)}
 
 
 class Life:
-    """What engines and operators do between two deaths of the daemon."""
+    """What engines and operators do between two ends of the daemon.
 
-    def __init__(self, stub: Stub, engine: MixedEngine, model: Model, *, store_all: bool) -> None:
-        self.stub, self.engine, self.model, self._store_all = stub, engine, model, store_all
+    One thing is done after the other, so that the model follows; but loads of a third engine run beside all of it.
+    """
+
+    def __init__(self, stub: Stub, engines: Sequence[MixedEngine], model: Model, *, store_all: bool) -> None:
+        self.stub, self.engines, self.model, self._store_all = stub, engines, model, store_all
         self._acquire_ids = iter(range(1, 1_000_000))
 
     async def work(self) -> None:
@@ -176,6 +134,9 @@ class Life:
             (1, self.evict),
             (1, self.unpin),
             (0.5, self.evict_host),
+            (0.5, self.export),
+            (0.5, self.forget),
+            (0.5, self.import_bundle),
             (3 if self._store_all else 0, self.store_ordinary),
         ]
         weights = [weight for weight, _ in actions]
@@ -190,43 +151,50 @@ class Life:
             await self.unpin()
             await self.forget()
         prompt = self.model.new_prompt()
-        status = await self.stub.Pin(cache_pb2.PinRequest(name=prompt.name, tokens=prompt.tokens), timeout=DEADLINE_S)
+        engine = self.engines[prompt.space]
+        wish = cache_pb2.PinRequest(name=prompt.name, tokens=prompt.tokens, model=SPACES[prompt.space])
+        status = await self.stub.Pin(wish, timeout=DEADLINE_S)
         prompt.pin_id, prompt.pinned = status.pin_id, True
         self.model.counts.pins += 1
-        await self.engine.bind(prompt.pin_id, prompt.keys)
-        missing = [key for key in prompt.keys if not self.engine.held.get(key)]
-        await self.engine.store(missing)
+        await engine.bind(prompt.pin_id, prompt.keys)
+        missing = [key for key in prompt.keys if not engine.held.get(key)]
+        await engine.store(missing)
         self.model.counts.stored_chunks += len(missing)
 
     async def store_ordinary(self) -> None:
         """Store chunks that nobody has pinned."""
         self.model.num_ordinary += 1
+        engine = self.model.rng.choice(self.engines[: len(SPACES)])
         keys = [chunk_key(("ordinary", self.model.num_ordinary, i)) for i in range(self.model.chunks_per_prompt)]
-        await self.engine.store(keys, wait=False)
-        await self.engine.barrier()
+        await engine.store(keys, wait=False)
+        await engine.barrier()
         self.model.counts.stored_chunks += len(keys)
 
     async def load(self) -> None:
         """Acquire something, and look at every byte that is given."""
         if (prompt := self.model.some(lambda prompt: prompt.pin_id is not None)) is not None:
-            await self.verify(prompt.keys)
+            await self.verify(prompt)
 
-    async def verify(self, keys: Sequence[ChunkKey]) -> int:
-        """Acquire, compare, release; return how many chunks were readable."""
-        acquire_id = next(self._acquire_ids)
-        leased = await self.engine.acquire(acquire_id, keys)
-        for index, chunk in leased.items():
-            assert self.engine.read(keys[index], chunk) == self.engine.payload(keys[index]), "wrong bytes"
-        await self.engine.release(acquire_id)
-        self.model.counts.verified_chunks += len(leased)
-        return len(leased)
+    async def verify(self, prompt: Prompt) -> int:
+        """Load a prompt; return how many of its chunks were readable."""
+        num_read = await self.engines[prompt.space].verify(next(self._acquire_ids), prompt.keys)
+        self.model.counts.verified_chunks += num_read
+        return num_read
+
+    async def keep_loading(self, reader: MixedEngine, rng: random.Random) -> None:
+        """Load random prompts of the reader's space until the daemon is gone."""
+        for acquire_id in range(1, 1_000_000):
+            prompts = [prompt for prompt in self.model.prompts.values() if prompt.space == reader.space]
+            keys = rng.choice(prompts).keys if prompts else [chunk_key("nothing")]
+            self.model.counts.verified_chunks += await reader.verify(acquire_id, keys)
+            await asyncio.sleep(0.005)
 
     async def unpin(self) -> None:
         """End a promise."""
         prompt = self.model.some(lambda prompt: prompt.pinned is True)
         if prompt is not None:
             prompt.pinned = None
-            self.model.evicted(prompt.keys)
+            self.model.evicted(prompt.places)
             await self.stub.Unpin(cache_pb2.UnpinRequest(name=prompt.name), timeout=DEADLINE_S)
             prompt.pinned = False
             self.model.counts.unpins += 1
@@ -236,7 +204,7 @@ class Life:
         prompt = self.model.some(lambda prompt: prompt.pinned is False)
         if prompt is not None:
             prompt.doomed = True
-            self.model.evicted(prompt.keys)
+            self.model.evicted(prompt.places)
             await self.stub.Evict(cache_pb2.EvictRequest(name=prompt.name), timeout=DEADLINE_S)
             del self.model.prompts[prompt.name]
             self.model.counts.evictions += 1
@@ -245,7 +213,7 @@ class Life:
         """Drop a pinned prompt's chunks; the pin stays."""
         prompt = self.model.some(lambda prompt: prompt.durable)
         if prompt is not None:
-            self.model.evicted(prompt.keys)
+            self.model.evicted(prompt.places)
             await self.stub.Evict(cache_pb2.EvictRequest(name=prompt.name, force=True), timeout=DEADLINE_S)
             self.model.counts.evictions += 1
 
@@ -254,6 +222,38 @@ class Life:
         await self.stub.Evict(
             cache_pb2.EvictRequest(all=True, tier=cache_pb2.TIER_HOST, force=True), timeout=DEADLINE_S
         )
+
+    async def export(self) -> None:
+        """Take a durable prompt along."""
+        prompt = self.model.some(lambda prompt: prompt.durable and prompt.pinned is True)
+        if prompt is not None:
+            request = cache_pb2.ExportRequest(name=prompt.name)
+            data = b"".join([piece.data async for piece in self.stub.Export(request, timeout=DEADLINE_S)])
+            self.model.keep_bundle(prompt, data)
+            self.model.counts.exports += 1
+
+    async def import_bundle(self) -> None:
+        """Bring a prompt back that was exported, and forgotten since: it is durable when this returns."""
+        gone = [name for name in self.model.bundles if name not in self.model.prompts]
+        if not gone:
+            return
+        prompt, data = self.model.bundles[self.model.rng.choice(gone)]
+        prompt = self.model.prompts[prompt.name] = Prompt(prompt.name, prompt.space, prompt.keys, prompt.first_token)
+
+        async def messages() -> AsyncIterator[cache_pb2.ImportMessage]:
+            yield cache_pb2.ImportMessage(start=cache_pb2.ImportStart())
+            for at in range(0, len(data), 10_000):
+                yield cache_pb2.ImportMessage(piece=cache_pb2.BundlePiece(data=data[at : at + 10_000]))
+
+        try:
+            status = await self.stub.Import(messages(), timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            del self.model.prompts[prompt.name]
+            return
+        prompt.pin_id, prompt.pinned, prompt.durable = status.pin_id, True, True
+        self.model.counts.imports += 1
 
     async def note_durable(self) -> None:
         """Take in what the daemon says is durable."""
@@ -266,11 +266,21 @@ class Life:
 
 async def check(config: DaemonConfig, life: Life) -> None:
     """Compare what a start finds with what was promised."""
+    was_damaged, life.model.is_damaged = life.model.is_damaged, False
     await _check_promises(life)
+    if was_damaged:
+        await _repair(life)
     await _check_usage(config, life.stub)
     await assert_clean_online(life.stub)
     status = await life.stub.GetStatus(cache_pb2.GetStatusRequest())
-    assert status.counters["chunks_damaged"] == 0, status.counters
+    assert was_damaged or status.counters["chunks_damaged"] == 0, status.counters
+
+
+async def _repair(life: Life) -> None:
+    """Meet the damage as an engine does, and then have it put right."""
+    for prompt in life.model.rng.sample(list(life.model.prompts.values()), min(len(life.model.prompts), 12)):
+        await life.verify(prompt)
+    await life.stub.Fsck(cache_pb2.FsckRequest(repair=True, deep=True))
 
 
 async def _check_promises(life: Life) -> None:
@@ -291,7 +301,7 @@ async def _check_promises(life: Life) -> None:
             assert status.state == State.DURABLE, (prompt, status)
     durable = [prompt for prompt in model.prompts.values() if prompt.durable]
     for prompt in model.rng.sample(durable, min(len(durable), 12)):
-        assert await life.verify(prompt.keys) == len(prompt.keys), prompt
+        assert await life.verify(prompt) == len(prompt.keys), prompt
         model.counts.checked_durable += 1
 
 
@@ -312,26 +322,36 @@ def packs_of(config: DaemonConfig) -> list[Path]:
     return list((config.disk.disk_dir / "packs").glob("*.kvpack"))
 
 
+@contextlib.asynccontextmanager
+async def attached(config: DaemonConfig) -> AsyncIterator[list[MixedEngine]]:
+    """Run an engine in each space, and one more in the first: the reader."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(MixedEngine(config, space)) for space in (*range(len(SPACES)), 0)]
+
+
 async def one_life(
-    config: DaemonConfig, model: Model, settings: Mapping[str, str], after_s: float, *, store_all: bool
+    config: DaemonConfig, model: Model, settings: Mapping[str, str], how: signal.Signals, *, store_all: bool
 ) -> None:
-    """Start, check, work, and kill `after_s` after the checks."""
-    async with daemon(config, settings) as (process, stub):
-        engine = MixedEngine(config)
-        await engine.__aenter__()
-        try:
-            life = Life(stub, engine, model, store_all=store_all)
-            await check(config, life)
-            asyncio.get_running_loop().call_later(after_s, kill, process)
-            try:
-                await life.work()
-            except (grpc.aio.AioRpcError, EOFError, asyncio.InvalidStateError) as error:
-                if not is_gone(error):
-                    raise
-            assert await process.wait() == -signal.SIGKILL
-            model.counts.kills += 1
-        finally:
-            await engine.__aexit__()
+    """Start, check, work, and end it by a signal some time after the checks."""
+    async with daemon(config, settings) as (process, stub), attached(config) as engines:
+        life = Life(stub, engines, model, store_all=store_all)
+        await check(config, life)
+        asyncio.get_running_loop().call_later(model.rng.uniform(0.0, 0.8), process.send_signal, how)
+        reader = asyncio.create_task(until_gone(life.keep_loading(engines[-1], random.Random(model.rng.random()))))
+        await until_gone(life.work())
+        await reader
+        assert await process.wait() == (-how if how is signal.SIGKILL else 0)
+        model.counts.kills += how is signal.SIGKILL
+        model.counts.stops += how is signal.SIGTERM
+
+
+async def until_gone(work: Awaitable[None]) -> None:
+    """Await work that ends with the daemon."""
+    try:
+        await work
+    except (grpc.aio.AioRpcError, EOFError, asyncio.InvalidStateError) as error:
+        if not is_gone(error):
+            raise
 
 
 async def killed_at_start(config: DaemonConfig, model: Model, settings: Mapping[str, str], after_s: float) -> None:
@@ -343,16 +363,72 @@ async def killed_at_start(config: DaemonConfig, model: Model, settings: Mapping[
     model.counts.kills += 1
 
 
+def reboot(config: DaemonConfig, model: Model) -> None:
+    """Memory is gone, the disk is not."""
+    for path in config.host.arena_dir.iterdir():
+        path.unlink()
+    model.counts.reboots += 1
+
+
+def damage_a_pack(config: DaemonConfig, model: Model) -> None:
+    """Damage one pack of a daemon that is down: what was promised of its chunks is void."""
+    packs = sorted(packs_of(config))
+    if not packs:
+        return
+    victim = model.rng.choice(packs)
+    other = model.rng.choice(packs)
+    kind = model.rng.choice(["flip", "flip", "truncate", "empty", "missing", "swap"])
+    for path in {victim, other} if kind == "swap" else {victim}:
+        record = PackTier(victim.parent).read_record(path.stem)
+        space = [namespace_id(fingerprint_of(space)) for space in range(len(SPACES))].index(record.namespace_id)
+        model.evicted({(space, chunk.key) for chunk in record.chunks})
+    _damage(model.rng, kind, victim, other)
+    model.is_damaged = True
+    model.counts.damages += 1
+
+
+def _damage(rng: random.Random, kind: str, victim: Path, other: Path) -> None:
+    match kind:
+        case "flip":
+            data = bytearray(victim.read_bytes())
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            victim.write_bytes(data)
+        case "truncate":
+            os.truncate(victim, rng.randrange(victim.stat().st_size))
+        case "empty":
+            os.truncate(victim, 0)
+        case "missing":
+            victim.unlink()
+        case "swap":
+            one, two = victim.read_bytes(), other.read_bytes()
+            victim.write_bytes(two)
+            other.write_bytes(one)
+
+
 async def many_lives(
-    config: DaemonConfig, model: Model, num_kills: int, settings: Mapping[str, str], *, store_all: bool
+    config: DaemonConfig,
+    model: Model,
+    num_lives: int,
+    settings: Mapping[str, str],
+    *,
+    store_all: bool,
+    damage_ratio: float = 0.0,
 ) -> None:
-    """Live and die until so many kills are done, then start once more and check."""
+    """Live and die until so many lives are over, then start once more and check."""
     for folder in (config.disk.disk_dir, config.host.arena_dir):
         folder.chmod(0o700)
-    while model.counts.kills < num_kills:
-        await one_life(config, model, settings, model.rng.uniform(0.0, 0.8), store_all=store_all)
-        if model.rng.random() < 0.25:
-            await killed_at_start(config, model, settings, model.rng.uniform(0.1, 0.8))
-    engine = MixedEngine(config)
-    async with daemon(config, settings) as (_, stub), engine:
-        await check(config, Life(stub, engine, model, store_all=store_all))
+    rng = model.rng
+    while model.counts.lives < num_lives:
+        how = signal.SIGTERM if rng.random() < 0.2 else signal.SIGKILL
+        keep_arena = {"KVTIER_HOST_KEEP_ARENA": rng.choice(["true", "false"])}
+        await one_life(config, model, {**settings, **keep_arena}, how, store_all=store_all)
+        if how is signal.SIGTERM:
+            assert_clean(config.disk.disk_dir)
+        if rng.random() < 0.15:
+            reboot(config, model)
+        if rng.random() < damage_ratio:
+            damage_a_pack(config, model)
+        if rng.random() < 0.25:
+            await killed_at_start(config, model, settings, rng.uniform(0.1, 0.8))
+    async with daemon(config, settings) as (_, stub), attached(config) as engines:
+        await check(config, Life(stub, engines, model, store_all=store_all))

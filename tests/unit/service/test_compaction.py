@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
+from kvtier.tiers.base import ChunkPayload, checksum_of
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import reached
 from tests.fakes.rig import Rig, content, eventually, keys_of, rig
@@ -311,5 +312,21 @@ def test_compaction_waits_for_promotions_and_for_its_rate(tmp_path: Path) -> Non
             await eventually(lambda: r.counters.packs_compacted == 1)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_leaves_no_pack_that_a_cancelled_task_had_no_time_to_record(tmp_path: Path) -> None:
+    """SIGTERM between a compaction's copy and its ledger transaction left a pack without a row: fsck was not clean."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            recorded = await r.on_disk([0])
+            payload = memoryview(content(1))
+            r.tier.write_pack(
+                r.namespace.namespace_id,
+                [ChunkPayload(key=keys_of([1])[0], segments=[payload], checksum=checksum_of([payload]))],
+            )
+        assert set(r.tier.packs) == {recorded}
 
     asyncio.run(scenario())

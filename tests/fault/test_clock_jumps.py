@@ -1,0 +1,101 @@
+"""The wall clock jumps: a pin ends when the clock says so, once, and nothing else is lost, forgotten or hung."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+import kvtier.service.cache
+from kvtier._pb import cache_pb2
+from tests.fakes.fsck import assert_clean_online
+from tests.fakes.operator import Stub, evict, make_durable, pin, prompt_of, status_of, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
+
+YEAR_S = 365 * 24 * 3600.0
+KEYS = [chunk_key(i) for i in range(3)]
+
+
+class Clock:
+    """Wall time with an offset; monotonic time goes on as ever."""
+
+    def __init__(self) -> None:
+        self.offset_s, self._real = 0.0, time.time
+
+    def __call__(self) -> float:
+        return self._real() + self.offset_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    monkeypatch.setattr(kvtier.service.cache, "_EXPIRY_POLL_S", 0.01)
+    monkeypatch.setattr(kvtier.service.cache, "_ROOM_POLL_S", 0.01)
+    return clock
+
+
+async def some_polls(stub: Stub) -> None:
+    """Let expiry, room and what else looks at the clock have many turns."""
+    end_s = time.monotonic() + 0.2
+    while time.monotonic() < end_s:
+        await status_of(stub)
+        await asyncio.sleep(0.01)
+
+
+async def served(engine: ScriptedEngine, acquire_id: int) -> None:
+    leased = await engine.acquire(acquire_id, KEYS)
+    assert [engine.read(KEYS[i], leased[i]) for i in range(3)] == [engine.payload(key) for key in KEYS]
+    await engine.release(acquire_id)
+
+
+@pytest.mark.parametrize("jump_s", [-50 * YEAR_S, -3600.0, 3600.0, 50 * YEAR_S])
+def test_a_jump_ends_only_what_has_an_end(tmp_path: Path, clock: Clock, jump_s: float) -> None:
+    config = config_in(tmp_path)
+
+    async def scenario() -> None:
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await make_durable(stub, engine, KEYS, "for-ever")
+            await pin(stub, "an-hour", first=1000, ttl_s=1800)
+            clock.offset_s = jump_s
+            if jump_s > 0:
+
+                async def ended() -> bool:
+                    return not (await prompt_of(stub, "an-hour")).pinned
+
+                await until(ended)
+            await some_polls(stub)
+            assert (await prompt_of(stub, "an-hour")).pinned is (jump_s < 0)
+            await evict(stub, "for-ever", tier=cache_pb2.TIER_HOST)
+            await served(engine, 1)
+            await pin(stub, "later", first=2000, ttl_s=1800)
+            await some_polls(stub)
+            assert (await prompt_of(stub, "later")).pinned, "its time is counted from the new now"
+            await assert_clean_online(stub)
+        clock.offset_s = 0.0  # somebody sets it right while the daemon is down
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            await some_polls(stub)
+            status = await prompt_of(stub, "for-ever")
+            assert (status.pinned, status.state) == (True, cache_pb2.PromptStatus.DURABLE)
+            await served(engine, 1)
+            assert (await prompt_of(stub, "an-hour")).pinned is (jump_s < 0), "what has ended stays ended"
+            await assert_clean_online(stub)
+
+    asyncio.run(scenario())
+
+
+def test_a_namespace_that_holds_chunks_outlives_any_jump(tmp_path: Path, clock: Clock) -> None:
+    config = config_in(tmp_path)
+
+    async def scenario() -> None:
+        async with running(config) as stub:
+            async with ScriptedEngine(config) as engine:
+                await make_durable(stub, engine, KEYS, "p")
+            for offset_s in (50 * YEAR_S, -50 * YEAR_S, 0.0):
+                clock.offset_s = offset_s
+                await some_polls(stub)
+                assert (await prompt_of(stub, "p")).state == cache_pb2.PromptStatus.DURABLE
+            async with ScriptedEngine(config) as engine:
+                await served(engine, 1)
+
+    asyncio.run(scenario())
