@@ -291,9 +291,10 @@ class Namespace:
             LedgerError: The ledger refused; they are on disk as before.
         """
         keys = self.table.cheapest_on_disk(num_bytes)
-        dropped_bytes = await self.drop_from_disk(keys)
-        self.stores.counters.disk_evictions += len(keys)
-        self.forget_lost([key for key in keys if not self.table.holds(key)])
+        dropped_bytes = await self.drop_from_disk(keys, ordinary_only=True)
+        dropped = [key for key in keys if (chunk := self.table.get(key)) is None or chunk.location is None]
+        self.stores.counters.disk_evictions += len(dropped)
+        self.forget_lost([key for key in dropped if not self.table.holds(key)])
         return dropped_bytes
 
     def _chunk_moved(self, old: StoredChunk | None, new: StoredChunk | None) -> None:
@@ -319,16 +320,21 @@ class Namespace:
         return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
 
     async def drop_from_disk(
-        self, keys: Collection[ChunkKey], *, only_at: Mapping[ChunkKey, StoredChunk] | None = None
+        self,
+        keys: Collection[ChunkKey],
+        *,
+        only_at: Mapping[ChunkKey, StoredChunk] | None = None,
+        ordinary_only: bool = False,
     ) -> int:
         """Take chunks out of the ledger, then unlink packs left empty; return the stored bytes given up.
 
-        The chunks stop being found at once (unless a compaction is being recorded: then right after it); the row goes
-        before the file.
+        The chunks stop being found at once (unless places of chunks are being recorded: then right after it); the row
+        goes before the file.
 
         Args:
             keys: What is not on disk is ignored.
             only_at: Ignore what lies elsewhere than here by now.
+            ordinary_only: Ignore what is pinned by now.
 
         Raises:
             LedgerError: The ledger refused; the chunks are on disk as before.
@@ -338,6 +344,8 @@ class Namespace:
             for key in keys:
                 chunk = self.table.get(key)
                 if chunk is None or chunk.location is None or (only_at and only_at[key] != chunk.location):
+                    continue
+                if ordinary_only and chunk.num_pins:
                     continue
                 dropped[key] = chunk.location
                 self.table.unplace(key)
