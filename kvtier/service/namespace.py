@@ -90,7 +90,7 @@ class Namespace:
         self.table: ChunkTable[StoredChunk] = ChunkTable(
             self.slots, RecomputeCost(self), stores.host_clock, stores.disk_clock, self._chunk_moved
         )
-        self.relocating = asyncio.Lock()  # held while rows of chunks on disk are dropped or moved, and memory follows
+        self.relocating = asyncio.Lock()  # held while rows of chunks come, go or move, and memory follows
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
         self._arena: Arena | None = None

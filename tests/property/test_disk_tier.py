@@ -85,7 +85,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         self.ops.fail_in(fails) if fails else self.ops.heal()
         self.tier.read_chunks(reads, done, lambda: len(seen) >= stop)
         self.ops.heal()
-        # In order; what went straight from the file into its segments has begun, and ends, whatever was left out before.
+        # In order; what went straight into its segments has begun, and ends, whatever was left out before it.
         seen_numbers = [numbers_of[id(read)] for read in seen]
         assert seen_numbers == sorted(set(seen_numbers))
         assert seen_numbers[:stop] == list(range(min(stop, len(reads))))

@@ -524,7 +524,7 @@ def test_ten_requests_after_a_restart_read_the_disk_once(tmp_path: Path, monkeyp
 def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A namespace that holds nothing is forgotten after a day, and with it went an arena that was still being taken over.
+    """A namespace that holds nothing is forgotten after a day; with it went an arena that was still being taken over.
 
     Taking over broke off at that, for every namespace: nobody's rows were ever given back, and nothing was prewarmed.
     """

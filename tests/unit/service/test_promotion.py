@@ -265,7 +265,7 @@ def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> N
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=1) as r:
             await r.on_disk(range(4))
-            session, peer = await r.session()
+            session, _ = await r.session()
             with r.tier.stepping():
                 session.acquire(1, keys_of(range(4)))
                 await eventually(lambda: len(r.tier.asked) == 1)
