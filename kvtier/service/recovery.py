@@ -1,11 +1,8 @@
 """Start: the ledger says what is held, the packs say what is true; what disagrees is dropped, never served."""
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvtier.core.layout import group_idx_of
-from kvtier.core.stored import StoredChunk
 from kvtier.ledger import LedgerSnapshot
 from kvtier.obs.log import log_event
 
@@ -19,8 +16,8 @@ async def recover(cache: "Cache") -> None:
     """Fill a new cache from ledger and packs.
 
     A crash between a pack's rename and its ledger transaction leaves an orphan file: it is removed. A pack that is
-    gone or shorter than the ledger says loses the chunks that lie beyond its end, and so do rows whose length no chunk
-    has: they are counted as damaged, and stored anew when next computed. Bytes themselves are verified at every read.
+    gone or shorter than the ledger says loses the chunks that lie beyond its end: they are counted as damaged, and
+    stored anew when next computed. Bytes themselves are verified at every read.
     """
     stores = cache.stores
     snapshot = await stores.in_ledger(stores.ledger.load)
@@ -52,16 +49,11 @@ async def recover(cache: "Cache") -> None:
 async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot) -> None:
     stores = cache.stores
     on_disk = await stores.in_io(stores.disk.list_packs)
-    lengths = {
-        namespace_id: {index: namespace.layout.payload_bytes(index) for index in namespace.layout.group_indexes()}
-        for namespace_id, namespace in cache.namespaces.items()
-    }
     for pack_id, record in snapshot.packs.items():
         file_bytes = on_disk.get(pack_id, 0)
         namespace = cache.namespaces.get(record.namespace_id)
-        sizes = lengths.get(record.namespace_id)
-        whole = [chunk for chunk in record.chunks if _is_whole(chunk, file_bytes, sizes)]
-        lost = [chunk.key for chunk in record.chunks if not _is_whole(chunk, file_bytes, sizes)]
+        whole = [chunk for chunk in record.chunks if chunk.offset + chunk.stored_bytes <= file_bytes]
+        lost = [chunk.key for chunk in record.chunks if chunk.offset + chunk.stored_bytes > file_bytes]
         if lost:
             stores.counters.chunks_damaged += len(lost)
             log_event(
@@ -77,13 +69,3 @@ async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot) -> None:
                 namespace.table.place(chunk.key, chunk)
         if whole:
             stores.disk_usage.add(pack_id, file_bytes)
-
-
-def _is_whole(chunk: StoredChunk, file_bytes: int, lengths: Mapping[int, int] | None) -> bool:
-    """Say whether the pack is long enough for the chunk, and its payload as long as one of its group is.
-
-    A row has no checksum of its own, and its length sizes what readers allocate.
-    """
-    if chunk.offset + chunk.stored_bytes > file_bytes:
-        return False
-    return lengths is None or lengths.get(group_idx_of(chunk.key)) == chunk.raw_bytes
