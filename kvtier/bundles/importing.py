@@ -20,6 +20,7 @@ from kvtier.errors import (
     BundleDamagedError,
     InvalidArgumentError,
     KvtierError,
+    LedgerError,
     NamespaceMismatchError,
     QuotaExceededError,
     TierIOError,
@@ -260,10 +261,17 @@ class _Import:
             await stores.in_io(link.unlink, missing_ok=True)
 
     async def _record(self) -> None:
-        """Under the change lock. Nothing is awaited between the ledger's answer and what memory does about it."""
-        cache, namespace, stores = self._cache, self._namespace, self._cache.stores
-        if cache.namespaces.get(namespace.namespace_id) is not namespace:
+        """Under the change lock. What is on disk stays there until it is pinned: eviction waits."""
+        namespace = self._namespace
+        if self._cache.namespaces.get(namespace.namespace_id) is not namespace:
             raise NamespaceMismatchError(f"namespace {namespace.namespace_id} ended meanwhile; import again")
+        async with namespace.relocating:
+            emptied = await self._record_here()
+        await namespace.delete_packs(emptied)
+
+    async def _record_here(self) -> list[str]:
+        """Nothing is awaited between the ledger's answer and what memory does about it."""
+        cache, namespace, stores = self._cache, self._namespace, self._cache.stores
         while missing := self._missing():  # held when we looked, evicted since
             await self._write(missing)
         prompt, old = cache.prompts.draft(self._pin, time.time())
@@ -273,8 +281,13 @@ class _Import:
             keys=self._bundle.keys,
             covered_tokens=self._bundle.covered_tokens,
         )
-        emptied = await stores.in_ledger(_record_in, stores.ledger, prompt, binding, self._written)
+        # Not ours to discard from here on, but for a refusal: after a stop they have their rows, or are swept.
         written, self._written = self._written, []
+        try:
+            emptied = await stores.in_ledger(_record_in, stores.ledger, prompt, binding, written)
+        except LedgerError:
+            self._written = written
+            raise
         for record in written:
             stores.disk_usage.add(record.pack_id, record.file_bytes)
             for chunk in record.chunks:
@@ -285,7 +298,7 @@ class _Import:
         namespace.table.unpin(bound.keys if bound is not None else ())
         cache.prompts.bind(binding)
         namespace.announce(binding.keys, held=True)
-        await namespace.delete_packs(emptied)
+        return emptied
 
     async def _discard(self) -> None:
         """What has no row must not stay; what cannot be removed now, the next start sweeps."""

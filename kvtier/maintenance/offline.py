@@ -234,11 +234,12 @@ class LedgerRows:
         for key in keys:
             del self._place[record.namespace_id, key]
 
-    def commit(self, record: PackRecord) -> None:
-        """See `Rows`."""
+    def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
+        """See `Rows`. Nothing changes but by the one who repairs."""
         self._ledger.commit_pack(record)
         for chunk in record.chunks:
             self._place[record.namespace_id, chunk.key] = record.pack_id
+        return len(record.chunks)
 
 
 def _arena_files(arena_dir: Path | None) -> list[Finding]:

@@ -9,12 +9,13 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.errors import LedgerError
+from kvtier.errors import LedgerError, NamespaceMismatchError
 from kvtier.ledger import LedgerSnapshot
 from kvtier.ledger.checks import inspect_ledger, load_copy
 from kvtier.maintenance.compare import PackFiles, both, compare
@@ -226,21 +227,34 @@ class _ServiceRows:
 
     def payload_bytes(self, namespace_id: str, key: ChunkKey) -> int | None:
         """See `Rows`."""
-        layout = self._cache.namespaces[namespace_id].layout
+        layout = self._namespace(namespace_id).layout
         return layout.payload_bytes(group_idx_of(key)) if group_idx_of(key) in layout.group_indexes() else None
 
     def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """See `Rows`."""
-        table = self._cache.namespaces[namespace_id].table
+        table = self._namespace(namespace_id).table
         return {key for key in keys if (chunk := table.get(key)) is not None and chunk.location is not None}
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""
         self._on_loop(self._cache.exclusively("fsck", lambda: self._drop(record, chunks)))
 
-    def commit(self, record: PackRecord) -> None:
+    def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
         """See `Rows`."""
-        self._on_loop(self._cache.exclusively("fsck", lambda: self._commit(record)))
+        num_recorded = 0
+
+        async def change() -> None:
+            nonlocal num_recorded
+            num_recorded = await self._commit(record, instead_of)
+
+        self._on_loop(self._cache.exclusively("fsck", change))
+        return num_recorded
+
+    def _namespace(self, namespace_id: str) -> Namespace:
+        namespace = self._cache.namespaces.get(namespace_id)
+        if namespace is None:
+            raise NamespaceMismatchError(f"namespace {namespace_id} ended meanwhile; run fsck again")
+        return namespace
 
     async def _drop(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """Not `drop_from_disk`: that unlinks the file, and the file may hold what reads right by its own header."""
@@ -249,25 +263,32 @@ class _ServiceRows:
             await stores.in_ledger(stores.ledger.drop_pack, record.pack_id)
         if namespace is None:
             return
-        dropped = {chunk.key: place for chunk in chunks if (place := _placed_in(namespace, chunk.key, record.pack_id))}
-        for key in dropped:
-            namespace.table.unplace(key)
-        try:
-            await stores.in_ledger(stores.ledger.drop_chunks, record.namespace_id, list(dropped))
-        except LedgerError:
-            for key, place in dropped.items():
-                namespace.table.place(key, place)
-            raise
+        async with namespace.relocating:
+            found = ((chunk.key, _placed_in(namespace, chunk.key, record.pack_id)) for chunk in chunks)
+            dropped = {key: place for key, place in found if place is not None}
+            for key in dropped:
+                namespace.table.unplace(key)
+            try:
+                await stores.in_ledger(stores.ledger.drop_chunks, record.namespace_id, list(dropped))
+            except LedgerError:
+                for key, place in dropped.items():
+                    namespace.table.place(key, place)
+                raise
         namespace.spiller.add(dropped)  # what is in host memory still is written again
         namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
 
-    async def _commit(self, record: PackRecord) -> None:
-        stores, namespace = self._cache.stores, self._cache.namespaces[record.namespace_id]
-        await stores.in_ledger(stores.ledger.commit_pack, record)
-        stores.disk_usage.add(record.pack_id, record.file_bytes)
-        for chunk in record.chunks:
-            namespace.table.place(chunk.key, chunk)
-        namespace.announce([chunk.key for chunk in record.chunks], held=True)
+    async def _commit(self, record: PackRecord, instead_of: str | None) -> int:
+        stores, namespace = self._cache.stores, self._namespace(record.namespace_id)
+        async with namespace.relocating:
+            chunks = tuple(chunk for chunk in record.chunks if _pack_of(namespace, chunk.key) == instead_of)
+            if not chunks:
+                return 0
+            await stores.in_ledger(stores.ledger.commit_pack, replace(record, chunks=chunks))
+            stores.disk_usage.add(record.pack_id, record.file_bytes)
+            for chunk in chunks:
+                namespace.table.place(chunk.key, chunk)
+        namespace.announce([chunk.key for chunk in chunks], held=True)
+        return len(chunks)
 
 
 def _settled(before: dict[str, int], after: dict[str, int], rows: set[str], changing: set[str]) -> dict[str, int]:
@@ -328,6 +349,11 @@ def _follow(namespace: Namespace, keys: Sequence[ChunkKey], rows: dict[ChunkKey,
         else:
             namespace.table.unplace(key)
     namespace.announce([key for key in keys if not namespace.table.holds(key)], held=False)
+
+
+def _pack_of(namespace: Namespace, key: ChunkKey) -> str | None:
+    chunk = namespace.table.get(key)
+    return None if chunk is None or chunk.location is None else chunk.location.pack_id
 
 
 def _placed_in(namespace: Namespace, key: ChunkKey, pack_id: str) -> StoredChunk | None:

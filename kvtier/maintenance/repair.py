@@ -42,8 +42,15 @@ class Rows(Protocol):
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """Forget rows of a pack, as far as they still lie there, and the pack's own row with the last of them."""
 
-    def commit(self, record: PackRecord) -> None:
-        """Record a durable pack and its chunks."""
+    def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
+        """Record a durable pack and those of its chunks that still lie where they did; return how many.
+
+        What was dropped, or stored anew, since they were looked at stays as it is. Without any the pack gets no row.
+
+        Args:
+            record: The pack.
+            instead_of: The pack in which its chunks had their rows; None: they had none.
+        """
 
     def payload_bytes(self, namespace_id: str, key: ChunkKey) -> int | None:
         """Return the length that a chunk's payload has there, None for a key of no group."""
@@ -104,7 +111,9 @@ class Repairer:
         good = self._verifier.good(record.chunks)
         self._check_readable(record.pack_id)
         if good:
-            self._rows.commit(self._tier.rewrite_pack(record.namespace_id, good))
+            copy = self._tier.rewrite_pack(record.namespace_id, good)
+            if not self._rows.commit(copy, instead_of=record.pack_id):
+                self._tier.delete_pack(copy.pack_id)
         kept = {chunk.key for chunk in good}
         lost = [chunk for chunk in record.chunks if chunk.key not in kept]
         self._rows.drop_chunks(record, lost)
@@ -157,6 +166,7 @@ class Repairer:
         pack_id = uuid.uuid4().hex
         target = self._tier.directory / (pack_id + PACK_SUFFIX)
         renamed = [_in_pack(chunk, pack_id) for chunk in wanted if self._fits(header.namespace_id, chunk)]
+        num_recorded = 0
         try:
             os.link(path, target)
             _fsync_folder(self._tier.directory)
@@ -169,11 +179,11 @@ class Repairer:
                     file_bytes=header.file_bytes,
                     chunks=tuple(good),
                 )
-                self._rows.commit(record)
-        except BaseException:
+                num_recorded = self._rows.commit(record, instead_of=None)
+        except (KvtierError, OSError):  # else, who knows whether it has rows: a stop leaves it to the next start
             target.unlink(missing_ok=True)
             raise
-        if not good:
+        if not num_recorded:
             target.unlink(missing_ok=True)
         return len(good), len(wanted) - len(good)
 

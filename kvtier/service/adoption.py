@@ -157,8 +157,8 @@ class Adoption:
         num_rows = 0
         for namespace_id, slots in self._left.items():
             namespace = self._namespaces[namespace_id]
-            namespace.keep_pages = False
             num_rows += await self._give_back(namespace, sorted(slots))
+            namespace.keep_pages = False  # not before: nobody else may close the arena, or give up its pages, meanwhile
             namespace.top_up_all()
         self._left.clear()
         return num_rows

@@ -175,6 +175,8 @@ class Cache:
                     await self._forget_namespace(namespace)
 
     def _is_over(self, namespace: Namespace) -> bool:
+        if namespace.keep_pages:  # its arena is still being taken over from a dead daemon
+            return False
         if namespace.sessions or len(namespace.table) or self.prompts.bindings_in(namespace.namespace_id):
             return False
         return time.time() - namespace.row.seen_unix_s > _EMPTY_GRACE_S

@@ -85,15 +85,27 @@ class Compactor:
 
     def next_job(self) -> Job | None:
         """Return the packs to rewrite next: damaged ones first, then those with the largest holes."""
-        config, usage = self._stores.config.disk, self._stores.disk_usage
-        tight = usage.used_bytes > config.low_watermark * usage.limit_bytes
-        ratio = 0.0 if tight else config.compact_dead_ratio
+        ratio = 0.0 if self._is_tight() else self._stores.config.disk.compact_dead_ratio
         for namespace in self._namespaces():
             for pack_id in namespace.packs.damaged:
                 if namespace.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(namespace, [pack_id]):
                     return Job(namespace, (pack_id,), damaged=True)
         groups = [job for namespace in self._namespaces() if (job := self._group(namespace, ratio)) is not None]
         return max(groups, key=lambda job: sum(map(self._dead_bytes_of(job.namespace), job.pack_ids)), default=None)
+
+    def _is_tight(self) -> bool:
+        """Say whether every hole counts: eviction has done its part, or a promise waits for room.
+
+        Not from the low watermark on: an ordinary cache that is full lies between the two all its life, and each
+        evicted chunk would have its pack rewritten.
+        """
+        config, usage = self._stores.config.disk, self._stores.disk_usage
+        spare_bytes = int((1 - config.high_watermark) * usage.limit_bytes)
+        if usage.used_bytes > config.high_watermark * usage.limit_bytes:
+            return True
+        return not usage.fits(min(config.pack_bytes, spare_bytes)) or any(
+            namespace.spiller.num_refused for namespace in self._namespaces()
+        )
 
     def _group(self, namespace: Namespace, ratio: float) -> Job | None:
         """Return packs with holes whose live chunks make one pack, emptiest first."""

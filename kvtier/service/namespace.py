@@ -97,7 +97,7 @@ class Namespace:
         self.table: ChunkTable[StoredChunk] = ChunkTable(
             self.slots, RecomputeCost(self), stores.host_clock, stores.disk_clock, self._chunk_moved
         )
-        self.relocating = asyncio.Lock()  # held while rows of chunks on disk are dropped or moved, and memory follows
+        self.relocating = asyncio.Lock()  # held while rows of chunks come, go or move, and memory follows
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
         self._arena: Arena | None = None
@@ -350,8 +350,8 @@ class Namespace:
     ) -> Dropped:
         """Take chunks out of the ledger, then unlink packs left empty.
 
-        The chunks stop being found at once (unless a compaction is being recorded: then right after it); the row goes
-        before the file.
+        The chunks stop being found at once (unless places of chunks are being recorded: then right after it); the row
+        goes before the file.
 
         Args:
             keys: What is not on disk is ignored.

@@ -234,6 +234,9 @@ class Promoter:
         Without `retry` the batch broke in a way that nobody foresaw: better a miss than the same again.
         """
         left_out = list(batch.unread)
+        for read in batch.reads[: batch.num_backed]:
+            if read.key in batch.unread:
+                self._namespace.slots.mark_backed(read.ref.slot)  # or its pages would be nobody's
         if batch.background and retry:
             self._background.extendleft(key for key in reversed(left_out) if not self._askers.get(key))
         for key in left_out:

@@ -52,6 +52,7 @@ class Batch:
         unread: Reads whose outcome was not taken yet; after `run` and the last `take_outcomes`, those left out.
         stopped: Set to leave out what has not begun, wanted or not.
         cancelled: Something was left out.
+        num_backed: Of the reads, in order: their slots have pages, read or left out. Valid after `run`.
         num_read: Chunks that were read well, of those taken.
         refused: A refusal of the operating system, of those taken.
     """
@@ -71,9 +72,10 @@ class Batch:
         self.unread = {read.key: read for read in reads}
         self.stopped = False
         self.cancelled = False
+        self.num_backed = 0
         self.num_read = 0
         self.refused: TierIOError | None = None
-        self._reads = reads
+        self.reads = reads
         self._arena, self._disk, self._on_progress, self._gives_way = arena, disk, on_progress, gives_way
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -103,12 +105,12 @@ class Batch:
     def _back(self) -> Sequence[Read]:
         error: ArenaError | None = None
         try:
-            num_backed = self._arena.back([read.ref.slot for read in self._reads])
+            self.num_backed = self._arena.back([read.ref.slot for read in self.reads])
         except ArenaError as problem:
-            num_backed, error = 0, problem
-        for read in self._reads[num_backed:]:
+            error = problem
+        for read in self.reads[self.num_backed :]:
             self._done(Outcome(read, error, backed=False))
-        return self._reads[:num_backed]
+        return self.reads[: self.num_backed]
 
     def _done(self, outcome: Outcome) -> None:
         """Worker thread. The loop hears of small groups: a message per chunk would cost more than some chunks."""

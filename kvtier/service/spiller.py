@@ -221,7 +221,11 @@ class Spiller:
         """Commit the pack's rows. A pack that the ledger refuses goes at once: each retry would leave one more."""
         stores = self._namespace.stores
         try:
-            return await stores.in_ledger(stores.ledger.commit_pack, record)
+            async with self._namespace.relocating:  # a drop in between would find memory and ledger at odds
+                emptied = await stores.in_ledger(stores.ledger.commit_pack, record)
+                for stored in record.chunks:
+                    self._namespace.table.place(stored.key, stored)
+                return emptied
         except LedgerError:
             await self._namespace.delete_packs([record.pack_id])
             raise
@@ -246,7 +250,6 @@ class Spiller:
         unwanted: list[ChunkKey] = []
         for stored in record.chunks:
             chunk = namespace.table.get(stored.key)
-            namespace.table.place(stored.key, stored)
             if chunk is None or chunk.doomed:
                 unwanted.append(stored.key)
         self._end_spilling(batch)

@@ -15,13 +15,23 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
 from kvtier.service import adoption
+from kvtier.service.cache import Cache
+from kvtier.service.namespace import Namespace
 from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import layout_of
 from tests.fakes.gates import Gate, gated
 from tests.fakes.left_arena import LeftArena, page_bytes
 from tests.fakes.operator import Stub, evict, pin, status_of, unpin, until
-from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, config_in, running, wait_durable
+from tests.fakes.scripted_engine import (
+    DEADLINE_S,
+    ONE_GROUP,
+    ScriptedEngine,
+    chunk_key,
+    config_in,
+    running,
+    wait_durable,
+)
 
 KEYS = [chunk_key(n) for n in range(5)]
 ROW_BYTES = ONE_GROUP.row_bytes
@@ -507,5 +517,47 @@ def test_ten_requests_after_a_restart_read_the_disk_once(tmp_path: Path, monkeyp
                 assert len(chunks) == 5
                 await engine.release(number)
         assert len(reads) == 5
+
+    asyncio.run(scenario())
+
+
+def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A namespace that holds nothing is forgotten after a day; with it went an arena that was still being taken over.
+
+    Taking over broke off at that, for every namespace: nobody's rows were ever given back, and nothing was prewarmed.
+    """
+    monkeypatch.setattr("kvtier.service.cache._EMPTY_GRACE_S", -1.0)
+    looked: list[bool] = []
+    original = Cache._is_over
+
+    def look(cache: Cache, namespace: Namespace) -> bool:
+        looked.append(original(cache, namespace))
+        return looked[-1]
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        async with running(config), ScriptedEngine(config) as engine:
+            await engine.store(KEYS[:1], wait=False)  # nobody's: the row has pages, and no chunk
+            await engine.barrier()
+        (path,) = config.host.arena_dir.glob("arena-*")
+        lock = config.host.arena_dir / f"session-{'5' * 32}.lock"
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+            monkeypatch.setattr(Cache, "_is_over", look)
+            async with running(config) as stub:
+                async with asyncio.timeout(DEADLINE_S):
+                    while len(looked) < 2:  # noqa: ASYNC110 - a private turn of the daemon's, without an event
+                        await asyncio.sleep(0.01)
+                assert not any(looked)
+                assert path.exists()
+                fcntl.flock(held, fcntl.LOCK_UN)
+
+                async def forgotten() -> bool:
+                    return not path.exists()
+
+                await until(forgotten)
+                assert (await status_of(stub)).host.used_bytes == 0
 
     asyncio.run(scenario())

@@ -51,9 +51,27 @@ def test_packs_with_small_holes_wait_until_the_disk_is_nearly_full(tmp_path: Pat
         async with rig(tmp_path, disk_bytes=400_000, compact_dead_ratio=0.9) as r:
             await holey(r, 0)
             assert r.cache.compactor.next_job() is None
-            await r.on_disk(range(100, 156))
+            await r.on_disk(range(100, 158))
             assert await compacted(r)
             r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_cache_does_not_rewrite_a_pack_for_every_chunk_that_goes(tmp_path: Path) -> None:
+    """A cache that evicts lies between its watermarks: from the low one on, every hole had its pack rewritten.
+
+    A pack of 64 MiB was copied for the sake of one chunk, and again for the next.
+    """
+
+    async def scenario() -> None:
+        async with rig(tmp_path, disk_bytes=400_000) as r:
+            for first in range(0, 62, 2):
+                await r.on_disk([first, first + 1])
+            await r.namespace.drop_from_disk(keys_of([7]))
+            config = r.stores.config.disk
+            assert config.low_watermark < r.stores.disk_usage.used_bytes / 400_000 < config.high_watermark
+            assert r.cache.compactor.next_job() is None
 
     asyncio.run(scenario())
 

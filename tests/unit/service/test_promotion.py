@@ -254,3 +254,27 @@ def test_a_read_that_breaks_in_an_unforeseen_way_is_a_miss(tmp_path: Path, monke
             r.check()
 
     asyncio.run(scenario())
+
+
+def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> None:
+    """A batch backs all its rows before it reads. Those of a cancelled one were counted as pageless again.
+
+    Their pages stayed: host memory held more than `host.bytes`, by up to a batch for every reader.
+    """
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(4))
+            session, _ = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(4)))
+                await eventually(lambda: len(r.tier.asked) == 1)
+                session.release(1, None)
+            await eventually(lambda: all(r.chunk(n).slot is None or r.chunk(n).readable for n in range(4)))
+            assert r.counters.promotions_cancelled
+            backed = [entry for entry in r.namespace.arena.entries() if entry.backed]
+            assert len(backed) == r.namespace.slots.num_backed
+            assert r.stores.budget.used_bytes == len(backed) * r.namespace.layout.row_bytes
+            r.check()
+
+    asyncio.run(scenario())
