@@ -36,7 +36,7 @@ check: venv
 	PYTHON="$(PYTHON)" scripts/gen_proto.sh --check
 
 test-fast: venv
-	$(BIN)/pytest -q -m "not e2e"
+	$(BIN)/pytest -q -m "not e2e" -n $(E2E_WORKERS)
 
 chaos: venv
 	KVTIER_CHAOS_KILLS=$(KILLS) KVTIER_CHAOS_FAULTS=1000 KVTIER_CHAOS_DAMAGES=20 $(BIN)/pytest -q -s \
