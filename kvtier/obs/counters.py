@@ -64,7 +64,7 @@ class Counters:
     spill_queue_bytes: int = 0
     """Raw bytes that wait for, or are in, a pack being written, now."""
     chunks_not_spilled: int = 0
-    """Ordinary chunks kept off the disk because it could not keep up."""
+    """Times an ordinary chunk was passed over because the disk did not keep up; it is spilled later, if still there."""
     packs_failed: int = 0
     """Packs that could not be written; their chunks stay in host memory and are tried again."""
     chunks_over_quota: int = 0

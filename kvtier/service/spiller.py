@@ -34,8 +34,9 @@ class Spiller:
 
     Pinned and ordinary chunks never share a pack: ordinary ones are evicted, and would leave holes between promises.
 
-    When the disk does not keep up, memory does not grow with it: ordinary chunks beyond `max_queued_bytes` are not
-    spilled at all, and while more than that waits (`is_behind`) sessions get fewer store credits.
+    When the disk does not keep up, memory does not grow with it: ordinary chunks beyond `max_queued_bytes` are passed
+    over, stay evictable, and are taken up when it has caught up, if they are still there; and while more than that
+    waits (`is_behind`) sessions get fewer store credits.
     """
 
     def __init__(self, namespace: "Namespace") -> None:
@@ -43,6 +44,7 @@ class Spiller:
         self._pinned: dict[ChunkKey, None] = {}
         self._ordinary: dict[ChunkKey, None] = {}
         self._refused: set[ChunkKey] = set()
+        self._passed_over: dict[ChunkKey, None] = {}  # at most one per arena slot; some may be gone by now
         self._num_bytes = 0
         self._last_pack_s = 0.0
         self._oldest_s = 0.0
@@ -97,13 +99,30 @@ class Spiller:
         num_bytes = self._namespace.payload_bytes(chunk.key)
         if not chunk.num_pins and self._num_bytes + num_bytes > self.max_queued_bytes:
             chunk.volatile = True
-            self._namespace.stores.counters.chunks_not_spilled += 1
+            self._pass_over(chunk.key)
             return
         if not self._pinned and not self._ordinary:
             self._oldest_s = asyncio.get_running_loop().time()
         chunk.spilling, chunk.volatile = True, False
         (self._pinned if chunk.num_pins else self._ordinary)[chunk.key] = None
         self._count_bytes(num_bytes)
+
+    def _pass_over(self, key: ChunkKey) -> None:
+        self._namespace.stores.counters.chunks_not_spilled += 1
+        self._passed_over[key] = None
+        while len(self._passed_over) > self._namespace.slots.num_slots:
+            del self._passed_over[next(iter(self._passed_over))]
+
+    def _take_up(self) -> None:
+        """The disk has caught up by a pack: spill what was passed over, as far as there is room."""
+        room_bytes = self.max_queued_bytes - self._num_bytes
+        keys: list[ChunkKey] = []
+        while self._passed_over and room_bytes > 0:
+            key = next(iter(self._passed_over))
+            del self._passed_over[key]
+            keys.append(key)
+            room_bytes -= self._namespace.payload_bytes(key)
+        self.add(keys)
 
     def _count_bytes(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
@@ -262,6 +281,7 @@ class Spiller:
             namespace.table.settle(chunk.key)
         await namespace.delete_packs(emptied)
         log_event(logger, "pack_written", pack=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)
+        self._take_up()
         namespace.top_up_all()
 
     def _refuse(self, batch: Sequence[Chunk[StoredChunk]]) -> None:

@@ -47,7 +47,7 @@ def settled(stack: Stack) -> None:
     def all_written() -> bool:
         with stack.admin() as client:
             status = client.status()
-        return 0 < status.host.num_chunks <= status.disk.num_chunks
+        return 0 < status.host.num_chunks <= status.disk.num_chunks and not status.counters["spill_queue_bytes"]
 
     wait_until(all_written, 30, "chunks to be written")
 

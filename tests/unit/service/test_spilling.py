@@ -70,13 +70,34 @@ def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tm
                 spiller.add(keys_of(range(10, 15)))
                 assert spiller.is_behind, "credits shrink instead"
                 assert r.counters.spill_queue_bytes == 8 * 6000
+                r.table.pin(keys_of([4]))
+                spiller.add(keys_of([4]))  # pinned later: it is a promise now
+                assert r.chunk(4).spilling
             await spiller.flush()
             assert all(r.location(n) is not None for n in range(10, 15))
-            r.table.pin(keys_of([4]))
-            spiller.add(keys_of([4]))  # pinned later: it is a promise now
-            await spiller.flush()
             assert r.location(4) is not None
             assert not r.chunk(4).volatile
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_what_was_passed_over_is_spilled_when_the_disk_has_caught_up(tmp_path: Path) -> None:
+    """A chat stored while a flood was being written was in host memory only, for good: a reboot lost half of it."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            spiller = r.namespace.spiller
+            spiller.max_queued_bytes = 3 * 6000
+            r.in_host(range(8))
+            with r.tier.holding("write_pack") as gate:
+                spiller.add(keys_of(range(8)))
+                await reached(gate.reached)
+                assert r.counters.chunks_not_spilled == 5
+                assert r.table.evict(keys_of([7])[0]), "it may go meanwhile"
+            await spiller.flush()
+            assert all(r.location(n) is not None for n in range(7))
+            assert not spiller._passed_over
             r.check()
 
     asyncio.run(scenario())
