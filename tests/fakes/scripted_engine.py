@@ -20,7 +20,7 @@ from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout, group_idx_of
 from kvtier.rpc.server import serve
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 ONE_GROUP = KVLayout(
     num_ranks=1,
     rank_bytes=8192,

@@ -12,7 +12,7 @@ from kvtier.tiers.base import ChunkPayload, PackRecord, StoredChunk
 from tests.fakes.gates import Gate
 from tests.fakes.memory_tier import MemoryTier
 
-_DEADLINE_S = 10.0
+_DEADLINE_S = 30.0
 
 
 class SteppedTier(MemoryTier):
