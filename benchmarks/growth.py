@@ -39,6 +39,7 @@ LAYOUT = KVLayout(
 FINGERPRINT = {"weights": "1"}
 CHUNKS_PER_PACK = 1000
 LOOKUP_KEYS = 2000
+STATE = "state"  # as `Daemon` names it
 
 
 class SilentPeer:
@@ -87,7 +88,7 @@ def config_of(home: Path, arena: Path) -> DaemonConfig:
     return DaemonConfig(
         server=ServerConfig(socket=home / "g.sock", drain_timeout_s=1),
         host=HostConfig(arena_dir=arena, host_bytes=256 << 20),
-        disk=DiskConfig(disk_dir=Daemon(home).disk_dir, disk_bytes=1 << 30),
+        disk=DiskConfig(disk_dir=home / STATE, disk_bytes=1 << 30),
     )
 
 
@@ -153,7 +154,7 @@ def measure(num_chunks: int, rounds: int) -> str:
     """Return one row of the table."""
     with tempfile.TemporaryDirectory(prefix="kvg-") as name, tempfile.TemporaryDirectory(dir="/dev/shm") as arena:
         home = Path(name)
-        keys = fill(Daemon(home).disk_dir, num_chunks)
+        keys = fill(home / STATE, num_chunks)
         ready, resident = start_times(home, rounds)
         config = config_of(home, Path(arena))
         used = asyncio.run(index_bytes(config))
