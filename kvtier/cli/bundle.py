@@ -18,6 +18,7 @@ from kvtier.cli.units import parse_duration
 from kvtier.client.admin import AdminClient
 from kvtier.config.units import format_size
 from kvtier.errors import InvalidArgumentError
+from kvtier.fsync import fsync_directory
 
 PIECE_BYTES = 1024**2
 
@@ -100,7 +101,7 @@ def _write(client: AdminClient, request: ExportRequest, file: Path, status: Prom
             os.fsync(target.fileno())
             num_bytes = target.tell()
         temp.rename(file)
-        _fsync_folder(file.absolute().parent)
+        fsync_directory(file.absolute().parent)
     except OSError as exc:
         raise InvalidArgumentError("FILE", str(file), f"cannot be written: {exc.strerror}") from exc
     finally:
@@ -111,14 +112,6 @@ def _write(client: AdminClient, request: ExportRequest, file: Path, status: Prom
 
 def _created(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _pieces(source: BinaryIO) -> Iterator[bytes]:

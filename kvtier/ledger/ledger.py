@@ -85,17 +85,6 @@ class Ledger:
         except sqlite3.Error as exc:
             raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
 
-    def altered_rows(self) -> dict[str, list[str]]:
-        """Return the names of rows that are not what was written, by table.
-
-        Raises:
-            LedgerError: The database cannot be read.
-        """
-        try:
-            return {table: [name for _, name in rows] for table, rows in altered_rows(self._connection).items()}
-        except sqlite3.Error as exc:
-            raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
-
     def drop_altered_rows(self) -> dict[str, list[str]]:
         """Give up rows that are not what was written, and what refers to them; return their names, by table."""
         with self._transaction() as sql:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtier.core.fingerprint import namespace_id
 from kvtier.errors import InvalidArgumentError
+from kvtier.fsync import fsync_directory
 from kvtier.ledger.rows import NamespaceRow, decode_layout, encode_layout
 
 FOLDER_NAME = "namespaces"
@@ -34,11 +35,7 @@ def save_namespace(state_dir: Path, row: NamespaceRow) -> bool:
         file.flush()
         os.fsync(file.fileno())
     temp.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    fsync_directory(path.parent)
     return True
 
 

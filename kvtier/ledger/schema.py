@@ -5,6 +5,7 @@ import sqlite3
 from pathlib import Path
 
 from kvtier.errors import FormatVersionError, LedgerError
+from kvtier.fsync import fsync_directory
 from kvtier.ledger.row_checksums import add_row_checksums
 
 APPLICATION_ID = 0x4B565452
@@ -109,7 +110,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA {pragma}")
     if version == 0:
         _create_tables(connection, path)
-        _fsync_directory(path.parent)
+        fsync_directory(path.parent)
     elif _number(connection, "application_id") != APPLICATION_ID:
         raise _foreign(path)
     elif version == 1:
@@ -137,14 +138,6 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
 def _number(connection: sqlite3.Connection, pragma: str) -> int:
     (value,) = connection.execute(f"PRAGMA {pragma}").fetchone()
     return int(value)
-
-
-def _fsync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _damaged(path: Path, problem: str) -> LedgerError:

@@ -14,6 +14,7 @@ from typing import Protocol
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, KvtierError, TierIOError
+from kvtier.fsync import fsync_directory
 from kvtier.maintenance.compare import PACK_SUFFIX, PackFiles
 from kvtier.maintenance.findings import Code, Finding
 from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier
@@ -169,7 +170,7 @@ class Repairer:
         num_recorded = 0
         try:
             os.link(path, target)
-            _fsync_folder(self._tier.directory)
+            fsync_directory(self._tier.directory)
             good = self._verifier.good(renamed)
             self._check_readable(pack_id)
             if good:
@@ -206,7 +207,7 @@ class Repairer:
         self._unclaimed.mkdir(mode=0o700, exist_ok=True)
         path.rename(self._unclaimed / path.name)
         for folder in (self._unclaimed, path.parent):
-            _fsync_folder(folder)
+            fsync_directory(folder)
 
 
 class Step(Protocol):
@@ -230,11 +231,3 @@ def _in_pack(chunk: StoredChunk, pack_id: str) -> StoredChunk:
 
 def _adopted(num_chunks: int) -> str:
     return f"{num_chunks} chunks verified and adopted, " if num_chunks else ""
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

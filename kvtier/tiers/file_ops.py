@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.fsync import fsync_directory
 from kvtier.tiers import page_cache
 
 MAX_PIECES = 1024
@@ -77,11 +78,7 @@ class FileOps:
 
     def fsync_dir(self, path: Path) -> None:
         """Make the names in a directory durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        fsync_directory(path)
 
     def listing(self, directory: Path) -> dict[str, FileFacts]:
         """Return what is known of the regular files in a directory, by name."""

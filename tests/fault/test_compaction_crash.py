@@ -18,7 +18,7 @@ from tests.fakes.rows import namespace_row
 from tests.fakes.scripted_engine import config_in
 
 NUM_LEFT = 6
-_STEPS = ("open", "pwrite", "pread", "fsync", "rename", "unlink", "fsync_dir")
+_STEPS = ("open", "pwritev", "preadv", "fsync", "rename", "unlink", "fsync_dir")
 
 
 class _Crash(BaseException):
@@ -29,6 +29,7 @@ class CrashingOps(FileOps):
     """Dies at the nth call, and at every later one."""
 
     def __init__(self) -> None:
+        assert all(hasattr(FileOps, name) for name in _STEPS), "a call that was renamed would never be a step"
         self.left: int | None = None
         self.num_calls = 0
 

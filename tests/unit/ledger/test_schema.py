@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.errors import FormatVersionError, LedgerError
 from kvtier.ledger import Ledger
+from kvtier.ledger.checks import inspect_ledger
 from kvtier.ledger.row_checksums import altered_rows, row_checksum
 from kvtier.ledger.schema import APPLICATION_ID, SCHEMA_VERSION, open_database
 from tests.fakes.rows import namespace_row, prompt_row
@@ -120,7 +121,7 @@ def test_a_row_that_was_changed_is_refused_and_named_until_it_is_given_up(path: 
         connection.commit()
     with pytest.raises(LedgerError, match=r"prompts: changed\): .*kvtier fsck --offline --repair"):
         ledger.load()
-    assert ledger.altered_rows() == {"prompts": ["changed"]}
+    assert inspect_ledger(path).altered == {"prompts": ["changed"]}
     assert ledger.drop_altered_rows() == {"prompts": ["changed"]}
     assert [prompt.name for prompt in ledger.load().prompts] == ["whole"]
     ledger.close()
