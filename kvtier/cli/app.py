@@ -9,6 +9,7 @@ import typer
 
 from kvtier._pb.cache_pb2 import TIER_ANY, TIER_DISK, TIER_HOST
 from kvtier.cli.bundle import export, import_
+from kvtier.cli.completion import complete_prompt_name
 from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
 from kvtier.cli.fsck import fsck
 from kvtier.cli.output import Output, to_jsonable
@@ -22,14 +23,15 @@ from kvtier.version import __version__
 app = typer.Typer(
     cls=ErrorReportingGroup,
     no_args_is_help=True,
-    add_completion=False,
     # A traceback with local variables would print prompts and keys.
     pretty_exceptions_enable=False,
     help="Pin system prompts in a self-hosted vLLM, so that their KV cache outlives GPU pressure and restarts.",
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon answers.",
 )
 
-_Name = Annotated[str, typer.Argument(help="Name of the prompt", show_default=False)]
+_Name = Annotated[
+    str, typer.Argument(help="Name of the prompt", show_default=False, autocompletion=complete_prompt_name)
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 
@@ -86,11 +88,14 @@ def show(context: typer.Context, name: _Name, as_json: _Json = False) -> None:
 
 
 @app.command()
-def unpin(context: typer.Context, name: _Name) -> None:
+def unpin(context: typer.Context, name: _Name, as_json: _Json = False) -> None:
     """End a pin. The chunks stay as cache until evicted."""
+    output = Output(json=as_json)
     with settings_of(context).connect() as client:
-        client.unpin(name)
-    output = Output()
+        status = client.unpin(name)
+    if as_json:
+        output.answer(to_jsonable(status))
+        return
     output.say(f"unpinned: {name}")
     output.say(f"its chunks stay until there is pressure; drop them now with: kvtier evict {name}")
 
@@ -106,12 +111,16 @@ _TIERS = {None: TIER_ANY, _Tier.HOST: TIER_HOST, _Tier.DISK: TIER_DISK}
 @app.command()
 def evict(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Name of the prompt", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Name of the prompt", show_default=False, autocompletion=complete_prompt_name),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every chunk that no pinned prompt has")] = False,
     tier: Annotated[
         _Tier | None, typer.Option(help="Out of this tier only [default: both]", show_default=False)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Pinned ones too; the pins themselves stay")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Drop a prompt's chunks, or all, from host memory and disk.
 
@@ -125,7 +134,10 @@ def evict(
         else:
             response = client.evict(name, force=force, tier=_TIERS[tier])
         is_forgotten = name is not None and _is_unknown(client, name)
-    output = Output()
+    output = Output(json=as_json)
+    if as_json:
+        output.answer(to_jsonable(response) | {"forgotten": is_forgotten})
+        return
     output.say(
         f"evicted: {response.num_chunks} chunks, {format_size(response.host_bytes)} of host memory, "
         f"{format_size(response.disk_bytes)} of disk"
@@ -146,11 +158,19 @@ def _is_unknown(client: AdminClient, name: str) -> bool:
 
 
 @app.command()
-def status(context: typer.Context, as_json: _Json = False) -> None:
+def status(
+    context: typer.Context,
+    as_json: _Json = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing: for probes, which ask for the exit code")
+    ] = False,
+) -> None:
     """Show the daemon: tiers, attached engines, namespaces, counters."""
     output = Output(json=as_json)
     with settings_of(context).connect() as client:
         daemon = client.status()
+    if quiet:
+        return
     if as_json:
         output.answer(to_jsonable(daemon))
     else:

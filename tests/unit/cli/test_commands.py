@@ -124,6 +124,18 @@ def test_evict_force(prompt: PromptStatus, kvtier: Kvtier) -> None:
     assert kvtier("evict", "support-bot", "--force").exit_code == 0
 
 
+def test_unpin_and_evict_answer_in_json(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    assert json.loads(kvtier("unpin", "support-bot", "--json").stdout)["pinned"] is False
+    assert json.loads(kvtier("evict", "support-bot", "--json").stdout) == {
+        "num_chunks": 3,
+        "host_bytes": 3 << 20,
+        "disk_bytes": 2 << 20,
+        "num_shared_chunks": 1,
+        "forgotten": True,
+    }
+    assert json.loads(kvtier("evict", "--all", "--json").stdout)["forgotten"] is False
+
+
 @pytest.mark.parametrize(("option", "tier"), [((), "TIER_ANY"), (("--tier", "host"), "TIER_HOST")])
 def test_evict_all(daemon: FakeDaemon, kvtier: Kvtier, option: tuple[str, ...], tier: str) -> None:
     result = kvtier("evict", "--all", *option)
@@ -163,6 +175,12 @@ def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
     assert "fsyncs" not in result.output
     assert "every prompt; what is not pinned is evictable" in result.output
     assert json.loads(kvtier("status", "--json").output)["counters"]["fsyncs"] == 0
+
+
+def test_a_probe_asks_for_the_exit_code_only(daemon: FakeDaemon, kvtier: Kvtier, tmp_path: Path) -> None:
+    answered = kvtier("status", "--quiet")
+    assert (answered.exit_code, answered.output) == (0, "")
+    assert kvtier("--socket", tmp_path / "none", "status", "-q").exit_code == 3
 
 
 def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDaemon, kvtier: Kvtier) -> None:
