@@ -63,6 +63,7 @@ async def _serve(config: DaemonConfig, started_s: float) -> None:
 
     stop = asyncio.Event()
     _install_signal_handlers(stop)
+    watchdog = asyncio.create_task(_feed_watchdog(), name="watchdog")
 
     def ready() -> None:
         freeze_index()
@@ -78,7 +79,25 @@ async def _serve(config: DaemonConfig, started_s: float) -> None:
         )
         notify_systemd("READY=1")
 
-    await serve(config, ready=ready, stop=stop)
+    try:
+        await serve(config, ready=ready, stop=stop)
+    finally:
+        watchdog.cancel()
+        await asyncio.wait({watchdog})
+
+
+async def _feed_watchdog() -> None:
+    """Tell systemd twice per WatchdogSec= that the loop turns; ends at once where no watchdog waits for us.
+
+    Source: sd_watchdog_enabled(3).
+    """
+    wanted_from = os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    if "WATCHDOG_USEC" not in os.environ or wanted_from != str(os.getpid()):
+        return
+    interval_s = int(os.environ["WATCHDOG_USEC"]) / 1e6 / 2
+    while True:
+        notify_systemd("WATCHDOG=1")
+        await asyncio.sleep(interval_s)
 
 
 def _install_signal_handlers(stop: asyncio.Event) -> None:

@@ -2,10 +2,15 @@
 
 One event per transition, never per chunk; never a prompt's tokens or text, a cache salt or a credential. A field with
 such a name is withheld here, whatever the caller meant.
+
+When stderr goes to systemd's journal, every line begins with its priority, which the journal takes off and keeps beside
+the line (`journalctl -p warning`), and text has no time, which the journal has too.
+Source: sd-daemon(3), systemd.exec(5).
 """
 
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from typing import TextIO
@@ -14,6 +19,10 @@ _WITHHELD = frozenset(
     {"tokens", "token_ids", "text", "messages", "content", "recipe", "recipe_json", "cache_salt", "api_key"}
 )
 _ATTRIBUTE = "kvtier_fields"
+_JOURNAL_VARIABLE = "JOURNAL_STREAM"
+# syslog(3): LOG_CRIT, LOG_ERR, LOG_WARNING, LOG_INFO, LOG_DEBUG.
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+_DEBUG_PRIORITY = 7
 
 
 def log_event(logger: logging.Logger, event: str, /, *, level: int = logging.INFO, **fields: object) -> None:
@@ -39,7 +48,9 @@ def setup_logging(level: str, log_format: str, stream: TextIO | None = None) -> 
         stream: Instead of stderr.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    in_journal = _is_journal(handler.stream)
+    lines = JsonFormatter() if log_format == "json" else TextFormatter(with_time=not in_journal)
+    handler.setFormatter(JournalFormatter(lines) if in_journal else lines)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -49,9 +60,14 @@ def setup_logging(level: str, log_format: str, stream: TextIO | None = None) -> 
 class TextFormatter(logging.Formatter):
     """`2026-11-21T09:30:00.123Z INFO kvtier.daemon.lifecycle ready pid=1`; values with spaces are JSON strings."""
 
+    def __init__(self, *, with_time: bool = True) -> None:
+        super().__init__()
+        self._with_time = with_time
+
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        head = f"{_time(record)} {record.levelname} {record.name} {record.getMessage()}"
+        time = f"{_time(record)} " if self._with_time else ""
+        head = f"{time}{record.levelname} {record.name} {record.getMessage()}"
         line = " ".join([head, *(f"{name}={_text(value)}" for name, value in _fields(record).items())])
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -70,6 +86,32 @@ class JsonFormatter(logging.Formatter):
         tail = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
         # The head wins: a field named "event" must not hide what happened.
         return json.dumps({**_fields(record), **head, **tail}, default=str)
+
+
+class JournalFormatter(logging.Formatter):
+    """Another formatter's lines, each after its priority: the journal makes an entry of every line of a traceback."""
+
+    def __init__(self, lines: logging.Formatter) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines."""
+        prefix = f"<{_priority(record.levelno)}>"
+        return "\n".join(prefix + line for line in self._lines.format(record).splitlines())
+
+
+def _priority(level: int) -> int:
+    return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG_PRIORITY)
+
+
+def _is_journal(stream: TextIO) -> bool:
+    """Return whether systemd connected the stream to its journal: the variable has device and inode of what it did."""
+    try:
+        target = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return os.environ.get(_JOURNAL_VARIABLE) == f"{target.st_dev}:{target.st_ino}"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

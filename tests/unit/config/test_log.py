@@ -3,7 +3,9 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +46,54 @@ def test_secrets_are_withheld(log_format: str) -> None:
     assert "4711" not in line
     assert "You are" not in line
     assert "<withheld>" in line
+
+
+def to_journal(monkeypatch: pytest.MonkeyPatch, path: Path, log_format: str, log: Callable[[], None]) -> list[str]:
+    """Return the lines that a stream gets which systemd says is the journal's."""
+    with path.open("w+") as stream:
+        facts = os.fstat(stream.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{facts.st_dev}:{facts.st_ino}")
+        setup_logging("debug", log_format, stream)
+        log()
+        return path.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("level", "priority"), [("debug", 7), ("info", 6), ("warning", 4), ("error", 3), ("critical", 2)]
+)
+def test_the_journal_gets_priorities_and_has_the_time_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, level: str, priority: int
+) -> None:
+    def log() -> None:
+        log_event(logging.getLogger("kvtier.test"), "ready", level=getattr(logging, level.upper()), pid=1)
+
+    assert to_journal(monkeypatch, tmp_path / "text", "text", log) == [
+        f"<{priority}>{level.upper()} kvtier.test ready pid=1"
+    ]
+    (line,) = to_journal(monkeypatch, tmp_path / "json", "json", log)
+    assert json.loads(line.removeprefix(f"<{priority}>"))["level"] == level
+
+
+def test_every_line_of_a_traceback_has_its_priority(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def log() -> None:
+        try:
+            int("one\ntwo")
+        except ValueError:
+            logging.getLogger("kvtier.test").exception("failed")
+
+    lines = to_journal(monkeypatch, tmp_path / "text", "text", log)
+    assert len(lines) > 3
+    assert all(line.startswith("<3>") for line in lines)
+
+
+def test_another_stream_than_the_journals_is_for_people(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A daemon that a unit's shell started with 2>FILE inherits the variable."""
+    monkeypatch.setenv("JOURNAL_STREAM", "1:2")
+    with (tmp_path / "log").open("w") as stream:
+        setup_logging("info", "text", stream)
+        log_event(logging.getLogger("kvtier.test"), "ready")
+    assert (tmp_path / "log").read_text()[:2] == "20"
+    assert written("text", "ready")[:2] == "20"
 
 
 def test_level_is_respected() -> None:

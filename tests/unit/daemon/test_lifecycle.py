@@ -100,6 +100,32 @@ def test_systemd_learns_that_we_are_ready(
         assert systemd.recv(64) == b"READY=1"
 
 
+@pytest.mark.parametrize("pid", [None, os.getpid(), 1])
+def test_systemds_watchdog_is_fed_while_the_loop_turns(
+    config: DaemonConfig,
+    serve_with: Callable[[Serve], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    pid: int | None,
+) -> None:
+    """A variable that names another process was inherited, and is not for us."""
+
+    async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        await asyncio.sleep(0)
+        ready()
+
+    serve_with(serve)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "60000000")
+        if pid is not None:
+            monkeypatch.setenv("WATCHDOG_PID", str(pid))
+        lifecycle.run(config)
+        assert systemd.recv(64) == (b"READY=1" if pid == 1 else b"WATCHDOG=1")
+
+
 @pytest.mark.parametrize("folder", ["state", "arena"])
 def test_a_second_daemon_on_the_same_folder_is_refused_and_disturbs_nothing(
     config: DaemonConfig, tmp_path: Path, folder: str
