@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.client.address import default_socket_path
 from kvtier.errors import ConfigError
+from kvtier_connector.supported import CRYPTO_HASHES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +22,6 @@ _OUR_KEYS = ("blocks_per_chunk", "lookup_timeout_ms", "prefill_tokens_per_s", "s
 # silently without effect.
 _VLLM_KEYS = ("offload_prompt_only", "self_describing_kv_events")
 _SPEC_KEYS = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE}
-_CRYPTO_HASHES = frozenset({"sha256", "sha256_cbor"})
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def check_vllm_config(config: "VllmConfig") -> None:
             "enable_prefix_caching", False, "vLLM", "kvtier restores prefixes; start vLLM with --enable-prefix-caching"
         )
     algorithm = cache.prefix_caching_hash_algo
-    if algorithm not in _CRYPTO_HASHES and "PYTHONHASHSEED" not in os.environ:
+    if algorithm not in CRYPTO_HASHES and "PYTHONHASHSEED" not in os.environ:
         raise ConfigError(
             "prefix_caching_hash_algo",
             algorithm,

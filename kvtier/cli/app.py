@@ -11,6 +11,7 @@ from kvtier._pb.cache_pb2 import TIER_ANY, TIER_DISK, TIER_HOST
 from kvtier.cli.bundle import export, import_
 from kvtier.cli.completion import complete_prompt_name
 from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
+from kvtier.cli.doctor import doctor
 from kvtier.cli.fsck import fsck
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.pin import pin
@@ -56,6 +57,7 @@ def _globals(
 
 
 app.command()(pin)
+app.command()(doctor)
 app.command()(fsck)
 app.command()(export)
 app.command("import")(import_)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,10 @@ class Output:
     def show(self, renderable: RenderableType) -> None:
         """Draw a table."""
         self.console.print(renderable)
+
+    def working(self, text: str) -> AbstractContextManager[object]:
+        """Show on a terminal that something takes a moment."""
+        return self._err.status(text) if self._err.is_terminal else nullcontext()
 
     def answer(self, value: Any) -> None:
         """Write the JSON answer."""

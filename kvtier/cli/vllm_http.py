@@ -1,4 +1,4 @@
-"""What the CLI asks of vLLM's API server: models, /tokenize, /detokenize and one-token completions."""
+"""What the CLI asks of vLLM's API server: models, settings, /tokenize, /detokenize and one-token completions."""
 
 import re
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SHOWN_CHARS = 400
+_CACHE_CONFIG_METRIC = "vllm:cache_config_info{"
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class VllmUnreachableError(RenderError):
@@ -94,6 +96,23 @@ class VllmClient:
                 first_names.setdefault(str(entry.get("root")), str(entry["id"]))
         return [_served_model(entry, first_names) for entry in entries]
 
+    def model_names(self) -> list[str]:
+        """Return what requests may call the models."""
+        return [model.name for model in self.models()]
+
+    def version(self) -> str:
+        """Return vLLM's version."""
+        return str(self._request("GET", "/version").get("version", ""))
+
+    def cache_config(self) -> dict[str, str]:
+        """Return vLLM's CacheConfig, which stands in the labels of a metric; empty where it does not.
+
+        Source: `metrics_info` of vLLM 0.32, which writes every value with `str`.
+        """
+        lines = self._send("GET", "/metrics").text.splitlines()
+        shown = next((line for line in lines if line.startswith(_CACHE_CONFIG_METRIC)), "")
+        return {match[1]: match[2] for match in _LABEL.finditer(shown)}
+
     def tokenize_chat(self, model: str, messages: Sequence[Any], tools: Sequence[Any] | None) -> list[int]:
         """Render messages with the model's chat template, generation prompt included."""
         body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
@@ -121,6 +140,11 @@ class VllmClient:
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
     ) -> dict[str, Any]:
+        return _json_object(self._send(method, path, body, timeout_s), self.url + path)
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> httpx.Response:
         try:
             response = self._http.request(
                 method, path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
@@ -130,7 +154,7 @@ class VllmClient:
         except httpx.TransportError as exc:
             raise VllmUnreachableError(self.url, _reason(exc)) from exc
         if response.is_success:
-            return _json_object(response, self.url + path)
+            return response
         raise RenderError(_explain(response, self.url + path))
 
 

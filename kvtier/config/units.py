@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+from kvtier.folders import existing_parent
+
 _UNITS = {
     "": 1, "B": 1,
     "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4,
@@ -71,18 +73,14 @@ def available_bytes(folder: Path) -> int:
 
     Without the second part an automatic limit would shrink at every restart by what kvtier already holds.
     """
-    stat = os.statvfs(_existing_parent(folder))
+    stat = os.statvfs(existing_parent(folder))
     return stat.f_bavail * stat.f_frsize + _used_bytes(folder)
 
 
 def filesystem_bytes(folder: Path) -> int:
     """Return the size of the file system on which the folder lies, or will lie."""
-    stat = os.statvfs(_existing_parent(folder))
+    stat = os.statvfs(existing_parent(folder))
     return stat.f_blocks * stat.f_frsize
-
-
-def _existing_parent(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _used_bytes(folder: Path) -> int:

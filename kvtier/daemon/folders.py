@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
+from kvtier.folders import folder_problem
 
 LOCK_NAME = "daemon.lock"
 START = "start"
@@ -30,17 +31,9 @@ def prepare_folder(key: str, folder: Path) -> None:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = folder.stat().st_mode
     except OSError as exc:
         raise ConfigError(key, str(folder), START, f"cannot be created: {exc.strerror}; name another folder") from exc
-    if mode & stat.S_IWOTH:
-        problem = f"any user may write there; name a folder of its own, for example {folder / 'kvtier'}"
-        raise ConfigError(key, str(folder), START, problem)
-    if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        raise ConfigError(key, str(folder), START, "is on a read-only file system; mount it writable")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        owner = folder.stat().st_uid
-        problem = f"uid {os.getuid()} may not write there (it belongs to uid {owner}); name another folder"
+    if problem := folder_problem(folder):
         raise ConfigError(key, str(folder), START, problem)
 
 

@@ -54,7 +54,9 @@ def daemon(
     arena_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the arenas, on a tmpfs")] = None,
     log_level: Annotated[_Level | None, typer.Option(help="Least severe level")] = None,
     log_format: Annotated[_Format | None, typer.Option(help="Log lines as text or JSON")] = None,
-    check_config: Annotated[bool, typer.Option("--check-config", help="Print the merged settings and exit")] = False,
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="Print the merged settings, check this machine for them, and exit")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
     ] = False,
@@ -63,6 +65,8 @@ def daemon(
 
     Runs without any option. Every setting can stand in a TOML file or in the environment
     (KVTIER_HOST_BYTES=64GiB); flags win. Stop it with SIGTERM.
+
+    Exit codes: 0 stopped (--check-config: would start), 1 failed, 2 wrong usage or setting.
     """
     flags = {
         "server.socket": socket,
@@ -76,7 +80,7 @@ def daemon(
     try:
         loaded = load_config(path=config, flags=flags)
         if check_config:
-            typer.echo(render_config(loaded))
+            _check(loaded)
             return
         setup_logging(loaded.config.log.level, loaded.config.log.format)
         _run(loaded)
@@ -91,6 +95,19 @@ def _run(loaded: LoadedConfig) -> None:
     from kvtier.daemon.lifecycle import run
 
     run(loaded.config)
+
+
+def _check(loaded: LoadedConfig) -> None:
+    """Print the settings to stdout, as TOML, and to stderr what this machine lacks for them; then exit with 1."""
+    from kvtier.doctor import Status, check_environment
+
+    typer.echo(render_config(loaded))
+    findings = check_environment(loaded.config)
+    for finding in findings:
+        if finding.status in (Status.WARN, Status.FAIL):
+            typer.echo(f"{finding.status.value} {finding.id}: {finding.found}; {finding.remedy}", err=True)
+    if any(finding.status is Status.FAIL for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _fail(error: KvtierError, code: int) -> None:

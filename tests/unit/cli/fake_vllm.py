@@ -70,6 +70,7 @@ class FakeVllm:
         models: Entries of /v1/models.
         on_completion: Called with the body of each completion.
         api_key: Wanted, if any.
+        metrics: What /metrics answers.
         statuses: Answer these paths with this status and an error.
         requests: Paths and bodies, in order.
         url: Base URL.
@@ -79,12 +80,14 @@ class FakeVllm:
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "toy", "root": "/models/toy", "parent": None}])
     on_completion: Callable[[dict[str, Any]], None] = lambda body: None
     api_key: str = ""
+    metrics: str = ""
+    version: str = "0.32.0"
     statuses: dict[str, int] = field(default_factory=dict)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     url: str = ""
 
-    def answer(self, path: str, body: dict[str, Any], authorization: str) -> tuple[int, dict[str, Any]]:
-        """Return status and JSON."""
+    def answer(self, path: str, body: dict[str, Any], authorization: str) -> tuple[int, dict[str, Any] | str]:
+        """Return status and JSON, or text."""
         self.requests.append((path, body))
         if self.api_key and authorization != f"Bearer {self.api_key}":
             return 401, {"error": "Unauthorized"}
@@ -97,8 +100,10 @@ class FakeVllm:
         except RefusedError as exc:
             return 400, {"error": {"message": str(exc), "type": "BadRequestError", "code": 400}}
 
-    def _routes(self) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+    def _routes(self) -> dict[str, Callable[[dict[str, Any]], dict[str, Any] | str]]:
         return {
+            "/version": lambda body: {"version": self.version},
+            "/metrics": lambda body: self.metrics,
             "/v1/models": lambda body: {"object": "list", "data": self.models},
             "/tokenize": self._tokenize,
             "/detokenize": lambda body: {"prompt": decode(body["tokens"])},
@@ -131,7 +136,7 @@ def serving(fake: FakeVllm) -> Iterator[FakeVllm]:
 
         def _reply(self, body: dict[str, Any]) -> None:
             status, value = fake.answer(self.path, body, self.headers.get("Authorization", ""))
-            payload = json.dumps(value).encode()
+            payload = (value if isinstance(value, str) else json.dumps(value)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()

@@ -1,7 +1,9 @@
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
@@ -10,6 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier_connector import plugin
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.settings import WeightsFingerprint, check_vllm_config, name_our_spec, parse_settings
+from kvtier_connector.supported import VLLM_SERIES
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, vllm_config_of
 
 
@@ -20,6 +23,13 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.blocks_per_chunk, settings.lookup_timeout_s) == (1, 0.25)
     assert settings.prefill_tokens_per_s is None
     assert settings.weights_fingerprint is WeightsFingerprint.SAMPLED
+
+
+def test_the_package_asks_for_the_vllm_that_the_connector_says_it_supports() -> None:
+    major, minor = map(int, VLLM_SERIES.split("."))
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["vllm"] == [f"vllm>={VLLM_SERIES},<{major}.{minor + 1}"]
+    assert vllm.__version__.startswith(f"{VLLM_SERIES}.")
 
 
 def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:

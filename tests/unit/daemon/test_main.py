@@ -1,17 +1,22 @@
 """The daemon's command line, and one real process of it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from kvtier.cli.app import app as cli
 from kvtier.client.address import SOCKET_VARIABLE
 from kvtier.client.admin import AdminClient
 from kvtier.daemon.main import app
+from kvtier.doctor import examination
+from kvtier.doctor.engine_environment import EngineEnvironment
 from kvtier.version import __version__
 
 
@@ -45,6 +50,42 @@ def test_a_bad_setting_is_a_usage_error(runner: CliRunner) -> None:
     result = runner.invoke(app, ["--host-bytes", "lots"])
     assert result.exit_code == 2
     assert "flag: host.bytes = 'lots'" in result.stderr
+
+
+def test_check_config_says_what_this_machine_lacks_and_makes_nothing(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    socket = ["--socket", str(tmp_path / "run" / "s")]
+    arguments = ["--check-config", *socket, "--host-bytes", "1MiB", "--disk-bytes", "1MiB"]
+    folders = ["--state-dir", str(tmp_path / "new" / "state"), "--arena-dir", str(tmp_path / "new" / "arena")]
+    result = runner.invoke(app, [*arguments, *folders])
+    assert result.exit_code == 0, result.output
+    assert "fail" not in result.stderr
+    assert tomllib.loads(result.stdout)["disk"]["dir"] == str(tmp_path / "new" / "state")
+    folders = ["--state-dir", str(tmp_path / "open"), "--arena-dir", str(tmp_path / "file")]
+    result = runner.invoke(app, [*arguments, *folders])
+    assert result.exit_code == 1
+    assert "fail disk.dir: " in result.stderr
+    assert "any user may write there" in result.stderr
+    assert "fail host.arena_dir: " in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_doctor_finds_a_real_daemon_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "probe_environment", lambda python: EngineEnvironment())
+    daemon = start(tmp_path)
+    try:
+        result = CliRunner().invoke(cli, ["--socket", str(tmp_path / "s"), "doctor", "--json"])
+    finally:
+        finish(daemon, signal.SIGTERM)
+    found = {finding["id"]: finding for finding in json.loads(result.stdout)}
+    assert [check for check, finding in found.items() if finding["status"] == "fail"] == []
+    assert result.exit_code == 0
+    assert found["daemon.answers"]["found"].startswith(f"kvtier {__version__}, pid {daemon.pid}, ")
+    assert found["host.arena_dir"]["found"] == str(tmp_path / "a")
+    assert "host.bytes = 4.00 MiB" in found["host.space"]["found"]
 
 
 def start(tmp_path: Path) -> subprocess.Popen[str]:

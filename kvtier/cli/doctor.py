@@ -1,0 +1,85 @@
+"""`kvtier doctor`: what is wrong, and what to do about it. The checks are in `kvtier.doctor`."""
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.cli.context import EXIT_FAILED, settings_of
+from kvtier.cli.output import Output
+from kvtier.cli.vllm_http import VllmClient
+from kvtier.doctor import Finding, Patient, Status, examine
+
+_STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
+
+
+def doctor(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="KVTIER_CONFIG", help="The daemon's TOML file", show_default=False),
+    ] = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Interpreter that vLLM runs with (default: this one)", show_default=False),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="A running vLLM, to be checked too"),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar=["VLLM_API_KEY", "OPENAI_API_KEY"],
+            show_envvar=True,
+            help="vLLM's API key, if it asks for one",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Check machine, settings, daemon, vLLM and pins, and say what to do.
+
+    Changes nothing, and works without a daemon and without vLLM.
+    Importing vLLM, where it is installed, takes some seconds.
+
+    Exit codes: 0 nothing failed (there may be warnings), 1 something did.
+    """
+    output = Output(json=as_json)
+    with VllmClient(url, api_key) if url else nullcontext() as server, output.working("looking around ..."):
+        socket = settings_of(context).socket
+        findings = examine(Patient(socket=socket, config_path=config, python=python, server=server))
+    if as_json:
+        output.answer([asdict(finding) for finding in findings])
+    else:
+        output.show(findings_table(findings))
+        output.say(f"\n{_summary(findings)}")
+    if any(finding.status is Status.FAIL for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def findings_table(findings: Iterable[Finding]) -> RenderableType:
+    """Return one row per finding; what to do stands below what was found."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("")
+    table.add_column("CHECK", no_wrap=True)
+    table.add_column("WHAT, AND WHAT TO DO", overflow="fold")
+    for finding in findings:
+        style = _STYLES[finding.status]
+        what = Text(finding.found, style=style if finding.status is Status.SKIPPED else "")
+        if finding.remedy:
+            what.append(f"\n-> {finding.remedy}")
+        table.add_row(Text(finding.status.value, style=style), finding.id, what)
+    return table
+
+
+def _summary(findings: Iterable[Finding]) -> str:
+    numbers = Counter(finding.status for finding in findings)
+    return ", ".join(f"{numbers[status]} {status.value}" for status in Status if numbers[status])

@@ -1,0 +1,30 @@
+"""The daemon's settings, as a daemon that starts now would read them."""
+
+from pathlib import Path
+
+from kvtier.config import DaemonConfig, default_config_path, load_config
+from kvtier.doctor.findings import Finding, fail, ok
+from kvtier.errors import ConfigError
+from kvtier.folders import folder_problem
+
+
+def check_configuration(path: Path | None) -> tuple[DaemonConfig | None, Finding]:
+    """Read the settings; None when a daemon would refuse them.
+
+    Args:
+        path: TOML file; None: the default file if it exists.
+    """
+    try:
+        loaded = load_config(path=path)
+    except ConfigError as exc:
+        return None, fail("config.file", str(exc), "correct it; `kvtier-daemon --check-config` tries it out")
+    found = str(loaded.path) if loaded.path else f"no {default_config_path()}: defaults and environment"
+    return loaded.config, ok("config.file", found)
+
+
+def check_socket_folder(socket: Path) -> Finding:
+    """Check that the daemon can make its socket, and only its user reach it."""
+    if problem := folder_problem(socket.parent):
+        remedy = "set server.socket ($KVTIER_SOCKET for daemon and clients) to a path in a folder of its own"
+        return fail("socket.folder", f"{socket.parent}: {problem}", remedy)
+    return ok("socket.folder", str(socket.parent))

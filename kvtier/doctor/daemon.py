@@ -1,0 +1,135 @@
+"""The daemon as its clients see it: the socket, the answers, the engines."""
+
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
+from kvtier.client.admin import AdminClient
+from kvtier.doctor.findings import Finding, fail, ok, skipped, warn
+from kvtier.errors import KvtierError
+from kvtier.version import __version__
+
+_USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
+_DAMAGE_COUNTERS = ("chunks_damaged", "packs_quarantined")
+_ATTACH = "start vLLM with the KVTierConnector, with the same $KVTIER_SOCKET and as the same user (see README)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a daemon said.
+
+    Attributes:
+        status: None: nobody answered.
+        prompts: What it holds.
+        finding: Whether it answered.
+    """
+
+    status: DaemonStatus | None
+    prompts: tuple[PromptStatus, ...]
+    finding: Finding
+
+
+def ask_daemon(socket: Path, *, has_socket: bool) -> Answer:
+    """Ask for status and prompts; without a socket nobody is asked."""
+    if not has_socket:
+        return Answer(status=None, prompts=(), finding=skipped("daemon.answers", "there is no socket to ask at"))
+    try:
+        with AdminClient(socket) as client:
+            status, prompts = client.status(), tuple(client.list())
+    except KvtierError as exc:
+        remedy = f"start it with KVTIER_SOCKET={socket}; its log says why one that was started is not there"
+        return Answer(status=None, prompts=(), finding=fail("daemon.answers", str(exc), remedy))
+    found = f"kvtier {status.version}, pid {status.pid}, at {socket}"
+    return Answer(status=status, prompts=prompts, finding=ok("daemon.answers", found))
+
+
+def check_socket(socket: Path) -> list[Finding]:
+    """Check path, owner and mode of the socket."""
+    try:
+        facts = socket.lstat()
+    except FileNotFoundError:
+        remedy = (
+            "start `kvtier-daemon`, or name its socket with --socket or $KVTIER_SOCKET (containers: mount its folder)"
+        )
+        return [fail("socket.path", f"there is no {socket}", remedy), *_others(socket)]
+    except OSError as exc:
+        remedy = f"run as the daemon's user, or let uid {os.getuid()} into {socket.parent}"
+        return [fail("socket.path", f"{socket} cannot be looked at: {exc.strerror}", remedy), *_others(socket)]
+    if not stat.S_ISSOCK(facts.st_mode):
+        return [fail("socket.path", f"{socket} is not a socket", "remove it, or choose another path with --socket")]
+    return [ok("socket.path", str(socket)), check_owner(socket, facts.st_uid, facts.st_mode)]
+
+
+def check_owner(socket: Path, owner: int, mode: int) -> Finding:
+    """Judge owner and mode: whoever may write to the socket may pin, evict and read prompts."""
+    if owner != os.getuid():
+        remedy = "run daemon, vLLM and CLI as one user: the arenas are readable for their owner alone"
+        return warn("socket.owner", f"{socket} belongs to uid {owner}, you are uid {os.getuid()}", remedy)
+    if mode & stat.S_IWOTH and socket.parent.stat().st_mode & stat.S_IXOTH:
+        remedy = f"chmod 700 {socket.parent}: whoever reaches the socket may read and evict prompts"
+        return warn("socket.owner", f"every user may connect to {socket}", remedy)
+    return ok("socket.owner", f"uid {owner}, mode {stat.S_IMODE(mode):04o}")
+
+
+def check_daemon(status: DaemonStatus | None) -> list[Finding]:
+    """Judge what the daemon says about itself."""
+    if status is None:
+        checks = ("daemon.version", "daemon.engines", "daemon.disk_tier", "daemon.damage")
+        return [skipped(check, "no daemon answers") for check in checks]
+    return [check_version(status), check_engines(status), check_disk_tier(status), check_damage(status)]
+
+
+def check_version(status: DaemonStatus) -> Finding:
+    """Compare the versions of daemon and CLI."""
+    if status.version != __version__:
+        found = f"the daemon is kvtier {status.version}, this is {__version__}"
+        return warn("daemon.version", found, "restart the daemon with the kvtier that is installed")
+    return ok("daemon.version", __version__)
+
+
+def check_engines(status: DaemonStatus) -> Finding:
+    """Judge the sessions."""
+    lost = [session for session in status.sessions if session.quarantined]
+    if lost:
+        found = (
+            f"{len(lost)} lost engines of which a process lives on: pids {', '.join(str(each.pid) for each in lost)}"
+        )
+        return warn("daemon.engines", found, "end what is left of them: their arena slots are not used until then")
+    if not status.sessions:
+        return warn("daemon.engines", "none attached", _ATTACH)
+    return ok("daemon.engines", f"{len(status.sessions)} attached")
+
+
+def check_disk_tier(status: DaemonStatus) -> Finding:
+    """Judge the latch of the disk tier."""
+    if status.disk.latched:
+        remedy = f"look after the disk of {status.disk.location} (dmesg, smartctl); a probe brings the tier back"
+        return fail("daemon.disk_tier", f"switched off: {status.disk.latched}", remedy)
+    return ok("daemon.disk_tier", "in use")
+
+
+def check_damage(status: DaemonStatus) -> Finding:
+    """Judge the counters of damage."""
+    counted = {name: status.counters[name] for name in _DAMAGE_COUNTERS if status.counters.get(name)}
+    if counted:
+        found = ", ".join(f"{name} {number}" for name, number in counted.items())
+        remedy = "run `kvtier fsck --deep`, and look after the disk; what was damaged is computed and stored again"
+        return warn("daemon.damage", f"since the daemon started: {found}", remedy)
+    return ok("daemon.damage", "none since the daemon started")
+
+
+def _others(socket: Path) -> list[Finding]:
+    others = [folder for folder in _kvtier_folders() if folder != socket.parent]
+    if not others:
+        return [ok("socket.others", "none in the usual places")]
+    found = ", ".join(f"{folder} (uid {folder.stat().st_uid})" for folder in others)
+    remedy = "if your daemon is one of these, name its socket with --socket or $KVTIER_SOCKET, and run as its user"
+    return [warn("socket.others", f"daemons ran elsewhere: {found}", remedy)]
+
+
+def _kvtier_folders() -> Iterable[Path]:
+    for root, pattern in _USUAL_PLACES:
+        yield from (folder for folder in sorted(Path(root).glob(pattern)) if folder.is_dir())

@@ -1,0 +1,94 @@
+"""The environment that vLLM runs in: is vLLM there, does the connector know that version, and does it load?"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.doctor import engine_probe
+from kvtier.doctor.findings import Finding, fail, ok, skipped
+
+PROBE_TIMEOUT_S = 120.0
+_SHOWN_CHARS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEnvironment:
+    """What the probe found.
+
+    Attributes:
+        vllm: Installed version; empty: none.
+        series: vLLM's major and minor version that the connector is written for; empty: there is no connector.
+        hashes: vLLM's block hashes that are the same after a restart.
+        problem: Why the connector does not load; empty: it does, or without vLLM it was not tried.
+    """
+
+    vllm: str = ""
+    series: str = ""
+    hashes: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def probe_environment(python: Path) -> EngineEnvironment:
+    """Look into an environment by its interpreter. Takes the seconds that importing vLLM takes."""
+    source = Path(engine_probe.__file__).read_text(encoding="utf-8")
+    try:
+        # In /, since -c puts the working directory first on the path.
+        done = subprocess.run(
+            [python, "-c", source], cwd="/", capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return EngineEnvironment(problem=f"importing took more than {PROBE_TIMEOUT_S:g} s")
+    except OSError as exc:
+        return EngineEnvironment(problem=f"{python} cannot be run: {exc.strerror}")
+    try:
+        facts = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return EngineEnvironment(problem=_shortened(done.stderr.strip()) or f"it ended with status {done.returncode}")
+    return EngineEnvironment(
+        vllm=facts["vllm"],
+        series=facts["series"],
+        hashes=tuple(facts["hashes"]),
+        problem=_shortened(facts["problem"]),
+    )
+
+
+def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[Finding]:
+    """Judge it.
+
+    Args:
+        environment: From the probe.
+        python: The interpreter that was named; None: nobody did, and this CLI's own was probed.
+    """
+    where = str(python or sys.executable)
+    return [_installed(environment, where, named=python is not None), _connector(environment, where)]
+
+
+def supports(series: str, version: str) -> bool:
+    """Return whether a vLLM version is of the series."""
+    return version.split(".")[:2] == series.split(".")
+
+
+def _installed(environment: EngineEnvironment, where: str, *, named: bool) -> Finding:
+    version, series = environment.vllm, environment.series
+    if not version and named:
+        return fail("vllm.installed", f"not for {where}", "name the interpreter that vLLM runs with: --python")
+    if not version:
+        return skipped("vllm.installed", f"not for {where}; name the interpreter that vLLM runs with: --python")
+    if series and not supports(series, version):
+        remedy = f"install vLLM {series}, or a kvtier for that vLLM"
+        return fail("vllm.installed", f"{version}; the connector is written for {series}", remedy)
+    return ok("vllm.installed", f"{version} in {where}")
+
+
+def _connector(environment: EngineEnvironment, where: str) -> Finding:
+    if environment.problem:
+        return fail("vllm.connector", environment.problem, f"install kvtier there: {where} -m pip install kvtier")
+    if not environment.vllm:
+        return skipped("vllm.connector", "without vLLM it cannot be loaded")
+    return ok("vllm.connector", f"loads, for vLLM {environment.series}")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else "…" + text[1 - _SHOWN_CHARS :]

@@ -1,0 +1,33 @@
+"""Runs in the environment that vLLM runs in, where kvtier may be missing; prints one JSON line.
+
+Its text is given to another interpreter, so it imports nothing of ours but what it is asked about.
+"""
+
+import importlib.metadata
+import json
+
+
+def version_of(distribution: str) -> str:
+    """Return the installed version; empty when there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def probe() -> dict[str, object]:
+    """Return the fields of `EngineEnvironment`."""
+    facts: dict[str, object] = {"vllm": version_of("vllm"), "series": "", "hashes": [], "problem": ""}
+    try:
+        from kvtier_connector.supported import CRYPTO_HASHES, VLLM_SERIES
+
+        facts |= {"series": VLLM_SERIES, "hashes": sorted(CRYPTO_HASHES)}
+        if facts["vllm"]:
+            import kvtier_connector.connector  # noqa: F401
+    except Exception as exc:
+        facts["problem"] = f"{type(exc).__name__}: {exc}"
+    return facts
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe()))

@@ -1,0 +1,67 @@
+"""Kernel, limits and clock."""
+
+import platform
+import re
+import resource
+import time
+from pathlib import Path
+
+from kvtier.doctor.findings import Finding, fail, ok, warn
+
+MIN_KERNEL = (4, 18)
+"""Of the oldest distributions on whose C library (glibc 2.28) the wheels of grpcio and numpy run."""
+MIN_OPEN_FILES = 1024
+CLOCK_SLACK_S = 60.0
+
+
+def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[Finding]:
+    """Check what belongs to no folder.
+
+    Args:
+        disk_dir: Of the daemon; None: not known.
+        started_unix_s: When the daemon says that it started; 0: not known.
+    """
+    return [
+        check_kernel(platform.system(), platform.release()),
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        check_clock(time.time(), disk_dir, started_unix_s),
+    ]
+
+
+def check_kernel(system: str, release: str) -> Finding:
+    """Judge the kernel by what `uname` says."""
+    found = f"{system} {release}"
+    version = re.match(r"(\d+)\.(\d+)", release)
+    if system != "Linux" or version is None:
+        return fail("machine.kernel", found, "run kvtier on Linux: arenas and session locks rest on tmpfs and flock")
+    if (int(version[1]), int(version[2])) < MIN_KERNEL:
+        return warn(
+            "machine.kernel", found, "use Linux {}.{} or later; kvtier was not tried on older".format(*MIN_KERNEL)
+        )
+    return ok("machine.kernel", found)
+
+
+def check_open_files(soft_limit: int) -> Finding:
+    """Judge RLIMIT_NOFILE, which the daemon has from whoever starts it."""
+    shown = "unlimited" if soft_limit == resource.RLIM_INFINITY else str(soft_limit)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < MIN_OPEN_FILES:
+        remedy = f"raise it to {MIN_OPEN_FILES} or more: ulimit -n, LimitNOFILE= in a unit"
+        return warn("machine.open_files", f"{shown} allowed for a process started here", remedy)
+    return ok("machine.open_files", f"{shown} allowed for a process started here")
+
+
+def check_clock(now_unix_s: float, disk_dir: Path | None, started_unix_s: float) -> Finding:
+    """Compare the wall clock with what was written by it before."""
+    seen_unix_s = max(started_unix_s, _last_written_unix_s(disk_dir) if disk_dir else 0.0)
+    behind_s = seen_unix_s - now_unix_s
+    if behind_s > CLOCK_SLACK_S:
+        found = f"the clock is {behind_s:.0f} s behind what kvtier wrote before"
+        return warn("machine.clock", found, "set it (chronyc, timedatectl): pins with --ttl end by the wall clock")
+    return ok("machine.clock", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now_unix_s)))
+
+
+def _last_written_unix_s(disk_dir: Path) -> float:
+    try:
+        return (disk_dir / "ledger.sqlite").stat().st_mtime
+    except OSError:
+        return 0.0

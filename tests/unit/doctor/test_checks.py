@@ -1,0 +1,317 @@
+"""Each check by itself, on values: what it calls good, what not, and that it names a remedy."""
+
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier._pb.cache_pb2 import DaemonStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
+from kvtier.config import DiskConfig, HostConfig
+from kvtier.doctor import daemon, disk, host_memory, machine, pins, vllm_server
+from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment, supports
+from kvtier.doctor.findings import Finding, Status
+from kvtier.doctor.mounts import Mount, mount_of
+from kvtier.doctor.pins import MAX_LISTED, check_pin, check_pins
+from kvtier.errors import RenderError
+from kvtier.version import __version__
+
+MIB, GIB, TIB = 1024**2, 1024**3, 1024**4
+OK, WARN, FAIL, SKIPPED = Status.OK, Status.WARN, Status.FAIL, Status.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "status"),
+    [
+        ("Linux", "6.18.44-fc", OK),
+        ("Linux", "4.18.0-553.el8_10.x86_64", OK),
+        ("Linux", "3.10.0-1160", WARN),
+        ("Darwin", "24.0.0", FAIL),
+        ("Linux", "strange", FAIL),
+    ],
+)
+def test_kernel(system: str, release: str, status: Status) -> None:
+    assert machine.check_kernel(system, release).status is status
+
+
+def test_open_files() -> None:
+    assert machine.check_open_files(256).status is WARN
+    assert machine.check_open_files(1024).status is OK
+    assert machine.check_open_files(resource.RLIM_INFINITY).status is OK
+
+
+def test_a_clock_behind_what_was_written_before(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.sqlite"
+    assert machine.check_clock(1000.0, tmp_path, 0.0).status is OK, "nothing was written yet"
+    ledger.touch()
+    os.utime(ledger, (5000, 5000))
+    assert machine.check_clock(5001.0, tmp_path, 0.0).status is OK
+    assert machine.check_clock(4999.0, tmp_path, 0.0).status is OK, "a second is no lie"
+    found = machine.check_clock(1400.0, tmp_path, 0.0)
+    assert (found.status, "3600 s behind" in found.found) == (WARN, True)
+    assert machine.check_clock(1000.0, None, 2000.0).status is WARN, "the daemon started in the future"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("ext4", OK), ("xfs", OK), ("tmpfs", WARN), ("overlay", WARN), ("nfs4", WARN), ("fuse.sshfs", WARN)],
+)
+def test_file_systems_for_the_disk_tier(kind: str, status: Status) -> None:
+    assert disk.check_disk_file_system(Mount(point=Path("/x"), kind=kind)).status is status
+
+
+def test_file_systems_for_arenas() -> None:
+    assert host_memory.check_arena_file_system(Mount(point=Path("/dev/shm"), kind="tmpfs")).status is OK
+    assert host_memory.check_arena_file_system(Mount(point=Path("/"), kind="ext4")).status is WARN
+    assert host_memory.check_arena_file_system(None).status is disk.check_disk_file_system(None).status is SKIPPED
+
+
+def test_the_deepest_and_last_mount_counts(tmp_path: Path) -> None:
+    here = str(tmp_path).replace(" ", "\\040")
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
+        f"30 22 0:9 / {here} rw - nfs4 server:/x rw\n"
+        f"31 30 0:9 / {here} rw shared:4 master:2 - xfs /dev/vdb rw\n"
+        f"32 22 0:9 / {here}er rw - tmpfs tmpfs rw\n"
+    )
+    assert mount_of(tmp_path / "not" / "yet", table) == Mount(point=tmp_path, kind="xfs")
+    assert mount_of(Path("/"), table) == Mount(point=Path("/"), kind="ext4")
+    assert mount_of(tmp_path, tmp_path / "none") is None
+    assert mount_of(Path("/")) is not None, "this machine's own table can be read"
+
+
+def host(folder: Path, host_bytes: int) -> HostConfig:
+    return HostConfig(arena_dir=folder, host_bytes=host_bytes)
+
+
+def test_room_for_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "filesystem_bytes", lambda folder: 64 * MIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda folder: 32 * MIB)
+    sizes = (32 * MIB, 33 * MIB, 65 * MIB)
+    assert [host_memory.check_arena_space(host(tmp_path, size)).status for size in sizes] == [OK, WARN, FAIL]
+    assert "--shm-size" in host_memory.check_arena_space(host(tmp_path, 65 * MIB)).remedy
+
+
+def test_memory_for_arenas() -> None:
+    sizes = (75, 76, 101)
+    assert [host_memory.check_memory(size, 100).status for size in sizes] == [OK, WARN, FAIL]
+
+
+def test_locked_memory_matters_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_memory.check_memlock(GIB, 64 * 1024, has_gpu=False).status is SKIPPED
+    assert host_memory.check_memlock(GIB, resource.RLIM_INFINITY, has_gpu=True).status is OK
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert host_memory.check_memlock(GIB, 64 * 1024, has_gpu=True).status is WARN
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert host_memory.check_memlock(GIB, 64 * 1024, has_gpu=True).status is OK, "root may lock what it likes"
+
+
+def test_the_arenas_of_a_daemon_in_another_container_must_be_here(tmp_path: Path) -> None:
+    found = host_memory.check_shared_arena_dir(tmp_path / "none")
+    assert (found.status, "under the same path" in found.remedy) == (FAIL, True)
+    assert host_memory.check_shared_arena_dir(tmp_path).status is OK
+
+
+def test_folders(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for folder, status in ((tmp_path / "new" / "er", OK), (tmp_path / "file", FAIL), (tmp_path / "open", FAIL)):
+        assert disk.check_disk_dir(folder).status is host_memory.check_arena_dir(folder).status is status
+    assert disk.check_disk_dir(tmp_path / "file" / "below").status is FAIL
+    assert not (tmp_path / "new").exists(), "a check makes nothing"
+
+
+def test_room_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "available_bytes", lambda folder: 100 * MIB)
+
+    def status(disk_bytes: int, reserve_bytes: int) -> Status:
+        config = DiskConfig(disk_dir=tmp_path, disk_bytes=disk_bytes, reserve_bytes=reserve_bytes)
+        return disk.check_disk_space(config).status
+
+    assert status(90 * MIB, 10 * MIB) is OK
+    assert status(91 * MIB, 10 * MIB) is WARN
+    assert status(MIB, 100 * MIB) is FAIL
+
+
+def test_direct_reads_are_tried_without_leaving_a_file(tmp_path: Path) -> None:
+    assert disk.check_direct_reads(tmp_path / "new").status in (OK, WARN, SKIPPED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_socket_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "_USUAL_PLACES", ((str(tmp_path), "kvtier-[0-9]*"),))
+    missing = daemon.check_socket(tmp_path / "none")
+    assert [(f.id, f.status) for f in missing] == [("socket.path", FAIL), ("socket.others", OK)]
+    (tmp_path / "kvtier-1234").mkdir()
+    *_, others = daemon.check_socket(tmp_path / "none")
+    assert (others.status, "kvtier-1234 (uid " in others.found) == (WARN, True)
+    (tmp_path / "file").touch()
+    (no_socket,) = daemon.check_socket(tmp_path / "file")
+    assert (no_socket.status, "not a socket" in no_socket.found) == (FAIL, True)
+
+
+def test_whose_socket_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+        path.chmod(0o700)
+        assert [finding.status for finding in daemon.check_socket(path)] == [OK, OK]
+        path.chmod(0o777)
+        tmp_path.chmod(0o700)
+        assert daemon.check_socket(path)[1].status is OK, "its folder keeps others out"
+        tmp_path.chmod(0o755)
+        assert daemon.check_socket(path)[1].status is WARN
+    other = daemon.check_owner(path, os.getuid() + 1, 0o700)
+    assert (other.status, "as one user" in other.remedy) == (WARN, True)
+
+
+def test_without_a_daemon_its_checks_are_skipped() -> None:
+    assert {finding.status for finding in daemon.check_daemon(None)} == {SKIPPED}
+    assert [finding.status for finding in check_pins(None)] == [SKIPPED]
+
+
+def engine(**fields: object) -> SessionStatus:
+    return SessionStatus(engine_id="e", pid=7, model_names=["toy"], **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "status"),
+    [
+        (DaemonStatus(), "", OK),
+        (DaemonStatus(version="0.0.1"), "daemon.version", WARN),
+        (DaemonStatus(sessions=[engine(quarantined=True)]), "daemon.engines", WARN),
+        (DaemonStatus(disk=TierStatus(latched="EIO")), "daemon.disk_tier", FAIL),
+        (DaemonStatus(counters={"chunks_damaged": 2}), "daemon.damage", WARN),
+    ],
+)
+def test_what_the_daemon_says(changed: DaemonStatus, check: str, status: Status) -> None:
+    healthy = DaemonStatus(version=__version__, sessions=[engine()])
+    healthy.MergeFrom(changed)
+    found = {finding.id: finding.status for finding in daemon.check_daemon(healthy)}
+    assert found == {name: status if name == check else OK for name in found}
+    assert daemon.check_engines(DaemonStatus()).status is WARN
+
+
+def prompt(**fields: object) -> PromptStatus:
+    return PromptStatus(name="support", pinned=True, state=PromptStatus.DURABLE, **fields)  # type: ignore[arg-type]
+
+
+def test_pins_and_why_they_are_not_kept() -> None:
+    binding = PromptBinding(num_chunks=4, num_durable_chunks=3)
+    cases = {
+        "too long": prompt(error="the prompt is too long"),
+        "1 of 2 engines": prompt(num_engines=2, num_confirmed=1),
+        "not yet turned into tokens": PromptStatus(name="p", pinned=True, state=PromptStatus.UNRENDERED),
+        "no vLLM": PromptStatus(name="p", pinned=True, state=PromptStatus.WAITING),
+        "3 of 4 chunks": PromptStatus(name="p", pinned=True, state=PromptStatus.CAPTURING, bindings=[binding]),
+        "does not fit": PromptStatus(name="p", pinned=True, state=PromptStatus.OVER_QUOTA),
+    }
+    for said, status in cases.items():
+        found = check_pin(status)
+        assert (found.status, said in found.found) == (WARN, True), found
+    *broken, last = check_pins([*cases.values(), prompt(), PromptStatus(name="not pinned")])
+    assert len(broken) == len(cases)
+    assert (last.status, last.found) == (OK, "1 of 7 pinned prompts are durable")
+
+
+def test_many_broken_pins_are_not_all_listed() -> None:
+    waiting = PromptStatus(name="p", pinned=True, state=PromptStatus.WAITING)
+    findings = check_pins([waiting] * (MAX_LISTED + 5))
+    assert len(findings) == MAX_LISTED + 1
+    assert findings[-1].found == "5 more are not durable"
+
+
+class ServerDouble:
+    """A vLLM that says what it is told."""
+
+    def __init__(
+        self, version: str = "0.32.1", error: RenderError | None = None, algorithm: str = "", caching: str = ""
+    ) -> None:
+        self._version, self._error = version, error
+        self._cache_config = {"enable_prefix_caching": caching, "prefix_caching_hash_algo": algorithm}
+
+    def version(self) -> str:
+        if self._error:
+            raise self._error
+        return self._version
+
+    def cache_config(self) -> Mapping[str, str]:
+        return self._cache_config
+
+    def model_names(self) -> Sequence[str]:
+        return ["toy", "toy-alias"]
+
+
+CONNECTOR = EngineEnvironment(vllm="0.32.0", series="0.32", hashes=("sha256", "sha256_cbor"))
+
+
+def statuses(server: ServerDouble | None, status: DaemonStatus | None) -> list[Status]:
+    return [finding.status for finding in vllm_server.check_server(server, CONNECTOR, status)]
+
+
+def test_a_vllm_server() -> None:
+    attached = DaemonStatus(sessions=[engine()])
+    assert statuses(None, attached) == [SKIPPED] * 4
+    assert statuses(ServerDouble(error=RenderError("refused")), attached) == [FAIL, SKIPPED, SKIPPED, SKIPPED]
+    assert statuses(ServerDouble(algorithm="sha256_cbor", caching="True"), attached) == [OK] * 4
+    assert statuses(ServerDouble(), None) == [OK, SKIPPED, SKIPPED, SKIPPED], "its metrics do not say"
+    bad = ServerDouble("0.33.0", algorithm="xxhash", caching="False")
+    lost = DaemonStatus(sessions=[engine(quarantined=True)])
+    assert statuses(bad, lost) == [FAIL, FAIL, WARN, FAIL]
+
+
+def test_versions_are_compared_by_series() -> None:
+    assert supports("0.32", "0.32.0+cpu")
+    assert supports("0.32", "0.32.1rc2")
+    assert not supports("0.32", "0.320.1")
+    assert not supports("0.32", "0.33.0")
+
+
+@pytest.mark.parametrize(
+    ("environment", "named", "expected"),
+    [
+        (CONNECTOR, True, [OK, OK]),
+        (EngineEnvironment(series="0.32"), False, [SKIPPED, SKIPPED]),
+        (EngineEnvironment(series="0.32"), True, [FAIL, SKIPPED]),
+        (EngineEnvironment(vllm="0.31.2", series="0.32", problem="ImportError: x"), False, [FAIL, FAIL]),
+        (EngineEnvironment(vllm="0.32.0", problem="ModuleNotFoundError: kvtier"), True, [OK, FAIL]),
+    ],
+)
+def test_the_environment_of_vllm(environment: EngineEnvironment, named: bool, expected: list[Status]) -> None:
+    findings = check_environment_of_vllm(environment, Path("/v/python") if named else None)
+    assert [finding.status for finding in findings] == expected
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
+def test_a_python_without_kvtier_says_so(script: Callable[[str], Path]) -> None:
+    bare = script(f'exec {sys.executable} -I -S "$@"')
+    assert probe_environment(bare).problem == "ModuleNotFoundError: No module named 'kvtier_connector'"
+
+
+def test_what_is_no_python_is_a_finding_and_no_traceback(script: Callable[[str], Path], tmp_path: Path) -> None:
+    assert "cannot be run" in probe_environment(tmp_path / "none").problem
+    assert probe_environment(script("echo nonsense >&2; exit 3")).problem == "nonsense"
+    assert probe_environment(script("exit 3")).problem == "it ended with status 3"
+
+
+def test_a_finding_cannot_forget_its_remedy() -> None:
+    with pytest.raises(AssertionError):
+        Finding(id="disk.dir", status=WARN, found="x")
+    with pytest.raises(AssertionError):
+        Finding(id="disk.directory", status=OK, found="x")
+    assert pins.check_pin(prompt()).remedy == ""
