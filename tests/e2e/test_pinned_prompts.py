@@ -99,6 +99,15 @@ def test_pin_stores_what_vllm_holds_already(world: World, compare: Comparisons) 
         forget_gpu(engine)
 
 
+def test_the_doctor_finds_nothing_wrong(world: World) -> None:
+    """With a real vLLM: its metrics name the settings, its environment loads the connector, its engine is attached."""
+    stack, engine = world.stack, world.engine
+    found = {finding["id"]: finding for finding in stack.json("doctor", "--url", engine.url)}
+    judged = [check for check in found if check.startswith(("daemon.", "vllm.", "server.", "pins."))]
+    assert {found[check]["status"] for check in judged} == {"ok"}, found
+    assert found["server.hash_algorithm"]["found"] == "sha256"
+
+
 def test_only_pinned_prefixes_are_stored(world: World) -> None:
     """Prompts that nobody pinned, and what follows a pinned prefix, leave nothing behind."""
     stack, engine = world.stack, world.engine
