@@ -4,6 +4,9 @@ import os
 import stat
 from pathlib import Path
 
+LOCK_NAME = "daemon.lock"
+"""In each folder of a daemon: what it holds a lock on while it runs; its pid stands there."""
+
 
 def folder_problem(folder: Path) -> str | None:
     """Return what keeps the daemon from using a folder, with the remedy; None when nothing does.
@@ -24,6 +27,19 @@ def folder_problem(folder: Path) -> str | None:
     if mode & stat.S_IWOTH:
         return f"any user may write there; name a folder of its own, for example {folder / 'kvtier'}"
     return _writing_problem(folder)
+
+
+def is_folder_of(folder: Path, pid: int) -> bool:
+    """Return whether a running daemon uses this very folder, and not another of that name in its own container.
+
+    Args:
+        folder: Absolute path.
+        pid: The daemon's, as it knows it itself.
+    """
+    try:
+        return (folder / LOCK_NAME).read_text().strip() == str(pid)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def existing_parent(path: Path) -> Path:

@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
-from kvtier.folders import folder_problem
+from kvtier.folders import LOCK_NAME, folder_problem
 
-LOCK_NAME = "daemon.lock"
 START = "start"
 PROBE_TIMEOUT_S = 1.0
 

@@ -15,6 +15,7 @@ from kvtier.doctor.host_memory import check_host_memory, check_shared_arena_dir
 from kvtier.doctor.machine import check_machine
 from kvtier.doctor.pins import check_pins
 from kvtier.doctor.vllm_server import VllmServer, check_server
+from kvtier.folders import is_folder_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def check_environment(config: DaemonConfig) -> list[Finding]:
 def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> list[Finding]:
     """Check the tiers of the daemon that runs, else those of the one that would."""
     if status is not None:
-        if not Path(status.disk.location).exists():
+        if not is_folder_of(Path(status.disk.location), status.pid):
             return _check_from_elsewhere(status)
         return [*check_host_memory(_host_of(config, status)), *check_disk(_disk_of(config, status))]
     if config is not None:
@@ -79,7 +80,7 @@ def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> li
 def _check_from_elsewhere(status: DaemonStatus) -> list[Finding]:
     """Check what a container beside the daemon's needs of its tiers: the arenas, under the same path."""
     skipped_checks = _skip_tiers(f"the daemon's {status.disk.location} is not mounted here; run this where it runs")
-    shared = check_shared_arena_dir(Path(status.host.location))
+    shared = check_shared_arena_dir(Path(status.host.location), status.pid)
     return [shared if finding.id == shared.id else finding for finding in skipped_checks]
 
 

@@ -8,7 +8,7 @@ from kvtier.config import HostConfig
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
 from kvtier.doctor.findings import Finding, fail, ok, skipped, warn
 from kvtier.doctor.mounts import Mount, mount_of
-from kvtier.folders import folder_problem
+from kvtier.folders import folder_problem, is_folder_of
 
 MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
 COMFORTABLE_RATIO = 0.75
@@ -38,12 +38,12 @@ def check_arena_dir(folder: Path) -> Finding:
     return ok("host.arena_dir", str(folder))
 
 
-def check_shared_arena_dir(folder: Path) -> Finding:
+def check_shared_arena_dir(folder: Path, daemon_pid: int) -> Finding:
     """Check that the folder of a daemon elsewhere is here too, as an engine here needs it."""
-    if not folder.is_dir():
+    if not is_folder_of(folder, daemon_pid):
         remedy = "mount it where vLLM runs, under the same path: all KV bytes go through it"
-        return fail("host.arena_dir", f"the daemon's {folder} is not here", remedy)
-    return check_arena_dir(folder)
+        return fail("host.arena_dir", f"the daemon's {folder} is not here, or another folder is", remedy)
+    return ok("host.arena_dir", f"the daemon's {folder} is here too")
 
 
 def check_arena_file_system(mount: Mount | None) -> Finding:

@@ -24,7 +24,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
 from kvtier.core.layout import GroupLayout, KVLayout
-from kvtier.daemon.folders import LOCK_NAME
+from kvtier.folders import LOCK_NAME
 from tests.fakes.left_arena import LeftArena, page_bytes
 from tests.fakes.operator import Stub, pin, status_of, until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in

@@ -17,6 +17,7 @@ from kvtier.doctor.findings import Finding, Status
 from kvtier.doctor.mounts import Mount, mount_of
 from kvtier.doctor.pins import MAX_LISTED, check_pin, check_pins
 from kvtier.errors import RenderError
+from kvtier.folders import LOCK_NAME
 from kvtier.version import __version__
 
 MIB, GIB, TIB = 1024**2, 1024**3, 1024**4
@@ -111,9 +112,10 @@ def test_locked_memory_matters_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_arenas_of_a_daemon_in_another_container_must_be_here(tmp_path: Path) -> None:
-    found = host_memory.check_shared_arena_dir(tmp_path / "none")
-    assert (found.status, "under the same path" in found.remedy) == (FAIL, True)
-    assert host_memory.check_shared_arena_dir(tmp_path).status is OK
+    assert "under the same path" in host_memory.check_shared_arena_dir(tmp_path, 7).remedy
+    (tmp_path / LOCK_NAME).write_text("8\n")
+    assert host_memory.check_shared_arena_dir(tmp_path, 7).status is FAIL, "another daemon's folder of that name"
+    assert host_memory.check_shared_arena_dir(tmp_path, 8).status is OK
 
 
 def test_folders(tmp_path: Path) -> None:
