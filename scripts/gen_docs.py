@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Writes docs/cli.md, docs/configuration.md and docs/logs.md from the code. With --check: fails when they differ.
+
+.venv/bin/python scripts/gen_docs.py [--check]
+"""
+
+import ast
+import html
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.config.settings import BY_KEY
+from kvtier.doctor import CHECKS
+
+ROOT = Path(__file__).parents[1]
+GENERATED = "<!-- Written by scripts/gen_docs.py from the code; not edited by hand. -->\n"
+_COMPLETION = """
+## Completion
+
+`kvtier --install-completion` teaches the shell in which it is called (bash, zsh or fish); `kvtier --show-completion`
+only prints the script. Names of prompts come from the daemon; one that does not answer within a second has none.
+"""
+_CONNECTOR = """\
+The daemon's flags are in [cli.md](cli.md#kvtier-daemon); what the connector takes in `kv_connector_extra_config`, in
+the [README](../README.md#configuration).
+"""
+_LOGS = """
+# Logs
+
+The daemon writes to stderr, one event per line, never a prompt's text or tokens, a cache salt or a credential. Events
+are of transitions, not of chunks. `log.level` says from which level on, `log.format` how:
+
+- `text`: `2026-11-21T09:30:00.123Z INFO kvtier.daemon.lifecycle ready pid=1 ...`. A value with blanks, quotes, equals
+  signs or line breaks is a JSON string. A traceback follows on lines of its own.
+- `json`: one object per line.
+
+| field | meaning |
+|---|---|
+| `time` | UTC, ISO 8601 with milliseconds |
+| `level` | `debug`, `info`, `warning`, `error` |
+| `logger` | the module |
+| `event` | what happened: a name of the table below, or a library's message |
+| `exception` | a traceback, where there is one |
+
+The fields of an event come beside these. Under systemd (when stderr is the journal's) every line begins with its
+priority, `<3>` for errors, `<4>` for warnings, `<6>` for info, `<7>` for debug, which the journal takes off and keeps
+(`journalctl -p warning`). Text has no time then.
+
+The connector logs through vLLM's logger, in vLLM's format.
+
+## Events
+
+| event | level | logger | fields |
+|---|---|---|---|
+"""
+
+
+@dataclass
+class Entry:
+    """Settings that share a comment in configs/kvtier.toml."""
+
+    table: str
+    comment: list[str]
+    defaults: dict[str, str] = field(default_factory=dict)
+
+
+def cli() -> str:
+    """Return the reference of both programs, as typer writes it, and of the doctor's checks."""
+    programs = {"kvtier": "kvtier.cli.app", "kvtier-daemon": "kvtier.daemon.main"}
+    checks = "".join(f"| `{check}` | {good} |\n" for check, good in CHECKS.items())
+    return "\n".join(
+        [
+            *(_typer_docs(name, module) for name, module in programs.items()),
+            _COMPLETION.lstrip(),
+            "## What `kvtier doctor` checks\n",
+            "Each is `ok`, `warn`, `fail` or `skipped`; with `--json` it has `id`, `status`, `found` and `remedy`.\n",
+            "| id | good when |\n|---|---|\n" + checks,
+        ]
+    )
+
+
+def _typer_docs(name: str, module: str) -> str:
+    command = [sys.executable, "-m", "typer", module, "utils", "docs", "--name", name]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return html.unescape(done.stdout).rstrip() + "\n"
+
+
+def configuration() -> str:
+    """Return the reference of the settings: what configs/kvtier.toml says, and each setting's variable."""
+    header, _, rest = (ROOT / "configs" / "kvtier.toml").read_text().partition("\n[")
+    parts = ["# Configuration\n", _prose(header.splitlines()) + "\n", _CONNECTOR]
+    table = ""
+    for entry in _entries(("[" + rest).splitlines()):
+        if entry.table != table:
+            table = entry.table
+            parts.append(f"## [{table}]\n")
+        parts.append("### " + ", ".join(f"`{name}`" for name in entry.defaults) + "\n")
+        parts += [f"- `{name} = {default}`, `{_variable(table, name)}`" for name, default in entry.defaults.items()]
+        parts.append("\n" + _prose(entry.comment) + "\n")
+    return "\n".join(parts)
+
+
+def _entries(lines: list[str]) -> Iterator[Entry]:
+    table, entry = "", Entry("", [])
+    for line in [*lines, ""]:
+        if line.startswith("["):
+            table = line.strip("[]")
+        elif setting := re.fullmatch(r"#(\w+) = (.*)", line):
+            entry.defaults[setting[1]] = setting[2]
+        elif line.startswith("#"):
+            entry.comment.append(line)
+        elif entry.defaults:
+            yield entry
+        if not line.startswith("#"):
+            entry = Entry(table, [])
+
+
+def _variable(table: str, name: str) -> str:
+    return BY_KEY[f"{table}.{name}"].environment
+
+
+def _prose(comment: list[str]) -> str:
+    # <uid> would be a tag in Markdown.
+    return "\n".join(line.removeprefix("#").removeprefix(" ").replace("<", r"\<") for line in comment)
+
+
+def logs() -> str:
+    """Return what is logged: every call of `log_event` in the daemon's code."""
+    rows = sorted({row for path in sorted((ROOT / "kvtier").rglob("*.py")) for row in _events(path)})
+    return _LOGS.lstrip() + "".join(rows)
+
+
+def _events(path: Path) -> Iterator[str]:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "log_event":
+            event = ast.literal_eval(node.args[1])
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg}
+            level = given.pop("level", "logging.INFO").removeprefix("logging.").lower()
+            yield f"| `{event}` | {level} | {module} | {', '.join(f'`{name}`' for name in given)} |\n"
+
+
+def main() -> None:
+    """Write the files, or compare."""
+    check = sys.argv[1:] == ["--check"]
+    documents = {"cli.md": cli(), "configuration.md": configuration(), "logs.md": logs()}
+    for name, text in documents.items():
+        path = ROOT / "docs" / name
+        text = f"{GENERATED}\n{text}"
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"docs/{name} is out of date: run .venv/bin/python scripts/gen_docs.py")
+
+
+if __name__ == "__main__":
+    main()
