@@ -100,13 +100,13 @@ def test_systemd_learns_that_we_are_ready(
         assert systemd.recv(64) == b"READY=1"
 
 
-@pytest.mark.parametrize("pid", [None, os.getpid(), 1])
+@pytest.mark.parametrize("whose", ["nobody's", "ours", "another's"])
 def test_systemds_watchdog_is_fed_while_the_loop_turns(
     config: DaemonConfig,
     serve_with: Callable[[Serve], None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    pid: int | None,
+    whose: str,
 ) -> None:
     """A variable that names another process was inherited, and is not for us."""
 
@@ -120,10 +120,10 @@ def test_systemds_watchdog_is_fed_while_the_loop_turns(
         systemd.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "60000000")
-        if pid is not None:
-            monkeypatch.setenv("WATCHDOG_PID", str(pid))
+        if whose != "nobody's":
+            monkeypatch.setenv("WATCHDOG_PID", str(os.getpid() if whose == "ours" else 1))
         lifecycle.run(config)
-        assert systemd.recv(64) == (b"READY=1" if pid == 1 else b"WATCHDOG=1")
+        assert systemd.recv(64) == (b"READY=1" if whose == "another's" else b"WATCHDOG=1")
 
 
 @pytest.mark.parametrize("folder", ["state", "arena"])
