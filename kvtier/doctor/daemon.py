@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,14 +122,18 @@ def check_damage(status: DaemonStatus) -> Finding:
 
 
 def _others(socket: Path) -> list[Finding]:
-    others = [folder for folder in _kvtier_folders() if folder != socket.parent]
+    others = {folder: uid for folder, uid in _owners_of_usual_places().items() if folder != socket.parent}
     if not others:
         return [ok("socket.others", "none in the usual places")]
-    found = ", ".join(f"{folder} (uid {folder.stat().st_uid})" for folder in others)
+    found = ", ".join(f"{folder} (uid {uid})" for folder, uid in others.items())
     remedy = "if your daemon is one of these, name its socket with --socket or $KVTIER_SOCKET, and run as its user"
     return [warn("socket.others", f"daemons ran elsewhere: {found}", remedy)]
 
 
-def _kvtier_folders() -> Iterable[Path]:
+def _owners_of_usual_places() -> dict[Path, int]:
+    owners = {}
     for root, pattern in _USUAL_PLACES:
-        yield from (folder for folder in sorted(Path(root).glob(pattern)) if folder.is_dir())
+        for folder in sorted(Path(root).glob(pattern)):
+            with suppress(OSError):  # gone meanwhile, or not ours to look at
+                owners[folder] = folder.stat().st_uid
+    return owners

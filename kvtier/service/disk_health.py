@@ -5,6 +5,7 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Literal
 
 from kvtier.core.tier_health import TierHealth
@@ -61,9 +62,14 @@ class DiskHealth:
         return f"{what} after repeated errors: {self._health.problem}"
 
     def when_off(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call this whenever reading is switched off; returns what takes that back."""
+        """Call this whenever reading is switched off; returns what takes that back, once or again."""
         self._on_off.append(call)
-        return lambda: self._on_off.remove(call)
+
+        def take_back() -> None:
+            with suppress(ValueError):
+                self._on_off.remove(call)
+
+        return take_back
 
     def succeeded(self, kind: Literal["read", "write"]) -> None:
         """A call of the tier worked."""
