@@ -49,7 +49,7 @@ def plan_acquire(
         if host is None:
             on_disk.append((index, chunk))
             continue
-        host.num_leases += 1
+        host.num_leases += 1  # `table.lease`, spelled out
         plan.leased[index] = chunk
         if host.promoting:
             plan.promoting.append(index)

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Generic
 
 from kvtier.core.chunk import Chunk, HostCopy, L
+from kvtier.core.disk_chunks import DiskChunks
 from kvtier.core.eviction import Appraiser, EqualWorth, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
@@ -39,9 +40,8 @@ class ChunkTable(Generic[L]):
         on_move: Told of every change of a chunk's place on disk: the old one and the new one, None for nowhere.
 
     Attributes:
-        num_disk: Chunks on disk.
-        disk_bytes: Stored bytes of those, without holes and headers of packs.
-        pinned_disk_bytes: Of chunks of pinned prompts.
+        slots: As given.
+        disk: Those on disk.
     """
 
     def __init__(
@@ -53,17 +53,14 @@ class ChunkTable(Generic[L]):
         on_move: Callable[[L | None, L | None], None] | None = None,
     ) -> None:
         self.slots = slots
-        self.num_disk = self.disk_bytes = self.pinned_disk_bytes = 0
-        self._on_move = on_move
         self._chunks: dict[ChunkKey, Chunk[L]] = {}
         self._appraiser: Appraiser[L] = appraiser or EqualWorth()
         self._in_host: set[Chunk[L]] = set()
+        self.disk = DiskChunks(self._appraiser, disk_clock or EvictionClock(), self._chunks.values, on_move)
         host_clock = host_clock or EvictionClock()
-        # Readable copies are in one of these two ...
+        # Readable copies are in one of these two.
         self._ordinary = EvictionQueue(host_clock, _WORTH, lambda: self._copies(pinned=False))
         self._pinned = EvictionQueue(host_clock, _WORTH, lambda: self._copies(pinned=True))
-        # ... and ordinary chunks that are on disk in this one. Pinned ones never leave the disk.
-        self._on_disk = EvictionQueue(disk_clock or EvictionClock(), self._disk_worth, self._chunks.values)
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -98,16 +95,6 @@ class ChunkTable(Generic[L]):
         """Value of the ordinary chunk that would leave host memory first, None when there is none."""
         return self._ordinary.lowest()
 
-    @property
-    def lowest_disk_value(self) -> float | None:
-        """Value of the ordinary chunk that would leave the disk first, None when there is none."""
-        return self._on_disk.lowest()
-
-    @property
-    def num_ordinary_disk(self) -> int:
-        """Chunks on disk that may be dropped from it."""
-        return len(self._on_disk)
-
     def holds(self, key: ChunkKey) -> bool:
         """Say whether the chunk is in some tier."""
         chunk = self._chunks.get(key)
@@ -122,8 +109,7 @@ class ChunkTable(Generic[L]):
             chunk.num_pins += 1
             if chunk.num_pins == 1:
                 self._change_queue(chunk, self._ordinary, self._pinned)
-                self._on_disk.remove(chunk)
-                self.pinned_disk_bytes += self._stored_bytes(chunk)
+                self.disk.pinned(chunk)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one pinned prompt less for each key."""
@@ -132,8 +118,7 @@ class ChunkTable(Generic[L]):
             chunk.num_pins -= 1
             if not chunk.num_pins:
                 self._change_queue(chunk, self._pinned, self._ordinary)
-                self._queue_on_disk(chunk)
-                self.pinned_disk_bytes -= self._stored_bytes(chunk)
+                self.disk.unpinned(chunk)
             self._forget_if_idle(chunk)
 
     def _change_queue(self, chunk: Chunk[L], origin: EvictionQueue[HostCopy], target: EvictionQueue[HostCopy]) -> None:
@@ -147,20 +132,8 @@ class ChunkTable(Generic[L]):
         copy.worth = self._appraiser.host_worth(copy.key)
         queue.add(copy, frequency, unused=unused)
 
-    def _queue_on_disk(self, chunk: Chunk[L]) -> None:
-        # One that only moved to another pack was not used by that.
-        if chunk.location is not None and chunk.order is None:
-            self._on_disk.add(chunk, 1 if chunk.host is None else max(1, self._ordinary.frequency(chunk.host)))
-
-    def _disk_worth(self, chunk: Chunk[L]) -> float:
-        assert chunk.location is not None
-        return self._appraiser.disk_worth(chunk.key, chunk.location)
-
     def _copies(self, *, pinned: bool) -> Iterator[HostCopy]:
         return (chunk.host for chunk in self._in_host if chunk.host is not None and (chunk.num_pins > 0) is pinned)
-
-    def _stored_bytes(self, chunk: Chunk[L]) -> int:
-        return 0 if chunk.location is None else self._appraiser.stored_bytes(chunk.location)
 
     # Leases and recency
 
@@ -222,12 +195,12 @@ class ChunkTable(Generic[L]):
             host = chunk.host
             if host is not None and not host.promoting:
                 (pinned if chunk.num_pins else ordinary).append(host)
-            elif chunk.order is not None:
+            elif chunk.queued:
                 on_disk.append(chunk)
         num_uses = 1 if hit else 0
         self._ordinary.use_all(ordinary, num_uses=num_uses)
         self._pinned.use_all(pinned, num_uses=num_uses)
-        self._on_disk.use_all(on_disk, num_uses=num_uses)
+        self.disk.use_all(on_disk, num_uses=num_uses)
 
     def _queue_of(self, chunk: Chunk[L]) -> EvictionQueue[HostCopy]:
         return self._pinned if chunk.num_pins else self._ordinary
@@ -240,7 +213,7 @@ class ChunkTable(Generic[L]):
     def _became_readable(self, chunk: Chunk[L], host: HostCopy, checksum: int, *, unused: bool = False) -> None:
         host.promoting, host.checksum = False, checksum
         self.slots.move(host.slot.slot, SlotState.HOST)
-        frequency = max(1, self._on_disk.frequency(chunk))
+        frequency = max(1, self.disk.frequency(chunk))
         self._queue_in_host(host, self._queue_of(chunk), frequency, unused=unused)
 
     # Stores: grant -> seal -> commit | abort
@@ -305,7 +278,7 @@ class ChunkTable(Generic[L]):
     def fail_promotion(self, key: ChunkKey) -> int:
         """Give the slot back and drop the leases on it; return how many there were."""
         chunk, host = self._promoting(key)
-        self._free_slot(chunk, host)
+        self._leave_host(chunk, host)
         return host.num_leases
 
     def _promoting(self, key: ChunkKey) -> tuple[Chunk[L], HostCopy]:
@@ -319,49 +292,16 @@ class ChunkTable(Generic[L]):
     def place(self, key: ChunkKey, location: L) -> None:
         """The chunk lies on disk at `location` now."""
         chunk = self._ensure(key)
-        self._move(chunk, location)
-        if not chunk.num_pins:
-            self._queue_on_disk(chunk)
-        elif chunk.host is not None:
+        self.disk.place(chunk, location)
+        if chunk.num_pins and chunk.host is not None:
             self._pinned.unpark(chunk.host)
 
     def unplace(self, key: ChunkKey) -> None:
         """The chunk is not on disk any more."""
         chunk = self._chunks.get(key)
         if chunk is not None:
-            self._move(chunk, None)
-            self._on_disk.remove(chunk)
+            self.disk.place(chunk, None)
             self._forget_if_idle(chunk)
-
-    def _move(self, chunk: Chunk[L], location: L | None) -> None:
-        old = chunk.location
-        if old is not None:
-            self._account(chunk, old, -1)
-        chunk.location = location
-        if location is not None:
-            self._account(chunk, location, 1)
-        if self._on_move is not None:
-            self._on_move(old, location)
-
-    def _account(self, chunk: Chunk[L], location: L, sign: int) -> None:
-        stored_bytes = self._appraiser.stored_bytes(location)
-        self.num_disk += sign
-        self.disk_bytes += sign * stored_bytes
-        if chunk.num_pins:
-            self.pinned_disk_bytes += sign * stored_bytes
-
-    def cheapest_on_disk(self, num_bytes: int) -> list[ChunkKey]:
-        """Choose ordinary chunks of `num_bytes` in all, or what there is; the caller drops them from disk at once.
-
-        The cheapest to lose first. What is in host memory, or on its way there, is in use: it is chosen only when
-        nothing else is left.
-        """
-        keys: list[ChunkKey] = []
-        for may_go in (lambda chunk: chunk.host is None, lambda chunk: True):
-            while num_bytes > 0 and (taken := self._on_disk.take(may_go, 1)):
-                keys.append(taken[0].key)
-                num_bytes -= self._stored_bytes(taken[0])
-        return keys
 
     # Eviction
 
@@ -395,15 +335,10 @@ class ChunkTable(Generic[L]):
         return chunk.location is None
 
     def _leave_host(self, chunk: Chunk[L], host: HostCopy) -> None:
-        # On disk it has been waiting, unused: its uses were counted here.
-        self._on_disk.refresh(chunk, host.frequency)
-        self._free_slot(chunk, host)
-
-    def _free_slot(self, chunk: Chunk[L], host: HostCopy) -> None:
         self.slots.free(host.slot.slot)
         chunk.host = None
         self._in_host.discard(chunk)
-        self._on_disk.unpark(chunk)
+        self.disk.left_host(chunk, host)
         self._forget_if_idle(chunk)
 
     def _ensure(self, key: ChunkKey) -> Chunk[L]:
@@ -426,20 +361,11 @@ class ChunkTable(Generic[L]):
         queued = {copy.key: pinned for pinned in (False, True) for copy in self._copies(pinned=pinned) if copy.queued}
         if readable != queued or len(readable) != counts[SlotState.HOST] or self.num_host != len(readable):
             raise AssertionError("eviction queues and HOST slots disagree")
-        self._check_disk()
-        for queue in (self._ordinary, self._pinned, self._on_disk):
-            queue.check()
+        self.disk.check()
+        self._ordinary.check()
+        self._pinned.check()
         if sum(chunk.promoting for chunk in self) != counts[SlotState.LOADING]:
             raise AssertionError("promotions and LOADING slots disagree")
         for chunk in self:
             if chunk.num_leases < 0 or chunk.num_pins < 0:
                 raise AssertionError(f"chunk {chunk.key.hex()} has impossible counts")
-
-    def _check_disk(self) -> None:
-        on_disk = [chunk for chunk in self if chunk.location is not None]
-        if {chunk.key for chunk in on_disk if not chunk.num_pins} != {chunk.key for chunk in self if chunk.queued}:
-            raise AssertionError("ordinary chunks on disk and their eviction queue disagree")
-        pinned_bytes = sum(self._stored_bytes(chunk) for chunk in on_disk if chunk.num_pins)
-        counted = (self.num_disk, self.disk_bytes, self.pinned_disk_bytes)
-        if counted != (len(on_disk), sum(self._stored_bytes(chunk) for chunk in on_disk), pinned_bytes):
-            raise AssertionError(f"disk counters {counted} are not what the chunks add up to")

@@ -304,7 +304,7 @@ class Namespace:
         Raises:
             LedgerError: The ledger refused; they are on disk as before.
         """
-        return await self._drop_ordinary(self.table.cheapest_on_disk(num_bytes))
+        return await self._drop_ordinary(self.table.disk.take_cheapest(num_bytes))
 
     async def drop_pack(self, pack_id: str) -> int:
         """Drop every ordinary chunk of a pack from disk; return the stored bytes given up.

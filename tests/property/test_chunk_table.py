@@ -169,7 +169,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
     def drop_cheapest(self, num_chunks: int) -> None:
         num_ordinary = len(self.durable - self.pinned)
         unused = {key for key in self.durable - self.pinned if self.table.get(key).slot is None}  # type: ignore[union-attr]
-        dropped = self.table.cheapest_on_disk(num_chunks)
+        dropped = self.table.disk.take_cheapest(num_chunks)
         assert len(dropped) == min(num_chunks, num_ordinary), "pinned ones never leave the disk"
         assert len(set(dropped) & unused) == min(num_chunks, len(unused)), "what is in use goes last"
         for key in dropped:

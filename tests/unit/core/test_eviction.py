@@ -173,8 +173,8 @@ def test_what_is_in_host_memory_is_dropped_from_disk_last() -> None:
         table.place(key, "pack")
     table.doom(keys[3])
     table.doom(keys[2])
-    assert table.cheapest_on_disk(2) == [keys[3], keys[2]]
-    assert set(table.cheapest_on_disk(2)) == set(keys[:2])
+    assert table.disk.take_cheapest(2) == [keys[3], keys[2]]
+    assert set(table.disk.take_cheapest(2)) == set(keys[:2])
 
 
 def test_uses_in_host_memory_count_on_disk_afterwards() -> None:
@@ -187,7 +187,17 @@ def test_uses_in_host_memory_count_on_disk_afterwards() -> None:
     table.touch([hot])
     table.doom(hot)
     table.doom(cold)
-    assert table.cheapest_on_disk(1) == [cold]
+    assert table.disk.take_cheapest(1) == [cold]
+
+
+def test_a_promotion_that_fails_is_no_use_of_what_is_on_disk() -> None:
+    table = table_of()
+    old, young = key_of(1), key_of(2)
+    table.place(old, "pack")
+    table.place(young, "pack")
+    assert table.begin_promotion(old) is not None
+    table.fail_promotion(old)
+    assert table.disk.take_cheapest(1) == [old]
 
 
 def test_protected_chunks_are_not_walked_through_at_every_call() -> None:

@@ -105,7 +105,7 @@ def test_a_full_disk_costs_the_cheapest_packs_and_not_everything(tmp_path: Path)
             await made.cache.room.find_disk_room(num_bytes)
             assert made.stores.disk_usage.fits(num_bytes)
             assert sum(made.table.holds(key) for key in hot) >= 7
-            assert made.table.num_disk >= 30
+            assert made.table.disk.num_chunks >= 30
             made.check()
 
     asyncio.run(scenario())
