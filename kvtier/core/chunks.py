@@ -73,6 +73,10 @@ class ChunkTable(Generic[L]):
         """Yield what `get` returns for each key; quicker than asking one by one."""
         return map(self._chunks.get, keys)
 
+    def known(self, keys: Iterable[ChunkKey]) -> list[Chunk[L]]:
+        """Return the chunks of those keys of which something is known, in their order."""
+        return [chunk for chunk in self.get_all(keys) if chunk is not None]
+
     def __iter__(self) -> Iterator[Chunk[L]]:
         return iter(self._chunks.values())
 
@@ -176,10 +180,6 @@ class ChunkTable(Generic[L]):
             return True
         chunk.host.doomed = True
         return False
-
-    def touch(self, keys: Sequence[ChunkKey], *, hit: bool = True) -> None:
-        """Do as `use` for those of the keys that are known."""
-        self.use([chunk for chunk in self.get_all(keys) if chunk is not None], hit=hit)
 
     def use(self, chunks: Sequence[Chunk[L]], *, hit: bool = True) -> None:
         """Chunks of one prompt were used; the first of them are to outlive the last, without which they still serve.

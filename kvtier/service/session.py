@@ -182,7 +182,7 @@ class Session:
             self._touch(keys, hit=not stored)
 
     def _touch(self, keys: Sequence[ChunkKey], *, hit: bool) -> None:
-        self._use([chunk for chunk in self.namespace.table.get_all(keys) if chunk is not None], hit=hit)
+        self._use(self.namespace.table.known(keys), hit=hit)
 
     def _use(self, chunks: list[Chunk[StoredChunk]], *, hit: bool) -> None:
         self.namespace.table.use(by_importance(self.namespace.layout, chunks), hit=hit)

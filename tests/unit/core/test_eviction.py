@@ -123,7 +123,7 @@ def test_a_flood_of_one_off_prompts_does_not_push_out_a_hot_prefix() -> None:
     table = table_of()
     hot = [key_of(n) for n in range(5)]
     store(table, hot)
-    table.touch(hot)
+    table.use(table.known(hot))
     lost = store(table, [key_of(n) for n in range(100, 100 + NUM_SLOTS)])
     assert lost
     assert not set(lost) & set(hot)
@@ -135,7 +135,7 @@ def test_the_head_of_a_prompt_outlives_its_tail() -> None:
     keys = [key_of(n) for n in range(6)]
     store(table, keys[:3])
     store(table, keys[3:])
-    table.touch(keys, hit=False)
+    table.use(table.known(keys), hit=False)
     assert table.make_room(4).lost == keys[:1:-1]
 
 
@@ -155,7 +155,7 @@ def test_pinned_chunks_leave_host_memory_last() -> None:
     store(table, pinned + ordinary)
     table.place(pinned[0], "pack")
     for _ in range(20):
-        table.touch(ordinary)
+        table.use(table.known(ordinary))
     assert table.make_room(2, ordinary_only=True).lost == ordinary[::-1]
     assert table.make_room(2, ordinary_only=True).num_slots == 0
     assert table.make_room(2).num_slots == 1, "of the pinned ones only what is on disk"
@@ -183,8 +183,8 @@ def test_uses_in_host_memory_count_on_disk_afterwards() -> None:
     store(table, [hot, cold])
     table.place(hot, "pack")
     table.place(cold, "pack")
-    table.touch([hot])
-    table.touch([hot])
+    table.use(table.known([hot]))
+    table.use(table.known([hot]))
     table.doom(hot)
     table.doom(cold)
     assert table.disk.take_cheapest(1) == [cold]
