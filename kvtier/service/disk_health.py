@@ -40,7 +40,7 @@ class DiskHealth:
         self._latched = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
-        self._on_off: list[Callable[[], None]] = []
+        self._on_off: dict[Callable[[], None], None] = {}  # in order
 
     @property
     def readable(self) -> bool:
@@ -61,9 +61,9 @@ class DiskHealth:
         return f"{what} after repeated errors: {self._health.problem}"
 
     def when_off(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call this whenever reading is switched off; returns what takes that back."""
-        self._on_off.append(call)
-        return lambda: self._on_off.remove(call)
+        """Call this whenever reading is switched off; returns what takes that back; twice does no harm."""
+        self._on_off[call] = None
+        return lambda: self._on_off.pop(call, None)
 
     def succeeded(self, kind: Literal["read", "write"]) -> None:
         """A call of the tier worked."""

@@ -12,6 +12,7 @@ from kvtier.tiers.arena import Arena
 from kvtier.tiers.packs import PackTier
 from tests.fakes.gates import gated
 from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, unpin, until
+from tests.fakes.rig import rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 
 KEYS = [chunk_key(n) for n in range(5)]
@@ -142,5 +143,15 @@ def test_the_drain_is_not_disturbed_by_a_namespace_that_ends(tmp_path: Path, mon
         await ephemeral.__aexit__()
         async with running(config) as stub:
             assert (await status_of(stub)).disk.num_chunks == len(KEYS)
+
+    asyncio.run(scenario())
+
+
+def test_a_namespace_that_was_being_closed_when_the_daemon_stops_is_closed_again(tmp_path: Path) -> None:
+    """The stop cancels the end of an ephemeral namespace wherever it is, and closes it; the second time raised."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.namespace.close()
 
     asyncio.run(scenario())
