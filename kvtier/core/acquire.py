@@ -2,42 +2,28 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic
 
-from kvtier.core.chunks import Chunk, ChunkTable, L
+from kvtier.core.chunk import Chunk, L
+from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
-from kvtier.core.slots import SlotRef
-
-
-class LeasedChunk(NamedTuple):
-    """A chunk leased to an acquire. A tuple: thousands are made at once.
-
-    Attributes:
-        index: Position in the acquire's keys.
-        key: The chunk.
-        slot: Its arena slot.
-        promoting: Not readable yet.
-    """
-
-    index: int  # type: ignore[assignment]  # tuple.index is not wanted of it
-    key: ChunkKey
-    slot: SlotRef
-    promoting: bool
 
 
 @dataclass
-class AcquirePlan:
+class AcquirePlan(Generic[L]):
     """The answer to an acquire.
 
     Attributes:
-        leased: Chunks leased, in the order asked.
-        promotions: Those whose promotion has to be started now, in prefix order.
+        leased: Chunks leased, by their index in the acquire's keys, in that order. Each has a slot.
+        promoting: Indexes of those that are not readable yet.
+        promotions: Keys of those whose promotion has to be started now, in prefix order.
         num_missed: Keys that are not held, or got no slot.
         num_evicted: Slots that were freed for them.
         lost: Keys that eviction for this acquire took out of the last tier they were in.
     """
 
-    leased: list[LeasedChunk] = field(default_factory=list)
+    leased: dict[int, Chunk[L]] = field(default_factory=dict)
+    promoting: list[int] = field(default_factory=list)
     promotions: list[ChunkKey] = field(default_factory=list)
     num_missed: int = 0
     num_evicted: int = 0
@@ -46,7 +32,7 @@ class AcquirePlan:
 
 def plan_acquire(
     table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool = True
-) -> AcquirePlan:
+) -> AcquirePlan[L]:
     """Lease what is host-resident of `keys` and reserve slots for what is only on disk.
 
     A full-attention group is cut at its first chunk that is not held; other groups name every held chunk, because their
@@ -56,72 +42,66 @@ def plan_acquire(
     Host-resident chunks are leased first, so that making room for the rest cannot evict them. Without `from_disk` (the
     disk tier is off) what is only there is not held.
     """
-    plan = AcquirePlan()
-    on_disk: list[tuple[int, ChunkKey]] = []
-    lease, add = table.lease_chunk, plan.leased.append
-    for index, key, chunk in _held_run(table, layout, keys, from_disk=from_disk):
-        slot = chunk.slot
-        if slot is None:
-            on_disk.append((index, key))
-        else:
-            lease(chunk)
-            add(LeasedChunk(index, key, slot, chunk.promoting))
+    plan: AcquirePlan[L] = AcquirePlan()
+    on_disk: list[tuple[int, Chunk[L]]] = []
+    for index, chunk in _held_run(table, layout, keys, from_disk=from_disk):
+        host = chunk.host
+        if host is None:
+            on_disk.append((index, chunk))
+            continue
+        host.num_leases += 1  # `table.lease`, spelled out
+        plan.leased[index] = chunk
+        if host.promoting:
+            plan.promoting.append(index)
     if on_disk:
         _lease_from_disk(table, on_disk, plan)
-    table.touch(by_importance(layout, [key for _, key, _, _ in plan.leased]))
+    table.use(by_importance(layout, list(plan.leased.values())))
     plan.num_missed = len(keys) - len(plan.leased)
     return plan
 
 
-def _lease_from_disk(table: ChunkTable[L], on_disk: Sequence[tuple[int, ChunkKey]], plan: AcquirePlan) -> None:
+def _lease_from_disk(table: ChunkTable[L], on_disk: Sequence[tuple[int, Chunk[L]]], plan: AcquirePlan[L]) -> None:
     num_short = len(on_disk) - table.slots.num_takable
     if num_short > 0:
         evicted = table.make_room(num_short)
         plan.num_evicted, plan.lost = evicted.num_slots, evicted.lost
-    for index, key in on_disk:
-        ref = _reserve(table, key, plan)
-        if ref is None:
-            break
-        table.lease(key)
-        plan.leased.append(LeasedChunk(index, key, ref, promoting=True))
-    plan.leased.sort(key=lambda chunk: chunk.index)
+    for index, chunk in on_disk:
+        if chunk.host is None:  # else: a key asked for twice
+            if table.begin_promotion(chunk.key) is None:
+                break
+            plan.promotions.append(chunk.key)
+        table.lease(chunk)
+        plan.leased[index] = chunk
+        plan.promoting.append(index)
+    plan.leased = dict(sorted(plan.leased.items()))
+    plan.promoting.sort()
 
 
-def by_importance(layout: KVLayout, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-    """Order keys of one prompt, in prefix order within each group, so that the first are to be kept the longest.
+def by_importance(layout: KVLayout, chunks: list[Chunk[L]]) -> list[Chunk[L]]:
+    """Order chunks of one prompt, in prefix order within each group, so that the first are to be kept the longest.
 
     Windows come first: they are few, and without them no chunk of the prefix serves a hit at their boundary.
     """
     windowed = {group.group_idx for group in layout.groups if group.window_chunks}
     if not windowed:
-        return list(keys)
-    return sorted(keys, key=lambda key: group_idx_of(key) not in windowed)
-
-
-def _reserve(table: ChunkTable[L], key: ChunkKey, plan: AcquirePlan) -> SlotRef | None:
-    chunk = table.get(key)
-    if chunk is not None and chunk.slot is not None:  # a key asked for twice
-        return chunk.slot
-    ref = table.begin_promotion(key)
-    if ref is not None:
-        plan.promotions.append(key)
-    return ref
+        return chunks
+    return sorted(chunks, key=lambda chunk: group_idx_of(chunk.key) not in windowed)
 
 
 def _held_run(
     table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool
-) -> Iterator[tuple[int, ChunkKey, Chunk[L]]]:
-    """Yield index, key and chunk of what is held; of full-attention groups only the run from the group's first key."""
+) -> Iterator[tuple[int, Chunk[L]]]:
+    """Yield index and chunk of what is held; of full-attention groups only the run from the group's first key."""
     prefix_groups = {group.group_idx for group in layout.groups if not group.window_chunks}
     ended: set[int] = set()
-    for index, (key, chunk) in enumerate(zip(keys, table.get_all(keys), strict=True)):
-        if ended and group_idx_of(key) in ended:
+    for index, chunk in enumerate(table.get_all(keys)):
+        if ended and group_idx_of(keys[index]) in ended:
             continue
         # `chunk.held`, spelled out: the properties were a third of an Acquire of thousands.
         if chunk is not None and (
-            (chunk.slot is not None and not chunk.promoting and not chunk.doomed)
-            or (chunk.location is not None and (from_disk or chunk.slot is not None))
+            ((host := chunk.host) is not None and not host.promoting and not host.doomed)
+            or (chunk.location is not None and (from_disk or host is not None))
         ):
-            yield index, key, chunk
-        elif (group_idx := group_idx_of(key)) in prefix_groups:
+            yield index, chunk
+        elif (group_idx := group_idx_of(keys[index])) in prefix_groups:
             ended.add(group_idx)

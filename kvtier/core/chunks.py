@@ -8,59 +8,14 @@ of several goes first is `core.eviction`'s to say.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from operator import attrgetter
+from typing import Generic
 
-from kvtier.core.eviction import Appraiser, EqualWorth, EvictionClock, EvictionQueue, Taken
+from kvtier.core.chunk import Chunk, HostCopy, L
+from kvtier.core.disk_chunks import DiskChunks
+from kvtier.core.eviction import Appraiser, EqualWorth, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
-
-L = TypeVar("L")
-
-
-@dataclass(slots=True)
-class Chunk(Generic[L]):
-    """One chunk that is held, wanted or pinned.
-
-    Attributes:
-        key: Its key.
-        slot: Its arena slot while readable or being promoted.
-        promoting: The slot is not readable yet.
-        location: Where it lies on disk.
-        num_leases: Leases on the slot, over all sessions.
-        num_pins: Pinned prompts that contain it.
-        spilling: It waits for, or is in, a pack being written: not evictable.
-        volatile: It will not reach disk (quota, ephemeral namespace): evictable all the same.
-        doomed: An operator evicted it while it could not be dropped: it goes when nothing protects it any more.
-        checksum: xxh3_64 of the payload, known from the first commit on.
-    """
-
-    key: ChunkKey
-    slot: SlotRef | None = None
-    promoting: bool = False
-    location: L | None = None
-    num_leases: int = 0
-    num_pins: int = 0
-    spilling: bool = False
-    volatile: bool = False
-    doomed: bool = False
-    checksum: int = 0
-
-    @property
-    def readable(self) -> bool:
-        """It can be copied from its arena slot."""
-        return self.slot is not None and not self.promoting
-
-    @property
-    def held(self) -> bool:
-        """It is in some tier."""
-        # Spelled out instead of `readable`: lookups ask this of thousands of chunks.
-        return self.location is not None or (self.slot is not None and not self.promoting and not self.doomed)
-
-    @property
-    def evictable(self) -> bool:
-        """Its slot may be taken away."""
-        replaceable = self.location is not None or self.volatile or self.doomed or not self.num_pins
-        return self.readable and not self.num_leases and not self.spilling and replaceable
 
 
 @dataclass(slots=True)
@@ -69,6 +24,9 @@ class Eviction(Generic[L]):
 
     num_slots: int = 0
     lost: list[ChunkKey] = field(default_factory=list)
+
+
+_WORTH: Callable[[HostCopy], float] = attrgetter("worth")
 
 
 class ChunkTable(Generic[L]):
@@ -82,9 +40,8 @@ class ChunkTable(Generic[L]):
         on_move: Told of every change of a chunk's place on disk: the old one and the new one, None for nowhere.
 
     Attributes:
-        num_disk: Chunks on disk.
-        disk_bytes: Stored bytes of those, without holes and headers of packs.
-        pinned_disk_bytes: Of chunks of pinned prompts.
+        slots: As given.
+        disk: Those on disk.
     """
 
     def __init__(
@@ -96,15 +53,14 @@ class ChunkTable(Generic[L]):
         on_move: Callable[[L | None, L | None], None] | None = None,
     ) -> None:
         self.slots = slots
-        self.num_disk = self.disk_bytes = self.pinned_disk_bytes = 0
-        self._on_move = on_move
         self._chunks: dict[ChunkKey, Chunk[L]] = {}
         self._appraiser: Appraiser[L] = appraiser or EqualWorth()
+        self._in_host: set[Chunk[L]] = set()
+        self.disk = DiskChunks(self._appraiser, disk_clock or EvictionClock(), self._chunks.values, on_move)
         host_clock = host_clock or EvictionClock()
-        # Chunks with a readable slot are in one of these two ...
-        self._ordinary, self._pinned = EvictionQueue(host_clock), EvictionQueue(host_clock)
-        # ... and ordinary ones that are on disk in this one. Pinned ones never leave the disk.
-        self._on_disk = EvictionQueue(disk_clock or EvictionClock())
+        # Readable copies are in one of these two.
+        self._ordinary = EvictionQueue(host_clock, _WORTH, lambda: self._copies(pinned=False))
+        self._pinned = EvictionQueue(host_clock, _WORTH, lambda: self._copies(pinned=True))
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -116,6 +72,10 @@ class ChunkTable(Generic[L]):
     def get_all(self, keys: Iterable[ChunkKey]) -> Iterator[Chunk[L] | None]:
         """Yield what `get` returns for each key; quicker than asking one by one."""
         return map(self._chunks.get, keys)
+
+    def known(self, keys: Iterable[ChunkKey]) -> list[Chunk[L]]:
+        """Return the chunks of those keys of which something is known, in their order."""
+        return [chunk for chunk in self.get_all(keys) if chunk is not None]
 
     def __iter__(self) -> Iterator[Chunk[L]]:
         return iter(self._chunks.values())
@@ -139,16 +99,6 @@ class ChunkTable(Generic[L]):
         """Value of the ordinary chunk that would leave host memory first, None when there is none."""
         return self._ordinary.lowest()
 
-    @property
-    def lowest_disk_value(self) -> float | None:
-        """Value of the ordinary chunk that would leave the disk first, None when there is none."""
-        return self._on_disk.lowest()
-
-    @property
-    def num_ordinary_disk(self) -> int:
-        """Chunks on disk that may be dropped from it."""
-        return len(self._on_disk)
-
     def holds(self, key: ChunkKey) -> bool:
         """Say whether the chunk is in some tier."""
         chunk = self._chunks.get(key)
@@ -163,8 +113,7 @@ class ChunkTable(Generic[L]):
             chunk.num_pins += 1
             if chunk.num_pins == 1:
                 self._change_queue(chunk, self._ordinary, self._pinned)
-                self._on_disk.remove(key)
-                self.pinned_disk_bytes += self._stored_bytes(chunk)
+                self.disk.pinned(chunk)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one pinned prompt less for each key."""
@@ -173,87 +122,99 @@ class ChunkTable(Generic[L]):
             chunk.num_pins -= 1
             if not chunk.num_pins:
                 self._change_queue(chunk, self._pinned, self._ordinary)
-                self._queue_on_disk(chunk)
-                self.pinned_disk_bytes -= self._stored_bytes(chunk)
+                self.disk.unpinned(chunk)
             self._forget_if_idle(chunk)
 
-    def _change_queue(self, chunk: Chunk[L], origin: EvictionQueue, target: EvictionQueue) -> None:
-        if chunk.key in origin:
-            target.add(chunk.key, self._appraiser.host_worth(chunk.key), origin.frequency(chunk.key))
-            origin.remove(chunk.key)
+    def _change_queue(self, chunk: Chunk[L], origin: EvictionQueue[HostCopy], target: EvictionQueue[HostCopy]) -> None:
+        if chunk.host is not None and not chunk.host.promoting:
+            origin.remove(chunk.host)
+            self._queue_in_host(chunk.host, target, chunk.host.frequency)
 
-    def _queue_on_disk(self, chunk: Chunk[L]) -> None:
-        # One that only moved to another pack was not used by that.
-        if chunk.location is not None and chunk.key not in self._on_disk:
-            worth = self._appraiser.disk_worth(chunk.key, chunk.location)
-            self._on_disk.add(chunk.key, worth, max(1, self._ordinary.frequency(chunk.key)))
+    def _queue_in_host(
+        self, copy: HostCopy, queue: EvictionQueue[HostCopy], frequency: int, *, unused: bool = False
+    ) -> None:
+        copy.worth = self._appraiser.host_worth(copy.key)
+        queue.add(copy, frequency, unused=unused)
 
-    def _stored_bytes(self, chunk: Chunk[L]) -> int:
-        return 0 if chunk.location is None else self._appraiser.stored_bytes(chunk.location)
+    def _copies(self, *, pinned: bool) -> Iterator[HostCopy]:
+        return (chunk.host for chunk in self._in_host if chunk.host is not None and (chunk.num_pins > 0) is pinned)
 
     # Leases and recency
 
-    def lease(self, key: ChunkKey) -> None:
+    def lease(self, chunk: Chunk[L]) -> None:
         """Keep the chunk's slot until `unlease`; the chunk has a slot."""
-        self.lease_chunk(self._chunks[key])
-
-    def lease_chunk(self, chunk: Chunk[L]) -> None:
-        """Do as `lease`, with a chunk of this table that was looked up already."""
-        if chunk.slot is None:
+        if chunk.host is None:
             raise ValueError(f"chunk {chunk.key.hex()} has no slot to lease")
-        chunk.num_leases += 1
+        chunk.host.num_leases += 1
 
-    def unlease(self, key: ChunkKey) -> None:
+    def unlease(self, chunk: Chunk[L]) -> None:
         """End one lease."""
-        chunk = self._chunks[key]
-        if chunk.num_leases <= 0:
-            raise ValueError(f"chunk {key.hex()} has no lease to end")
-        chunk.num_leases -= 1
-        self.settle(key)
+        host = chunk.host
+        if host is None or host.num_leases <= 0:
+            raise ValueError(f"chunk {chunk.key.hex()} has no lease to end")
+        host.num_leases -= 1
+        if not host.num_leases:
+            self._settle(chunk, host)
 
     def settle(self, key: ChunkKey) -> None:
         """Something stopped protecting the chunk: drop it if it is doomed, forget it if nothing is left of it."""
         chunk = self._chunks.get(key)
         if chunk is None:
             return
-        if chunk.doomed:
-            self.evict(key)
-        self._queue_of(chunk).unpark(key)
-        self._forget_if_idle(chunk)
+        if chunk.host is None:
+            self._forget_if_idle(chunk)
+        else:
+            self._settle(chunk, chunk.host)
+
+    def _settle(self, chunk: Chunk[L], host: HostCopy) -> None:
+        if host.doomed:
+            self.evict(chunk.key)
+        self._queue_of(chunk).unpark(host)
 
     def doom(self, key: ChunkKey) -> bool:
         """Evict the chunk's slot now, or as soon as nothing protects it; say whether it went now."""
         chunk = self._chunks.get(key)
-        if chunk is None or chunk.slot is None:
+        if chunk is None or chunk.host is None:
             return False
         if self.evict(key):
             return True
-        chunk.doomed = True
+        chunk.host.doomed = True
         return False
 
-    def touch(self, keys: Sequence[ChunkKey], *, hit: bool = True) -> None:
+    def use(self, chunks: Sequence[Chunk[L]], *, hit: bool = True) -> None:
         """Chunks of one prompt were used; the first of them are to outlive the last, without which they still serve.
 
         Args:
-            keys: In prefix order; unknown ones are ignored.
+            chunks: Of this table, in prefix order.
             hit: Count a use; else recency only.
         """
-        of_host: dict[bool, list[ChunkKey]] = {False: [], True: []}
-        of_disk: list[ChunkKey] = []
-        for chunk in self.get_all(keys[::-1]):
-            if chunk is None:
-                continue
-            in_host = chunk.slot is not None and not chunk.promoting
-            (of_host[chunk.num_pins > 0] if in_host else of_disk).append(chunk.key)
-        for queue, used in ((self._ordinary, of_host[False]), (self._pinned, of_host[True]), (self._on_disk, of_disk)):
-            queue.use_all(used, num_uses=1 if hit else 0)
+        ordinary: list[HostCopy] = []
+        pinned: list[HostCopy] = []
+        on_disk: list[Chunk[L]] = []
+        for chunk in reversed(chunks):
+            host = chunk.host
+            if host is not None and not host.promoting:
+                (pinned if chunk.num_pins else ordinary).append(host)
+            elif chunk.queued:
+                on_disk.append(chunk)
+        num_uses = 1 if hit else 0
+        self._ordinary.use_all(ordinary, num_uses=num_uses)
+        self._pinned.use_all(pinned, num_uses=num_uses)
+        self.disk.use_all(on_disk, num_uses=num_uses)
 
-    def _queue_of(self, chunk: Chunk[L]) -> EvictionQueue:
+    def _queue_of(self, chunk: Chunk[L]) -> EvictionQueue[HostCopy]:
         return self._pinned if chunk.num_pins else self._ordinary
 
-    def _became_readable(self, chunk: Chunk[L], *, unused: bool = False) -> None:
-        frequency = max(1, self._on_disk.frequency(chunk.key))
-        self._queue_of(chunk).add(chunk.key, self._appraiser.host_worth(chunk.key), frequency, unused=unused)
+    def _take_slot(self, chunk: Chunk[L], ref: SlotRef) -> HostCopy:
+        host = chunk.host = HostCopy(chunk.key, slot=ref, promoting=True)
+        self._in_host.add(chunk)
+        return host
+
+    def _became_readable(self, chunk: Chunk[L], host: HostCopy, checksum: int, *, unused: bool = False) -> None:
+        host.promoting, host.checksum = False, checksum
+        self.slots.move(host.slot.slot, SlotState.HOST)
+        frequency = max(1, self.disk.frequency(chunk))
+        self._queue_in_host(host, self._queue_of(chunk), frequency, unused=unused)
 
     # Stores: grant -> seal -> commit | abort
 
@@ -271,12 +232,10 @@ class ChunkTable(Generic[L]):
     def commit_store(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
         """Make a sealed slot the chunk's; False (and the slot is free) when the chunk has a slot already."""
         chunk = self._ensure(key)
-        if chunk.slot is not None:
+        if chunk.host is not None:
             self.slots.free(ref.slot)
             return False
-        chunk.slot, chunk.promoting, chunk.checksum = ref, False, checksum
-        self.slots.move(ref.slot, SlotState.HOST)
-        self._became_readable(chunk)
+        self._became_readable(chunk, self._take_slot(chunk, ref), checksum)
         return True
 
     def adopt(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
@@ -285,11 +244,9 @@ class ChunkTable(Generic[L]):
         What is used from then on outlives it, and so does what was adopted before: adopt in the order of value.
         """
         chunk = self._chunks.get(key)
-        if chunk is None or chunk.slot is not None or not self.slots.matches(ref, SlotState.QUARANTINED):
+        if chunk is None or chunk.host is not None or not self.slots.matches(ref, SlotState.QUARANTINED):
             return False
-        chunk.slot, chunk.promoting, chunk.checksum = ref, False, checksum
-        self.slots.move(ref.slot, SlotState.HOST)
-        self._became_readable(chunk, unused=True)
+        self._became_readable(chunk, self._take_slot(chunk, ref), checksum, unused=True)
         return True
 
     def abort_store(self, ref: SlotRef) -> None:
@@ -304,96 +261,58 @@ class ChunkTable(Generic[L]):
         The slot may be unbacked: the promoter backs before it reads.
         """
         chunk = self._chunks[key]
-        if chunk.slot is not None or chunk.location is None:
+        if chunk.host is not None or chunk.location is None:
             raise ValueError(f"chunk {key.hex()} is not only on disk")
         ref = self.slots.take(SlotState.LOADING) or self.slots.take_unbacked(SlotState.LOADING)
         if ref is not None:
-            chunk.slot, chunk.promoting = ref, True
+            self._take_slot(chunk, ref)
         return ref
 
-    def complete_promotion(self, key: ChunkKey) -> None:
+    def complete_promotion(self, key: ChunkKey, checksum: int) -> None:
         """The chunk is readable now."""
-        chunk = self._chunks[key]
-        if chunk.slot is None or not chunk.promoting:
-            raise ValueError(f"chunk {key.hex()} is not being promoted")
-        chunk.promoting = False
-        self.slots.move(chunk.slot.slot, SlotState.HOST)
-        self._became_readable(chunk)
-        if not chunk.num_leases:
-            self.settle(key)
+        chunk, host = self._promoting(key)
+        self._became_readable(chunk, host, checksum)
+        if not host.num_leases:
+            self._settle(chunk, host)
 
     def fail_promotion(self, key: ChunkKey) -> int:
         """Give the slot back and drop the leases on it; return how many there were."""
+        chunk, host = self._promoting(key)
+        self._leave_host(chunk, host)
+        return host.num_leases
+
+    def _promoting(self, key: ChunkKey) -> tuple[Chunk[L], HostCopy]:
         chunk = self._chunks[key]
-        if chunk.slot is None or not chunk.promoting:
+        if chunk.host is None or not chunk.host.promoting:
             raise ValueError(f"chunk {key.hex()} is not being promoted")
-        self.slots.free(chunk.slot.slot)
-        num_leases, chunk.num_leases = chunk.num_leases, 0
-        chunk.slot, chunk.promoting, chunk.doomed = None, False, False
-        self._on_disk.unpark(key)
-        self._forget_if_idle(chunk)
-        return num_leases
+        return chunk, chunk.host
 
     # Disk
 
     def place(self, key: ChunkKey, location: L) -> None:
         """The chunk lies on disk at `location` now."""
         chunk = self._ensure(key)
-        self._move(chunk, location)
-        if chunk.num_pins:
-            self._pinned.unpark(key)
-        else:
-            self._queue_on_disk(chunk)
+        self.disk.place(chunk, location)
+        if chunk.num_pins and chunk.host is not None:
+            self._pinned.unpark(chunk.host)
 
     def unplace(self, key: ChunkKey) -> None:
         """The chunk is not on disk any more."""
         chunk = self._chunks.get(key)
         if chunk is not None:
-            self._move(chunk, None)
-            self._on_disk.remove(key)
+            self.disk.place(chunk, None)
             self._forget_if_idle(chunk)
-
-    def _move(self, chunk: Chunk[L], location: L | None) -> None:
-        old = chunk.location
-        if old is not None:
-            self._account(chunk, old, -1)
-        chunk.location = location
-        if location is not None:
-            self._account(chunk, location, 1)
-        if self._on_move is not None:
-            self._on_move(old, location)
-
-    def _account(self, chunk: Chunk[L], location: L, sign: int) -> None:
-        stored_bytes = self._appraiser.stored_bytes(location)
-        self.num_disk += sign
-        self.disk_bytes += sign * stored_bytes
-        if chunk.num_pins:
-            self.pinned_disk_bytes += sign * stored_bytes
-
-    def cheapest_on_disk(self, num_bytes: int) -> list[ChunkKey]:
-        """Choose ordinary chunks of `num_bytes` in all, or what there is; the caller drops them from disk at once.
-
-        The cheapest to lose first. What is in host memory, or on its way there, is in use: it is chosen only when
-        nothing else is left.
-        """
-        keys: list[ChunkKey] = []
-        for may_go in (lambda key: self._chunks[key].slot is None, lambda key: True):
-            while num_bytes > 0 and (taken := self._on_disk.take(may_go, 1)):
-                keys.append(taken[0].key)
-                num_bytes -= self._stored_bytes(self._chunks[taken[0].key])
-        return keys
 
     # Eviction
 
     def evict(self, key: ChunkKey) -> bool:
         """Free the chunk's slot if nothing protects it from that; say whether it was freed."""
         chunk = self._chunks.get(key)
-        if chunk is None or chunk.slot is None or chunk.promoting or chunk.num_leases or chunk.spilling:
+        host = chunk.host if chunk is not None else None
+        if chunk is None or host is None or host.promoting or host.num_leases or host.spilling:
             return False
-        queue = self._queue_of(chunk)
-        frequency = queue.frequency(key)
-        queue.remove(key)
-        self._leave_host(chunk, frequency)
+        self._queue_of(chunk).remove(host)
+        self._leave_host(chunk, host)
         return True
 
     def make_room(self, num_slots: int, *, ordinary_only: bool = False) -> Eviction[L]:
@@ -406,22 +325,20 @@ class ChunkTable(Generic[L]):
             taken += self._pinned.take(self._is_evictable, num_slots - len(taken))
         return Eviction(num_slots=len(taken), lost=[chunk.key for chunk in taken if self._evict_taken(chunk)])
 
-    def _is_evictable(self, key: ChunkKey) -> bool:
-        return self._chunks[key].evictable
+    def _is_evictable(self, host: HostCopy) -> bool:
+        return self._chunks[host.key].evictable
 
-    def _evict_taken(self, taken: Taken) -> bool:
+    def _evict_taken(self, taken: HostCopy) -> bool:
         """Say whether the chunk is in no tier now."""
         chunk = self._chunks[taken.key]
-        self._leave_host(chunk, taken.frequency)
+        self._leave_host(chunk, taken)
         return chunk.location is None
 
-    def _leave_host(self, chunk: Chunk[L], frequency: int) -> None:
-        assert chunk.slot is not None
-        self.slots.free(chunk.slot.slot)
-        chunk.slot, chunk.doomed, chunk.volatile = None, False, False
-        # On disk it has been waiting, unused: its uses were counted here.
-        self._on_disk.refresh(chunk.key, frequency)
-        self._on_disk.unpark(chunk.key)
+    def _leave_host(self, chunk: Chunk[L], host: HostCopy) -> None:
+        self.slots.free(host.slot.slot)
+        chunk.host = None
+        self._in_host.discard(chunk)
+        self.disk.left_host(chunk, host)
         self._forget_if_idle(chunk)
 
     def _ensure(self, key: ChunkKey) -> Chunk[L]:
@@ -431,31 +348,24 @@ class ChunkTable(Generic[L]):
         return chunk
 
     def _forget_if_idle(self, chunk: Chunk[L]) -> None:
-        if not chunk.num_pins and chunk.slot is None and chunk.location is None and not chunk.num_leases:
+        if not chunk.num_pins and chunk.host is None and chunk.location is None:
             self._chunks.pop(chunk.key, None)
 
     def check(self) -> None:
         """Raise AssertionError unless slots, chunks and recency agree."""
         self.slots.check()
         counts = self.slots.counts()
+        if self._in_host != {chunk for chunk in self if chunk.host is not None}:
+            raise AssertionError("chunks in host memory are not those that have a slot")
         readable = {chunk.key: bool(chunk.num_pins) for chunk in self if chunk.readable}
-        queued = dict.fromkeys(self._ordinary, False) | dict.fromkeys(self._pinned, True)
+        queued = {copy.key: pinned for pinned in (False, True) for copy in self._copies(pinned=pinned) if copy.queued}
         if readable != queued or len(readable) != counts[SlotState.HOST] or self.num_host != len(readable):
             raise AssertionError("eviction queues and HOST slots disagree")
-        self._check_disk()
-        for queue in (self._ordinary, self._pinned, self._on_disk):
-            queue.check()
+        self.disk.check()
+        self._ordinary.check()
+        self._pinned.check()
         if sum(chunk.promoting for chunk in self) != counts[SlotState.LOADING]:
             raise AssertionError("promotions and LOADING slots disagree")
         for chunk in self:
-            if chunk.num_leases < 0 or chunk.num_pins < 0 or (chunk.num_leases and chunk.slot is None):
+            if chunk.num_leases < 0 or chunk.num_pins < 0:
                 raise AssertionError(f"chunk {chunk.key.hex()} has impossible counts")
-
-    def _check_disk(self) -> None:
-        on_disk = [chunk for chunk in self if chunk.location is not None]
-        if {chunk.key for chunk in on_disk if not chunk.num_pins} != set(self._on_disk):
-            raise AssertionError("ordinary chunks on disk and their eviction queue disagree")
-        pinned_bytes = sum(self._stored_bytes(chunk) for chunk in on_disk if chunk.num_pins)
-        counted = (self.num_disk, self.disk_bytes, self.pinned_disk_bytes)
-        if counted != (len(on_disk), sum(self._stored_bytes(chunk) for chunk in on_disk), pinned_bytes):
-            raise AssertionError(f"disk counters {counted} are not what the chunks add up to")

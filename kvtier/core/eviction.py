@@ -9,25 +9,32 @@ compute or small outlives others of equal use. A flood of prompts that nobody re
 
 The clock is shared by the queues of all namespaces of one tier, so that their values can be compared.
 
+A heap of entries and a dict to find them by key took 250 bytes for each chunk on disk. So what a queue knows of a
+chunk is kept on the chunk itself (`Entry`), and the queue has a heap of its *front* alone: those whose rank (value,
+then order of use) is up to a limit. When the front is used up, a walk over all members finds the next limit and the
+front up to it. Ranks only grow, so what is behind the limit stays there.
+
 Source: L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HP Labs
 HPL-98-69R1, 1998. The bound on frequency is ours: it bounds for how many turnovers of the cache a former favourite
 stays.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvtier.core.layout import ChunkKey
 
 L_contra = TypeVar("L_contra", contravariant=True)
 
 MAX_FREQUENCY = 16
-_MAX_DEAD_SHARE = 2
-_MIN_COMPACTED = 64
-_MOVED_PER_REBUILD = 8
+_FRONT_SHARE = 16  # a new front has about this part of the members
+_NUM_SAMPLED = 1024
+_MIN_FRONT = 64
+_NO_LIMIT_YET = (-math.inf, 0)
 
 
 class Appraiser(Protocol[L_contra]):
@@ -70,174 +77,189 @@ class EvictionClock:
     order: Iterator[int] = field(default_factory=count)
 
 
-# A queued chunk: [value in the heap, order in the heap, value now, order now, frequency, worth, key or None].
-# A list, not an object: heapq compares lists in C, by value and then by order, which is unique.
-_VALUE, _ORDER, _NEW_VALUE, _NEW_ORDER, _FREQUENCY, _WORTH, _KEY = range(7)
-_Entry = list[Any]
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What a queue knows of one of its chunks. Whoever keeps the chunk keeps it; only the queue changes it.
 
-
-class Taken(NamedTuple):
-    """A chunk that left a queue, and how often it had been used."""
-
-    key: ChunkKey
-    frequency: int
-
-
-class EvictionQueue:
-    """Chunks of one tier in one namespace, the cheapest to lose first. Loop thread only.
-
-    A use is O(1): it changes the entry, not its place in the heap, which is corrected when the entry comes up (values
-    only grow). Taking and adding are O(log n), amortised.
+    Attributes:
+        key: The chunk's key.
+        value: See the module's text; it never falls while the chunk is queued.
+        order: Of its last use among all uses of the tier; None while it is in no queue.
+        frequency: How often it was used since it came in, at most MAX_FREQUENCY.
     """
 
-    def __init__(self, clock: EvictionClock) -> None:
+    key: ChunkKey
+    value: float = 0.0
+    order: int | None = None
+    frequency: int = 0
+
+    @property
+    def queued(self) -> bool:
+        """It is in a queue."""
+        return self.order is not None
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class EvictionQueue(Generic[E]):
+    """Chunks of one tier in one namespace, the cheapest to lose first. Loop thread only.
+
+    A use is O(1): it changes the entry, and the front only in the rare case that the chunk belongs there. Taking is
+    O(log n) amortised, with a walk over all members for every `_FRONT_SHARE`th part of them that was taken.
+
+    Args:
+        clock: Of the tier.
+        worth: What a chunk is worth now: seconds of computing per byte. Asked at every use.
+        members: The entries of this queue, in any order; those in no queue may be among them.
+    """
+
+    def __init__(self, clock: EvictionClock, worth: Callable[[E], float], members: Callable[[], Iterable[E]]) -> None:
         self._clock = clock
-        self._entries: dict[ChunkKey, _Entry] = {}
-        self._heap: list[_Entry] = []
-        self._parked: set[ChunkKey] = set()  # in _entries, not in the heap
-        self._num_moved = 0  # uses since the heap was last built: at most so many entries are in a wrong place
+        self._worth = worth
+        self._members = members
+        self._num_entries = 0
+        self._limit: tuple[float, int] = _NO_LIMIT_YET  # rank up to which entries are in the front
+        # One tuple for each such entry that is not parked, and stale ones: their order is not their entry's any more.
+        self._front: list[tuple[float, int, E]] = []
+        self._parked: set[E] = set()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._num_entries
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._entries
-
-    def __iter__(self) -> Iterator[ChunkKey]:
-        return iter(self._entries)
-
-    def add(self, key: ChunkKey, worth: float, frequency: int = 1, *, unused: bool = False) -> None:
-        """Take a chunk in, as used now; one that is in already is used no more often by that.
+    def add(self, entry: E, frequency: int = 1, *, unused: bool = False) -> None:
+        """Take in a chunk that is in no queue, as used now.
 
         With `unused` it goes before those of equal value that were used, and before those taken in so earlier.
         """
-        if key in self._entries:
-            self.remove(key)
-        frequency = min(frequency, MAX_FREQUENCY)
-        value, order = self._clock.value + frequency * worth, next(self._clock.order)
-        if unused:
-            order = -order
-        entry: _Entry = [value, order, value, order, frequency, worth, key]
-        self._entries[key] = entry
-        heappush(self._heap, entry)
+        if entry.order is not None:
+            raise ValueError(f"chunk {entry.key.hex()} is queued already")
+        entry.frequency = min(frequency, MAX_FREQUENCY)
+        entry.value = self._clock.value + entry.frequency * self._worth(entry)
+        order = next(self._clock.order)
+        entry.order = -order if unused else order
+        self._num_entries += 1
+        self._put_in_front(entry)
 
-    def use(self, key: ChunkKey) -> None:
-        """The chunk was hit; of chunks used in one go the one used last goes last. Unknown ones are ignored."""
-        self.use_all((key,))
+    def refresh(self, entry: E, frequency: int = 0) -> None:
+        """Recency, and at least this frequency; no use is counted. One that is in no queue is left as it is."""
+        if entry.order is not None:
+            entry.frequency = max(entry.frequency, min(frequency, MAX_FREQUENCY))
+            self.use_all((entry,), num_uses=0)
 
-    def refresh(self, key: ChunkKey, frequency: int = 0) -> None:
-        """Recency, and at least this frequency; no use is counted. Unknown ones are ignored."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry[_FREQUENCY] = max(entry[_FREQUENCY], min(frequency, MAX_FREQUENCY))
-            self.use_all((key,), num_uses=0)
-
-    def use_all(self, keys: Iterable[ChunkKey], *, num_uses: int = 1) -> None:
-        """Do as `use` for one chunk after the other; with `num_uses` 0 it is recency only."""
-        entries, now, order = self._entries, self._clock.value, self._clock.order
-        num_moved = 0
-        for key in keys:  # one loop without calls: an Acquire uses thousands
-            entry = entries.get(key)
-            if entry is None:
-                continue
-            frequency = entry[_FREQUENCY] + num_uses
+    def use_all(self, entries: Iterable[E], *, num_uses: int = 1) -> None:
+        """Chunks of this queue were hit; the one hit last goes last. With `num_uses` 0 it is recency only."""
+        worth, now, order, limit = self._worth, self._clock.value, self._clock.order, self._limit[0]
+        for entry in entries:  # an Acquire uses thousands: no call that can be spared
+            frequency = entry.frequency + num_uses
             if frequency > MAX_FREQUENCY:
                 frequency = MAX_FREQUENCY
-            value = now + frequency * entry[_WORTH]
-            # A worth that fell meanwhile does not lower the value: the heap relies on values that only grow.
-            if value > entry[_NEW_VALUE]:
-                entry[_NEW_VALUE] = value
-            entry[_FREQUENCY], entry[_NEW_ORDER] = frequency, next(order)
-            num_moved += 1
-        self._num_moved += num_moved
+            value = now + frequency * worth(entry)
+            # A worth that fell meanwhile does not lower the value: the front relies on values that only grow.
+            if value > entry.value:
+                entry.value = value
+            entry.frequency, entry.order = frequency, next(order)
+            if entry.value <= limit:
+                self._put_in_front(entry)
 
-    def frequency(self, key: ChunkKey) -> int:
-        """Return how often the chunk was used since it came in, at most MAX_FREQUENCY; 0 when it is not here."""
-        entry = self._entries.get(key)
-        return 0 if entry is None else entry[_FREQUENCY]
+    def frequency(self, entry: E) -> int:
+        """Return how often the chunk was used since it came in, at most MAX_FREQUENCY; 0 when it is in no queue."""
+        return 0 if entry.order is None else entry.frequency
 
-    def remove(self, key: ChunkKey) -> None:
-        """Forget a chunk; unknown ones are ignored."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return
-        entry[_KEY] = None
-        self._parked.discard(key)
-        if len(self._heap) > _MAX_DEAD_SHARE * len(self._entries) + _MIN_COMPACTED:
-            self._rebuild()
+    def remove(self, entry: E) -> None:
+        """Let a chunk of this queue go; one that is in no queue is left as it is."""
+        if entry.order is not None:
+            entry.order = None
+            self._parked.discard(entry)
+            self._num_entries -= 1
+            self._bound_front()
 
     def lowest(self) -> float | None:
         """Return the value of the chunk that goes first, None when there is none; parked ones do not count."""
-        self._settle()
-        return self._heap[0][_VALUE] if self._heap else None
+        first = self._first()
+        return None if first is None else first.value
 
-    def take(self, may_go: Callable[[ChunkKey], bool], max_chunks: int) -> list[Taken]:
+    def take(self, may_go: Callable[[E], bool], max_chunks: int) -> list[E]:
         """Remove and return up to `max_chunks` chunks that may go, the cheapest to lose first; the clock follows them.
 
         A chunk that may not go is parked: it keeps its value but is not asked about again before `unpark`, or before
         nothing else is left. So a crowd of protected chunks is not walked through at every call.
         """
-        taken: list[Taken] = []
+        taken: list[E] = []
         asked_again = False
         while len(taken) < max_chunks:
-            self._settle()
-            if not self._heap:
+            entry = self._first()
+            if entry is None:
                 if asked_again:
                     break
                 asked_again = True
-                for key in [key for key in self._parked if may_go(key)]:
-                    self.unpark(key)
+                for parked in [parked for parked in self._parked if may_go(parked)]:
+                    self.unpark(parked)
                 continue
-            entry = self._heap[0]
-            key = entry[_KEY]
-            heappop(self._heap)
-            if may_go(key):
-                del self._entries[key]
-                entry[_KEY] = None
-                self._clock.value = max(self._clock.value, entry[_VALUE])
-                taken.append(Taken(key, entry[_FREQUENCY]))
+            heappop(self._front)
+            if may_go(entry):
+                self.remove(entry)
+                self._clock.value = max(self._clock.value, entry.value)
+                taken.append(entry)
             else:
-                self._parked.add(key)
+                self._parked.add(entry)
         return taken
 
-    def unpark(self, key: ChunkKey) -> None:
+    def unpark(self, entry: E) -> None:
         """What protected the chunk does so no more; one that is not parked is left as it is."""
-        if key in self._parked:
-            self._parked.discard(key)
-            self._push(self._entries[key])
+        if entry in self._parked:
+            self._parked.discard(entry)
+            self._put_in_front(entry)
 
-    def _push(self, entry: _Entry) -> None:
-        entry[_VALUE], entry[_ORDER] = entry[_NEW_VALUE], entry[_NEW_ORDER]
-        heappush(self._heap, entry)
+    def _put_in_front(self, entry: E) -> None:
+        """Do so if its rank is within the limit and it is not parked."""
+        if entry.order is not None and (entry.value, entry.order) <= self._limit and entry not in self._parked:
+            heappush(self._front, (entry.value, entry.order, entry))
+            self._bound_front()
 
-    def _rebuild(self) -> None:
-        self._heap = [entry for entry in self._heap if entry[_KEY] is not None]
-        for entry in self._heap:
-            entry[_VALUE], entry[_ORDER] = entry[_NEW_VALUE], entry[_NEW_ORDER]
-        heapify(self._heap)
-        self._num_moved = 0
+    def _bound_front(self) -> None:
+        """Give up a front with more stale tuples than chunks; the next one is made when it is needed."""
+        if len(self._front) > self._num_entries + _MIN_FRONT:
+            self._front, self._limit = [], _NO_LIMIT_YET
 
-    def _settle(self) -> None:
-        """Bring a live entry in its right place to the top of the heap."""
-        if self._num_moved * _MOVED_PER_REBUILD > len(self._heap) + _MIN_COMPACTED:
-            self._rebuild()  # moving them one by one, all in this call, would take longer
-        heap = self._heap
-        while heap:
-            entry = heap[0]
-            if entry[_KEY] is None:
-                heappop(heap)
-            elif entry[_ORDER] != entry[_NEW_ORDER]:
-                heappop(heap)
-                self._push(entry)
-            else:
-                return
+    def _first(self) -> E | None:
+        """Bring the chunk that goes first to the head of the front and return it."""
+        while self._front or self._advance():
+            _, order, entry = self._front[0]
+            if entry.order == order:
+                return entry
+            heappop(self._front)
+        return None
+
+    def _advance(self) -> bool:
+        """Move the limit on and make the front of those that it passes; say whether there are any."""
+        if self._num_entries == len(self._parked):
+            return False
+        waiting = [entry for entry in self._members() if entry.order is not None]
+        if self._parked:
+            waiting = [entry for entry in waiting if entry not in self._parked]
+        step = 1 + len(waiting) // _NUM_SAMPLED
+        sample = sorted((entry.value, entry.order) for entry in waiting[::step] if entry.order is not None)
+        self._limit = value, order = sample[len(sample) // _FRONT_SHARE]
+        # Tuples only of those within it: making one of each member, to compare those, took five times as long.
+        self._front = [
+            (entry.value, entry.order, entry)
+            for entry in waiting
+            if entry.order is not None and (entry.value < value or (entry.value == value and entry.order <= order))
+        ]
+        heapify(self._front)
+        return True
 
     def check(self) -> None:
-        """Raise AssertionError unless every chunk is in the heap or parked, once, and the heap is bounded."""
-        live = [entry for entry in self._heap if entry[_KEY] is not None]
-        if len(live) + len(self._parked) != len(self._entries):
-            raise AssertionError("heap, parked and entries disagree")
-        if any(self._entries.get(entry[_KEY]) is not entry or entry[_KEY] in self._parked for entry in live):
-            raise AssertionError("a heap entry is not its chunk's")
-        if len(self._heap) > _MAX_DEAD_SHARE * len(self._entries) + _MIN_COMPACTED + 1:
-            raise AssertionError(f"{len(self._heap)} heap entries for {len(self._entries)} chunks")
+        """Raise AssertionError unless every chunk is in the front once, parked, or behind the limit."""
+        members = {entry for entry in self._members() if entry.order is not None}
+        if len(members) != self._num_entries or not self._parked <= members:
+            raise AssertionError("members, parked ones and their number disagree")
+        live = [entry for _, order, entry in self._front if entry.order == order]
+        within = {entry for entry in members if (entry.value, entry.order or 0) <= self._limit}
+        if len(live) != len(set(live)) or set(live) != within - self._parked:
+            raise AssertionError("the front is not what is within the limit")
+        if any(value != entry.value for value, order, entry in self._front if entry.order == order):
+            raise AssertionError("a chunk is not in its place in the front")
+        if len(self._front) > self._num_entries + _MIN_FRONT:
+            raise AssertionError(f"{len(self._front)} in front of {self._num_entries} chunks")

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
-from kvtier.core.acquire import LeasedChunk
+from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.slots import SlotRef
+from kvtier.core.stored import StoredChunk
 from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.rpc.status import Context, translated
@@ -44,15 +45,18 @@ class StreamPeer:
         """Return the next message to send, None at the end."""
         return await self._queue.get()
 
-    def acquire_answered(self, acquire_id: int, leased: Sequence[LeasedChunk], forecast: PromotionForecast) -> None:
+    def acquire_answered(
+        self, acquire_id: int, leased: Mapping[int, Chunk[StoredChunk]], forecast: PromotionForecast
+    ) -> None:
         """See EnginePeer."""
         chunks: list[_Residency] = [
             {
                 "index": index,
-                "state": _PROMOTING if promoting else _HOST,
-                "slot": {"slot": slot.slot, "generation": slot.generation},
+                "state": _PROMOTING if host.promoting else _HOST,
+                "slot": {"slot": host.slot.slot, "generation": host.slot.generation},
             }
-            for index, _, slot, promoting in leased
+            for index, chunk in leased.items()
+            if (host := chunk.host) is not None
         ]
         self._send_update(acquire_id, chunks, forecast)
 

@@ -5,7 +5,6 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Literal
 
 from kvtier.core.tier_health import TierHealth
@@ -41,7 +40,7 @@ class DiskHealth:
         self._latched = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
-        self._on_off: list[Callable[[], None]] = []
+        self._on_off: dict[Callable[[], None], None] = {}  # in order
 
     @property
     def readable(self) -> bool:
@@ -62,14 +61,9 @@ class DiskHealth:
         return f"{what} after repeated errors: {self._health.problem}"
 
     def when_off(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call this whenever reading is switched off; returns what takes that back, once or again."""
-        self._on_off.append(call)
-
-        def take_back() -> None:
-            with suppress(ValueError):
-                self._on_off.remove(call)
-
-        return take_back
+        """Call this whenever reading is switched off; returns what takes that back; twice does no harm."""
+        self._on_off[call] = None
+        return lambda: self._on_off.pop(call, None)
 
     def succeeded(self, kind: Literal["read", "write"]) -> None:
         """A call of the tier worked."""

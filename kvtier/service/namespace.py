@@ -163,8 +163,9 @@ class Namespace:
     def mark_committed(self, key: ChunkKey) -> None:
         """Say in the arena, for a daemon that comes after this one, that the chunk's slot holds it, if it does."""
         chunk = self.table.get(key)
-        if chunk is not None and chunk.slot is not None and chunk.readable:
-            self.arena.commit(chunk.slot.slot, key, chunk.slot.generation, chunk.checksum)
+        host = chunk.host if chunk is not None else None
+        if host is not None and not host.promoting:
+            self.arena.commit(host.slot.slot, key, host.slot.generation, host.checksum)
 
     def _uncommit(self, slot: int) -> None:
         if self._arena is not None:
@@ -303,7 +304,7 @@ class Namespace:
         Raises:
             LedgerError: The ledger refused; they are on disk as before.
         """
-        return await self._drop_ordinary(self.table.cheapest_on_disk(num_bytes))
+        return await self._drop_ordinary(self.table.disk.take_cheapest(num_bytes))
 
     async def drop_pack(self, pack_id: str) -> int:
         """Drop every ordinary chunk of a pack from disk; return the stored bytes given up.

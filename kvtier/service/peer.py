@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.core.acquire import LeasedChunk
+from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef
+from kvtier.core.stored import StoredChunk
 from kvtier.ledger import PromptRow
 
 
@@ -46,8 +47,10 @@ class PromotionForecast:
 class EnginePeer(Protocol):
     """The outgoing half of a session's stream. Never blocks: it queues."""
 
-    def acquire_answered(self, acquire_id: int, leased: Sequence[LeasedChunk], forecast: PromotionForecast) -> None:
-        """First answer to an acquire."""
+    def acquire_answered(
+        self, acquire_id: int, leased: Mapping[int, Chunk[StoredChunk]], forecast: PromotionForecast
+    ) -> None:
+        """First answer to an acquire: what is leased, by index. Read it at once: chunks and mapping change later."""
 
     def promotion_advanced(
         self,

@@ -309,10 +309,9 @@ class Promoter:
         namespace, read, counters = self._namespace, outcome.read, self._namespace.stores.counters
         chunk = namespace.table.get(read.key)
         assert chunk is not None
-        chunk.checksum = read.stored.checksum
         self._rate.moved(read.stored.raw_bytes, self._now_s())
         askers = self._askers.pop(read.key, {})
-        namespace.table.complete_promotion(read.key)
+        namespace.table.complete_promotion(read.key, read.stored.checksum)
         namespace.mark_committed(read.key)
         if chunk.location is None and chunk.held:  # dropped from disk while it was read, and told to be lost
             namespace.spiller.add([read.key])

@@ -93,7 +93,7 @@ class Room:
                 namespace,
             )
             for namespace in self._namespaces.values()
-            if namespace.table.num_ordinary_disk
+            if namespace.table.disk.num_ordinary
             for pack_id in namespace.packs
         ]
         for _, _, pack_id, namespace in sorted(packs, key=lambda each: each[:3]):
@@ -103,13 +103,13 @@ class Room:
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
         """Drop about `num_bytes` in the namespace that gives way first; in steps, since values change as chunks go."""
-        holders = [namespace for namespace in self._namespaces.values() if namespace.table.num_ordinary_disk]
+        holders = [namespace for namespace in self._namespaces.values() if namespace.table.disk.num_ordinary]
         if not holders:
             return 0
         return await min(holders, key=self._disk_rank).drop_cheapest(min(num_bytes, _DROP_BYTES))
 
     def _disk_rank(self, namespace: "Namespace") -> tuple[bool, float]:
-        value = namespace.table.lowest_disk_value
+        value = namespace.table.disk.lowest_value
         return self._gives_way_late(namespace), float("inf") if value is None else value
 
     def _gives_way_late(self, namespace: "Namespace") -> bool:
@@ -162,7 +162,7 @@ class Room:
         return num_dropped
 
     def _live_disk_bytes(self) -> int:
-        return sum(namespace.table.disk_bytes for namespace in self._namespaces.values())
+        return sum(namespace.table.disk.num_bytes for namespace in self._namespaces.values())
 
 
 def _host_value(namespace: "Namespace") -> float:

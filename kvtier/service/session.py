@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.core.acquire import by_importance, plan_acquire
+from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import SlotRef, SlotState
+from kvtier.core.stored import StoredChunk
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
@@ -33,7 +35,7 @@ StoreList = Sequence[tuple[ChunkKey, SlotRef]]
 class _Lease:
     """Chunks of one acquire by index, and which of them are still being promoted, with their bytes."""
 
-    keys: dict[int, ChunkKey] = field(default_factory=dict)
+    chunks: dict[int, Chunk[StoredChunk]]
     pending: dict[int, int] = field(default_factory=dict)
     pending_bytes: int = 0  # added up once: a long prompt's promotion is a thousand updates
     promoted: bool = False
@@ -82,7 +84,7 @@ class Session:
     @property
     def num_leases(self) -> int:
         """Chunks leased."""
-        return sum(len(lease.keys) for lease in self._leases.values())
+        return sum(len(lease.chunks) for lease in self._leases.values())
 
     @property
     def num_store_grants(self) -> int:
@@ -108,8 +110,8 @@ class Session:
             namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
         from_disk = namespace.stores.disk_health.readable
         plan = plan_acquire(namespace.table, namespace.layout, keys, from_disk=from_disk)
-        lease = self._leases[acquire_id] = _Lease({index: key for index, key, _, _ in plan.leased})
-        pending = [(index, key) for index, key, _, promoting in plan.leased if promoting]
+        lease = self._leases[acquire_id] = _Lease(plan.leased)
+        pending = [(index, keys[index]) for index in plan.promoting]
         for index, key in pending:
             lease.wait_for(index, namespace.payload_bytes(key))
         if pending:
@@ -144,12 +146,12 @@ class Session:
         if lease is None:
             return
         for index in failed:
-            lease.keys.pop(index, None)
+            lease.chunks.pop(index, None)
         for index in [*(index for index, _ in ready), *failed]:
             lease.settle(index)
-        if not lease.keys:
+        if not lease.chunks:
             del self._leases[acquire_id]
-        still_leased = [(index, ref) for index, ref in ready if index in lease.keys]
+        still_leased = [(index, ref) for index, ref in ready if index in lease.chunks]
         if not self.ended:
             self.peer.promotion_advanced(acquire_id, still_leased, failed, self._forecast(acquire_id, lease))
 
@@ -159,16 +161,16 @@ class Session:
         if lease is None:
             return
         if lease.promoted:  # they became readable head first: the tail looks the most recent
-            self._touch([lease.keys[index] for index in sorted(lease.keys)], hit=False)
-        for index in list(lease.keys) if indexes is None else indexes:
-            key = lease.keys.pop(index, None)
-            if key is None:
+            self._use([chunk for _, chunk in sorted(lease.chunks.items())], hit=False)
+        for index in list(lease.chunks) if indexes is None else indexes:
+            chunk = lease.chunks.pop(index, None)
+            if chunk is None:
                 continue
-            self.namespace.table.unlease(key)
+            self.namespace.table.unlease(chunk)
             if index in lease.pending:
                 lease.settle(index)
-                self.namespace.promoter.left(self, acquire_id, key)
-        if not lease.keys:
+                self.namespace.promoter.left(self, acquire_id, chunk.key)
+        if not lease.chunks:
             del self._leases[acquire_id]
         self.namespace.top_up_all()
 
@@ -180,7 +182,10 @@ class Session:
             self._touch(keys, hit=not stored)
 
     def _touch(self, keys: Sequence[ChunkKey], *, hit: bool) -> None:
-        self.namespace.table.touch(by_importance(self.namespace.layout, keys), hit=hit)
+        self._use(self.namespace.table.known(keys), hit=hit)
+
+    def _use(self, chunks: list[Chunk[StoredChunk]], *, hit: bool) -> None:
+        self.namespace.table.use(by_importance(self.namespace.layout, chunks), hit=hit)
 
     def measured(self, prefill_tokens_per_s: float) -> None:
         """The engine says how fast it computes.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvtier.core.chunks import Chunk
+from kvtier.core.chunk import Chunk, HostCopy
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs.log import log_event
@@ -83,27 +83,28 @@ class Spiller:
         """Queue chunks that are readable and not on disk; those queued already move up if they are pinned by now."""
         for key in keys:
             chunk = self._namespace.table.get(key)
-            if chunk is None or not chunk.readable or chunk.doomed or chunk.location is not None:
+            host = chunk.host if chunk is not None else None
+            if chunk is None or host is None or host.promoting or host.doomed or chunk.location is not None:
                 continue
-            if chunk.spilling:
+            if host.spilling:
                 if chunk.num_pins and key in self._ordinary:
                     del self._ordinary[key]
                     self._pinned[key] = None
             elif self._namespace.ephemeral:
-                chunk.volatile = True
+                host.volatile = True
             else:
-                self._queue(chunk)
+                self._queue(chunk, host)
         self._start()
 
-    def _queue(self, chunk: Chunk[StoredChunk]) -> None:
+    def _queue(self, chunk: Chunk[StoredChunk], host: HostCopy) -> None:
         num_bytes = self._namespace.payload_bytes(chunk.key)
         if not chunk.num_pins and self._num_bytes + num_bytes > self.max_queued_bytes:
-            chunk.volatile = True
+            host.volatile = True
             self._pass_over(chunk.key)
             return
         if not self._pinned and not self._ordinary:
             self._oldest_s = asyncio.get_running_loop().time()
-        chunk.spilling, chunk.volatile = True, False
+        host.spilling, host.volatile = True, False
         (self._pinned if chunk.num_pins else self._ordinary)[chunk.key] = None
         self._count_bytes(num_bytes)
 
@@ -130,7 +131,8 @@ class Spiller:
 
     def _end_spilling(self, chunks: Iterable[Chunk[StoredChunk]]) -> None:
         for chunk in chunks:
-            chunk.spilling = False
+            if chunk.host is not None:
+                chunk.host.spilling = False
             self._count_bytes(-self._namespace.payload_bytes(chunk.key))
 
     def _start(self) -> None:
@@ -206,9 +208,9 @@ class Spiller:
         namespace, stores = self._namespace, self._namespace.stores
         num_bytes = self._largest_pack_bytes(batch)
         payloads = [
-            ChunkPayload(key=chunk.key, segments=namespace.payload(chunk.key, chunk.slot), checksum=chunk.checksum)
+            ChunkPayload(key=host.key, segments=namespace.payload(host.key, host.slot), checksum=host.checksum)
             for chunk in batch
-            if chunk.slot is not None
+            if (host := chunk.host) is not None
         ]
         began_s = asyncio.get_running_loop().time()
         try:
@@ -297,7 +299,8 @@ class Spiller:
         )
         self._end_spilling(batch)
         for chunk in batch:
-            chunk.volatile = True
+            if chunk.host is not None:
+                chunk.host.volatile = True
             if chunk.num_pins:  # of ordinary ones nobody waits for it, and they would be remembered for ever
                 self._refused.add(chunk.key)
             self._namespace.table.settle(chunk.key)

@@ -1,14 +1,13 @@
 """The service without gRPC: a cache over a tier in memory, a real ledger and arena, and sessions that keep a list."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvtier.core.acquire import LeasedChunk
-from kvtier.core.chunks import Chunk
+from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.ledger import Ledger, PromptRow
@@ -21,6 +20,13 @@ from kvtier.tiers.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from tests.fakes.chunks import noise
 from tests.fakes.scripted_engine import DEADLINE_S, ONE_GROUP, chunk_key, config_in
 from tests.fakes.stepped_tier import SteppedTier
+
+
+class LeasedChunk(NamedTuple):
+    """A chunk of an acquire's first answer, as it was then: its index, and whether it was not readable yet."""
+
+    index: int  # type: ignore[assignment]  # tuple.index is not wanted of it
+    promoting: bool
 
 
 @dataclass
@@ -42,9 +48,12 @@ class ListPeer:
     held: dict[ChunkKey, bool] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
 
-    def acquire_answered(self, acquire_id: int, leased: Sequence[LeasedChunk], forecast: PromotionForecast) -> None:
+    def acquire_answered(
+        self, acquire_id: int, leased: Mapping[int, Chunk[StoredChunk]], forecast: PromotionForecast
+    ) -> None:
         """See EnginePeer."""
-        self.answers[acquire_id] = (leased, forecast)
+        chunks = [LeasedChunk(index, chunk.promoting) for index, chunk in leased.items()]
+        self.answers[acquire_id] = (chunks, forecast)
 
     def promotion_advanced(
         self,

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.core.acquire import plan_acquire
+from kvtier.core.chunk import Chunk
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
@@ -34,7 +35,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         self.pinned = set(KEYS)
         self.granted: list[SlotRef] = []
         self.generations: dict[int, int] = {}
-        self.leases: dict[int, list[bytes]] = {}
+        self.leases: dict[int, list[Chunk[str]]] = {}
         self.next_id = 0
         self.durable: set[bytes] = set()
         self.left_bytes = 0  # that a dead daemon's rows took; they may exceed the limit until they are given back
@@ -94,21 +95,23 @@ class ChunkTableMachine(RuleBasedStateMachine):
     def acquire(self, keys: list[bytes]) -> None:
         held_before = {key for key in keys if self.table.holds(key)}
         plan = plan_acquire(self.table, LAYOUT, keys)
-        assert {chunk.key for chunk in plan.leased} <= held_before
+        assert {chunk.key for chunk in plan.leased.values()} <= held_before
         assert len(plan.leased) + plan.num_missed == len(keys)
-        prefix = [chunk.index for chunk in plan.leased if chunk.key[-1] == 0]
+        assert plan.promoting == [index for index, chunk in plan.leased.items() if chunk.promoting]
+        prefix = [index for index, chunk in plan.leased.items() if chunk.key[-1] == 0]
         assert prefix == [i for i, key in enumerate(keys) if key[-1] == 0][: len(prefix)], "a prefix has no holes"
-        for chunk in plan.leased:
+        for chunk in plan.leased.values():
+            assert chunk.slot is not None
             if chunk.key in plan.promotions:
                 self.saw(chunk.slot)
         for key in plan.promotions:
             if key[0] % 4:
                 self.slots.mark_backed(self.table.get(key).slot.slot)  # type: ignore[union-attr]
-                self.table.complete_promotion(key)
+                self.table.complete_promotion(key, 1)
             else:
                 dropped = self.table.fail_promotion(key)
                 assert dropped == 1
-        leased = [chunk.key for chunk in plan.leased if self.table.get(chunk.key).slot is not None]  # type: ignore[union-attr]
+        leased = [chunk for chunk in plan.leased.values() if chunk.slot is not None]
         if leased:
             self.leases[self.next_id] = leased
             self.next_id += 1
@@ -116,8 +119,8 @@ class ChunkTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        for key in self.leases.pop(data.draw(st.sampled_from(sorted(self.leases)))):
-            self.table.unlease(key)
+        for chunk in self.leases.pop(data.draw(st.sampled_from(sorted(self.leases)))):
+            self.table.unlease(chunk)
 
     @rule(num_slots=st.integers(1, 3), ordinary_only=st.booleans())
     def make_room(self, num_slots: int, ordinary_only: bool) -> None:
@@ -145,28 +148,28 @@ class ChunkTableMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(any_key, unique=True), hit=st.booleans())
     def touch(self, keys: list[bytes], hit: bool) -> None:
-        self.table.touch(keys, hit=hit)
+        self.table.use(self.table.known(keys), hit=hit)
 
     @rule(key=any_key)
     def begin_spill(self, key: bytes) -> None:
         chunk = self.table.get(key)
-        if chunk is not None and chunk.readable and chunk.location is None:
-            chunk.spilling = True
+        if chunk is not None and chunk.host is not None and chunk.readable and chunk.location is None:
+            chunk.host.spilling = True
 
     @rule(key=any_key)
     def end_spill(self, key: bytes) -> None:
         chunk = self.table.get(key)
-        if chunk is not None and chunk.spilling:
+        if chunk is not None and chunk.host is not None and chunk.spilling:
             self.table.place(key, "pack")
             self.durable.add(key)
-            chunk.spilling = False
+            chunk.host.spilling = False
             self.table.settle(key)
 
     @rule(num_chunks=st.integers(1, 3))
     def drop_cheapest(self, num_chunks: int) -> None:
         num_ordinary = len(self.durable - self.pinned)
         unused = {key for key in self.durable - self.pinned if self.table.get(key).slot is None}  # type: ignore[union-attr]
-        dropped = self.table.cheapest_on_disk(num_chunks)
+        dropped = self.table.disk.take_cheapest(num_chunks)
         assert len(dropped) == min(num_chunks, num_ordinary), "pinned ones never leave the disk"
         assert len(set(dropped) & unused) == min(num_chunks, len(unused)), "what is in use goes last"
         for key in dropped:
@@ -187,11 +190,10 @@ class ChunkTableMachine(RuleBasedStateMachine):
         assert (
             self.budget.used_bytes == self.slots.num_backed * ROW_BYTES <= max(self.budget.limit_bytes, self.left_bytes)
         )
-        held = [key for keys in self.leases.values() for key in keys]
-        assert sum(chunk.num_leases for chunk in self.table) == len(held)
-        for key in held:
-            chunk = self.table.get(key)
-            assert chunk is not None
+        leased = [chunk for chunks in self.leases.values() for chunk in chunks]
+        assert sum(chunk.num_leases for chunk in self.table) == len(leased)
+        for chunk in leased:
+            assert self.table.get(chunk.key) is chunk, "a leased chunk is not forgotten"
             assert chunk.slot is not None, "a leased chunk keeps its slot"
         assert {chunk.key for chunk in self.table if chunk.location is not None} == self.durable
         assert {chunk.key for chunk in self.table if chunk.num_pins} == self.pinned

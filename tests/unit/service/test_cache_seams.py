@@ -99,13 +99,13 @@ def test_a_full_disk_costs_the_cheapest_packs_and_not_everything(tmp_path: Path)
                 await made.on_disk(numbers)
             hot = keys_of(numbers[0] for numbers in packs)
             for _ in range(10):
-                made.table.touch(hot)
+                made.table.use(made.table.known(hot))
             num_bytes = 300_000 - made.stores.disk_usage.used_bytes + 20_000
             assert made.stores.disk_usage.shortage(num_bytes) == 20_000
             await made.cache.room.find_disk_room(num_bytes)
             assert made.stores.disk_usage.fits(num_bytes)
             assert sum(made.table.holds(key) for key in hot) >= 7
-            assert made.table.num_disk >= 30
+            assert made.table.disk.num_chunks >= 30
             made.check()
 
     asyncio.run(scenario())

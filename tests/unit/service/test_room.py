@@ -38,11 +38,9 @@ class FakeNamespace:
 
     @property
     def table(self) -> Any:
-        return SimpleNamespace(
-            num_ordinary_disk=self.num_chunks,
-            lowest_disk_value=self.value,
-            disk_bytes=self.num_chunks * CHUNK_BYTES,
-        )
+        num_bytes = self.num_chunks * CHUNK_BYTES
+        disk = SimpleNamespace(num_ordinary=self.num_chunks, lowest_value=self.value, num_bytes=num_bytes)
+        return SimpleNamespace(disk=disk)
 
     async def drop_cheapest(self, num_bytes: int) -> int:
         if self.error is not None:

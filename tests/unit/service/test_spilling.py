@@ -76,7 +76,7 @@ def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tm
             await spiller.flush()
             assert all(r.location(n) is not None for n in range(10, 15))
             assert r.location(4) is not None
-            assert not r.chunk(4).volatile
+            assert not r.chunk(4).host.volatile
             r.check()
 
     asyncio.run(scenario())

@@ -1,0 +1,129 @@
+"""Chunks of one namespace on disk: where each lies, what that adds up to, which ordinary one is dropped first."""
+
+from collections.abc import Callable, Iterable
+from typing import Generic
+
+from kvtier.core.chunk import Chunk, HostCopy, L
+from kvtier.core.eviction import Appraiser, EvictionClock, EvictionQueue
+from kvtier.core.layout import ChunkKey
+
+
+class DiskChunks(Generic[L]):
+    """What a chunk table knows of the disk. Loop thread only; decides, does no I/O.
+
+    Ordinary chunks are queued for eviction, pinned ones never leave the disk.
+
+    Args:
+        appraiser: What chunks are worth.
+        clock: Shared by those who compete for the disk.
+        chunks: All chunks of the table.
+        on_move: Told of every change of a chunk's place: the old one and the new one, None for nowhere.
+
+    Attributes:
+        num_chunks: Chunks on disk.
+        num_bytes: Stored bytes of those, without holes and headers of packs.
+        pinned_bytes: Of chunks of pinned prompts.
+    """
+
+    def __init__(
+        self,
+        appraiser: Appraiser[L],
+        clock: EvictionClock,
+        chunks: Callable[[], Iterable[Chunk[L]]],
+        on_move: Callable[[L | None, L | None], None] | None,
+    ) -> None:
+        self.num_chunks = self.num_bytes = self.pinned_bytes = 0
+        self._appraiser = appraiser
+        self._chunks = chunks
+        self._on_move = on_move
+        self._queue = EvictionQueue(clock, self._worth, chunks)
+
+    @property
+    def num_ordinary(self) -> int:
+        """Chunks that may be dropped."""
+        return len(self._queue)
+
+    @property
+    def lowest_value(self) -> float | None:
+        """Value of the ordinary chunk that would go first, None when there is none."""
+        return self._queue.lowest()
+
+    def place(self, chunk: Chunk[L], location: L | None) -> None:
+        """The chunk lies at `location` now; None is nowhere."""
+        old = chunk.location
+        if old is not None:
+            self._account(chunk, old, -1)
+        chunk.location = location
+        if location is not None:
+            self._account(chunk, location, 1)
+        if self._on_move is not None:
+            self._on_move(old, location)
+        self._enqueue(chunk)
+
+    def _account(self, chunk: Chunk[L], location: L, sign: int) -> None:
+        stored_bytes = self._appraiser.stored_bytes(location)
+        self.num_chunks += sign
+        self.num_bytes += sign * stored_bytes
+        if chunk.num_pins:
+            self.pinned_bytes += sign * stored_bytes
+
+    def _enqueue(self, chunk: Chunk[L]) -> None:
+        if chunk.location is None or chunk.num_pins:
+            self._queue.remove(chunk)
+        elif not chunk.queued:  # one that only moved to another pack was not used by that
+            self._queue.add(chunk, max(1, chunk.host.frequency) if chunk.host is not None else 1)
+
+    def pinned(self, chunk: Chunk[L]) -> None:
+        """Its first pin came."""
+        self.pinned_bytes += self._stored_bytes(chunk)
+        self._enqueue(chunk)
+
+    def unpinned(self, chunk: Chunk[L]) -> None:
+        """Its last pin went."""
+        self.pinned_bytes -= self._stored_bytes(chunk)
+        self._enqueue(chunk)
+
+    def _worth(self, chunk: Chunk[L]) -> float:
+        assert chunk.location is not None
+        return self._appraiser.disk_worth(chunk.key, chunk.location)
+
+    def _stored_bytes(self, chunk: Chunk[L]) -> int:
+        return 0 if chunk.location is None else self._appraiser.stored_bytes(chunk.location)
+
+    def use_all(self, chunks: Iterable[Chunk[L]], *, num_uses: int) -> None:
+        """Queued chunks, which are not readable in host memory, were hit; see `EvictionQueue.use_all`."""
+        self._queue.use_all(chunks, num_uses=num_uses)
+
+    def frequency(self, chunk: Chunk[L]) -> int:
+        """Return how often an ordinary chunk was used, 0 for others."""
+        return self._queue.frequency(chunk)
+
+    def left_host(self, chunk: Chunk[L], copy: HostCopy) -> None:
+        """The chunk's copy in host memory is gone."""
+        if not copy.promoting:  # here it has been waiting, unused: its uses were counted there
+            self._queue.refresh(chunk, copy.frequency)
+        self._queue.unpark(chunk)
+
+    def take_cheapest(self, num_bytes: int) -> list[ChunkKey]:
+        """Choose ordinary chunks of `num_bytes` in all, or what there is; the caller drops them from disk at once.
+
+        The cheapest to lose first. What is in host memory, or on its way there, is in use: it is chosen only when
+        nothing else is left.
+        """
+        keys: list[ChunkKey] = []
+        for may_go in (lambda chunk: chunk.host is None, lambda chunk: True):
+            while num_bytes > 0 and (taken := self._queue.take(may_go, 1)):
+                keys.append(taken[0].key)
+                num_bytes -= self._stored_bytes(taken[0])
+        return keys
+
+    def check(self) -> None:
+        """Raise AssertionError unless queue and counters agree with the chunks."""
+        self._queue.check()
+        on_disk = [chunk for chunk in self._chunks() if chunk.location is not None]
+        if {chunk for chunk in on_disk if not chunk.num_pins} != {chunk for chunk in self._chunks() if chunk.queued}:
+            raise AssertionError("ordinary chunks on disk and their eviction queue disagree")
+        pinned_bytes = sum(self._stored_bytes(chunk) for chunk in on_disk if chunk.num_pins)
+        counted = (self.num_chunks, self.num_bytes, self.pinned_bytes)
+        if counted != (len(on_disk), sum(self._stored_bytes(chunk) for chunk in on_disk), pinned_bytes):
+            raise AssertionError(f"disk counters {counted} are not what the chunks add up to")

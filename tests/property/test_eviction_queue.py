@@ -1,0 +1,138 @@
+"""EvictionQueue against a list that is sorted at every eviction: the same chunks go in the same order."""
+
+from dataclasses import dataclass
+from operator import attrgetter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier.core.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
+from tests.fakes.chunks import key_of
+
+NUM_ENTRIES = 40
+numbers = st.integers(0, NUM_ENTRIES - 1)
+many = st.lists(numbers, max_size=NUM_ENTRIES)
+
+
+@dataclass(slots=True, eq=False)
+class PricedEntry(Entry):
+    worth: float = 1.0
+
+
+@dataclass
+class Model:
+    """What is known of a queued chunk."""
+
+    value: float
+    order: int
+    frequency: int
+    parked: bool = False
+
+
+class EvictionQueueMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = [PricedEntry(key_of(number), worth=1.0 + number % 3) for number in range(NUM_ENTRIES)]
+        self.queue = EvictionQueue(EvictionClock(), attrgetter("worth"), lambda: self.entries)
+        self.model: dict[int, Model] = {}
+        self.protected: set[int] = set()
+        self.clock, self.order = 0.0, 0
+
+    def next_order(self) -> int:
+        self.order += 1
+        return self.order - 1
+
+    def first(self) -> int | None:
+        waiting = [number for number, known in self.model.items() if not known.parked]
+        return min(waiting, key=lambda number: (self.model[number].value, self.model[number].order), default=None)
+
+    @rule(number=numbers, frequency=st.integers(1, 20), unused=st.booleans())
+    def add(self, number: int, frequency: int, unused: bool) -> None:
+        if number in self.model:
+            return
+        self.queue.add(self.entries[number], frequency, unused=unused)
+        frequency, order = min(frequency, MAX_FREQUENCY), self.next_order()
+        value = self.clock + frequency * self.entries[number].worth
+        self.model[number] = Model(value, -order if unused else order, frequency)
+
+    @rule(chosen=many)
+    def add_all(self, chosen: list[int]) -> None:
+        for number in chosen:
+            self.add(number, 1, False)
+
+    @rule(chosen=many, num_uses=st.integers(0, 1))
+    def use(self, chosen: list[int], num_uses: int) -> None:
+        chosen = [number for number in chosen if number in self.model]
+        self.queue.use_all([self.entries[number] for number in chosen], num_uses=num_uses)
+        for number in chosen:
+            self.grow(number, self.model[number].frequency + num_uses)
+
+    @rule(number=numbers, frequency=st.integers(0, 20))
+    def refresh(self, number: int, frequency: int) -> None:
+        self.queue.refresh(self.entries[number], frequency)
+        if number in self.model:
+            self.grow(number, max(self.model[number].frequency, frequency))
+
+    def grow(self, number: int, frequency: int) -> None:
+        known = self.model[number]
+        known.frequency, known.order = min(frequency, MAX_FREQUENCY), self.next_order()
+        known.value = max(known.value, self.clock + known.frequency * self.entries[number].worth)
+
+    @rule(number=numbers, worth=st.sampled_from([0.5, 1.0, 4.0]))
+    def appraise(self, number: int, worth: float) -> None:
+        self.entries[number].worth = worth
+
+    @rule(number=numbers)
+    def remove(self, number: int) -> None:
+        self.queue.remove(self.entries[number])
+        self.model.pop(number, None)
+
+    @rule(chosen=st.sets(numbers))
+    def protect(self, chosen: set[int]) -> None:
+        self.protected = chosen
+
+    @rule(number=numbers)
+    def unpark(self, number: int) -> None:
+        self.queue.unpark(self.entries[number])
+        if number in self.model:
+            self.model[number].parked = False
+
+    @rule(max_chunks=st.integers(0, NUM_ENTRIES))
+    def take(self, max_chunks: int) -> None:
+        taken = self.queue.take(lambda entry: self.entries.index(entry) not in self.protected, max_chunks)
+        assert [self.entries.index(entry) for entry in taken] == self.expected(max_chunks)
+
+    def expected(self, max_chunks: int) -> list[int]:
+        gone: list[int] = []
+        asked_again = False
+        while len(gone) < max_chunks:
+            number = self.first()
+            if number is None and asked_again:
+                break
+            if number is None:
+                asked_again = True
+                for known in (self.model[each] for each in self.model if each not in self.protected):
+                    known.parked = False
+            elif number in self.protected:
+                self.model[number].parked = True
+            else:
+                self.clock = max(self.clock, self.model.pop(number).value)
+                gone.append(number)
+        return gone
+
+    @rule()
+    def lowest(self) -> None:
+        number = self.first()
+        assert self.queue.lowest() == (None if number is None else self.model[number].value)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.queue.check()
+        assert {number for number, entry in enumerate(self.entries) if entry.queued} == set(self.model)
+        for number, entry in enumerate(self.entries):
+            assert self.queue.frequency(entry) == (self.model[number].frequency if number in self.model else 0)
+
+
+TestEvictionQueue = EvictionQueueMachine.TestCase
+TestEvictionQueue.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
