@@ -107,6 +107,17 @@ class KVTierConnector(OffloadingConnector):
         return results
 
     @override
+    def reset_cache(self) -> bool | None:
+        # vLLM 0.32 asserts that the workers have been told of the jobs of the last reset; an idle engine tells nobody.
+        assert self.connector_scheduler is not None
+        to_flush = self.connector_scheduler._current_batch_jobs_to_flush
+        untold = set(to_flush)
+        to_flush.clear()
+        was_reset: bool | None = super().reset_cache()
+        to_flush.update(untold)
+        return was_reset
+
+    @override
     @classmethod
     def build_prom_metrics(cls, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> Any:
         # Runs in the API server's process, where no connector is constructed.

@@ -197,6 +197,14 @@ def test_reset_cache_drops_the_session_and_what_workers_still_report_is_nobodys(
     assert scheduler.ask(scheduler.new_request("sys", 8, "r2")) == 0, "a new epoch knows no chunk"
 
 
+def test_a_second_reset_of_an_idle_engine_is_none_the_worse(scheduler: Scheduler) -> None:
+    """vLLM asserts that a step has told the workers of the first; the workers still hear of the jobs it dropped."""
+    _, job_id = loading(scheduler, scheduler.new_request("sys", 8))
+    scheduler.connector.reset_cache()
+    scheduler.connector.reset_cache()
+    assert scheduler.step().jobs_to_flush == {job_id}
+
+
 def test_connection_lost_turns_ready_answers_into_misses(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
     scheduler.answer(acquired(scheduler, request), [HOST] * 6)

@@ -1,0 +1,430 @@
+"""vLLM's real scheduler with the real connector, and a model runner that computes digests and checks what it reads."""
+
+import functools
+import json
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.core.layout import ChunkKey
+from kvtier_connector.background import Background
+from kvtier_connector.binder import BlockHasher, PinBinder
+from kvtier_connector.connector import KVTierConnector
+from kvtier_connector.engine import EngineFacts
+from kvtier_connector.keys import chunk_key
+from kvtier_connector.layout import engine_layout, group_shapes
+from kvtier_connector.link import Event, PinBound, PinGone
+from kvtier_connector.lora import AdapterDigests
+from kvtier_connector.manager import EngineParts, KVTierOffloadingManager
+from tests.simulation.daemon import MAX_CREDITS, SimulatedDaemon
+from tests.simulation.memory import Digests, TokenSequence
+from tests.simulation.workers import SimulatedCopier, SimulatedWorkers
+
+BLOCK_TOKENS = 16
+MAX_MODEL_LEN = 512
+LOOKUP_TIMEOUT_S = 0.25
+STEP_S = 0.01
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass
+class Running:
+    """A request as the model runner knows it: block ids per group."""
+
+    sequence: TokenSequence
+    block_ids: list[list[int]]
+
+
+@dataclass
+class Step:
+    """A step that was executed and whose output the scheduler has not seen."""
+
+    scheduled: SchedulerOutput
+    output: ModelRunnerOutput
+
+
+class Clock:
+    """Seconds that pass with the steps."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class SimulatedLink:
+    """What the scheduler hears of the daemon, and the binding of pins that the real link does in the background."""
+
+    def __init__(self, daemon: SimulatedDaemon, binder: Callable[[], PinBinder]) -> None:
+        self._daemon, self._make_binder = daemon, binder
+        self.probing = False
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Nothing to wait for in one thread."""
+
+    def poll(self) -> Iterator[Event]:
+        """Yield what the daemon has said."""
+        while self._daemon.events:
+            yield self._daemon.events.pop(0)
+
+    def probe(self, wanted: bool) -> None:
+        """Ping the daemon, once, or no more."""
+        self.probing = wanted
+
+    def reopen(self) -> None:
+        """The cache was reset: another session, of a namespace of its own."""
+        self._daemon.events.clear()
+        self._daemon.lose_session()
+        self._daemon.forget()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def bind(self, pin: pb.Pin) -> None:
+        """Bind a pin as the background thread does: the mirror first, then the daemon."""
+        attachment = self._daemon.attachment
+        binding = self._make_binder().bind(pin)
+        if binding.bound is not None:
+            self._daemon.events.append(PinBound(attachment, binding.bound))
+        attachment.send(pb.EngineMessage(bind_pin=binding.message))
+
+    def unbind(self, pin_id: str) -> None:
+        """Forget a pin."""
+        self._daemon.events.append(PinGone(self._daemon.attachment, pin_id))
+
+
+class SimulatedEngine:
+    """An engine of one worker. Every step checks that the model reads the KV of exactly the tokens before.
+
+    Args:
+        specs: One per KV cache group.
+        num_blocks: Of vLLM's pool, the null block included.
+        num_slots: Of the daemon's arena.
+        blocks_per_chunk: vLLM blocks of one chunk.
+        is_async: One step is scheduled ahead of the outputs.
+        stores_all: The daemon keeps ordinary chunks too.
+
+    Attributes:
+        num_received: Output tokens that clients got, by request.
+        aborted: Requests whose clients went away.
+        num_preemptions: Requests that lost their blocks to others.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Any],
+        *,
+        num_blocks: int,
+        num_slots: int,
+        blocks_per_chunk: int = 1,
+        is_async: bool = False,
+        stores_all: bool = False,
+    ) -> None:
+        self.clock = Clock()
+        self._windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
+        self.daemon = SimulatedDaemon(
+            num_slots, stores_all=stores_all, all_stamped=not any(self._windows), check_store=self._check_store
+        )
+        self._kv: Digests = np.zeros((num_blocks, BLOCK_TOKENS), np.int64)
+        self.copier = SimulatedCopier(self._kv, self.daemon, blocks_per_chunk)
+        self._workers = SimulatedWorkers(self.copier)
+        self._queue: deque[Step] = deque()
+        self._queue_length = 2 if is_async else 1
+        self._running: dict[str, Running] = {}
+        self._sequences: dict[str, TokenSequence] = {}
+        self._expected: dict[ChunkKey, Digests] = {}
+        self._blocks_per_chunk = blocks_per_chunk
+        self.num_received: Counter[str] = Counter()
+        self.aborted: set[str] = set()
+        self.num_preemptions = 0
+        config = _vllm_config(num_blocks, blocks_per_chunk, is_async=is_async)
+        self.scheduler = self._make_scheduler(config, _kv_cache_config(specs, num_blocks), is_async=is_async)
+
+    def _make_scheduler(self, config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_async: bool) -> Scheduler:
+        hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._hasher: BlockHasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
+        with mock.patch.object(EngineFacts, "start_session", lambda facts: self._start_session(facts)):
+            scheduler = (AsyncScheduler if is_async else Scheduler)(
+                vllm_config=config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK_TOKENS,
+            )
+        connector = scheduler.connector
+        assert isinstance(connector, KVTierConnector)
+        self.connector = connector
+        self.manager: KVTierOffloadingManager = connector.manager
+        self.manager._clock = self.clock
+        return scheduler
+
+    def _start_session(self, facts: EngineFacts) -> EngineParts:
+        shapes = group_shapes(facts.group_configs)
+        self._shapes = shapes
+        layout = engine_layout(facts.offloading, facts.kv_cache_config, shapes)
+        digests = AdapterDigests(Background("test"))
+        binder = PinBinder(shapes, lambda: self._hasher, digests, MAX_MODEL_LEN)
+        self.link = SimulatedLink(self.daemon, lambda: binder)
+        link: Any = self.link
+        return EngineParts(
+            link=link,
+            digests=digests,
+            groups=shapes,
+            useful_bytes=tuple(group.useful_bytes for group in layout.groups),
+            num_credits=MAX_CREDITS,
+            lookup_timeout_s=LOOKUP_TIMEOUT_S,
+            prefill_tokens_per_s=100.0,
+        )
+
+    # The client's side
+
+    def add(self, req_id: str, prompt: Sequence[int], *, max_tokens: int, salt: str = "", skip: bool = False) -> None:
+        """A request arrives.
+
+        Args:
+            req_id: Never used before.
+            prompt: Token ids.
+            max_tokens: It ends after so many.
+            salt: Its cache_salt.
+            skip: Its prefix is not read from any cache, as with prompt logprobs.
+        """
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, temperature=0, prompt_logprobs=1 if skip else None
+        )
+        params.skip_reading_prefix_cache = skip
+        hasher: Any = self._hasher
+        request = Request(req_id, list(prompt), params, None, cache_salt=salt or None, block_hasher=hasher)
+        self._sequences[req_id] = TokenSequence(prompt, salt)
+        self._expect(request)
+        self.scheduler.add_request(request)
+
+    def abort(self, req_id: str) -> None:
+        """Its client goes away."""
+        if self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED):
+            self.aborted.add(req_id)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Requests that have not come to an end."""
+        return [req_id for req_id, request in self.scheduler.requests.items() if not request.is_finished()]
+
+    def reset(self, *, running: bool, connector: bool) -> bool:
+        """Reset vLLM's prefix cache, and the connector's with it."""
+        return bool(self.scheduler.reset_prefix_cache(running, connector))
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for its load, so that its blocks cannot be taken from it."""
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return any(request.status == waiting for request in self.scheduler.requests.values())
+
+    # Steps
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether vLLM's engine loop would stop stepping."""
+        return not (self.scheduler.has_requests() or self._queue)
+
+    def step(self, num_copies: int) -> None:
+        """One turn of vLLM's engine loop; up to so many transfer jobs run in it."""
+        self.clock.now_s += STEP_S
+        self.daemon.hear()
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self._queue.append(Step(scheduled, self._execute(scheduled, num_copies)))
+            self.daemon.hear()
+            may_go_on = scheduled.total_num_scheduled_tokens or self.scheduler.has_requests()
+            if len(self._queue) < self._queue_length and may_go_on:
+                return
+        if self._queue:
+            self._take_output()
+
+    def answer_probe(self) -> None:
+        """The daemon answers the engine's ping, if it has sent one."""
+        if self.link.probing and self.daemon.session is not None:
+            self.daemon.pong()
+
+    def hear(self) -> None:
+        """Take in what the daemon has said, as at the next request's first lookup."""
+        self.manager._drain(self.clock())
+        self.daemon.hear()
+
+    def _take_output(self) -> None:
+        """The scheduler takes the oldest step's output."""
+        step = self._queue.popleft()
+        outputs = self.scheduler.update_from_output(step.scheduled, step.output)
+        for output in (output for group in outputs.values() for output in group.outputs):
+            sequence = self._sequences[output.request_id]
+            begin = sequence.num_prompt_tokens + self.num_received[output.request_id]
+            expected = [sequence.token(begin + number) for number in range(len(output.new_token_ids))]
+            assert output.new_token_ids == expected, "the client gets other tokens than the model's"
+            self.num_received[output.request_id] += len(expected)
+
+    def _execute(self, scheduled: SchedulerOutput, num_copies: int) -> ModelRunnerOutput:
+        meta = scheduled.kv_connector_metadata
+        self._update_tables(scheduled)
+        self._workers.before_forward(meta)
+        spans = _spans(scheduled)
+        for req_id, (begin, end, _) in spans.items():
+            self._write(req_id, begin, end)
+        for req_id, (begin, end, _) in spans.items():  # in each layer all is written before anything is read
+            self._read(req_id, begin, end)
+        sampled = {req_id: self._sample(req_id, end, num_output) for req_id, (_, end, num_output) in spans.items()}
+        output = self._workers.after_forward(meta, num_copies)
+        return ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={req_id: index for index, req_id in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=output,
+        )
+
+    def _update_tables(self, scheduled: SchedulerOutput) -> None:
+        self.num_preemptions += len(scheduled.preempted_req_ids or ())
+        for req_id in scheduled.finished_req_ids:
+            self._running.pop(req_id, None)
+        for new in scheduled.scheduled_new_reqs:
+            tables = [list(ids) for ids in new.block_ids]
+            self._running[new.req_id] = Running(self._sequences[new.req_id], tables)
+        cached = scheduled.scheduled_cached_reqs
+        for req_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            running = self._running[req_id]
+            if req_id in cached.resumed_req_ids:
+                assert new_ids is not None
+                running.block_ids = [list(ids) for ids in new_ids]
+            elif new_ids is not None:
+                for table, ids in zip(running.block_ids, new_ids, strict=True):
+                    table.extend(ids)
+
+    def _write(self, req_id: str, begin: int, end: int) -> None:
+        """Compute the KV of these tokens."""
+        running, positions = self._running[req_id], np.arange(begin, end)
+        for table in running.block_ids:
+            blocks = np.array(table)[positions // BLOCK_TOKENS]
+            self._kv[blocks, positions % BLOCK_TOKENS] = running.sequence.kv(begin, end)
+
+    def _read(self, req_id: str, begin: int, end: int) -> None:
+        """Attend to all tokens before `end`, or those in the window of the token at `begin`."""
+        running = self._running[req_id]
+        for table, window in zip(running.block_ids, self._windows, strict=True):
+            first = 0 if window is None else max(0, begin - window + 1)
+            read, expected = self._kv[table].reshape(-1)[first:end], running.sequence.kv(first, end)
+            if not np.array_equal(read, expected):
+                wrong = first + int(np.flatnonzero(read != expected)[0])
+                raise AssertionError(f"request {req_id} computes {begin}..{end} and reads wrong KV at token {wrong}")
+
+    def _sample(self, req_id: str, end: int, num_output: int) -> list[int]:
+        """Return the next token; nothing inside a prefill."""
+        sequence = self._running[req_id].sequence
+        return [sequence.token(end)] if end == sequence.num_prompt_tokens + num_output else []
+
+    # What chunks are to hold
+
+    def _expect(self, request: Request) -> None:
+        """Note what the chunks of a request hold: also those of the tokens that it will sample."""
+        sequence = self._sequences[request.request_id]
+        whole = Request(
+            "whole",
+            [sequence.token(position) for position in range(request.num_tokens + request.max_tokens)],
+            SamplingParams(),
+            None,
+            cache_salt=request.cache_salt,
+            block_hasher=request._block_hasher,
+        )
+        per_chunk = self._blocks_per_chunk
+        for shape in self._shapes:
+            for number, block_hash in enumerate(whole.block_hashes[per_chunk - 1 :: per_chunk]):
+                begin = number * per_chunk * BLOCK_TOKENS
+                key = block_hash + shape.group_idx.to_bytes(4, "big")
+                self._expected[chunk_key(key, None)] = sequence.kv(begin, begin + per_chunk * BLOCK_TOKENS)
+
+    def _check_store(self, key: ChunkKey, row: Digests) -> None:
+        assert np.array_equal(row.reshape(-1), self._expected[key]), f"chunk {key.hex()} was stored with wrong bytes"
+
+
+def _spans(scheduled: SchedulerOutput) -> dict[str, tuple[int, int, int]]:
+    """Return, per request: its first token in this step, the end of them, and its output tokens so far."""
+    cached = scheduled.scheduled_cached_reqs
+    begins = {new.req_id: (new.num_computed_tokens, 0) for new in scheduled.scheduled_new_reqs}
+    begins |= dict(
+        zip(cached.req_ids, zip(cached.num_computed_tokens, cached.num_output_tokens, strict=True), strict=True)
+    )
+    return {
+        req_id: (begin, begin + scheduled.num_scheduled_tokens[req_id], num_output)
+        for req_id, (begin, num_output) in begins.items()
+    }
+
+
+@functools.cache
+def _vllm_config(num_blocks: int, blocks_per_chunk: int, *, is_async: bool) -> VllmConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        config = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_TOKENS,
+            max_num_batched_tokens=4 * BLOCK_TOKENS,
+            max_num_seqs=4,
+            enforce_eager=True,
+            async_scheduling=is_async,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVTierConnector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_module_path="kvtier_connector.connector",
+                kv_connector_extra_config={"socket": "/nowhere", "blocks_per_chunk": blocks_per_chunk},
+            ),
+        ).create_engine_config()
+    config.cache_config.num_gpu_blocks = num_blocks
+    return config
+
+
+def _kv_cache_config(specs: Sequence[KVCacheSpec], num_blocks: int) -> KVCacheConfig:
+    """Return groups of one layer each, overlaid on one allocation as vLLM does."""
+    names = [f"layer{index}" for index in range(len(specs))]
+    page = specs[0].page_size_bytes
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(size=page * num_blocks, layers=[name], layer_stride=page * num_blocks, block_stride=page)
+            for name in names
+        ],
+        kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)],
+    )
