@@ -1,4 +1,4 @@
-"""`make demo`: a pinned system prompt through a flood, a restart of vLLM and a kill -9 of the daemon, in one table.
+"""`make demo`: a pinned system prompt through flood, restart of vLLM and kill -9 of the daemon, as a table and a chart.
 
 Everything is real: kvtier-daemon, `vllm serve` with the connector, the `kvtier` CLI, the openai client. The exit status
 is 1 when a case was not served from where it should have been.
@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.machine import fast_dtype, machine_line
+from benchmarks.chart import Bar, draw_chart
+from benchmarks.machine import fast_dtype, hardware, machine_line, versions
 from benchmarks.models import DEMO, cached_model
 from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, run_cli, wait_until
 from benchmarks.prompts import QUESTIONS, system_prompt
@@ -39,6 +40,14 @@ ANSWER_TOKENS = 8
 OUTPUT_COLUMNS = 120
 # What may be missing at the end of a restored prompt: less than a chunk, and the template's last tokens.
 SLACK_TOKENS = 2 * BLOCK_TOKENS
+CHART_PATH = Path(__file__).resolve().parent.parent / ".demo" / "demo.png"
+SOURCES = {
+    "computed": ("computed", "#f97352"),
+    "device": ("vLLM's own cache", "#a3adbd"),
+    "host": ("kvtier, host memory", "#34d399"),
+    "disk": ("kvtier, disk", "#60a5fa"),
+}
+"""What supplied a prompt's tokens, by vLLM's name for it: in words, and its colour in the chart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,11 @@ class Turn:
         """The tiers that supplied tokens, most first."""
         used = sorted((tier for tier, tokens in self.by_tier.items() if tokens), key=lambda tier: -self.by_tier[tier])
         return " + ".join(used) or "computed"
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """`served_by` in words, and its colour."""
+        return SOURCES.get(self.served_by, (self.served_by, "#e5e7eb"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +123,7 @@ class Demo:
             with self.engine() as engine:
                 self.measure_cold(engine)
                 self.pin(engine)
-                self.record(engine, "right after `kvtier pin`", "device", QUESTIONS[0])
+                self.record(engine, "right after kvtier pin", "device", QUESTIONS[0])
                 self.flood(engine)
                 self.record(engine, "flooded until vLLM had evicted it", "host", QUESTIONS[1])
             with self.engine() as engine:
@@ -191,6 +205,11 @@ class Demo:
         """Return the median time to first token of the cold prompts."""
         return statistics.median(turn.ttft_s for turn in self.cold)
 
+    def cold_spread(self) -> str:
+        """Return how often the cold prompts were measured, and from where to where."""
+        times_s = [turn.ttft_s for turn in self.cold]
+        return f"median of {len(times_s)}, {min(times_s):.2f}-{max(times_s):.2f} s"
+
     def failures(self) -> list[str]:
         """Return what did not come from where it should have."""
         problems = []
@@ -215,9 +234,8 @@ class Demo:
         for column in ("cached tokens", "TTFT", "of cold"):
             table.add_column(column, justify="right")
         table.add_column("served by")
-        spread = f"{min(t.ttft_s for t in self.cold):.2f}-{max(t.ttft_s for t in self.cold):.2f} s"
         table.add_row(
-            f"cold: a prompt not pinned (median of {len(self.cold)}, {spread})",
+            f"cold: a prompt not pinned ({self.cold_spread()})",
             f"{self.cold[0].cached_tokens} of {self.cold[0].prompt_tokens}",
             f"{cold_s:.2f} s",
             "100 %",
@@ -230,11 +248,30 @@ class Demo:
                 f"{turn.cached_tokens} of {turn.prompt_tokens}",
                 f"{turn.ttft_s:.2f} s",
                 f"{turn.ttft_s / cold_s:.0%}".replace("%", " %"),
-                {"device": "vLLM's own cache", "host": "kvtier, host memory", "disk": "kvtier, disk"}.get(
-                    turn.served_by, turn.served_by
-                ),
+                turn.source[0],
             )
         return table
+
+    def draw(self, model: str, dtype: str) -> None:
+        """Draw the result at CHART_PATH."""
+        word, color = self.cold[0].source
+        cold = Bar(
+            label="cold: a prompt not pinned",
+            note=f"{word}; {self.cold_spread()}",
+            value_s=self.cold_ttft_s(),
+            color=color,
+        )
+        others = [
+            Bar(label=case.name, note=case.turn.source[0], value_s=case.turn.ttft_s, color=case.turn.source[1])
+            for case in self.cases
+        ]
+        draw_chart(
+            f"Time to first token, with a system prompt of {self.pinned_tokens():,} tokens",
+            "Shorter is better. Every question is new, so only the system prompt can come from a cache.",
+            [cold, *others],
+            [f"{hardware()}; {model}, {dtype}", versions()],
+            CHART_PATH,
+        )
 
 
 def conversation(variant: int, question: str) -> list[ChatCompletionMessageParam]:
@@ -288,6 +325,8 @@ def run_demo(model: str, dtype: str, console: Console) -> int:
             return 1
         console.print(demo.table())
         console.print(f"[dim]{machine_line()}; {escape(Path(model).name)}, {dtype}[/dim]", highlight=False)
+        demo.draw(Path(model).name, dtype)
+        console.print(f"chart: {CHART_PATH}", highlight=False)
         problems = demo.failures()
         for problem in problems:
             console.print(f"[bold red]not as promised:[/bold red] {problem}", highlight=False)

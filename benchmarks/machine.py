@@ -30,13 +30,20 @@ def fast_dtype() -> str:
 
 def machine_line() -> str:
     """Return machine and versions in one line."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return f"{hardware()}, {versions()}"
+
+
+def hardware() -> str:
+    """Return CPUs, memory and kernel."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cpu = cpu_field("model name") or platform.machine()
-    return (
-        f"{os.cpu_count()} x {cpu}, {memory_gib:.0f} GiB, Linux {platform.release()}, "
-        f"Python {platform.python_version()}, {versions}"
-    )
+    return f"{os.cpu_count()} x {cpu}, {memory_gib:.0f} GiB, Linux {platform.release()}"
+
+
+def versions() -> str:
+    """Return the versions of Python and of the packages that matter."""
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return f"Python {platform.python_version()}, {packages}"
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 2) -> str:

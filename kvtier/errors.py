@@ -51,7 +51,7 @@ class PromptExistsError(KvtierError):
 
     def __init__(self, name: str, differs_in: str) -> None:
         super().__init__(
-            f"prompt {name!r} exists with another {differs_in}; pass --replace to replace it, or choose another name"
+            f"prompt {name!r} exists and differs in {differs_in}; pass --replace to replace it, or choose another name"
         )
         self.name = name
 
@@ -146,7 +146,10 @@ class DaemonUnreachableError(KvtierError):
     """No daemon answers at the address."""
 
     def __init__(self, address: str, problem: str) -> None:
-        super().__init__(f"no kvtier-daemon answers at {address} ({problem}); start `kvtier-daemon`, or pass --socket")
+        super().__init__(
+            f"no kvtier-daemon answers at {address} ({problem}); start `kvtier-daemon`, or pass --socket; "
+            "`kvtier doctor` says more"
+        )
         self.address = address
 
 

@@ -26,8 +26,19 @@ _COMPLETION = """
 only prints the script. Names of prompts come from the daemon; one that does not answer within a second has none.
 """
 _CONNECTOR = """\
-The daemon's flags are in [cli.md](cli.md#kvtier-daemon); what the connector takes in `kv_connector_extra_config`, in
-the [README](../README.md#configuration).
+The daemon's flags are in [cli.md](cli.md#kvtier-daemon).
+
+## The connector
+
+It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
+
+| key | default | meaning |
+|---|---|---|
+| `socket` | as `server.socket` | the daemon's socket |
+| `blocks_per_chunk` | 1 | vLLM blocks per stored chunk |
+| `lookup_timeout_ms` | 250 | longest wait for the daemon's first answer, once; lookups then miss until it answers |
+| `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion from disk is weighed against it |
+| `weights_fingerprint` | `sampled` | `full` hashes every byte of the weights at first start |
 """
 _LOGS = """
 # Logs

@@ -73,7 +73,8 @@ class PinBinder:
         num_tokens = len(pin.tokens)
         digest: bytes | None = None
         if num_tokens >= self._max_model_len:
-            return _refuse(pin, f"the prompt has {num_tokens} tokens, max_model_len is {self._max_model_len}")
+            remedy = "shorten it, or start vLLM with a larger --max-model-len"
+            return _refuse(pin, f"the prompt has {num_tokens} tokens, max_model_len is {self._max_model_len}; {remedy}")
         if pin.lora_name:
             if not pin.lora_path:
                 return _refuse(pin, f"LoRA adapter {pin.lora_name!r} has no path; pin with the path vLLM loads it from")
@@ -83,7 +84,8 @@ class PinBinder:
         reachable = self._keys(pin, digest)
         if not reachable.keys:
             chunk_tokens = max(group.chunk_tokens for group in self._groups)
-            return _refuse(pin, f"the prompt has {num_tokens} tokens, less than one chunk of {chunk_tokens}")
+            remedy = "only whole chunks are kept, so pin a longer prompt (tools count)"
+            return _refuse(pin, f"the prompt has {num_tokens} tokens, less than one chunk of {chunk_tokens}; {remedy}")
         logger.info("kvtier pin bound name=%s tokens=%d covered=%d", pin.name, num_tokens, reachable.covered_tokens)
         return Binding(
             message=pb.BindPin(

@@ -31,7 +31,8 @@ app = typer.Typer(
 )
 
 _Name = Annotated[
-    str, typer.Argument(help="Name of the prompt", show_default=False, autocompletion=complete_prompt_name)
+    str,
+    typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False, autocompletion=complete_prompt_name),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
@@ -56,11 +57,8 @@ def _globals(
     context.obj = Settings(socket=socket or default_socket_path())
 
 
+# In the order in which --help lists them: what a newcomer needs first.
 app.command()(pin)
-app.command()(doctor)
-app.command()(fsck)
-app.command()(export)
-app.command("import")(import_)
 
 
 @app.command("list")
@@ -115,7 +113,9 @@ def evict(
     context: typer.Context,
     name: Annotated[
         str | None,
-        typer.Argument(help="Name of the prompt", show_default=False, autocompletion=complete_prompt_name),
+        typer.Argument(
+            metavar="NAME", help="Name of the prompt", show_default=False, autocompletion=complete_prompt_name
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every chunk that no pinned prompt has")] = False,
     tier: Annotated[
@@ -177,6 +177,12 @@ def status(
         output.answer(to_jsonable(daemon))
     else:
         output.show(daemon_details(daemon))
+
+
+app.command()(doctor)
+app.command()(export)
+app.command("import")(import_)
+app.command()(fsck)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; p
 
 def export(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Name of the prompt", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False)],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to write", show_default=False)],
     namespace: Annotated[
         str,

@@ -1,7 +1,7 @@
 """`kvtier doctor`: what is wrong, and what to do about it. The checks are in `kvtier.doctor`."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -80,6 +80,13 @@ def findings_table(findings: Iterable[Finding]) -> RenderableType:
     return table
 
 
-def _summary(findings: Iterable[Finding]) -> str:
+def _summary(findings: Sequence[Finding]) -> str:
     numbers = Counter(finding.status for finding in findings)
-    return ", ".join(f"{numbers[status]} {status.value}" for status in Status if numbers[status])
+    return ", ".join(f"{numbers[each]} {each.value}{_named(each, findings)}" for each in Status if numbers[each])
+
+
+def _named(status: Status, findings: Sequence[Finding]) -> str:
+    """Name the checks of a status that asks for something, so that nobody has to look for them."""
+    if status not in (Status.WARN, Status.FAIL):
+        return ""
+    return f" ({', '.join(dict.fromkeys(finding.id for finding in findings if finding.status is status))})"

@@ -73,7 +73,7 @@ class _PinOptions:
 
 def pin(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Name of the prompt", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False)],
     system: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="System prompt, exactly as requests send it", rich_help_panel=_SOURCE),

@@ -9,7 +9,7 @@ from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.progress import CaptureProgress
 from kvtier.cli.render import render
 from kvtier.cli.sources import Recipe, SourceKind
-from kvtier.cli.summary import STATE_MEANINGS, summarize
+from kvtier.cli.summary import state_meaning, summarize
 from kvtier.cli.tables import HOW_TO_ATTACH, pin_result
 from kvtier.cli.vllm_http import ServedModel, VllmClient, VllmUnreachableError
 from kvtier.cli.warm import SETTLE_S, Capture, CapturePolicy, Outcome
@@ -76,13 +76,14 @@ class PinFlow:
     def _served_model(self, wanted: str) -> ServedModel:
         models = self._vllm.models()
         if not models:
-            raise InvalidArgumentError("--url", self._vllm.url, "serves no model")
+            raise InvalidArgumentError("--url", self._vllm.url, "serves no model; is it the right vLLM?")
         if not wanted:
             return models[0]
         for model in models:
             if model.name == wanted:
                 return model
-        raise InvalidArgumentError("--model", wanted, f"vLLM serves {', '.join(m.name for m in models)}")
+        names = ", ".join(model.name for model in models)
+        raise InvalidArgumentError("--model", wanted, f"is not served at {self._vllm.url}; vLLM serves {names}")
 
     def _rendered(self, job: PinJob, served: ServedModel) -> PinJob:
         rendering = render(job.recipe, self._vllm, served.name)
@@ -190,7 +191,7 @@ class PinFlow:
 
     def _judge(self, job: PinJob, status: PromptStatus) -> bool:
         if status.num_confirmed and not summarize(status).num_chunks:
-            self._output.warn(f"{status.num_tokens} tokens are less than one chunk; there is nothing to keep")
+            self._output.warn(f"{status.num_tokens} tokens are less than one chunk; pin a longer prompt")
             return False
         return status.state == PromptStatus.DURABLE or not job.warm
 
@@ -203,7 +204,10 @@ class _NotBoundError(KvtierError):
     """An engine cannot use the prompt."""
 
     def __init__(self, name: str, said: str) -> None:
-        super().__init__(f"prompt {name!r} is registered, but vLLM cannot use it: {said}")
+        super().__init__(
+            f"prompt {name!r} is registered, but vLLM cannot use it: {said}. To remove it: kvtier unpin {name}, "
+            f"then kvtier evict {name}"
+        )
 
 
 def _again(job: PinJob) -> str:
@@ -216,7 +220,7 @@ def _explain(outcome: Outcome, job: PinJob, status: PromptStatus) -> str:
     numbers = summarize(status)
     held = f"{numbers.num_durable_chunks} of {numbers.num_chunks} chunks are on disk"
     if outcome is Outcome.OVER_QUOTA:
-        return f"{held}: {STATE_MEANINGS[PromptStatus.OVER_QUOTA]}"
+        return f"{held}: {state_meaning(status)}"
     if outcome is Outcome.TIMED_OUT:
         return f"{held} after {job.timeout_s:g} s; the rest goes on by itself, watch it with: kvtier show {job.name}"
     return (

@@ -17,6 +17,7 @@ RECIPE_VERSION = 1
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_TOKEN_ID = 2**32 - 1
 _SHOWN_CHARS = 60
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 class SourceKind(StrEnum):
@@ -171,6 +172,10 @@ def _read_text(field: str, path: str) -> str:
         raise InvalidArgumentError(field, path, f"cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise InvalidArgumentError(field, path, f"is not UTF-8 text (byte {exc.start}); save it as UTF-8") from exc
+    if text.startswith(_BYTE_ORDER_MARK):
+        raise InvalidArgumentError(
+            field, path, "begins with a byte order mark, which requests do not send; save it as UTF-8 without one"
+        )
     if not text.strip():
         raise InvalidArgumentError(field, path, "is empty; there is nothing to pin")
     return text

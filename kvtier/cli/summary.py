@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 from kvtier._pb.cache_pb2 import PromptBinding, PromptStatus
 
-STATE_NAMES = {
+_STATE_NAMES = {
     PromptStatus.UNRENDERED: "unrendered",
     PromptStatus.WAITING: "waiting",
     PromptStatus.CAPTURING: "capturing",
     PromptStatus.DURABLE: "durable",
     PromptStatus.OVER_QUOTA: "over quota",
 }
-STATE_MEANINGS = {
-    PromptStatus.UNRENDERED: "not yet turned into tokens; run `kvtier pin NAME` while vLLM runs",
+_STATE_MEANINGS = {
+    PromptStatus.UNRENDERED: "not yet turned into tokens; run `kvtier pin {name}` while vLLM runs",
     PromptStatus.WAITING: "no vLLM with the kvtier connector has recognized it yet",
     PromptStatus.CAPTURING: "chunks are stored as vLLM computes them",
     PromptStatus.DURABLE: "every chunk is on disk and survives kill -9 and reboot",
@@ -53,7 +53,14 @@ class Summary:
 
 def state_name(status: PromptStatus) -> str:
     """Return the state as people read it."""
-    return STATE_NAMES.get(status.state, "unknown")
+    return "refused" if _is_refused(status) else _STATE_NAMES.get(status.state, "unknown")
+
+
+def state_meaning(status: PromptStatus) -> str:
+    """Return what the state means, and what to do when it is not the last one."""
+    if _is_refused(status):
+        return "vLLM cannot use it; `error` says why"
+    return _STATE_MEANINGS.get(status.state, "").format(name=status.name)
 
 
 def summarize(status: PromptStatus) -> Summary:
@@ -67,6 +74,10 @@ def summarize(status: PromptStatus) -> Summary:
         raw_bytes=sum(b.raw_bytes for b in bindings),
         disk_bytes=sum(b.disk_bytes for b in bindings),
     )
+
+
+def _is_refused(status: PromptStatus) -> bool:
+    return bool(status.error) and status.state == PromptStatus.WAITING
 
 
 def _counted(status: PromptStatus) -> Sequence[PromptBinding]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
-from kvtier.cli.summary import STATE_MEANINGS, state_name, summarize
+from kvtier.cli.summary import state_meaning, state_name, summarize
 from kvtier.cli.units import format_age, format_duration, format_expiry, format_moment
 from kvtier.config.units import format_size
 
@@ -46,7 +46,7 @@ def prompt_details(status: PromptStatus) -> RenderableType:
     """Return what `kvtier show` prints."""
     rows = {
         "name": status.name,
-        "state": f"{state_name(status)}: {STATE_MEANINGS.get(status.state, '')}",
+        "state": f"{state_name(status)}: {state_meaning(status)}",
         "pinned": _pinned(status),
         "model": status.model or "any",
         "LoRA": status.lora_name,
@@ -118,8 +118,8 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> RenderableType:
     """Return one row per attached engine, or how to attach one."""
     rows = list(sessions)
     if not rows:
-        return Text(f"engines  none attached\n         {HOW_TO_ATTACH}")
-    table = _table("ENGINE", "PID>", "MODEL", "NAMESPACE", "UP>", "LEASES>", "STORES>")
+        return Text(f"No engine is attached. {HOW_TO_ATTACH}")
+    table = _table("ENGINE", "PID>", "MODEL", "NAMESPACE", "UP>", "LEASES>", "CREDITS>")
     for row in rows:
         table.add_row(
             row.engine_id[:_SHORT_ID] + (" (lost)" if row.quarantined else ""),
@@ -133,12 +133,16 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> RenderableType:
     return table
 
 
-HOW_TO_ATTACH = "start vLLM with the KVTierConnector (see README, `vllm serve --kv-transfer-config ...`)"
+HOW_TO_ATTACH = """\
+Start vLLM as this user, with kvtier installed beside it:
+  vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",
+    "kv_connector_module_path": "kvtier_connector", "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute"}'"""
 
 
 def namespaces_table(namespaces: Iterable[NamespaceStatus]) -> Table:
     """Return one row per namespace."""
-    table = _table("NAMESPACE", "MODEL", "LIVE", "HOST>", "ON DISK>", "BYTES>", "SLOT>")
+    table = _table("NAMESPACE", "MODEL", "LIVE", "HOST>", "ON DISK>", "STORED>", "PER CHUNK>")
     for row in namespaces:
         table.add_row(
             row.namespace_id[:_SHORT_ID],
@@ -211,7 +215,10 @@ def _source(recipe_json: str) -> str:
         content = recipe.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
         tools = f" with {len(recipe['tools'])} tools" if recipe.get("tools") else ""
-        shown = text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + f"… ({len(text)} characters)"
+        # Its own line breaks, folded once more, would be a ragged column.
+        shown = " ".join(text.split())
+        if len(shown) > _PREVIEW_CHARS:
+            shown = f"{shown[:_PREVIEW_CHARS]}… ({len(text)} characters)"
         return f"{recipe.get('kind', 'unknown')}{tools}\n{shown}".strip()
     except (ValueError, AttributeError, TypeError):
         return ""

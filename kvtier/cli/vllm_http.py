@@ -16,6 +16,7 @@ CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SHOWN_CHARS = 400
 _CACHE_CONFIG_METRIC = "vllm:cache_config_info{"
+_NO_VLLM = "--url must be the base URL of a vLLM server, like http://127.0.0.1:8000"
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -23,7 +24,9 @@ class VllmUnreachableError(RenderError):
     """No vLLM answers at the URL."""
 
     def __init__(self, url: str, problem: str) -> None:
-        super().__init__(f"no vLLM answers at {url} ({problem}); start `vllm serve`, or pass --url")
+        super().__init__(
+            f"no vLLM answers at {url} ({problem}); start `vllm serve` and wait until it is ready, or pass --url"
+        )
         self.url = url
 
 
@@ -89,6 +92,8 @@ class VllmClient:
     def models(self) -> list[ServedModel]:
         """Return what is served: base models first, as vLLM lists them."""
         entries = self._request("GET", "/v1/models").get("data") or []
+        if not all(isinstance(entry, dict) and "id" in entry for entry in entries):
+            raise RenderError(f"{self.url}/v1/models did not answer with models; {_NO_VLLM}")
         # Aliases of one model share its root; engines know the first of them.
         first_names: dict[str, str] = {}
         for entry in entries:
@@ -134,7 +139,7 @@ class VllmClient:
     def _tokenize(self, body: dict[str, Any]) -> list[int]:
         tokens = self._request("POST", "/tokenize", body).get("tokens")
         if not isinstance(tokens, list):
-            raise RenderError(f"{self.url}/tokenize answered without tokens; is it a vLLM server?")
+            raise RenderError(f"{self.url}/tokenize answered without tokens; {_NO_VLLM}")
         return tokens
 
     def _request(
@@ -172,7 +177,7 @@ def _json_object(response: httpx.Response, url: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise RenderError(f"{url} did not answer with a JSON object; is it a vLLM server?")
+        raise RenderError(f"{url} did not answer with a JSON object; {_NO_VLLM}")
     return value
 
 
@@ -184,9 +189,16 @@ def _reason(exc: httpx.TransportError) -> str:
 def _explain(response: httpx.Response, url: str) -> str:
     said = _server_message(response)
     if response.status_code in (401, 403):
+        if "Authorization" in response.request.headers:
+            return f"{url} refuses the API key ({said}); correct --api-key, VLLM_API_KEY or OPENAI_API_KEY"
         return f"{url} wants an API key ({said}); pass --api-key, or set VLLM_API_KEY or OPENAI_API_KEY"
     if response.status_code == 404 and "model" not in said.lower():
-        return f"{url} does not exist ({said}); --url must be the base URL of a vLLM server"
+        return f"{url} does not exist ({said}); {_NO_VLLM}"
+    if response.status_code == 400 and url.endswith("/tokenize"):
+        return (
+            f"vLLM cannot turn this into tokens: {said}. Give it as requests send it: --messages FILE with the turns "
+            "that the chat template wants, or --text FILE where there is no template"
+        )
     return f"{url} answered {response.status_code}: {said}"
 
 
@@ -196,5 +208,7 @@ def _server_message(response: httpx.Response) -> str:
         error = value.get("error", value)
         said = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError):
-        said = response.text or response.reason_phrase
+        # A page of HTML says less than the status.
+        said = response.reason_phrase if response.text.lstrip().startswith("<") else response.text
+    said = " ".join(said.split()) or response.reason_phrase
     return said if len(said) <= _SHOWN_CHARS else said[: _SHOWN_CHARS - 1] + "…"

@@ -217,6 +217,8 @@ def _diagnose(path: Path) -> str:
         except FileNotFoundError:
             return "there is no such socket"
         except OSError as exc:
+            if exc.errno == errno.ECONNREFUSED and not path.is_socket():
+                return "that is not a socket"
             if exc.errno == errno.ECONNREFUSED:
                 return "nobody listens on that socket; the daemon has died or is starting"
             return exc.strerror or str(exc)

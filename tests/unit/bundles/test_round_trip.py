@@ -152,7 +152,7 @@ def test_names_follow_the_rules_of_pin(tmp_path: Path) -> None:
         data = await bundle_of(home(tmp_path, "a"))
         async with running(there) as stub, ScriptedEngine(there):
             await pin(stub, tokens=16)
-            await refused(stub, data, Status.ALREADY_EXISTS, "exists with another tokens")
+            await refused(stub, data, Status.ALREADY_EXISTS, "exists and differs in tokens")
             await refused(stub, data, Status.INVALID_ARGUMENT, "name", name="no spaces")
             assert (await import_(stub, data, replace=True)).num_tokens == 80
             again = await import_(stub, data)

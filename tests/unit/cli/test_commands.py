@@ -1,6 +1,7 @@
 """The reading commands, unpin and evict: what they say, their JSON, their exit codes, 80 columns."""
 
 import json
+import re
 import socket
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvtier.errors import DaemonUnreachableError, InvalidArgumentError
 from kvtier.version import __version__
 from tests.unit.cli.conftest import Kvtier
 from tests.unit.cli.fake_daemon import FakeDaemon
+from tests.unit.deployment.shipped import README_TRANSFER_CONFIG
 
 
 @pytest.fixture
@@ -167,7 +169,7 @@ def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
         "pid 1",
         "up 1m 30s",
         "1.00 GiB of 4.00 GiB (25%), 7 chunks, 256 MiB pinned",
-        "none attached",
+        "No engine is attached",
         "4711",
         "1.00 MiB",
     ):
@@ -181,6 +183,14 @@ def test_a_probe_asks_for_the_exit_code_only(daemon: FakeDaemon, kvtier: Kvtier,
     answered = kvtier("status", "--quiet")
     assert (answered.exit_code, answered.output) == (0, "")
     assert kvtier("--socket", tmp_path / "none", "status", "-q").exit_code == 3
+
+
+def test_status_says_how_to_attach_as_the_readme_does(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    """It named the README; the command is there to be copied, quotes and all."""
+    given = re.search(r"--kv-transfer-config '(\{.*?\})'", kvtier("status").output, re.DOTALL)
+    assert given is not None
+    assert README_TRANSFER_CONFIG is not None
+    assert json.loads(given[1]) == json.loads(README_TRANSFER_CONFIG[1])
 
 
 def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDaemon, kvtier: Kvtier) -> None:

@@ -49,7 +49,7 @@ def test_people_get_a_table(kvtier: Kvtier) -> None:
     result = kvtier("doctor")
     assert_narrow(result.output)
     assert "-> start `kvtier-daemon`" in result.output
-    assert "1 fail" in result.output.splitlines()[-1]
+    assert "1 fail (socket.path)" in result.output.splitlines()[-1]
 
 
 def test_a_bad_config_file_is_a_finding(kvtier: Kvtier, tmp_path: Path) -> None:

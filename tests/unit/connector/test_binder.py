@@ -112,8 +112,11 @@ def test_a_lora_pin_is_bound_to_the_adapters_content(binder: PinBinder, hasher: 
 @pytest.mark.parametrize(
     ("pin", "error"),
     [
-        (pin_of([1] * 7), "the prompt has 7 tokens, less than one chunk of 8"),
-        (pin_of([1] * 1000), "the prompt has 1000 tokens, max_model_len is 1000"),
+        (pin_of([1] * 7), "7 tokens, less than one chunk of 8; only whole chunks are kept, so pin a longer prompt"),
+        (
+            pin_of([1] * 1000),
+            "1000 tokens, max_model_len is 1000; shorten it, or start vLLM with a larger --max-model-len",
+        ),
         (pin_of([1] * 16, lora_name="sql"), "LoRA adapter 'sql' has no path"),
         (pin_of([1] * 16, lora_name="sql", lora_path="/none"), "'/none' cannot be read by the engine"),
     ],
