@@ -269,7 +269,7 @@ class Demo:
             f"Time to first token, with a system prompt of {self.pinned_tokens():,} tokens",
             "Shorter is better. Every question is new, so only the system prompt can come from a cache.",
             [cold, *others],
-            [f"{hardware()}; {model}, {dtype}", versions()],
+            [f"{hardware()}; model {model}, {dtype}", versions()],
             CHART_PATH,
         )
 

@@ -34,10 +34,10 @@ def machine_line() -> str:
 
 
 def hardware() -> str:
-    """Return CPUs, memory and kernel."""
+    """Return CPUs, memory and kernel, without what its distributor appended."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cpu = cpu_field("model name") or platform.machine()
-    return f"{os.cpu_count()} x {cpu}, {memory_gib:.0f} GiB, Linux {platform.release()}"
+    return f"{os.cpu_count()} x {cpu}, {memory_gib:.0f} GiB, Linux {platform.release().partition('-')[0]}"
 
 
 def versions() -> str:

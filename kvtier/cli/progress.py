@@ -19,7 +19,7 @@ class CaptureProgress:
         """Draw on the output's console."""
         self._output = output
         self._bar = _bar(output) if output.console.is_terminal else None
-        self._task = self._bar.add_task("chunks on disk", total=None) if self._bar else None
+        self._task = self._bar.add_task("vLLM computes; chunks on disk", total=None) if self._bar else None
         self._last: Summary | None = None
         self._last_line_s = float("-inf")
 

@@ -57,7 +57,7 @@ def prompt_details(status: PromptStatus) -> RenderableType:
         "error": status.error,
         "source": _source(status.recipe_json),
     }
-    bindings = [bindings_table(status.bindings)] if status.bindings else []
+    bindings: list[RenderableType] = [Text(), bindings_table(status.bindings)] if status.bindings else []
     return Group(_pairs(rows), *bindings)
 
 
@@ -82,6 +82,7 @@ def pin_result(status: PromptStatus) -> RenderableType:
     """Return the end of `kvtier pin`: what is held, and where."""
     numbers = summarize(status)
     rows = {
+        "state": f"{state_name(status)}: {state_meaning(status)}",
         "tokens": f"{status.num_tokens}, {numbers.covered_tokens} of them in whole chunks",
         "chunks": str(numbers.num_chunks),
         "bytes": _stored(numbers.raw_bytes, numbers.disk_bytes, numbers.ratio),
