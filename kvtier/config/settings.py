@@ -213,7 +213,7 @@ SETTINGS = (
     _row("disk.pack_bytes", "pack_bytes", _pack_bytes, "64MiB"),
     _row("disk.pack_linger_s", "pack_linger_s", _number(float, 0, 60), 0.2),
     _row("disk.zstd_level", "zstd_level", _number(int, 1, 22), 1),
-    _row("disk.io_threads", "io_threads", _number(int, 1, 64), 2),
+    _row("disk.io_threads", "io_threads", _number(int, 1, 64), 3),
     _row("disk.compact_dead_ratio", "compact_dead_ratio", _number(float, 0.05, 1), 0.5),
     _row("disk.compact_bytes_per_s", "compact_bytes_per_s", _bytes_or_nothing, "64MiB"),
     _row("disk.scrub_bytes_per_s", "scrub_bytes_per_s", _bytes_or_nothing, "16MiB"),

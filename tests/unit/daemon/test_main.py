@@ -42,7 +42,7 @@ def test_check_config_says_where_each_value_came_from(runner: CliRunner, tmp_pat
     assert f"zstd_level = 3  # {path}\n" in result.output
     assert "bytes = 4194304  # flag\n" in result.output
     assert 'level = "error"  # environment\n' in result.output
-    assert "io_threads = 2  # default\n" in result.output
+    assert "io_threads = 3  # default\n" in result.output
     assert "keep_arena = false  # default\n" in result.output
 
 
