@@ -13,6 +13,8 @@ from kvtier.config import DaemonConfig
 from kvtier.daemon.folders import locked, prepare_folder, remove_stale_socket
 from kvtier.errors import AlreadyRunningError, ConfigError
 from kvtier.obs.log import log_event
+from kvtier.tiers.codecs.compiled import compile_kernels
+from kvtier.tiers.codecs.words import WordKernels, replace_at_first_use
 from kvtier.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ def _claim_arena_dir(config: DaemonConfig, stack: ExitStack) -> None:
 async def _serve(config: DaemonConfig, started_s: float) -> None:
     from kvtier.rpc.server import serve
 
+    replace_at_first_use(_faster_kernels)
     stop = asyncio.Event()
     _install_signal_handlers(stop)
 
@@ -79,6 +82,21 @@ async def _serve(config: DaemonConfig, started_s: float) -> None:
         notify_systemd("READY=1")
 
     await serve(config, ready=ready, stop=stop)
+
+
+def _faster_kernels() -> WordKernels | None:
+    """Compiling thread."""
+    began_s = time.monotonic()
+    try:
+        kernels = compile_kernels()
+    except ImportError as exc:
+        log_event(logger, "codecs_not_compiled", reason=exc)
+    except Exception as exc:  # whatever ails numba: numpy does the same work
+        log_event(logger, "codecs_not_compiled", level=logging.WARNING, reason=repr(exc))
+    else:
+        log_event(logger, "codecs_compiled", compile_s=time.monotonic() - began_s)
+        return kernels
+    return None
 
 
 def _install_signal_handlers(stop: asyncio.Event) -> None:
