@@ -16,7 +16,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -34,6 +34,7 @@ BLOCK_BYTES = 256 * 1024
 zstd's own block; shorter blocks pay numpy's cost per call."""
 MIN_PLANE_GAIN_RATIO = 0.03
 _ALIGNMENT_BYTES = 8
+_NOTHING = np.empty(0, np.uint8)
 _ZEROS = memoryview(bytes(_ALIGNMENT_BYTES))
 _SAMPLE_PIECES, _SAMPLE_BYTES = 16, 2048
 _MIN_COLLISIONS = 1.15
@@ -54,7 +55,11 @@ HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
 
 
 class Scratch(threading.local):
-    """A thread's zstd contexts and buffers, about 1.5 MiB, kept between chunks: fresh pages cost more than the work."""
+    """A thread's zstd contexts and buffers, about 1.5 MiB, kept between chunks: fresh pages cost more than the work.
+
+    Attributes:
+        kept_bytes: Length of the buffers that `take_room` gives again, in all.
+    """
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=HUFFMAN_ONLY)
@@ -65,7 +70,7 @@ class Scratch(threading.local):
         self.words = np.empty(BLOCK_BYTES // 2, np.uint8)
         self.other_words = np.empty(BLOCK_BYTES // 2, np.uint8)
         self._rooms: deque[bytearray] = deque()  # the longest unused first
-        self._kept_bytes = 0
+        self.kept_bytes = 0
 
     def take_room(self, num_bytes: int) -> Bytes:
         """Return a buffer to give away. One given before is given again when nobody holds a view of it any more.
@@ -78,11 +83,15 @@ class Scratch(threading.local):
             if len(room) >= num_bytes and _is_unshared(room):
                 return np.frombuffer(room, np.uint8)
         fresh = bytearray(num_bytes)
-        self._rooms.append(fresh)
-        self._kept_bytes += num_bytes
-        while self._kept_bytes > MAX_KEPT_BYTES:
-            self._kept_bytes -= len(self._rooms.popleft())
+        if num_bytes <= MAX_KEPT_BYTES:
+            self._keep(fresh)
         return np.frombuffer(fresh, np.uint8)
+
+    def _keep(self, room: bytearray) -> None:
+        self._rooms.append(room)
+        self.kept_bytes += len(room)
+        while self.kept_bytes > MAX_KEPT_BYTES:
+            self.kept_bytes -= len(self._rooms.popleft())
 
 
 _scratch = Scratch()
@@ -146,7 +155,7 @@ class PlaneCodec(ABC):
         if raw_bytes % self.item_bytes:
             raise CodecError(f"{self.name}: a payload of {raw_bytes} bytes is no run of {self.item_bytes}-byte values")
         shape, scratch, cursor = self._shape(raw_bytes), _scratch, _Cursor(into)
-        source = np.frombuffer(stored, np.uint8) if stored.nbytes else np.empty(0, np.uint8)
+        source = np.frombuffer(stored, np.uint8) if stored.nbytes else _NOTHING
         stored_lengths, end = self._read_table(source, shape)
         lengths = zip(stored_lengths, shape.plane_lengths, strict=True)
         offset = shape.table.size
@@ -282,15 +291,16 @@ class _Cursor:
     """Walks through segments, whatever their lengths."""
 
     def __init__(self, segments: Sequence[memoryview]) -> None:
-        self._left: Iterator[Bytes] = (np.frombuffer(part, np.uint8) for part in segments if part.nbytes)
-        self._part: Bytes = np.empty(0, np.uint8)
+        self._left = iter(segments)
+        self._part = _NOTHING
 
     def take(self, length: int) -> list[Bytes]:
         """Return the next bytes, as views."""
         parts = []
         while length:
-            if not self._part.nbytes:
-                self._part = next(self._left)
+            while not self._part.nbytes:
+                segment = next(self._left)
+                self._part = np.frombuffer(segment, np.uint8) if segment.nbytes else _NOTHING
             part, self._part = self._part[:length], self._part[length:]
             parts.append(part)
             length -= part.nbytes
