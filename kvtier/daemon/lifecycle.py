@@ -14,11 +14,13 @@ from kvtier.daemon.folders import locked, prepare_folder, remove_stale_socket
 from kvtier.errors import AlreadyRunningError, ConfigError
 from kvtier.obs.log import log_event
 from kvtier.tiers.codecs.compiled import compile_kernels
-from kvtier.tiers.codecs.words import WordKernels, replace_at_first_use
+from kvtier.tiers.codecs.words import WordKernels, replace_after
 from kvtier.version import __version__
 
 logger = logging.getLogger(__name__)
 
+COMPILE_AFTER_BYTES = 1024**3
+"""Chunks coded by numpy before the codecs are compiled: they took about as long to code as compiling takes."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -63,7 +65,7 @@ def _claim_arena_dir(config: DaemonConfig, stack: ExitStack) -> None:
 async def _serve(config: DaemonConfig, started_s: float) -> None:
     from kvtier.rpc.server import serve
 
-    replace_at_first_use(_faster_kernels)
+    replace_after(COMPILE_AFTER_BYTES, _faster_kernels)
     stop = asyncio.Event()
     _install_signal_handlers(stop)
 

@@ -72,28 +72,32 @@ def use_kernels(kernels: WordKernels) -> None:
     _kernels = kernels
 
 
-def replace_at_first_use(make: Callable[[], WordKernels | None]) -> None:
-    """Have a thread make other kernels as soon as some are needed; numpy's do until they are ready.
+def replace_after(coded_bytes: int, make: Callable[[], WordKernels | None]) -> None:
+    """Have a thread make other kernels once so much was split or merged; numpy's do until they are ready.
 
-    At first use, so that a process that never codes a chunk does not pay for it.
+    Not at once, so that a process that codes little does not pay for it.
 
     Args:
+        coded_bytes: Payload bytes.
         make: Returns the kernels, None when there are none; must not raise.
     """
+    left_bytes = coded_bytes  # threads may miss each other's counts: it comes a little later
     first = threading.Lock()  # whoever takes it makes them; never released
 
-    def begin() -> None:
-        if first.acquire(blocking=False):
+    def count(values: Words) -> None:
+        nonlocal left_bytes
+        left_bytes -= values.nbytes
+        if left_bytes <= 0 and first.acquire(blocking=False):
             use_kernels(NUMPY)
             with suppress(RuntimeError):  # the system gives no thread: slower, not wrong
                 threading.Thread(target=lambda: use_kernels(make() or NUMPY), name="kvtier-compile").start()
 
     def split(values: Words, high: Words, low: Words, temp: Words) -> None:
-        begin()
+        count(values)
         _split(values, high, low, temp)
 
     def merge(high: Words, low: Words, values: Words) -> None:
-        begin()
+        count(values)
         _merge(high, low, values)
 
     use_kernels(WordKernels(split, merge))

@@ -151,6 +151,7 @@ def test_a_daemon_without_working_numba_codes_with_numpy_and_says_so(
         assert Split16Codec().encode([memoryview(bytes(1000))])
 
     monkeypatch.setattr(lifecycle, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(lifecycle, "COMPILE_AFTER_BYTES", 1)
     serve_with(serve)
     with caplog.at_level("INFO", logger="kvtier"):
         lifecycle.run(config)

@@ -82,7 +82,7 @@ def test_damage_is_survived_with_compiled_kernels(compiled: WordKernels, codec: 
         stored[position] ^= 1
 
 
-def test_other_kernels_are_made_when_some_are_needed_and_numpy_serves_until_then() -> None:
+def test_other_kernels_are_made_once_they_pay_and_numpy_serves_until_they_are_ready() -> None:
     asked, ready, used = threading.Event(), threading.Event(), threading.Event()
 
     def split(values: Words, high: Words, low: Words, temp: Words) -> None:
@@ -94,10 +94,12 @@ def test_other_kernels_are_made_when_some_are_needed_and_numpy_serves_until_then
         assert ready.wait(10)
         return WordKernels(split, NUMPY.merge)
 
-    words.replace_at_first_use(make)
-    assert not asked.is_set()
+    words.replace_after(15_000, make)
     data = payload("bf16", 5000)
     stored = encoded(Split16Codec(), data)
+    Split16Codec().decode(memoryview(stored), [memoryview(bytearray(5000))])
+    assert not asked.is_set()
+    assert encoded(Split16Codec(), data) == stored
     assert asked.wait(10)
     assert encoded(Split16Codec(), data) == stored
     assert not used.is_set()
@@ -110,6 +112,6 @@ def test_other_kernels_are_made_when_some_are_needed_and_numpy_serves_until_then
 
 
 def test_numpy_stays_where_nothing_can_be_made() -> None:
-    words.replace_at_first_use(lambda: None)
+    words.replace_after(1, lambda: None)
     data = payload("bf16", 5000)
     assert encoded(Split16Codec(), data) == encoded(Split16Codec(), data)
