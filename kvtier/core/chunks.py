@@ -140,6 +140,11 @@ class ChunkTable(Generic[L]):
         return self._ordinary.lowest()
 
     @property
+    def lowest_pinned_host_value(self) -> float | None:
+        """Likewise of the pinned chunks."""
+        return self._pinned.lowest()
+
+    @property
     def lowest_disk_value(self) -> float | None:
         """Value of the ordinary chunk that would leave the disk first, None when there is none."""
         return self._on_disk.lowest()

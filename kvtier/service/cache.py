@@ -159,11 +159,14 @@ class Cache:
         """Keep free slots and disk space ahead of those who will ask, and forget namespaces that hold nothing."""
         while True:
             await asyncio.sleep(_ROOM_POLL_S)
-            if self.room.trim_host():
-                self._top_up_all()
-            await self.stores.measure_disk()
-            await self.room.trim_disk()
-            await self._forget_empty_namespaces()
+            await self._keep_room_once()
+
+    async def _keep_room_once(self) -> None:
+        if self.room.trim_host():
+            self._top_up_all()
+        await self.stores.measure_disk()
+        await self.room.trim_disk()
+        await self._forget_empty_namespaces()
 
     async def _forget_empty_namespaces(self) -> None:
         """A namespace without chunks, prompts and engines, left alone for a while, is not worth a row."""
@@ -351,6 +354,8 @@ class Cache:
 
     def end(self, session: Session) -> None:
         """The stream is gone; its slots are freed when the engine's processes let go."""
+        if session.ended:
+            return
         had_some = session.num_leases or session.num_store_grants
         session.lost()
         self.stores.counters.sessions_lost += bool(had_some)
@@ -476,6 +481,7 @@ class Cache:
         return await self._tasks.complete("evict", self._evict_all(force=force, tier=tier))
 
     async def _evict_all(self, *, force: bool, tier: EvictTier) -> EvictionView:
+        await self._verified.wait()  # see _evict
         done = Evicted()
         async with self._changing:
             for namespace in list(self.namespaces.values()):
@@ -533,10 +539,13 @@ class Cache:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_POLL_S)
-            for prompt in self.prompts.expired(time.time()):
-                async with self._changing:
-                    if self.prompts.by_pin_id(prompt.pin_id) == prompt:
-                        await self._try_to_unpin(prompt)
+            await self._end_expired()
+
+    async def _end_expired(self) -> None:
+        for prompt in self.prompts.expired(time.time()):
+            async with self._changing:
+                if self.prompts.by_pin_id(prompt.pin_id) == prompt:
+                    await self._try_to_unpin(prompt)
 
     async def _try_to_unpin(self, prompt: PromptRow) -> None:
         try:

@@ -222,7 +222,13 @@ class Namespace:
             evicted = self.table.make_room(num_short)
             self.stores.counters.host_evictions += evicted.num_slots
             self.forget_lost(evicted.lost)
-        freed = self.slots.take_back_free(num_slots)
+        self.give_back_free(num_bytes)
+
+    def give_back_free(self, num_bytes: int) -> None:
+        """Unback rows that hold nothing until `num_bytes` were given back to the budget, or none is left."""
+        if self.keep_pages:
+            return
+        freed = self.slots.take_back_free(-(-num_bytes // self.layout.row_bytes))
         if freed:
             self.arena.unback(freed)
 
@@ -379,6 +385,7 @@ class Namespace:
                 for key, stored in dropped.items():
                     if (chunk := self.table.get(key)) is None or chunk.location is None:  # else: stored anew meanwhile
                         self.table.place(key, stored)
+                self.announce(list(dropped), held=True)  # somebody may have heard that they are gone
                 raise
         await self.delete_packs(emptied)
         return Dropped(len(dropped), sum(stored.stored_bytes for stored in dropped.values()))

@@ -44,17 +44,20 @@ class Room:
     # On demand
 
     def find_host_room(self, asker: "Namespace", num_bytes: int) -> None:
-        """Make other namespaces give back host memory.
+        """Make other namespaces give back host memory: rows that hold nothing, then chunks.
 
-        One with an engine loses chunks only to an asker that has no memory at all, or none that is worth less.
+        One with an engine loses chunks only to an asker that has none in memory, or none that is worth less.
         """
         budget = self._stores.budget
+        for other in self._namespaces.values():
+            if other is not asker and other.slots.num_free and budget.free_bytes < num_bytes:
+                other.give_back_free(num_bytes - budget.free_bytes)
         spent: set[str] = set()
         while budget.free_bytes < num_bytes:
             givers = [other for other in self._namespaces.values() if self._gives_to(asker, other, spent)]
             if not givers:
                 return
-            giver = min(givers, key=lambda other: (other.live, _host_value(other)))
+            giver = min(givers, key=lambda other: (other.live, _host_rank(other)))
             used_bytes = budget.used_bytes
             # In steps, because values change as chunks go; not row by row, because each step is a system call.
             giver.give_back_room(max(giver.layout.row_bytes, (num_bytes - budget.free_bytes) // _MIN_STEP_SHARE))
@@ -64,7 +67,8 @@ class Room:
     def _gives_to(self, asker: "Namespace", other: "Namespace", spent: set[str]) -> bool:
         if other is asker or other.namespace_id in spent or not other.slots.num_backed:
             return False
-        return not other.live or not asker.slots.num_backed or _host_value(other) < _host_value(asker)
+        # Slots that an engine of the asker is to write into are no use to one that has to read.
+        return not other.live or not asker.table.num_host or _host_rank(other) < _host_rank(asker)
 
     async def find_disk_room(self, num_bytes: int) -> None:
         """Drop ordinary chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
@@ -133,7 +137,7 @@ class Room:
             holders = [each for each in holders if each.table.lowest_host_value is not None]
             if not holders:
                 break
-            holder = min(holders, key=lambda each: (each.live, _host_value(each)))
+            holder = min(holders, key=lambda each: (each.live, _host_rank(each)))
             num_slots = max(1, excess_bytes // holder.layout.row_bytes // _MIN_STEP_SHARE)
             freed = holder.evict_ordinary(num_slots)
             if not freed:
@@ -165,6 +169,9 @@ class Room:
         return sum(namespace.table.disk_bytes for namespace in self._namespaces.values())
 
 
-def _host_value(namespace: "Namespace") -> float:
-    value = namespace.table.lowest_host_value
-    return float("inf") if value is None else value
+def _host_rank(namespace: "Namespace") -> tuple[bool, float]:
+    """Return what its next chunk to leave host memory is worth: pinned ones come after all ordinary ones."""
+    ordinary, pinned = namespace.table.lowest_host_value, namespace.table.lowest_pinned_host_value
+    if ordinary is not None:
+        return False, ordinary
+    return True, float("inf") if pinned is None else pinned
