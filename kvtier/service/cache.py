@@ -21,7 +21,7 @@ from kvtier.errors import (
     PromptPinnedError,
 )
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
-from kvtier.ledger.namespace_files import save_namespace
+from kvtier.ledger.namespace_files import forget_namespace, save_namespace
 from kvtier.obs.log import log_event
 from kvtier.service.adoption import Adoption
 from kvtier.service.compactor import Compactor
@@ -191,6 +191,8 @@ class Cache:
             except LedgerError as error:  # the next turn tries again
                 log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
                 return
+            with suppress(OSError):  # a copy more is no harm
+                await self.stores.in_io(forget_namespace, self.config.disk.disk_dir, namespace.namespace_id)
         await self._close_namespace(namespace)
         log_event(logger, "namespace_forgotten", namespace=namespace.namespace_id, model=namespace.row.model)
 

@@ -311,13 +311,13 @@ class Namespace:
         """
         return await self._drop_ordinary(self.table.cheapest_on_disk(num_bytes))
 
-    async def drop_pack(self, pack_id: str) -> int:
-        """Drop every ordinary chunk of a pack from disk; return the stored bytes given up.
+    async def drop_packs(self, pack_ids: Sequence[str]) -> int:
+        """Drop every ordinary chunk of these packs from disk; return the stored bytes given up.
 
         Raises:
             LedgerError: The ledger refused; they are on disk as before.
         """
-        return await self._drop_ordinary([stored.key for stored in await self.chunks_in([pack_id])])
+        return await self._drop_ordinary([stored.key for stored in await self.chunks_in(pack_ids)])
 
     async def _drop_ordinary(self, keys: Sequence[ChunkKey]) -> int:
         dropped = await self.drop_from_disk(keys, ordinary_only=True)

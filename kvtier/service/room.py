@@ -7,7 +7,8 @@ lost is compared in seconds of prefill per byte, whatever model it belongs to.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvtier.errors import LedgerError
@@ -82,14 +83,18 @@ class Room:
         short_bytes = self._stores.disk_usage.shortage(num_bytes)
         while short_bytes > 0 and (dropped_bytes := await self._drop_cheapest(short_bytes)):
             short_bytes -= dropped_bytes
-        while self._stores.disk_usage.shortage(num_bytes) > 0:
-            if not await self._drop_emptiest_pack():
+        while (short_bytes := self._stores.disk_usage.shortage(num_bytes)) > 0:
+            if not await self._drop_emptiest_packs(short_bytes):
                 return
 
-    async def _drop_emptiest_pack(self) -> int:
-        """Drop the ordinary chunks of the pack that gives back the most for the least; return their bytes."""
+    async def _drop_emptiest_packs(self, num_bytes: int) -> int:
+        """Drop the ordinary chunks of packs that give back the most for the least; return their bytes.
+
+        Several packs of a namespace at once, as many as give back `num_bytes`: to find their chunks takes a walk
+        through its table.
+        """
         file_bytes = self._stores.disk_usage.file_bytes
-        packs = [
+        packs: list[tuple[bool, float, str, Namespace]] = [
             (
                 self._gives_way_late(namespace),
                 namespace.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)),
@@ -100,9 +105,13 @@ class Room:
             if namespace.table.num_ordinary_disk
             for pack_id in namespace.packs
         ]
-        for _, _, pack_id, namespace in sorted(packs, key=lambda each: each[:3]):
-            if dropped_bytes := await namespace.drop_pack(pack_id):
-                return dropped_bytes
+        packs.sort(key=lambda each: each[:3])
+        for namespace, neighbours in groupby(packs, key=_namespace_of):
+            pack_ids: Sequence[str] = [pack_id for _, _, pack_id, _ in neighbours]
+            while pack_ids:
+                chosen, pack_ids = _first(pack_ids, num_bytes, file_bytes)
+                if dropped_bytes := await namespace.drop_packs(chosen):
+                    return dropped_bytes
         return 0
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
@@ -167,6 +176,21 @@ class Room:
 
     def _live_disk_bytes(self) -> int:
         return sum(namespace.table.disk_bytes for namespace in self._namespaces.values())
+
+
+def _namespace_of(pack: "tuple[bool, float, str, Namespace]") -> "Namespace":
+    return pack[3]
+
+
+def _first(
+    pack_ids: Sequence[str], num_bytes: int, file_bytes: Callable[[str], int]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Split packs into the first ones of `num_bytes` in all, at least one, and the others."""
+    for number, pack_id in enumerate(pack_ids, 1):
+        num_bytes -= file_bytes(pack_id)
+        if num_bytes <= 0:
+            return pack_ids[:number], pack_ids[number:]
+    return pack_ids, ()
 
 
 def _host_rank(namespace: "Namespace") -> tuple[bool, float]:
