@@ -4,61 +4,42 @@ Calls of disk and ledger may be held at any step while others act, or refused; t
 moment with what the kernel has. `KVTIER_CHAOS_EXAMPLES` makes the run long.
 """
 
-import asyncio
 import copy
 import errno
-import logging
 import os
-import shutil
-import tempfile
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
-from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import kvtier.service.adoption
-import kvtier.service.cache
-import kvtier.service.session
-import kvtier.service.spiller
 from kvtier.config import DaemonConfig
 from kvtier.config.model import StoreMode
-from kvtier.core import tier_health
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.slots import SlotState
-from kvtier.errors import KvtierError
-from kvtier.service.cache import Cache
 from kvtier.service.evicting import EvictTier
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello
 from kvtier.service.prompts import PinWish
 from kvtier.tiers.base import StoredChunk
 from tests.fakes.fsck import assert_clean, check
-from tests.fakes.gated_stores import STEPS, Faults, GatedLedger, GatedTier
+from tests.fakes.gated_stores import STEPS
 from tests.fakes.in_process_engine import InProcessEngine
-from tests.fakes.rig import eventually
+from tests.fakes.living_service import LivingService
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key, config_in
 from tests.fault.chaos_model import SPACES, Model, Prompt
 
-T = TypeVar("T")
 NUM_EXAMPLES = int(os.environ.get("KVTIER_CHAOS_EXAMPLES", "0"))
 """0: few, and always the same."""
 ROW_BYTES = 8192
 HOST_ROWS = 14
 DISK_BYTES = 140_000
-SHM = Path("/dev/shm")
 MAX_ENGINES = 4
-STALL_S = 0.004
-"""How long a step that is held up lets others act."""
 TWO_GROUPS = KVLayout(
     num_ranks=2,
     rank_bytes=ROW_BYTES // 2,
@@ -83,34 +64,6 @@ choices = st.integers(0, 1000)
 spaces = st.sampled_from(range(len(SPACES)))
 
 
-class Problems(logging.Handler):
-    """Collects what failed where nobody waits for it: in tasks and callbacks of the loop."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.found: list[BaseException | str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
-        if record.exc_info and record.exc_info[1]:
-            self.found.append(record.exc_info[1])
-
-    def in_callback(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Exception handler of the loop."""
-        self.found.append(context.get("exception") or context["message"])
-
-
-class Clock:
-    """Wall time, set by hand."""
-
-    def __init__(self) -> None:
-        self.unix_s = 1e9
-
-    def time(self) -> float:
-        """See time.time."""
-        return self.unix_s
-
-
 class WholeServiceMachine(RuleBasedStateMachine):
     """The model is what was promised (`Model`); what was asked for and not answered may have happened or not."""
 
@@ -121,168 +74,31 @@ class WholeServiceMachine(RuleBasedStateMachine):
         may_damage=st.sampled_from([False, False, True]),
     )
     def start(self, store: StoreMode, prewarm: bool, keep_arena: bool, may_damage: bool) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.problems, self.clock, self.stack = Problems(), Clock(), ExitStack()
-        self.loop.set_exception_handler(self.problems.in_callback)
-        logging.getLogger("kvtier").addHandler(self.problems)
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="kvtier-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-        )
-        self.store_mode, self.prewarm, self.keep_arena = store, prewarm, keep_arena
-        self.num_lives = 0
+        def config(folder: Path) -> DaemonConfig:
+            return config_of(folder, store, prewarm=prewarm, keep_arena=keep_arena)
+
         self.model = Model(Random(0))
-        self.engines: list[InProcessEngine] = []
-        self.orphans: list[InProcessEngine] = []  # their session is over, their processes hold its lock
-        self.doing: dict[asyncio.Task[None], str | None] = {}  # what operators wait for, and whose prompt it is about
-        self.num_evicting = 0
-        self.may_damage, self.was_damaged = may_damage, False
-        self.patch()
-        self.open(self.config_of(self.folder / "0"))
-
-    def patch(self) -> None:
-        """No loop of the service turns by itself; what waits for a while waits shortly."""
-        for module, name, value in (
-            (kvtier.service.cache, "_EXPIRY_POLL_S", 1e6),
-            (kvtier.service.cache, "_ROOM_POLL_S", 1e6),
-            (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
-            (kvtier.service.session, "_LOCK_POLL_S", 0.001),
-            (kvtier.service.adoption, "_LOCK_POLL_S", 0.001),
-            (kvtier.service.spiller, "_RETRY_S", 0.001),
-            (tier_health, "FIRST_PROBE_S", 0.001),
-            (tier_health, "LAST_PROBE_S", 0.002),
-        ):
-            self.stack.enter_context(mock.patch.object(module, name, value))
-
-    def config_of(self, folder: Path) -> DaemonConfig:
-        folder.mkdir(exist_ok=True)
-        config = config_in(
-            folder,
-            host_bytes=HOST_ROWS * ROW_BYTES,
-            disk_bytes=DISK_BYTES,
-            store=self.store_mode,
-            compact_bytes_per_s=0,
-            scrub_bytes_per_s=0,
-            compact_dead_ratio=0.05,
-            pack_bytes=4 * ROW_BYTES,
-        )
-        return replace(
-            config,
-            server=replace(config.server, drain_timeout_s=0.2),
-            host=replace(config.host, prewarm=self.prewarm, keep_arena=self.keep_arena),
-            disk=replace(config.disk, pack_linger_s=0.001),
-        )
-
-    def open(self, config: DaemonConfig) -> None:
-        self.config, self.faults, self.num_refusals = config, Faults(), 0
-        tier = partial(GatedTier, faults=self.faults)
-        with (
-            mock.patch.object(kvtier.service.cache, "PackTier", tier),
-            mock.patch.object(kvtier.service.cache, "Ledger", GatedLedger.under(self.faults)),
-        ):
-            self.cache: Cache = self.run(Cache.open(config))
-        self.num_lives += 1
-        for engine in self.orphans:
-            engine.asked.clear()  # a reader of adopted rows sees by their generation when it loses them
-        self.keep_promises()
-        self.go_on()
+        self.keep_arena, self.may_damage, self.was_damaged = keep_arena, may_damage, False
+        self.num_refusals = 0  # of this daemon's writes
+        self.service = LivingService(config)
 
     def teardown(self) -> None:
+        if not hasattr(self, "service"):
+            return
         try:
-            if hasattr(self, "cache"):
-                self.be_calm()
-                self.load_everything()
-                self.stop()
-                if self.was_damaged:
-                    check(self.config.disk.disk_dir, repair=True)
-                assert_clean(self.config.disk.disk_dir)
+            self.service.be_calm()
+            self.load_everything()
+            self.stop()
+            if self.was_damaged:
+                check(self.service.config.disk.disk_dir, repair=True)
+            assert_clean(self.service.config.disk.disk_dir)
         finally:
-            if hasattr(self, "loop"):
-                for engine in [*self.engines, *self.orphans]:
-                    engine.let_go()
-                logging.getLogger("kvtier").removeHandler(self.problems)
-                self.stack.close()
-                self.loop.close()
-                shutil.rmtree(self.folder)
-
-    # Time
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(coroutine)
-
-    def go_on(self) -> None:
-        """Let the service work: to the end of all that was begun, or until it is held up."""
-
-        async def work() -> None:
-            if self.faults.is_calm:
-                await eventually(self.is_quiet)
-                return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STALL_S):
-                    while not self.is_quiet():  # noqa: ASYNC110
-                        await asyncio.sleep(0)
-
-        self.run(work())
-        while self.faults.is_calm and not self.is_quiet():  # the loop's last turn may have begun something
-            self.run(work())
-        self.note_durable()
-
-    def is_quiet(self) -> bool:
-        """Nothing is going on but what goes on for ever, or waits for an engine's processes."""
-        cache = self.cache
-        going_on = [task.get_name() for task in cache._tasks._tasks]
-        waiting = ("expiry", "room", "probe", *(["adoption"] if self.orphans else []))
-        return (
-            not self.doing
-            and (cache._verified.is_set())
-            and all(name in waiting or (name.startswith("quarantine") and self.orphans) for name in going_on)
-            and not cache.stores.disk_health.latched
-            and all(_is_quiet(namespace) for namespace in cache.namespaces.values())
-        )
-
-    def do(
-        self,
-        work: Awaitable[object],
-        about: str | None = None,
-        *,
-        refused: Callable[[], None] = lambda: None,
-        evicts: bool = False,
-    ) -> None:
-        """Have an operator or engine do something, now and then in vain."""
-
-        async def done() -> None:
-            self.num_evicting += evicts
-            try:
-                await work
-            except KvtierError:
-                refused()
-            except asyncio.CancelledError:
-                pass  # it may happen yet
-            finally:
-                self.num_evicting -= evicts
-
-        async def started() -> None:
-            task = asyncio.create_task(done())
-            self.doing[task] = about
-            task.add_done_callback(self._ended)
-            await asyncio.sleep(0)
-
-        self.run(started())
-        self.go_on()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.doing.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.problems.found.append(error)
-
-    def be_calm(self) -> None:
-        """Whatever is held or refused is so no more; everything that was begun ends."""
-        self.faults.end()
-        self.go_on()
+            self.service.close()
 
     # Operators
 
     def is_busy(self, name: str) -> bool:
-        return name in self.doing.values() or ALL in self.doing.values()
+        return name in self.service.doing.values() or ALL in self.service.doing.values()
 
     @rule(name=st.sampled_from(NAMES), space=spaces, chosen=numbers, ttl_s=st.sampled_from([0, 0, 60]))
     def pin(self, name: str, space: int, chosen: list[int], ttl_s: int) -> None:
@@ -292,17 +108,17 @@ class WholeServiceMachine(RuleBasedStateMachine):
         first_token = 1000 * (1 + space) + sum(10**place * number for place, number in enumerate(chosen))
         prompts = self.model.prompts
         prompt, old = Prompt(name, space, keys, first_token), prompts.get(name)
-        as_before = self.let_go_of(old) if old is not None and old.keys != keys else lambda: None
+        as_before = self.let_go_of(old) if old is not None and not (old.keys == keys and old.pinned) else lambda: None
 
         async def pinned() -> None:
             wish = PinWish(name=name, tokens=tuple(prompt.tokens), model=SPACES[space], ttl_s=ttl_s, replace=True)
-            view = await self.cache.pin(wish)
+            view = await self.service.cache.pin(wish)
             prompt.pin_id, prompt.pinned = view.prompt.pin_id, True
             if old is not None and old.pin_id == prompt.pin_id:
                 prompt.durable = old.durable and old.pinned is True
             prompts[name] = prompt
 
-        self.do(pinned(), name, refused=as_before)
+        self.service.do(pinned(), name, refused=as_before)
 
     def let_go_of(self, prompt: Prompt) -> Callable[[], None]:
         """Somebody asks to end a promise, and what is not pinned may go; returns what to do when that is refused."""
@@ -317,12 +133,12 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def pin_and_store(self, name: str, space: int, chosen: list[int]) -> None:
         """All of it, as it mostly goes."""
         self.pin(name, space, chosen, 0)
-        if not any(engine.space == space for engine in self.engines):
+        if not any(engine.space == space for engine in self.service.engines):
             self.attach(space, 2)
-        for which, engine in enumerate(self.engines):
+        for which, engine in enumerate(self.service.engines):
             if engine.space == space:
                 self.bind(which, name)
-        for which, engine in enumerate(self.engines):
+        for which, engine in enumerate(self.service.engines):
             if engine.space == space:
                 self.store(which, [number for number in chosen if engine.mirror.wants(KEYS[space][number])])
 
@@ -334,10 +150,10 @@ class WholeServiceMachine(RuleBasedStateMachine):
         as_before = self.let_go_of(prompt)
 
         async def unpinned() -> None:
-            await self.cache.unpin(name)
+            await self.service.cache.unpin(name)
             prompt.pinned = False
 
-        self.do(unpinned(), name, refused=as_before)
+        self.service.do(unpinned(), name, refused=as_before)
 
     @rule(name=st.sampled_from(NAMES), force=st.booleans(), tier=st.sampled_from(EvictTier))
     def evict(self, name: str, force: bool, tier: EvictTier) -> None:
@@ -350,11 +166,11 @@ class WholeServiceMachine(RuleBasedStateMachine):
         prompts = self.model.prompts
 
         async def evicted() -> None:
-            await self.cache.evict(name, force=force, tier=tier)
+            await self.service.cache.evict(name, force=force, tier=tier)
             if tier is EvictTier.ANY and prompt.pinned is False:
                 del prompts[name]
 
-        self.do(evicted(), name, evicts=tier is not EvictTier.HOST)
+        self.service.do(evicted(), name, evicts=tier is not EvictTier.HOST)
 
     @rule(which=choices, chosen=numbers)
     def load_from_disk(self, which: int, chosen: list[int]) -> None:
@@ -374,73 +190,75 @@ class WholeServiceMachine(RuleBasedStateMachine):
         prompts = self.model.prompts
 
         async def evicted() -> None:
-            await self.cache.evict_all(force=force, tier=tier)
+            await self.service.cache.evict_all(force=force, tier=tier)
             if tier is EvictTier.ANY:
                 for prompt in [prompt for prompt in prompts.values() if prompt.pinned is False]:
                     del prompts[prompt.name]
 
-        self.do(evicted(), ALL, evicts=tier is not EvictTier.HOST)
+        self.service.do(evicted(), ALL, evicts=tier is not EvictTier.HOST)
 
     @rule(seconds=st.sampled_from([1, 30, 100, 90_000]))
     def time_passes(self, seconds: int) -> None:
-        self.clock.unix_s += seconds
-        for prompt in self.cache.prompts.expired(self.clock.unix_s):
+        self.service.clock.unix_s += seconds
+        for prompt in self.service.cache.prompts.expired(self.service.clock.unix_s):
             if (known := self.model.prompts.get(prompt.name)) is not None:
                 self.let_go_of(known)
-        self.do(self.cache._end_expired(), ALL)
+        self.service.do(self.service.cache._end_expired(), ALL)
 
     @rule()
     def keep_room(self) -> None:
-        self.do(self.cache._keep_room_once())
+        self.service.do(self.service.cache._keep_room_once())
 
     @rule()
     def compact(self) -> None:
+        compactor = self.service.cache.compactor
+
         async def compacted() -> None:
             for _ in range(20):
-                if (job := self.cache.compactor.next_job()) is None or not await self.cache.compactor.compact(job):
+                if (job := compactor.next_job()) is None or not await compactor.compact(job):
                     return
 
-        self.do(compacted())
+        self.service.do(compacted())
 
     @rule()
     def scrub(self) -> None:
-        if "scrub" not in self.doing.values():
-            self.do(self.cache.scrubber.scrub_pass(), "scrub")
+        if "scrub" not in self.service.doing.values():
+            self.service.do(self.service.cache.scrubber.scrub_pass(), "scrub")
 
     # Engines
 
     @rule(space=st.sampled_from([0, 0, 1, 1, EPHEMERAL]), num_credits=st.integers(1, 4))
     def attach(self, space: int, num_credits: int) -> None:
-        if len(self.engines) >= MAX_ENGINES:
+        if len(self.service.engines) >= MAX_ENGINES:
             return
-        engine = InProcessEngine(hello_of(space, num_credits, self.num_lives), space)
-        engines = self.engines
+        engine = InProcessEngine(hello_of(space, num_credits, self.service.num_lives), space)
+        engines = self.service.engines
 
         async def attached() -> None:
-            await engine.attach(self.cache)
+            await engine.attach(self.service.cache)
             engines.append(engine)
 
-        self.do(attached())
+        self.service.do(attached())
 
     def pick(self, which: int) -> InProcessEngine | None:
         """Return an engine, one that has just come if there was none; None while that is held up."""
-        if not self.engines:
+        if not self.service.engines:
             self.attach(which % len(SPACES), 2)
-        return self.engines[which % len(self.engines)] if self.engines else None
+        return self.service.engines[which % len(self.service.engines)] if self.service.engines else None
 
     @rule(which=choices, name=st.sampled_from(NAMES))
     def bind(self, which: int, name: str) -> None:
         engine, prompt = self.pick(which), self.model.prompts.get(name)
         if engine is None or prompt is None or self.is_busy(name):
             return
-        row = self.cache.prompts.by_pin_id(prompt.pin_id or "")
+        row = self.service.cache.prompts.by_pin_id(prompt.pin_id or "")
         if row is not None and engine.session.serves(row):
-            self.do(engine.bind(self.cache, row, prompt.keys), name)
+            self.service.do(engine.bind(self.service.cache, row, prompt.keys), name)
 
     @rule(which=choices, chosen=numbers)
     def begin_store(self, which: int, chosen: list[int]) -> None:
         if (engine := self.pick(which)) is not None:
-            self.sync(lambda: engine.begin_store(keys_of(engine, chosen)))
+            self.service.sync(lambda: engine.begin_store(keys_of(engine, chosen)))
 
     @rule(which=choices, how=st.sampled_from(["well"] * 6 + ["abort", "unwritten", "other key", "one rank"]))
     def end_stores(self, which: int, how: str) -> None:
@@ -452,7 +270,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
                 num_stamps = engine.layout.num_writers - 1 if how == "one rank" else None
                 engine.write(key, ref, stamp=how != "other key", num_stamps=num_stamps)
         end = engine.session.store_abort if how == "abort" else engine.session.store_done
-        self.sync(lambda: end(stores))
+        self.service.sync(lambda: end(stores))
 
     @rule(which=choices, chosen=numbers)
     def store(self, which: int, chosen: list[int]) -> None:
@@ -463,52 +281,43 @@ class WholeServiceMachine(RuleBasedStateMachine):
     @rule(which=choices, chosen=numbers)
     def acquire(self, which: int, chosen: list[int]) -> None:
         if (engine := self.pick(which)) is not None:
-            self.sync(lambda: engine.acquire(keys_of(engine, chosen)))
+            self.service.sync(lambda: engine.acquire(keys_of(engine, chosen)))
 
     @rule(which=choices, number=choices, indexes=st.none() | st.lists(st.integers(0, 4), unique=True))
     def release(self, which: int, number: int, indexes: list[int] | None) -> None:
         if (engine := self.pick(which)) is not None and engine.asked:
             acquire_id = sorted(engine.asked)[number % len(engine.asked)]
-            self.sync(lambda: engine.release(acquire_id, indexes))
+            self.service.sync(lambda: engine.release(acquire_id, indexes))
 
     @rule(which=choices, chosen=numbers, stored=st.booleans(), rate=st.sampled_from([10.0, 1e6]))
     def touch(self, which: int, chosen: list[int], stored: bool, rate: float) -> None:
         if (engine := self.pick(which)) is not None:
             engine.session.measured(rate)
-            self.sync(lambda: engine.session.touch(keys_of(engine, chosen), stored=stored))
-
-    def sync(self, call: Callable[[], object]) -> None:
-        """An engine's message: the service deals with it at once."""
-
-        async def called() -> None:
-            call()
-
-        self.run(called())
-        self.go_on()
+            self.service.sync(lambda: engine.session.touch(keys_of(engine, chosen), stored=stored))
 
     @rule(which=choices, lets_go=st.booleans())
     def detach(self, which: int, lets_go: bool) -> None:
         if (engine := self.pick(which)) is None:
             return
-        self.engines.remove(engine)
+        self.service.engines.remove(engine)
         if lets_go:
             engine.let_go()
         else:
-            self.orphans.append(engine)
-        self.sync(lambda: self.cache.end(engine.session))
+            self.service.orphans.append(engine)
+        self.service.sync(lambda: self.service.cache.end(engine.session))
 
     @rule(which=choices)
     def let_go(self, which: int) -> None:
-        if self.orphans:
-            self.orphans.pop(which % len(self.orphans)).let_go()
-            self.go_on()
+        if self.service.orphans:
+            self.service.orphans.pop(which % len(self.service.orphans)).let_go()
+            self.service.go_on()
 
     @rule(which=choices, is_good=st.booleans())
     def write_late(self, which: int, is_good: bool) -> None:
         """A process of a lost engine goes on with what it was doing."""
-        if not self.orphans:
+        if not self.service.orphans:
             return
-        engine = self.orphans[which % len(self.orphans)]
+        engine = self.service.orphans[which % len(self.service.orphans)]
         for key, ref in [*engine.writing, *((KEYS[0][0], ref) for ref in engine.credits if engine.layout is ONE_GROUP)]:
             engine.write(key, ref, stamp=is_good)
 
@@ -516,25 +325,25 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     @rule(step=st.sampled_from([*STEPS, "read", "read"]))
     def hold(self, step: str) -> None:
-        self.faults.held.add(step)
+        self.service.faults.held.add(step)
 
     @rule(kind=st.sampled_from(["read", "write", "ledger"]), number=st.sampled_from([errno.EIO, errno.ENOSPC]))
     def refuse(self, kind: str, number: int) -> None:
-        self.faults.refused[kind] = number
+        self.service.faults.refused[kind] = number
         self.num_refusals += kind == "write"
 
     @rule()
     def calm(self) -> None:
-        self.be_calm()
+        self.service.be_calm()
 
     @rule(step=st.sampled_from(STEPS))
     def let_pass(self, step: str) -> None:
-        self.faults.let_pass(step)
-        self.go_on()
+        self.service.faults.let_pass(step)
+        self.service.go_on()
 
     @rule(which=choices, how=st.sampled_from(["flip", "cut", "remove"]), where=choices)
     def damage(self, which: int, how: str, where: int) -> None:
-        packs = sorted((self.config.disk.disk_dir / "packs").glob("*.kvpack"))
+        packs = sorted((self.service.config.disk.disk_dir / "packs").glob("*.kvpack"))
         if not packs or not self.may_damage:
             return
         self.was_damaged = True
@@ -557,72 +366,23 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def end(self, how: str) -> None:
         if how == "stop":
             self.stop()
-            self.open(self.config)
+            self.service.open(self.service.config)
         else:
-            self.die(lets_go=how != "kill")
+            self.model = copy.deepcopy(self.model)  # what is acknowledged from now on is heard by nobody
+            self.service.die(lets_go=how != "kill")
+        self.num_refusals = 0
+        self.keep_promises()
 
     def stop(self) -> None:
-        """SIGTERM: streams end, then the daemon drains; what is held up goes on meanwhile."""
-
-        async def stopped() -> None:
-            for engine in self.engines:
-                self.cache.end(engine.session)
-            callers = list(self.doing)
-            for task in callers:  # as gRPC does with calls that go on
-                task.cancel()
-            closing = asyncio.create_task(self.cache.close())
-            await asyncio.sleep(STALL_S)
-            self.faults.end()
-            await asyncio.gather(closing, *callers)
-
-        self.run(stopped())
-        self.orphans += self.engines
-        self.engines = []
-        files = sorted(path.name for path in self.config.host.arena_dir.iterdir())
+        self.service.stop()
+        files = sorted(path.name for path in self.service.config.host.arena_dir.iterdir())
         assert self.keep_arena or not files, files
-
-    def die(self, *, lets_go: bool) -> None:
-        """kill -9: the next daemon finds what the kernel had at this moment, and engines that go on."""
-        self.faults.freeze()
-        with suppress(RuntimeError):
-            if not self.faults.held & {"commit", "committed", "drop", "dropped"}:
-                self.cache.stores.ledger_thread.submit(int).result(10)
-        folder = self.folder / str(self.num_lives)
-        shutil.copytree(self.config.disk.disk_dir.parent, folder, ignore=shutil.ignore_patterns("*-shm", "*.sock"))
-        old, old_doing = self.cache, list(self.doing)
-        self.model = copy.deepcopy(self.model)  # what is acknowledged from now on is heard by nobody
-        self.doing, self.num_evicting = {}, 0
-        self.orphans += self.engines
-        self.engines = []
-        for engine in self.orphans:
-            files = [folder / "arena" / path.name for path in (engine.lock.path, engine.arena.path)]
-            survives = not lets_go and all(path.exists() for path in files)
-            engine.move(folder / "arena") if survives else engine.let_go()
-        self.orphans = [engine for engine in self.orphans if engine.lock._fd >= 0]
-        self.bury(old, old_doing)
-        self.open(self.config_of(folder))
-
-    def bury(self, old: Cache, doing: Sequence[asyncio.Task[None]]) -> None:
-        """Have the dead daemon's threads and tasks end, in a folder that nobody looks at any more."""
-
-        async def buried() -> None:
-            for session in old.sessions:
-                session.ended = True  # it says nothing any more
-            self.faults.end()
-            for task in doing:
-                task.cancel()
-            await asyncio.gather(*doing, return_exceptions=True)
-            await old.close()
-
-        self.run(buried())
-        self.num_evicting = 0
-        shutil.rmtree(old.config.disk.disk_dir.parent)
 
     # What must be true
 
     def note_durable(self) -> None:
         """Take in what the daemon says is durable."""
-        if self.num_evicting or self.was_damaged:
+        if self.service.num_evicting or self.was_damaged:
             return
         for prompt in list(self.model.prompts.values()):
             self.learn(prompt)
@@ -633,7 +393,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         """Take over what became of changes that were asked for, and have ended."""
         if self.is_busy(prompt.name) or not (prompt.doomed or prompt.pinned is None):
             return
-        row = {prompt.name: prompt for prompt in self.cache.prompts}.get(prompt.name)
+        row = {prompt.name: prompt for prompt in self.service.cache.prompts}.get(prompt.name)
         if row is None or row.pin_id != prompt.pin_id:
             assert prompt.doomed
             del self.model.prompts[prompt.name]
@@ -642,74 +402,73 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def is_durable(self, prompt: Prompt) -> bool:
         space_id = namespace_id(fingerprint_of(prompt.space))
-        bindings = self.cache.view(prompt.name).bindings
+        bindings = self.service.cache.view(prompt.name).bindings
         return any(binding.durable for binding in bindings if binding.namespace_id == space_id)
 
     def keep_promises(self) -> None:
         """A start: compare what it found with what was promised, and learn what had been asked for."""
-        found = {prompt.name: prompt for prompt in self.cache.prompts}
+        found = {prompt.name: prompt for prompt in self.service.cache.prompts}
         self.model.prompts = {name: p for name, p in self.model.prompts.items() if not p.doomed or name in found}
         for prompt in self.model.prompts.values():
             prompt.doomed = False
             row = found[prompt.name]
             if prompt.pinned is None:
                 prompt.pin_id, prompt.pinned = row.pin_id, row.pinned
-            if prompt.pin_id != row.pin_id:
-                prompt.pinned = None
+            assert (row.pin_id, row.pinned) == (prompt.pin_id, prompt.pinned), prompt
         for row in found.values():
             self.take_over(row.name)
 
     def take_over(self, name: str) -> None:
         """A pin that was asked for when the daemon ended."""
-        row = self.cache.prompts.get(name)
+        row = self.service.cache.prompts.get(name)
         known = self.model.prompts.get(name)
         if known is not None and tuple(known.tokens) == row.tokens:
             return
         space = SPACES.index(row.model)
-        keys = [binding.keys for binding in self.cache.prompts.bindings_of(row.pin_id)]
+        keys = [binding.keys for binding in self.service.cache.prompts.bindings_of(row.pin_id)]
         prompt = Prompt(name, space, tuple(keys[0] if keys else KEYS[space][:1]), row.tokens[0])
         prompt.pin_id, prompt.pinned = row.pin_id, row.pinned
         self.model.prompts[name] = prompt
 
     @invariant()
     def nothing_failed_unseen(self) -> None:
-        if getattr(self, "problems", None) is not None and self.problems.found:
-            raise AssertionError(self.problems.found) from next(
-                (error for error in self.problems.found if isinstance(error, BaseException)), None
-            )
+        if hasattr(self, "service") and (found := self.service.problems.found):
+            raise AssertionError(found) from next((error for error in found if isinstance(error, Exception)), None)
 
     @invariant()
     def promises_stand(self) -> None:
-        if not hasattr(self, "cache"):
+        if not hasattr(self, "service"):
             return
         for prompt in self.model.prompts.values():
             if prompt.pinned and not self.is_busy(prompt.name):
-                row = self.cache.prompts.get(prompt.name)
+                row = self.service.cache.prompts.get(prompt.name)
                 assert (row.pin_id, row.pinned) == (prompt.pin_id, True)
             if prompt.durable:
                 assert self.is_durable(prompt), prompt
+        self.note_durable()
 
     @invariant()
     def bytes_are_right(self) -> None:
-        for engine in [*getattr(self, "engines", ()), *getattr(self, "orphans", ())]:
-            engine.check()
+        if hasattr(self, "service"):
+            for engine in [*self.service.engines, *self.service.orphans]:
+                engine.check()
 
     @invariant()
     def slots_are_conserved(self) -> None:
-        if not hasattr(self, "cache"):
+        if not hasattr(self, "service"):
             return
-        stores = self.cache.stores
-        for namespace in self.cache.namespaces.values():
+        stores = self.service.cache.stores
+        for namespace in self.service.cache.namespaces.values():
             namespace.slots.check()
-        if not self.faults.is_calm:
+        if not self.service.faults.is_calm:
             return
-        assert self.is_quiet()
-        for namespace in self.cache.namespaces.values():
+        assert self.service.is_quiet()
+        for namespace in self.service.cache.namespaces.values():
             namespace.table.check()
             self.check_slots(namespace)
-        used_bytes = sum(n.slots.num_backed * n.layout.row_bytes for n in self.cache.namespaces.values())
+        used_bytes = sum(n.slots.num_backed * n.layout.row_bytes for n in self.service.cache.namespaces.values())
         assert stores.budget.used_bytes == used_bytes
-        assert self.orphans or used_bytes <= stores.budget.limit_bytes
+        assert self.service.orphans or used_bytes <= stores.budget.limit_bytes
         assert not stores.traffic.busy
         assert stores.counters.spill_queue_bytes == 0
 
@@ -722,15 +481,15 @@ class WholeServiceMachine(RuleBasedStateMachine):
         assert counts[SlotState.QUARANTINED] == ended or namespace.keep_pages
         assert counts[SlotState.SEALING] == counts[SlotState.LOADING] == 0
         assert sum(chunk.num_leases for chunk in namespace.table) == sum(session.num_leases for session in sessions)
-        assert self.orphans or not any(session.ended for session in sessions)
+        assert self.service.orphans or not any(session.ended for session in sessions)
 
     @invariant()
     def engines_know_what_is_true(self) -> None:
-        if not hasattr(self, "cache") or not self.faults.is_calm:
+        if not hasattr(self, "service") or not self.service.faults.is_calm:
             return
-        for engine in self.engines:
+        for engine in self.service.engines:
             table = engine.session.namespace.table
-            bound = [row.pin_id for row in self.cache.prompts if row.pin_id in engine.session.bound]
+            bound = [row.pin_id for row in self.service.cache.prompts if row.pin_id in engine.session.bound]
             known = {key for pin_id in bound for key in engine.mirror._pins[pin_id].keys}
             if engine.mirror.stores_all:
                 known |= set(table.keys()) | engine.mirror._held
@@ -743,10 +502,10 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_disk_is_counted(self) -> None:
-        if not hasattr(self, "cache") or not self.faults.is_calm:
+        if not hasattr(self, "service") or not self.service.faults.is_calm:
             return
-        stores = self.cache.stores
-        files = {path.stem: path.stat().st_size for path in (self.config.disk.disk_dir / "packs").iterdir()}
+        stores = self.service.cache.stores
+        files = {path.stem: path.stat().st_size for path in (self.service.config.disk.disk_dir / "packs").iterdir()}
         assert stores.disk_usage._promised_bytes == 0
         if self.was_damaged:
             return
@@ -759,7 +518,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         }
         places: dict[tuple[str, ChunkKey], StoredChunk] = {
             (namespace.namespace_id, chunk.key): chunk.location
-            for namespace in self.cache.namespaces.values()
+            for namespace in self.service.cache.namespaces.values()
             for chunk in namespace.table
             if chunk.location is not None
         }
@@ -770,40 +529,46 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def load_everything(self) -> None:
         """Every chunk of every prompt that is durable can be had."""
-        while self.engines:
+        while self.service.engines:
             self.detach(0, True)
-        while self.orphans:
+        while self.service.orphans:
             self.let_go(0)
         for space in range(len(SPACES)):
             self.attach(space, 1)
         for prompt in [prompt for prompt in self.model.prompts.values() if prompt.durable]:
-            engine = self.engines[prompt.space]
+            engine = self.service.engines[prompt.space]
             for key in prompt.keys:
                 self.load(engine, key)
         self.nothing_failed_unseen()
 
     def load(self, engine: InProcessEngine, key: ChunkKey) -> None:
         num_read = engine.num_read
-        self.sync(lambda: engine.acquire([key]))
+        self.service.sync(lambda: engine.acquire([key]))
         assert engine.num_read == num_read + 1
-        self.sync(lambda: engine.release(max(engine.asked), None))
-
-
-def _is_quiet(namespace: Namespace) -> bool:
-    promoter, spiller = namespace.promoter, namespace.spiller
-    return not (
-        spiller.queued_bytes
-        or promoter._batches
-        or promoter._queue
-        or promoter._background
-        or promoter._askers
-        or namespace.tasks._tasks
-        or any(chunk.spilling for chunk in namespace.table)
-    )
+        self.service.sync(lambda: engine.release(max(engine.asked), None))
 
 
 def fingerprint_of(space: int) -> dict[str, str]:
     return {"weights": str(space)}
+
+
+def config_of(folder: Path, store: StoreMode, *, prewarm: bool, keep_arena: bool) -> DaemonConfig:
+    config = config_in(
+        folder,
+        host_bytes=HOST_ROWS * ROW_BYTES,
+        disk_bytes=DISK_BYTES,
+        store=store,
+        compact_bytes_per_s=0,
+        scrub_bytes_per_s=0,
+        compact_dead_ratio=0.05,
+        pack_bytes=4 * ROW_BYTES,
+    )
+    return replace(
+        config,
+        server=replace(config.server, drain_timeout_s=0.2),
+        host=replace(config.host, prewarm=prewarm, keep_arena=keep_arena),
+        disk=replace(config.disk, pack_linger_s=0.001),
+    )
 
 
 def hello_of(space: int, num_credits: int, life: int) -> EngineHello:
@@ -825,7 +590,7 @@ def keys_of(engine: InProcessEngine, chosen: Sequence[int]) -> list[ChunkKey]:
     return [keys[number] for number in chosen]
 
 
-TestWholeService = WholeServiceMachine.TestCase
+TestWholeService = pytest.mark.timeout(120 + 3 * NUM_EXAMPLES)(WholeServiceMachine.TestCase)
 TestWholeService.settings = settings(
     max_examples=NUM_EXAMPLES or 25,
     stateful_step_count=40,
