@@ -8,6 +8,7 @@ import pytest
 
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
+from kvtier.maintenance.online import _ServiceRows
 from kvtier.service.damage import drop_damaged
 from kvtier.service.evicting import EvictTier
 from tests.fakes.gates import failing, gated
@@ -35,7 +36,7 @@ def test_what_was_in_memory_only_is_gone_even_when_the_ledger_refuses(
     async def scenario() -> None:
         async with rig(tmp_path, store="all") as r:
             _, peer = await r.session()
-            r.cache._verified.set()
+            r.cache._verified.set()  # there was nothing to adopt
             await r.on_disk([0])
             r.in_host([1])
             r.namespace.announce(keys_of([0, 1]), held=True)
@@ -65,6 +66,7 @@ def test_what_stays_on_disk_because_the_ledger_refuses_is_held_again(
     async def scenario() -> None:
         async with rig(tmp_path, store="all") as r:
             _, peer = await r.session()
+            r.cache._verified.set()  # there was nothing to adopt
             r.in_host([0])
             await r.on_disk([0])
             if meanwhile is forget:
@@ -75,6 +77,27 @@ def test_what_stays_on_disk_because_the_ledger_refuses_is_held_again(
                 await reached(gate.reached)
                 meanwhile(r)
                 assert peer.held == {chunk_key(0): False}
+                gate.open()
+                with pytest.raises(LedgerError):
+                    await dropping
+            assert peer.held == {chunk_key(0): True}
+            check(r, peer.held)
+
+    asyncio.run(scenario())
+
+
+def test_what_a_repair_could_not_drop_is_held_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, store="all") as r:
+            _, peer = await r.session()
+            pack_id = await r.on_disk([0])
+            record = r.stores.ledger.load().packs[pack_id]
+            refuse(monkeypatch)
+            with gated(monkeypatch, Ledger, "drop_chunks") as gate:
+                rows = _ServiceRows(r.cache, lambda coroutine: coroutine.close())
+                dropping = asyncio.create_task(rows._drop(record, record.chunks))
+                await reached(gate.reached)
+                forget(r)
                 gate.open()
                 with pytest.raises(LedgerError):
                     await dropping
