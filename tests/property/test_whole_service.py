@@ -300,11 +300,15 @@ class WholeServiceMachine(RuleBasedStateMachine):
         if (engine := self.pick(which)) is None:
             return
         self.service.engines.remove(engine)
-        if lets_go:
-            engine.let_go()
-        else:
+        if not lets_go:
             self.service.orphans.append(engine)
-        self.service.sync(lambda: self.service.cache.end(engine.session))
+
+        def ended() -> None:
+            self.service.cache.end(engine.session)
+            if lets_go:
+                engine.let_go()
+
+        self.service.sync(ended)
 
     @rule(which=choices)
     def let_go(self, which: int) -> None:
