@@ -8,6 +8,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import threading
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
@@ -234,10 +235,11 @@ class LivingService:
             callers = list(self.doing)
             for task in callers:  # as gRPC does with calls that go on
                 task.cancel()
-            closing = asyncio.create_task(self.cache.close())
-            await asyncio.sleep(STALL_S)
-            self.faults.end()
-            await asyncio.gather(closing, *callers)
+            # Not on the loop: the end of a stop waits for threads and blocks it.
+            ending = threading.Timer(STALL_S, self.faults.end)
+            ending.start()
+            await asyncio.gather(self.cache.close(), *callers)
+            ending.join()
 
         self.run(stopped())
         self.orphans += self.engines
