@@ -19,6 +19,8 @@ from kvtier_connector.policy import PrefillRate, worth_waiting
 _TOUCH_PERIOD_S = 1.0
 _SILENT_TIMEOUTS = 4
 _MAX_TOUCHED = 4096
+MAX_TOUCHED_KEYS = 65_536
+"""Of one message: 2.5 MB."""
 
 
 class Lookups:
@@ -117,14 +119,20 @@ class Lookups:
 
     def flush_touches(self) -> None:
         """Send the chunks hit in GPU memory since the last flush."""
-        if self._touches and self._attachment is not None:
-            self._attachment.send(pb.EngineMessage(touch=pb.Touch(keys=self._touches)))
+        self._send_touches(self._touches)
         self._touches.clear()
 
     def stored(self, keys: list[ChunkKey]) -> None:
         """Tell the daemon the prefix order of what a request has stored step by step."""
-        if self._attachment is not None:
-            self._attachment.send(pb.EngineMessage(touch=pb.Touch(keys=keys, stored=True)))
+        self._send_touches(keys, stored=True)
+
+    def _send_touches(self, keys: list[ChunkKey], *, stored: bool = False) -> None:
+        """Send them in messages of a bounded size, the tail first: what is touched last is kept the longest."""
+        if self._attachment is None:
+            return
+        for start in reversed(range(0, len(keys), MAX_TOUCHED_KEYS)):
+            touch = pb.Touch(keys=keys[start : start + MAX_TOUCHED_KEYS], stored=stored)
+            self._attachment.send(pb.EngineMessage(touch=touch))
 
     def _live(self, state: RequestState) -> Lease | None:
         """Return the request's lease if its session still stands."""

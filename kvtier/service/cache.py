@@ -21,7 +21,7 @@ from kvtier.errors import (
     PromptPinnedError,
 )
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
-from kvtier.ledger.namespace_files import save_namespace
+from kvtier.ledger.namespace_files import forget_namespace, save_namespace
 from kvtier.obs.log import log_event
 from kvtier.service.adoption import Adoption
 from kvtier.service.compactor import Compactor
@@ -159,11 +159,14 @@ class Cache:
         """Keep free slots and disk space ahead of those who will ask, and forget namespaces that hold nothing."""
         while True:
             await asyncio.sleep(_ROOM_POLL_S)
-            if self.room.trim_host():
-                self._top_up_all()
-            await self.stores.measure_disk()
-            await self.room.trim_disk()
-            await self._forget_empty_namespaces()
+            await self._keep_room_once()
+
+    async def _keep_room_once(self) -> None:
+        if self.room.trim_host():
+            self._top_up_all()
+        await self.stores.measure_disk()
+        await self.room.trim_disk()
+        await self._forget_empty_namespaces()
 
     async def _forget_empty_namespaces(self) -> None:
         """A namespace without chunks, prompts and engines, left alone for a while, is not worth a row."""
@@ -188,6 +191,8 @@ class Cache:
             except LedgerError as error:  # the next turn tries again
                 log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
                 return
+            with suppress(OSError):  # a copy more is no harm
+                await self.stores.in_io(forget_namespace, self.config.disk.disk_dir, namespace.namespace_id)
         await self._close_namespace(namespace)
         log_event(logger, "namespace_forgotten", namespace=namespace.namespace_id, model=namespace.row.model)
 
@@ -351,6 +356,8 @@ class Cache:
 
     def end(self, session: Session) -> None:
         """The stream is gone; its slots are freed when the engine's processes let go."""
+        if session.ended:
+            return
         had_some = session.num_leases or session.num_store_grants
         session.lost()
         self.stores.counters.sessions_lost += bool(had_some)
@@ -476,6 +483,7 @@ class Cache:
         return await self._tasks.complete("evict", self._evict_all(force=force, tier=tier))
 
     async def _evict_all(self, *, force: bool, tier: EvictTier) -> EvictionView:
+        await self._verified.wait()  # see _evict
         done = Evicted()
         async with self._changing:
             for namespace in list(self.namespaces.values()):
@@ -533,10 +541,13 @@ class Cache:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_POLL_S)
-            for prompt in self.prompts.expired(time.time()):
-                async with self._changing:
-                    if self.prompts.by_pin_id(prompt.pin_id) == prompt:
-                        await self._try_to_unpin(prompt)
+            await self._end_expired()
+
+    async def _end_expired(self) -> None:
+        for prompt in self.prompts.expired(time.time()):
+            async with self._changing:
+                if self.prompts.by_pin_id(prompt.pin_id) == prompt:
+                    await self._try_to_unpin(prompt)
 
     async def _try_to_unpin(self, prompt: PromptRow) -> None:
         try:

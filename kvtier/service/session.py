@@ -101,10 +101,12 @@ class Session:
         """Lease what is held of `keys`, start promotions, answer.
 
         Raises:
-            InvalidArgumentError: The id is in use.
+            InvalidArgumentError: The id is in use, or a key comes twice.
         """
         if acquire_id in self._leases:
             raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
+        if len(set(keys)) < len(keys):
+            raise InvalidArgumentError("acquire.keys", len(keys), "each key may come once in an acquire")
         namespace = self.namespace
         if namespace.slots.num_takable < len(keys):  # else there is room for all of them
             namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))

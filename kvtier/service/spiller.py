@@ -152,7 +152,7 @@ class Spiller:
         self.add(refused)
 
     async def flush(self) -> None:
-        """Write what is queued without lingering and wait until that is done. Returns at once while the disk is off."""
+        """Write what is queued without lingering and wait until that is done, or the disk is off."""
         self._draining = True
         self._full.set()
         if self._namespace.stores.disk_health.writable:
@@ -169,6 +169,8 @@ class Spiller:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
+            if self._draining and not self._namespace.stores.disk_health.writable:
+                self._idle.set()  # latched off while it drained: the stop would wait for what does not come
             await self._namespace.stores.disk_health.until_open()
             await self._linger()
             batch = self._take_batch()
