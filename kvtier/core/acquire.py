@@ -33,6 +33,7 @@ class AcquirePlan:
         leased: Chunks leased, in the order asked.
         promotions: Those whose promotion has to be started now, in prefix order.
         num_missed: Keys that are not held, or got no slot.
+        num_without_slot: Of those, the ones on disk for which no slot could be freed.
         num_evicted: Slots that were freed for them.
         lost: Keys that eviction for this acquire took out of the last tier they were in.
     """
@@ -40,6 +41,7 @@ class AcquirePlan:
     leased: list[LeasedChunk] = field(default_factory=list)
     promotions: list[ChunkKey] = field(default_factory=list)
     num_missed: int = 0
+    num_without_slot: int = 0
     num_evicted: int = 0
     lost: list[ChunkKey] = field(default_factory=list)
 
@@ -78,9 +80,10 @@ def _lease_from_disk(table: ChunkTable[L], on_disk: Sequence[tuple[int, ChunkKey
     if num_short > 0:
         evicted = table.make_room(num_short)
         plan.num_evicted, plan.lost = evicted.num_slots, evicted.lost
-    for index, key in on_disk:
+    for number, (index, key) in enumerate(on_disk):
         ref = _reserve(table, key, plan)
         if ref is None:
+            plan.num_without_slot = len(on_disk) - number
             break
         table.lease(key)
         plan.leased.append(LeasedChunk(index, key, ref, promoting=True))

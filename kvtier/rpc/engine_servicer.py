@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
@@ -14,9 +14,7 @@ from kvtier.ledger import PromptRow
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache, EngineHello
 from kvtier.service.peer import PromotionForecast
-
-if TYPE_CHECKING:
-    from kvtier.service.session import Session
+from kvtier.service.session import Session, SessionEnd
 
 PROTOCOL = 1
 _MAX_STORE_CREDITS = 4096
@@ -125,6 +123,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             peer = StreamPeer()
             session = await self._cache.attach(hello, peer)
         self._peers.add(peer)
+        how = SessionEnd.CUT
         try:
             yield pb.DaemonMessage(welcome=self._welcome(session))
             session.top_up()
@@ -137,26 +136,27 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             finally:
                 reader.cancel()
                 (outcome,) = await asyncio.gather(reader, return_exceptions=True)
+            how = _how_it_ended(outcome)
             if isinstance(outcome, KvtierError):
                 async with translated(context):
                     raise outcome
         finally:
             self._peers.discard(peer)
-            self._cache.end(session)
+            self._cache.end(session, how)
 
     def finish_all(self) -> None:
         """The daemon stops: end every stream."""
         for peer in list(self._peers):
             peer.finish()
 
-    async def _read(self, session: "Session", peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> None:
+    async def _read(self, session: Session, peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> None:
         try:
             async for message in messages:
                 await self._dispatch(session, message)
         finally:
             peer.finish()
 
-    async def _dispatch(self, session: "Session", message: pb.EngineMessage) -> None:
+    async def _dispatch(self, session: Session, message: pb.EngineMessage) -> None:
         match message.WhichOneof("kind"):
             case "acquire":
                 session.acquire(message.acquire.acquire_id, list(message.acquire.keys))
@@ -181,7 +181,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case kind:
                 raise InvalidArgumentError("message", kind, "Hello comes once; this kvtier knows no other message here")
 
-    def _welcome(self, session: "Session") -> pb.Welcome:
+    def _welcome(self, session: Session) -> pb.Welcome:
         arena = session.namespace.arena
         differences = [
             pb.NamespaceDifference(namespace_id=d.namespace_id, fields=d.fields, num_prompts=d.num_prompts)
@@ -201,6 +201,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             other_namespaces=differences,
             store_mode=pb.STORE_ALL if self._cache.stores.stores_all else pb.STORE_PINNED,
         )
+
+
+def _how_it_ended(outcome: BaseException | None) -> SessionEnd:
+    """Tell how a stream that was not cut off ended, by the outcome of its reader."""
+    match outcome:
+        case None:
+            return SessionEnd.CLOSED
+        case asyncio.CancelledError():  # ours: nothing more was to be sent
+            return SessionEnd.DRAINED
+        case KvtierError():
+            return SessionEnd.REFUSED
+    return SessionEnd.CUT
 
 
 def pin_message(prompt: PromptRow) -> pb.Pin:
