@@ -9,7 +9,7 @@ KILLS ?= 120
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
 	@echo "make test       everything: check, test-fast, test-e2e"
-	@echo "make check      ruff, mypy, import-linter, generated code and references"
+	@echo "make check      ruff, mypy, import-linter, generated code, references and docs"
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call, damaged files, the whole service"
@@ -35,6 +35,7 @@ check: venv
 	$(BIN)/lint-imports
 	PYTHON="$(PYTHON)" scripts/gen_proto.sh --check
 	$(BIN)/python scripts/gen_docs.py --check
+	$(BIN)/python scripts/gen_metrics_doc.py --check
 
 test-fast: venv
 	$(BIN)/pytest -q -m "not e2e" -n $(E2E_WORKERS)

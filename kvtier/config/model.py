@@ -14,6 +14,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 StoreMode = Literal["pinned", "all"]
 
+OFF = "off"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -92,6 +94,14 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What Prometheus may ask."""
+
+    listen: str = "127.0.0.1:9464"
+    """Where `GET /metrics` is answered: `host:port` (`[host]:port` for IPv6; port 0: any that is free), or `off`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
     """Everything the daemon can be told. Constructors take values from it, never the whole."""
 
@@ -99,4 +109,5 @@ class DaemonConfig:
     host: HostConfig
     disk: DiskConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -12,11 +12,12 @@ from pathlib import Path
 import platformdirs
 
 from kvtier.client.address import SOCKET_VARIABLE, default_socket_path
-from kvtier.config.model import MIB
+from kvtier.config.model import MIB, OFF
 from kvtier.config.units import (
     available_bytes,
     filesystem_bytes,
     format_size,
+    parse_address,
     parse_percent,
     parse_size,
     physical_memory_bytes,
@@ -184,6 +185,15 @@ def _choice(*choices: str) -> Parser:
     return parse
 
 
+def _listen(value: object, context: ParseContext) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f'must be an address in quotes, like "127.0.0.1:9464", or "{OFF}"')  # noqa: TRY004
+    if value.lower() == OFF:
+        return OFF
+    parse_address(value)
+    return value
+
+
 def _switch(value: object, context: ParseContext) -> bool:
     # Text comes from the environment.
     text = str(value).lower() if isinstance(value, bool | str) else ""
@@ -218,6 +228,7 @@ SETTINGS = (
     _row("disk.compact_bytes_per_s", "compact_bytes_per_s", _bytes_or_nothing, "64MiB"),
     _row("disk.scrub_bytes_per_s", "scrub_bytes_per_s", _bytes_or_nothing, "16MiB"),
     _row("cache.store", "store", _choice("pinned", "all"), "pinned"),
+    _row("metrics.listen", "listen", _listen, "127.0.0.1:9464"),
     _row("log.level", "level", _choice("debug", "info", "warning", "error"), "info"),
     _row("log.format", "format", _choice("text", "json"), "text"),
 )

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
@@ -17,9 +17,7 @@ from kvtier.obs.log import log_event
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache, EngineHello
 from kvtier.service.peer import PromotionForecast
-
-if TYPE_CHECKING:
-    from kvtier.service.session import Session
+from kvtier.service.session import Session, SessionEnd
 
 logger = logging.getLogger(__name__)
 
@@ -164,13 +162,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         def give_up() -> None:
             log_event(logger, "session_not_reading", level=logging.WARNING, session=session.session_id)
             reader.cancel()
-            self._cache.end(session)
+            self._cache.end(session, SessionEnd.CUT)
 
         async with translated(context):
             hello = parse_hello(await anext(request_iterator, None))
             peer = StreamPeer(on_full=give_up)
             session = await self._cache.attach(hello, peer)
         self._peers.add(peer)
+        how = SessionEnd.CUT
         try:
             reader = asyncio.create_task(self._read(session, peer, request_iterator), name="session-reader")
             try:
@@ -183,26 +182,27 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             finally:
                 reader.cancel()
                 (outcome,) = await asyncio.gather(reader, return_exceptions=True)
+            how = _how_it_ended(outcome)
             if isinstance(outcome, KvtierError):
                 async with translated(context):
                     raise outcome
         finally:
             self._peers.discard(peer)
-            self._cache.end(session)
+            self._cache.end(session, how)
 
     def finish_all(self) -> None:
         """The daemon stops: end every stream."""
         for peer in list(self._peers):
             peer.finish()
 
-    async def _read(self, session: "Session", peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> None:
+    async def _read(self, session: Session, peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> None:
         try:
             async for message in messages:
                 await self._dispatch(session, message)
         finally:
             peer.finish()
 
-    async def _dispatch(self, session: "Session", message: pb.EngineMessage) -> None:
+    async def _dispatch(self, session: Session, message: pb.EngineMessage) -> None:
         match message.WhichOneof("kind"):
             case "acquire":
                 session.acquire(message.acquire.acquire_id, list(message.acquire.keys))
@@ -227,7 +227,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case kind:
                 raise InvalidArgumentError("message", kind, "Hello comes once; this kvtier knows no other message here")
 
-    def _welcome(self, session: "Session") -> pb.DaemonMessage:
+    def _welcome(self, session: Session) -> pb.DaemonMessage:
         """Return the first message; pins for which it has no room come right after it, one by one."""
         arena = session.namespace.arena
         differences = [
@@ -257,6 +257,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             store_mode=pb.STORE_ALL if self._cache.stores.stores_all else pb.STORE_PINNED,
         )
         return pb.DaemonMessage(welcome=welcome)
+
+
+def _how_it_ended(outcome: BaseException | None) -> SessionEnd:
+    """Tell how a stream that was not cut off ended, by the outcome of its reader."""
+    match outcome:
+        case None:
+            return SessionEnd.CLOSED
+        case asyncio.CancelledError():  # ours: nothing more was to be sent
+            return SessionEnd.DRAINED
+        case KvtierError():
+            return SessionEnd.REFUSED
+    return SessionEnd.CUT
 
 
 def pin_message(prompt: PromptRow) -> pb.Pin:

@@ -273,6 +273,7 @@ class Namespace:
             self.arena.set_generation(ref.slot, ref.generation)
         for ref in refs[num_backed:]:
             self.slots.free(ref.slot)
+        self.stores.counters.io_errors_host_back += len(refs) - num_backed
         if num_backed < len(refs):
             log_event(logger, "arena_out_of_memory", level=logging.WARNING, path=self.arena.path, backed=num_backed)
         return refs[:num_backed]

@@ -67,6 +67,11 @@ class Promoter:
         """Measured promotion rate, 0 while unknown."""
         return self._rate.per_s
 
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that wait to be read, or are being read."""
+        return len(self._queue) + len(self._reading)
+
     # What requests say
 
     def want(self, session: Waiter, acquire_id: int, keys: Sequence[tuple[int, ChunkKey]]) -> None:
@@ -287,6 +292,7 @@ class Promoter:
             read, chunk = outcome.read, self._namespace.table.get(outcome.read.key)
             del self._reading[read.key]
             num_without_pages += not outcome.backed and bool(self._askers.get(read.key))
+            self._namespace.stores.counters.io_errors_host_back += not outcome.backed
             if outcome.backed:
                 self._namespace.slots.mark_backed(read.ref.slot)
             if chunk is None or chunk.slot != read.ref or not chunk.promoting:
@@ -322,6 +328,7 @@ class Promoter:
             namespace.announce([read.key], held=True)
         counters.chunks_promoted += 1
         counters.promoted_bytes += read.stored.raw_bytes
+        counters.promoted_stored_bytes += read.stored.stored_bytes
         counters.chunks_promoted_unasked += not askers
         for asker, index in askers.items():
             told.ready(asker, index, read)

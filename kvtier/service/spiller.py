@@ -263,6 +263,7 @@ class Spiller:
         counters.pack_bytes_written += record.file_bytes
         counters.durable_raw_bytes += sum(chunk.raw_bytes for chunk in record.chunks)
         counters.pack_write_ms += round(1000 * seconds)
+        stores.timings.pack_write.observe(seconds)
 
     def _largest_pack_bytes(self, batch: Sequence[Chunk[StoredChunk]]) -> int:
         sizes = [(chunk.key, self._namespace.payload_bytes(chunk.key)) for chunk in batch]
@@ -315,6 +316,7 @@ class Spiller:
 
     def _abandon(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
         """The arena's bytes do not match their checksums any more: drop them; they are stored when next computed."""
+        self._namespace.stores.counters.host_chunks_damaged += len(batch)
         self._end_spilling(batch)
         for chunk in batch:
             self._namespace.table.doom(chunk.key)

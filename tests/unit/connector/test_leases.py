@@ -463,7 +463,7 @@ def test_word_of_a_promotion_costs_what_it_names() -> None:
     keys = Keys(keys_of("long", 8))
     attachment: Any = None
     lease = Lease(
-        attachment=attachment, acquire_id=1, plan=AcquirePlan(keys, 6, 4, 0, 24), answer_deadline_s=0.0
+        attachment=attachment, acquire_id=1, plan=AcquirePlan(keys, 6, 4, 0, 24), asked_s=0.0, answer_deadline_s=0.0
     )  # six of the prefix, two of a window
     chunks = [pb.ChunkResidency(index=index, state=pb.ChunkResidency.PROMOTING) for index in range(8)]
     lease.apply(pb.AcquireUpdate(chunks=chunks), 0.0)

@@ -92,7 +92,10 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
     arguments = ["--socket", tmp_path / "s", "--state-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
     command = [sys.executable, "-m", "kvtier.daemon.main", *map(str, arguments), "--host-bytes", "4MiB"]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "KVTIER_LOG_LEVEL": "info"}
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "KVTIER_LOG_LEVEL": "info", "KVTIER_METRICS_LISTEN": "off"},
     )
     assert process.stderr is not None
     for line in process.stderr:
