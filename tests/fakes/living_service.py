@@ -168,7 +168,7 @@ class LivingService:
         """Nothing is going on but what goes on for ever, or waits for an engine's processes."""
         cache = self.cache
         going_on = [task.get_name() for task in cache._tasks._tasks]
-        waiting = ("expiry", "room", "probe", *(["adoption"] if self.orphans else []))
+        waiting = ("expiry", "room", "probe", "pin-watch", "loop-lag", *(["adoption"] if self.orphans else []))
         return (
             not self.doing
             and (cache._verified.is_set())
