@@ -9,10 +9,10 @@ KILLS ?= 120
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
 	@echo "make test       everything: check, test-fast, test-e2e"
-	@echo "make check      ruff, mypy, import-linter, generated code and references"
+	@echo "make check      ruff, mypy, import-linter, generated code, references and docs"
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
-	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call, damaged files"
+	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call, damaged files, the whole service"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make peers-venv set up .venv-peers: LMCache, for python -m benchmarks.peers"
 	@echo "make clean      remove .venv, models and caches"
@@ -35,12 +35,14 @@ check: venv
 	$(BIN)/lint-imports
 	PYTHON="$(PYTHON)" scripts/gen_proto.sh --check
 	$(BIN)/python scripts/gen_docs.py --check
+	$(BIN)/python scripts/gen_metrics_doc.py --check
 
 test-fast: venv
 	$(BIN)/pytest -q -m "not e2e" -n $(E2E_WORKERS)
 
 chaos: venv
-	KVTIER_CHAOS_KILLS=$(KILLS) KVTIER_CHAOS_FAULTS=1000 KVTIER_CHAOS_DAMAGES=20 $(BIN)/pytest -q -s \
+	KVTIER_CHAOS_KILLS=$(KILLS) KVTIER_CHAOS_FAULTS=1000 KVTIER_CHAOS_DAMAGES=20 KVTIER_CHAOS_EXAMPLES=1000 \
+		$(BIN)/pytest -q -s tests/property/test_whole_service.py \
 		tests/fault/test_daemon_kill.py tests/fault/test_service_failing_calls.py tests/fault/test_damaged_directory.py
 
 test-e2e: venv

@@ -25,9 +25,11 @@ import zstandard
 from benchmarks.machine import machine_line, spread
 from benchmarks.trained import prompt_kv, trained_model
 from kvtier.tiers.codecs import Codec, CodecChooser, codec_by_name, default_codecs
+from kvtier.tiers.codecs.compiled import compile_kernels
 from kvtier.tiers.codecs.planes import HUFFMAN_ONLY
 from kvtier.tiers.codecs.split16 import Split16Codec
 from kvtier.tiers.codecs.split32 import Split32Codec
+from kvtier.tiers.codecs.words import NUMPY, WordKernels, use_kernels
 from kvtier.tiers.codecs.zstd import ZstdCodec
 
 Bytes = npt.NDArray[np.uint8]
@@ -96,6 +98,9 @@ def _candidates(item_bytes: int) -> list[Candidate]:
     huffman = zstandard.ZstdCompressor(compression_params=HUFFMAN_ONLY)
     split: dict[int, list[Codec]] = {2: [Split16Codec()], 4: [Split32Codec(), Split16Codec()]}
     found = [_of_codec(codec.name, codec) for codec in split.get(item_bytes, [])]
+    if importlib.util.find_spec("numba") is not None:
+        kernels = compile_kernels()
+        found += [_of_codec(f"{codec.name}, compiled", codec, kernels) for codec in split.get(item_bytes, [])]
     found += [_of_codec("zstd-1", ZstdCodec(1)), _of_codec("zstd-3", ZstdCodec(3))]
     found.append(
         Candidate("Huffman over all bytes", lambda chunk: [memoryview(huffman.compress(chunk.data))], _decode_frame)
@@ -104,13 +109,20 @@ def _candidates(item_bytes: int) -> list[Candidate]:
     return found + _blosc2_candidates(item_bytes)
 
 
-def _of_codec(name: str, codec: Codec) -> Candidate:
+def _of_codec(name: str, codec: Codec, kernels: WordKernels = NUMPY) -> Candidate:
     def encode(chunk: Bytes) -> Sequence[memoryview]:
+        use_kernels(kernels)
         pieces = codec.encode([chunk.data])
+        use_kernels(NUMPY)
         assert pieces is not None
         return pieces
 
-    return Candidate(name, encode, lambda stored, out: codec.decode(memoryview(stored), [out.data]))
+    def decode(stored: bytes, out: Bytes) -> None:
+        use_kernels(kernels)
+        codec.decode(memoryview(stored), [out.data])
+        use_kernels(NUMPY)
+
+    return Candidate(name, encode, decode)
 
 
 def _decode_frame(stored: bytes, out: Bytes) -> None:
@@ -231,6 +243,8 @@ def _print_table(name: str, item_bytes: int, chunks: Sequence[Bytes], rows: dict
 def _print_skipped() -> None:
     if importlib.util.find_spec("blosc2") is None:
         print("\nskipped: blosc2 (not installed; pip install blosc2)")
+    if importlib.util.find_spec("numba") is None:
+        print("\nskipped: compiled (numba is not installed; pip install 'kvtier[fast]')")
     print(
         "\nnot measured: LMCache's serdes, read in 0.5.6: `naive` and `kivi` return their input (1.000x), "
         "`cachegen`, `fp8`, `asym_k16_v8` and `turboquant` are lossy, `aesgcm` encrypts. None is a lossless codec."

@@ -1,6 +1,6 @@
 """Disk to arena, cold and warm, beside the device and the decoder; and a pack beside one file and fsync per chunk.
 
-usage: python -m benchmarks.disk [--folder DIR] [--mib 256] [--runs 9]
+usage: python -m benchmarks.disk [--folder DIR] [--mib 256] [--runs 9] [--kernels compiled|numpy]
 
 All sides take turns in one run, so that drift of the machine hits all of them. The limits of a read are measured with
 the tier's own span size and one thread, as the tier reads:
@@ -32,6 +32,8 @@ from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.tiers import page_cache
 from kvtier.tiers.base import ChunkPayload, ChunkRead, checksum_of
 from kvtier.tiers.codecs import codec_by_name
+from kvtier.tiers.codecs.compiled import compile_kernels
+from kvtier.tiers.codecs.words import use_kernels
 from kvtier.tiers.pack_spans import SPAN_BYTES
 from kvtier.tiers.packs import PackTier
 
@@ -68,8 +70,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="on the device to measure; default: TMPDIR")
     parser.add_argument("--mib", type=int, default=256, help="payload per case")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--kernels", choices=("compiled", "numpy"), default="compiled", help="of the split codecs")
     options = parser.parse_args()
-    print(machine_line())
+    if options.kernels == "compiled":  # as the daemon, where numba is
+        use_kernels(compile_kernels())
+    print(f"{machine_line()}, {options.kernels} kernels")
     with (
         tempfile.TemporaryDirectory(dir=options.folder, prefix="kvtier-bench-") as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as shm,

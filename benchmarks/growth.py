@@ -23,7 +23,8 @@ import xxhash
 
 from benchmarks.machine import machine_line, spread
 from benchmarks.processes import Daemon
-from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
+from kvtier.config import DaemonConfig, DiskConfig, HostConfig, MetricsConfig, ServerConfig
+from kvtier.config.model import OFF
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.ledger import Ledger, NamespaceRow
@@ -89,6 +90,7 @@ def config_of(home: Path, arena: Path) -> DaemonConfig:
         server=ServerConfig(socket=home / "g.sock", drain_timeout_s=1),
         host=HostConfig(arena_dir=arena, host_bytes=256 << 20),
         disk=DiskConfig(disk_dir=home / STATE, disk_bytes=1 << 30),
+        metrics=MetricsConfig(listen=OFF),
     )
 
 

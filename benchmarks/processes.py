@@ -193,6 +193,7 @@ class Daemon(Process):
             "KVTIER_HOST_BYTES": host_bytes,
             "KVTIER_DISK_DIR": str(self.disk_dir),
             "KVTIER_DISK_BYTES": "4GiB",
+            "KVTIER_METRICS_LISTEN": "127.0.0.1:0",
             **(settings or {}),
         }
         super().__init__("kvtier-daemon", [str(BIN / "kvtier-daemon")], env, home / "daemon.log")
@@ -201,6 +202,11 @@ class Daemon(Process):
         """Start it and wait until it answers."""
         super().start()
         self.ready_s = self.wait_ready(self._answers, timeout_s=15)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
+        url = self.log_text().rpartition("metrics_served url=")[2].split()[0]
+        return _metric_in(httpx.get(url).raise_for_status().text, name, labels)
 
     def set_variable(self, name: str, value: str) -> None:
         """Change a KVTIER_* variable for the next start."""
@@ -347,19 +353,23 @@ class Engine(Process):
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        total = 0.0
-        for line in self.http.get("/metrics").text.splitlines():
-            sample, _, value = line.rpartition(" ")
-            if sample.partition("{")[0] == name and all(label in sample for label in wanted):
-                total += float(value)
-        return total
+        return _metric_in(self.http.get("/metrics").text, name, labels)
 
     def cached_by_source(self) -> dict[str, int]:
         """Return the prompt tokens not computed since start, by where they came from: device, host, disk, ..."""
         name = "vllm:prompt_tokens_cached_by_source_total"
         sources = ("device", "host", "disk", "p2p", "external_unspecified")
         return {source: int(self.metric(name, source=source)) for source in sources}
+
+
+def _metric_in(exposition: str, name: str, labels: Mapping[str, str]) -> float:
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    total = 0.0
+    for line in exposition.splitlines():
+        sample, _, value = line.rpartition(" ")
+        if sample.partition("{")[0] == name and all(label in sample for label in wanted):
+            total += float(value)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,9 @@ until its last chunk is readable: once with the packs' pages dropped from the pa
 (warm). The plain side reads the pack files with O_DIRECT into one buffer, and then has one thread decode and verify
 every chunk out of the page cache into memory that has its pages: what has to be done at least, one after the other,
 without a daemon. All take turns. The payload is bf16 of a normal distribution.
+
+`pages` is what a promotion into new rows has to do as well and the plain side has not: one thread allocates and maps
+the pages of as many rows of a new arena. Rows of a full arena keep their pages, and no promotion pays for them.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from benchmarks.machine import machine_line, spread
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.ledger import Ledger
+from kvtier.tiers.arena import Arena
 from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.packs import PackTier
 from tests.fakes.operator import pin
@@ -73,12 +77,14 @@ async def run(folder: Path, num_chunks: int, chunk_bytes: int, num_runs: int) ->
         packs = sorted((config.disk.disk_dir / "packs").glob("*.kvpack"))
         stored_bytes = sum(path.stat().st_size for path in packs)
         seconds: dict[str, list[float]] = {
-            name: [] for name in ("O_DIRECT read", "decode", "cold", "cold, first chunk", "warm", "warm, first chunk")
+            name: []
+            for name in ("O_DIRECT read", "decode", "pages", "cold", "cold, first chunk", "warm", "warm, first chunk")
         }
         for round_number in range(num_runs + 1):
             drop_cache(packs)
             found = {"O_DIRECT read": read_direct(packs)}
             found["decode"] = decode(config.disk.disk_dir, keys, chunk_bytes)
+            found["pages"] = make_pages(Path(arena_dir), layout, num_chunks)
             for name in ("cold", "warm"):
                 warm_or_drop(packs, warm=name == "warm")
                 async with running(config), Engine(config, layout) as engine:
@@ -91,7 +97,8 @@ async def run(folder: Path, num_chunks: int, chunk_bytes: int, num_runs: int) ->
     ratio = num_bytes / stored_bytes
     print(f"{num_chunks} chunks x {chunk_bytes // 1024} KiB, {stored_bytes / 2**20:.0f} MiB stored ({ratio:.2f}x)")
     plain = [read + dec for read, dec in zip(seconds["O_DIRECT read"], seconds["decode"], strict=True)]
-    for name, values in {**seconds, "plain: read, then decode": plain}.items():
+    with_pages = [one + pages for one, pages in zip(plain, seconds["pages"], strict=True)]
+    for name, values in {**seconds, "plain: read, then decode": plain, "plain, and pages": with_pages}.items():
         first = name.endswith("first chunk")
         rate = "" if first else spread([num_bytes / value / 1e9 for value in values], "GB/s")
         relative = spread([mine / other for mine, other in zip(values, plain, strict=True)])
@@ -148,6 +155,17 @@ def decode(disk_dir: Path, keys: Sequence[ChunkKey], chunk_bytes: int) -> float:
     PackTier(disk_dir / "packs").read_chunks(reads, lambda _, error: errors.append(error), lambda: False)
     seconds = time.perf_counter() - began_s
     assert errors == [None] * len(keys)
+    return seconds
+
+
+def make_pages(arena_dir: Path, layout: KVLayout, num_slots: int) -> float:
+    """Return the seconds that one thread takes to back and map all rows of a new arena."""
+    arena = Arena.create(arena_dir, layout, num_slots)
+    began_s = time.perf_counter()
+    arena.back(range(num_slots))
+    arena.populate(range(num_slots))
+    seconds = time.perf_counter() - began_s
+    arena.close(unlink=True)
     return seconds
 
 

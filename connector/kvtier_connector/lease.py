@@ -49,8 +49,10 @@ class Lease:
         attachment: The session it belongs to; it dies with it.
         acquire_id: Unique in the session.
         plan: What was asked.
+        asked_s: When.
         answer_deadline_s: When the first answer is late.
         promote_deadline_s: Set by the first answer: until when promotions are worth waiting for.
+        promoting_since_s: When the first answer named promotions; None when it named none.
         ready_s: When the promotions are forecast to end, at the last update; None while that is unknown.
         loading: Chunks that a load job reads now.
     """
@@ -58,8 +60,10 @@ class Lease:
     attachment: Attachment
     acquire_id: int
     plan: AcquirePlan
+    asked_s: float
     answer_deadline_s: float
     promote_deadline_s: float | None = None
+    promoting_since_s: float | None = None
     ready_s: float | None = None
     loading: set[ChunkKey] = field(default_factory=set)
     _chunks: dict[ChunkKey, Residency] = field(default_factory=dict)
@@ -107,6 +111,11 @@ class Lease:
         if end < num_prefix and end != self._prefix_end:
             self._promoting = {index for index in self._promoting if index < end}
         self._prefix_end = end
+
+    @property
+    def num_usable(self) -> int:
+        """Chunks at the head of the prefix that can be loaded; counts none, since a prefix may have thousands."""
+        return min([self._prefix_end or 0, *self._promoting])
 
     def tokens_at_stake(self) -> int:
         """Return the tokens that would be computed if promotions were not waited for."""

@@ -1,8 +1,8 @@
 """Between the session's threads and the scheduler's: an event queue, with pins bound on the way."""
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from kvtier.client.engine import Attachment, EngineSession
 from kvtier_connector.background import Background
 from kvtier_connector.binder import PinBinder
 from kvtier_connector.fingerprint import explain_difference
-from kvtier_connector.pins import BoundPin
+from kvtier_connector.pins import MAX_HELD_CHUNKS, BoundPin
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +51,15 @@ class PinGone(NamedTuple):
 
 
 Event = Attached | Detached | Received | PinBound | PinGone
+MAX_ITEMS = 2 * MAX_HELD_CHUNKS
+"""Events, and chunks named in them, that wait to be polled: some 200 MB."""
 
 
 class EngineLink:
     """Owns the session and feeds the scheduler: its listener enqueues, `poll` drains.
+
+    vLLM polls while it has requests. An engine that stands idle beside a busy one, or whose scheduler hangs, would
+    collect every word on what the daemon holds: beyond `MAX_ITEMS` the session begins anew, and names it all once.
 
     Pins go through the background thread in the order they came. A pin's `PinBound` is enqueued before the daemon
     hears of the binding, so what the daemon then says of its chunks finds them known.
@@ -69,7 +74,10 @@ class EngineLink:
     ) -> None:
         self._session = EngineSession(socket_path, make_hello, self)
         self._make_binder, self._background = make_binder, background
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # protects the next three
+        self._events: deque[Event] = deque()
+        self._num_items = 0
+        self._given_up: Attachment | None = None  # its session said more than was polled for
         self._news = threading.Event()  # something was enqueued since the last `poll`
 
     def start(self) -> None:
@@ -82,8 +90,9 @@ class EngineLink:
         What a session before the last `reopen` said is left out: it may have attached in the very moment of the reset.
         """
         self._news.clear()
-        while not self._events.empty():
-            event = self._events.get()
+        with self._lock:
+            events, self._events, self._num_items = self._events, deque(), 0
+        for event in events:
             if event.attachment.turn == self._session.turn:
                 yield event
 
@@ -92,8 +101,25 @@ class EngineLink:
         self._news.wait(timeout_s)
 
     def _enqueue(self, event: Event) -> None:
-        self._events.put(event)
+        with self._lock:
+            is_end = isinstance(event, Detached)
+            if event.attachment is self._given_up and not is_end:
+                return
+            self._events.append(event)
+            self._num_items += _num_items(event)
+            is_full = self._num_items > MAX_ITEMS and not is_end
+            if is_full:
+                self._give_up(event.attachment)
         self._news.set()
+        if is_full:
+            logger.warning("kvtier: vLLM's scheduler has not run for long; the session begins anew")
+            self._session.reconnect()
+
+    def _give_up(self, attachment: Attachment) -> None:
+        """Forget what was not polled but that sessions ended: what follows would rest on it."""
+        self._given_up = attachment
+        self._events = deque(event for event in self._events if isinstance(event, Detached))
+        self._num_items = len(self._events)
 
     def probe(self, wanted: bool) -> None:
         """Say whether the session shall probe the daemon."""
@@ -139,3 +165,7 @@ class EngineLink:
         if binding.bound is not None:
             self._enqueue(PinBound(attachment, binding.bound))
         attachment.send(pb.EngineMessage(bind_pin=binding.message))
+
+
+def _num_items(event: Event) -> int:
+    return 1 + (len(event.message.chunks_held.keys) if isinstance(event, Received) else 0)

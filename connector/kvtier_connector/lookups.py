@@ -13,12 +13,16 @@ from kvtier.client.breaker import Breaker
 from kvtier.client.engine import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.lease import AcquirePlan, Lease, Phase, RequestState, Residency
+from kvtier_connector.metrics import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd
 from kvtier_connector.planner import AcquirePlanner
 from kvtier_connector.policy import PrefillRate, worth_waiting
+from kvtier_connector.stats import ConnectorStats
 
 _TOUCH_PERIOD_S = 1.0
 _SILENT_TIMEOUTS = 4
 _MAX_TOUCHED = 4096
+MAX_TOUCHED_KEYS = 65_536
+"""Of one message: 2.5 MB."""
 
 
 class Lookups:
@@ -28,10 +32,11 @@ class Lookups:
         planner: Chooses what to ask.
         breaker: Decides whether to ask.
         rate: Forecasts what recomputing would cost.
+        stats: Told how rounds end.
     """
 
-    def __init__(self, planner: AcquirePlanner, breaker: Breaker, rate: PrefillRate) -> None:
-        self._planner, self._breaker, self._rate = planner, breaker, rate
+    def __init__(self, planner: AcquirePlanner, breaker: Breaker, rate: PrefillRate, stats: ConnectorStats) -> None:
+        self._planner, self._breaker, self._rate, self._stats = planner, breaker, rate, stats
         self._ids = itertools.count(1)
         self._leases: dict[int, Lease] = {}
         self._attachment: Attachment | None = None
@@ -55,6 +60,8 @@ class Lookups:
         lease.apply(update, now_s)
         if lease.promote_deadline_s is None:
             lease.promote_deadline_s = now_s + self._rate.prefill_s(lease.tokens_at_stake())
+            lease.promoting_since_s = now_s if lease.is_promoting else None
+            self._stats.observe(ANSWER_SECONDS, now_s - lease.asked_s)
 
     def advance(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> bool:
         """Move the request's round on; return whether its HITs and MISSes are fixed.
@@ -117,14 +124,20 @@ class Lookups:
 
     def flush_touches(self) -> None:
         """Send the chunks hit in GPU memory since the last flush."""
-        if self._touches and self._attachment is not None:
-            self._attachment.send(pb.EngineMessage(touch=pb.Touch(keys=self._touches)))
+        self._send_touches(self._touches)
         self._touches.clear()
 
     def stored(self, keys: list[ChunkKey]) -> None:
         """Tell the daemon the prefix order of what a request has stored step by step."""
-        if self._attachment is not None:
-            self._attachment.send(pb.EngineMessage(touch=pb.Touch(keys=keys, stored=True)))
+        self._send_touches(keys, stored=True)
+
+    def _send_touches(self, keys: list[ChunkKey], *, stored: bool = False) -> None:
+        """Send them in messages of a bounded size, the tail first: what is touched last is kept the longest."""
+        if self._attachment is None:
+            return
+        for start in reversed(range(0, len(keys), MAX_TOUCHED_KEYS)):
+            touch = pb.Touch(keys=keys[start : start + MAX_TOUCHED_KEYS], stored=stored)
+            self._attachment.send(pb.EngineMessage(touch=touch))
 
     def _live(self, state: RequestState) -> Lease | None:
         """Return the request's lease if its session still stands."""
@@ -132,25 +145,48 @@ class Lookups:
 
     def _ask(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
         self.drop(state)
-        state.phase, state.asked_tokens = Phase.SETTLED, num_computed_tokens
+        state.asked_tokens = num_computed_tokens
+        end = self._begin_round(state, request, num_computed_tokens, now_s)
+        if end is None:
+            state.phase = Phase.ASKED
+        else:
+            self._settle(state, end)
+
+    def _begin_round(
+        self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float
+    ) -> LookupEnd | None:
+        """Ask the daemon, or return why it is not asked."""
         attachment = self._attachment
-        if attachment is None or not self._breaker.is_closed or state.failed or not state.cacheable:
-            return
+        if attachment is None:
+            return LookupEnd.NO_SESSION
+        if not self._breaker.is_closed:
+            return LookupEnd.BREAKER_OPEN
+        if state.failed:
+            return LookupEnd.FAILED
+        if not state.cacheable:
+            return LookupEnd.NOT_CACHEABLE
         hashes, digest = request.block_hashes, state.adapter_digest
         first_key = self._planner.first_key(hashes, digest)
         if first_key is None:
-            return
+            return LookupEnd.UNKNOWN
         self._touch(first_key, hashes, digest, num_computed_tokens, now_s)
         plan = self._planner.plan(hashes, digest, num_computed_tokens)
-        if plan is not None:
-            state.lease = self._acquire(plan, attachment, now_s)
-            state.phase = Phase.ASKED
+        if plan is None:
+            return LookupEnd.OWN
+        state.lease = self._acquire(plan, attachment, now_s)
+        return None
+
+    def _settle(self, state: RequestState, end: LookupEnd) -> None:
+        """Hits and misses of the request are fixed."""
+        state.phase = Phase.SETTLED
+        self._stats.count(LOOKUPS, end.value)
 
     def _acquire(self, plan: AcquirePlan, attachment: Attachment, now_s: float) -> Lease:
         lease = Lease(
             attachment=attachment,
             acquire_id=next(self._ids),
             plan=plan,
+            asked_s=now_s,
             answer_deadline_s=self._breaker.deadline_s(now_s),
         )
         self._leases[lease.acquire_id] = lease
@@ -163,7 +199,7 @@ class Lookups:
             state.phase = Phase.PROMOTING
         elif lease is None or self._breaker.late(lease.answer_deadline_s, now_s):
             self.drop(state)
-            state.phase = Phase.SETTLED
+            self._settle(state, LookupEnd.NO_SESSION if lease is None else LookupEnd.LATE)
 
     def _await_promotion(self, state: RequestState, now_s: float) -> None:
         lease = self._live(state)
@@ -176,7 +212,9 @@ class Lookups:
             and worth_waiting(lease.ready_s, now_s, lease.promote_deadline_s)
         )
         if not is_worth_it:
-            state.phase = Phase.SETTLED
+            self._settle(state, _end_of(lease))
+            if lease is not None and lease.promoting_since_s is not None:
+                self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
 
     def _touch(
         self, first_key: ChunkKey, hashes: list[bytes], digest: bytes | None, num_tokens: int, now_s: float
@@ -189,6 +227,16 @@ class Lookups:
         if keys := self._planner.known_prefix(hashes, digest, num_tokens):
             self._touched_s[first_key] = now_s
             self._touches.extend(keys)
+
+
+def _end_of(lease: Lease | None) -> LookupEnd:
+    if lease is None:
+        return LookupEnd.NO_SESSION
+    if not lease.plan.num_prefix_keys:  # windows only: all of one, or nothing
+        return LookupEnd.NONE if lease.tokens_at_stake() else LookupEnd.WHOLE
+    if lease.num_usable == lease.plan.num_prefix_keys and not lease.is_promoting:
+        return LookupEnd.WHOLE
+    return LookupEnd.PART if lease.num_usable else LookupEnd.NONE
 
 
 def _hit_shrank(state: RequestState, num_computed_tokens: int) -> bool:

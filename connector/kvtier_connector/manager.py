@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingEvent,
@@ -30,9 +31,11 @@ from kvtier_connector.lease import RequestState
 from kvtier_connector.link import Attached, Detached, EngineLink, PinBound, PinGone, Received
 from kvtier_connector.lookups import Lookups
 from kvtier_connector.lora import Adapter, AdapterDigests
+from kvtier_connector.metrics import ATTACHED, FAILED_LOADS, LOADED_CHUNKS, STORED_CHUNKS, UNSTORED_CHUNKS
 from kvtier_connector.pins import PinMirror
 from kvtier_connector.planner import AcquirePlanner
 from kvtier_connector.policy import PrefillRate, changed_much
+from kvtier_connector.stats import ConnectorStats
 from kvtier_connector.stores import StoreBook, store_deadline_s
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec
 
@@ -79,6 +82,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._attachment: Attachment | None = None
         self._awaits_word = False  # since the last step a request was told to ask again
         self._told_rate: float | None = None
+        self._stats = ConnectorStats()
 
     def start(self, parts: EngineParts) -> None:
         """Begin to work with the daemon. Before, and without a session, everything is MISS."""
@@ -86,7 +90,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._link = parts.link
         self._breaker = Breaker(parts.lookup_timeout_s)
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
-        self._lookups = Lookups(AcquirePlanner(parts.groups, self._mirror), self._breaker, self._rate)
+        self._lookups = Lookups(AcquirePlanner(parts.groups, self._mirror), self._breaker, self._rate, self._stats)
         self._stores = StoreBook(self._mirror, parts.num_credits)
 
     def register(self, request: Any) -> None:
@@ -123,6 +127,7 @@ class KVTierOffloadingManager(OffloadingManager):
 
     def load_failed(self, req_id: str) -> None:
         """A worker could not load what was promised: MISS for this request from now on, or it would loop."""
+        self._stats.count(FAILED_LOADS)
         if (state := self._requests.get(req_id)) is not None:
             state.failed = True
 
@@ -156,12 +161,16 @@ class KVTierOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ArenaSpec:
         state = self._state(req_context)
         chunks: list[ArenaChunk] = []
+        num_from_disk = 0
         for key in self._chunk_keys(keys, state):
             readable = self._lookups.readable(state, key)
             # vLLM loads what lookup called HIT in this very step. Should it ever not, the job lacks a chunk and fails.
             if readable is not None and state.lease is not None:
                 state.lease.loading.add(key)
+                num_from_disk += readable.from_disk
                 chunks.append(_arena_chunk(key, readable.slot, readable.generation))
+        self._stats.count(LOADED_CHUNKS, "host", num=len(chunks) - num_from_disk)
+        self._stats.count(LOADED_CHUNKS, "disk", num=num_from_disk)
         return self._arena_spec(state.req_id, chunks)
 
     @override
@@ -180,6 +189,7 @@ class KVTierOffloadingManager(OffloadingManager):
             return None
         begun = self._stores.begin(list(by_chunk), self._attachment)
         state.has_hole |= len(begun) < len(by_chunk)
+        self._stats.count(UNSTORED_CHUNKS, num=len(by_chunk) - len(begun))
         state.num_store_jobs += bool(begun)
         state.num_open_stores += len(begun)
         self._note_offered(keys, state)
@@ -189,7 +199,8 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         state = self._state(req_context)
-        self._stores.complete(self._chunk_keys(keys, state), self._attachment, self._clock())
+        num_stored = self._stores.complete(self._chunk_keys(keys, state), self._attachment, self._clock())
+        self._stats.count(STORED_CHUNKS, num=num_stored)
         state.num_open_stores -= len(keys)
         self._tell_order(state)
 
@@ -220,6 +231,10 @@ class KVTierOffloadingManager(OffloadingManager):
         # vLLM asks once at the end of every step.
         self._rate.step_ended(self._clock())
         return ()
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._stats.take()
 
     @override
     def reset_cache(self) -> None:
@@ -331,6 +346,7 @@ class KVTierOffloadingManager(OffloadingManager):
     def _attach(self, attachment: Attachment) -> None:
         self._detach()
         self._attachment = attachment
+        self._stats.set(ATTACHED, 1)
         self._mirror.attach(stores_all=attachment.welcome.store_mode == pb.STORE_ALL)
         self._told_rate = None
         self._lookups.attach(attachment)
@@ -338,6 +354,7 @@ class KVTierOffloadingManager(OffloadingManager):
 
     def _detach(self) -> None:
         self._attachment = None
+        self._stats.set(ATTACHED, 0)
         self._lookups.attach(None)
         self._stores.session_lost()
         self._mirror.clear()

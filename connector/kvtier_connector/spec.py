@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
-from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
 
 from kvtier_connector.layout import num_regions, rank_bytes
 from kvtier_connector.manager import KVTierOffloadingManager
+from kvtier_connector.stats import definitions
 from kvtier_connector.worker import KVTierCPUWorker, WorkerLayout, page_places
 
 if TYPE_CHECKING:
@@ -20,6 +21,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def __init__(self, config: "OffloadingConfig") -> None:
         super().__init__(config)
         self.replicated_layout = config.replicated_layout
+
+    @override
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return definitions()
 
     @override
     def get_manager(self) -> OffloadingManager:

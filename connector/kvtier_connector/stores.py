@@ -69,8 +69,12 @@ class StoreBook:
             attachment.send(pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun))))
         return begun
 
-    def complete(self, keys: Collection[ChunkKey], attachment: Attachment | None, now_s: float) -> None:
-        """All workers reported these; the daemon looks at the stamps. Stores of an earlier session end here."""
+    def complete(self, keys: Collection[ChunkKey], attachment: Attachment | None, now_s: float) -> int:
+        """All workers reported these; the daemon looks at the stamps. Stores of an earlier session end here.
+
+        Returns:
+            How many the daemon was told of.
+        """
         self._orphaned.difference_update(keys)
         ours = self._writing.keys() & keys
         # In the order in which they were begun, which is prefix order; vLLM names them in none.
@@ -78,6 +82,7 @@ class StoreBook:
         if done and attachment is not None:
             self._committing.update((key, now_s + _COMMIT_GRACE_S) for key, _ in done)
             attachment.send(pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done))))
+        return len(done)
 
     def settled(self, keys: Iterable[ChunkKey]) -> None:
         """The daemon said whether it holds these; its commit need not be awaited any longer."""

@@ -123,6 +123,10 @@ class EngineSession:
         self.turn += 1
         self._cancel()
 
+    def reconnect(self) -> None:
+        """End the session and open another with the same Hello; returns at once."""
+        self._cancel()
+
     def close(self, timeout_s: float = 1.0) -> None:
         """End the session, letting what is enqueued go out first, for at most `timeout_s`."""
         self._stop.set()

@@ -1,7 +1,15 @@
 """The daemon's settings: what they are (`model`), how they are written (`settings`), how they are merged (`load`)."""
 
 from kvtier.config.load import LoadedConfig, default_config_path, load_config
-from kvtier.config.model import CacheConfig, DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig
+from kvtier.config.model import (
+    CacheConfig,
+    DaemonConfig,
+    DiskConfig,
+    HostConfig,
+    LogConfig,
+    MetricsConfig,
+    ServerConfig,
+)
 
 __all__ = [
     "CacheConfig",
@@ -10,6 +18,7 @@ __all__ = [
     "HostConfig",
     "LoadedConfig",
     "LogConfig",
+    "MetricsConfig",
     "ServerConfig",
     "default_config_path",
     "load_config",

@@ -10,11 +10,26 @@ from typing import Any
 
 import platformdirs
 
-from kvtier.config.model import CacheConfig, DaemonConfig, DiskConfig, HostConfig, LogConfig, ServerConfig
+from kvtier.config.model import (
+    CacheConfig,
+    DaemonConfig,
+    DiskConfig,
+    HostConfig,
+    LogConfig,
+    MetricsConfig,
+    ServerConfig,
+)
 from kvtier.config.settings import BY_KEY, SETTINGS, ParseContext
 from kvtier.errors import ConfigError
 
-_TABLES = {"server": ServerConfig, "host": HostConfig, "disk": DiskConfig, "cache": CacheConfig, "log": LogConfig}
+_TABLES = {
+    "server": ServerConfig,
+    "host": HostConfig,
+    "disk": DiskConfig,
+    "cache": CacheConfig,
+    "metrics": MetricsConfig,
+    "log": LogConfig,
+}
 ENVIRONMENT = "environment"
 FLAG = "flag"
 DEFAULT = "default"

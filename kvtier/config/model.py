@@ -14,6 +14,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 StoreMode = Literal["pinned", "all"]
 
+OFF = "off"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -63,8 +65,8 @@ class DiskConfig:
     """Seconds that a pack waits for more chunks before it is written short of `pack_bytes`."""
     zstd_level: int = 1
     """zstd level of new packs, 1..22. Higher levels hardly shrink KV and cost a lot of time."""
-    io_threads: int = 2
-    """Threads that read packs for requests. Writing, compaction and scrub have their own."""
+    io_threads: int = 3
+    """Threads that read packs for requests: one decodes, the others read ahead. Other disk work has its own."""
     compact_dead_ratio: float = 0.5
     """Packs of which more than this share is read no more are rewritten; 1: only when the disk is nearly full."""
     compact_bytes_per_s: int = 64 * MIB
@@ -92,6 +94,14 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What Prometheus may ask."""
+
+    listen: str = "127.0.0.1:9464"
+    """Where `GET /metrics` is answered: `host:port` (`[host]:port` for IPv6; port 0: any that is free), or `off`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
     """Everything the daemon can be told. Constructors take values from it, never the whole."""
 
@@ -99,4 +109,5 @@ class DaemonConfig:
     host: HostConfig
     disk: DiskConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -12,11 +12,12 @@ from pathlib import Path
 import platformdirs
 
 from kvtier.client.address import SOCKET_VARIABLE, default_socket_path
-from kvtier.config.model import MIB
+from kvtier.config.model import MIB, OFF
 from kvtier.config.units import (
     available_bytes,
     filesystem_bytes,
     format_size,
+    parse_address,
     parse_percent,
     parse_size,
     physical_memory_bytes,
@@ -184,6 +185,15 @@ def _choice(*choices: str) -> Parser:
     return parse
 
 
+def _listen(value: object, context: ParseContext) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f'must be an address in quotes, like "127.0.0.1:9464", or "{OFF}"')  # noqa: TRY004
+    if value.lower() == OFF:
+        return OFF
+    parse_address(value)
+    return value
+
+
 def _switch(value: object, context: ParseContext) -> bool:
     # Text comes from the environment.
     text = str(value).lower() if isinstance(value, bool | str) else ""
@@ -213,11 +223,12 @@ SETTINGS = (
     _row("disk.pack_bytes", "pack_bytes", _pack_bytes, "64MiB"),
     _row("disk.pack_linger_s", "pack_linger_s", _number(float, 0, 60), 0.2),
     _row("disk.zstd_level", "zstd_level", _number(int, 1, 22), 1),
-    _row("disk.io_threads", "io_threads", _number(int, 1, 64), 2),
+    _row("disk.io_threads", "io_threads", _number(int, 1, 64), 3),
     _row("disk.compact_dead_ratio", "compact_dead_ratio", _number(float, 0.05, 1), 0.5),
     _row("disk.compact_bytes_per_s", "compact_bytes_per_s", _bytes_or_nothing, "64MiB"),
     _row("disk.scrub_bytes_per_s", "scrub_bytes_per_s", _bytes_or_nothing, "16MiB"),
     _row("cache.store", "store", _choice("pinned", "all"), "pinned"),
+    _row("metrics.listen", "listen", _listen, "127.0.0.1:9464"),
     _row("log.level", "level", _choice("debug", "info", "warning", "error"), "info"),
     _row("log.format", "format", _choice("text", "json"), "text"),
 )

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and what this machine has."""
+"""Sizes and addresses as people write them, and what this machine has."""
 
 import os
 import re
@@ -13,6 +13,8 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s\[\]]+)):(\d{1,5})")
+_LAST_PORT = 65535
 # Both cgroup versions; a container's memory is the smaller of this and the machine's.
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -34,6 +36,21 @@ def parse_percent(text: str) -> float | None:
     """Return 0.25 for "25%", None when the text is no percentage."""
     match = _PERCENT.fullmatch(text)
     return float(match[1]) / 100 if match else None
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "127.0.0.1:9464", "localhost:0" or "[::1]:9464".
+
+    Raises:
+        ValueError: Not such an address; the message says how they are written.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match[3]) > _LAST_PORT:
+        raise ValueError(
+            f'must be host:port with a port up to {_LAST_PORT}, like "127.0.0.1:9464" or "[::1]:9464" ("0.0.0.0:9464" '
+            'for every interface), or "off"'
+        )
+    return match[1] or match[2], int(match[3])
 
 
 def format_size(num_bytes: float) -> str:

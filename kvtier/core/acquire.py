@@ -18,6 +18,7 @@ class AcquirePlan(Generic[L]):
         promoting: Indexes of those that are not readable yet.
         promotions: Keys of those whose promotion has to be started now, in prefix order.
         num_missed: Keys that are not held, or got no slot.
+        num_without_slot: Of those, the ones on disk for which no slot could be freed.
         num_evicted: Slots that were freed for them.
         lost: Keys that eviction for this acquire took out of the last tier they were in.
     """
@@ -26,6 +27,7 @@ class AcquirePlan(Generic[L]):
     promoting: list[int] = field(default_factory=list)
     promotions: list[ChunkKey] = field(default_factory=list)
     num_missed: int = 0
+    num_without_slot: int = 0
     num_evicted: int = 0
     lost: list[ChunkKey] = field(default_factory=list)
 
@@ -65,9 +67,10 @@ def _lease_from_disk(table: ChunkTable[L], on_disk: Sequence[tuple[int, Chunk[L]
     if num_short > 0:
         evicted = table.make_room(num_short)
         plan.num_evicted, plan.lost = evicted.num_slots, evicted.lost
-    for index, chunk in on_disk:
+    for number, (index, chunk) in enumerate(on_disk):
         if chunk.host is None:  # else: a key asked for twice
             if table.begin_promotion(chunk.key) is None:
+                plan.num_without_slot = len(on_disk) - number
                 break
             plan.promotions.append(chunk.key)
         table.lease(chunk)

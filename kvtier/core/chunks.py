@@ -99,6 +99,11 @@ class ChunkTable(Generic[L]):
         """Value of the ordinary chunk that would leave host memory first, None when there is none."""
         return self._ordinary.lowest()
 
+    @property
+    def lowest_pinned_host_value(self) -> float | None:
+        """Likewise of the pinned chunks."""
+        return self._pinned.lowest()
+
     def holds(self, key: ChunkKey) -> bool:
         """Say whether the chunk is in some tier."""
         chunk = self._chunks.get(key)

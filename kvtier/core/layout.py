@@ -6,7 +6,7 @@ region the first `useful_bytes` of the chunk's group are used. Only those are ch
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from kvtier.errors import InvalidArgumentError
@@ -110,6 +110,16 @@ class KVLayout:
         """Return (offset, length) in the row of each writer's useful bytes; together they are the chunk's payload."""
         useful_bytes = self.group(group_idx).useful_bytes
         return [(rank * self.rank_bytes, useful_bytes) for rank in range(self.num_writers)]
+
+    def total_payload_bytes(self, keys: Collection[ChunkKey]) -> int:
+        """Return the length of the payloads of these chunks together; quicker than asking one by one."""
+        if len(self.groups) == 1:
+            return len(keys) * self.payload_bytes(self.groups[0].group_idx)
+        suffixes = [key[-GROUP_SUFFIX_BYTES:] for key in keys]  # a Counter took twice as long
+        return sum(
+            suffixes.count(group.group_idx.to_bytes(GROUP_SUFFIX_BYTES, "big")) * self.payload_bytes(group.group_idx)
+            for group in self.groups
+        )
 
     def payload_bytes(self, group_idx: int) -> int:
         """Return the length of a chunk's payload: what is checksummed and kept on disk, uncompressed."""

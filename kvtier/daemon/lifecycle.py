@@ -13,10 +13,14 @@ from kvtier.config import DaemonConfig
 from kvtier.daemon.folders import locked, prepare_folder, remove_stale_socket
 from kvtier.errors import AlreadyRunningError, ConfigError
 from kvtier.obs.log import log_event
+from kvtier.tiers.codecs.compiled import compile_kernels
+from kvtier.tiers.codecs.words import WordKernels, replace_after
 from kvtier.version import __version__
 
 logger = logging.getLogger(__name__)
 
+COMPILE_AFTER_BYTES = 1024**3
+"""Chunks coded by numpy before the codecs are compiled: they took about as long to code as compiling takes."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -61,6 +65,7 @@ def _claim_arena_dir(config: DaemonConfig, stack: ExitStack) -> None:
 async def _serve(config: DaemonConfig, started_s: float) -> None:
     from kvtier.rpc.server import serve
 
+    replace_after(COMPILE_AFTER_BYTES, _faster_kernels)
     stop = asyncio.Event()
     _install_signal_handlers(stop)
     watchdog = asyncio.create_task(_feed_watchdog(), name="watchdog")
@@ -98,6 +103,21 @@ async def _feed_watchdog() -> None:
     while True:
         notify_systemd("WATCHDOG=1")
         await asyncio.sleep(interval_s)
+
+
+def _faster_kernels() -> WordKernels | None:
+    """Compiling thread."""
+    began_s = time.monotonic()
+    try:
+        kernels = compile_kernels()
+    except ImportError as exc:
+        log_event(logger, "codecs_not_compiled", reason=exc)
+    except Exception as exc:  # whatever ails numba: numpy does the same work
+        log_event(logger, "codecs_not_compiled", level=logging.WARNING, reason=repr(exc))
+    else:
+        log_event(logger, "codecs_compiled", compile_s=time.monotonic() - began_s)
+        return kernels
+    return None
 
 
 def _install_signal_handlers(stop: asyncio.Event) -> None:

@@ -52,6 +52,9 @@ def daemon(
     ] = None,
     state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
     arena_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the arenas, on a tmpfs")] = None,
+    metrics_listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address for Prometheus to scrape, or off")
+    ] = None,
     log_level: Annotated[_Level | None, typer.Option(help="Least severe level")] = None,
     log_format: Annotated[_Format | None, typer.Option(help="Log lines as text or JSON")] = None,
     check_config: Annotated[
@@ -74,6 +77,7 @@ def daemon(
         "host.arena_dir": arena_dir,
         "disk.dir": state_dir,
         "disk.bytes": disk_bytes,
+        "metrics.listen": metrics_listen,
         "log.level": log_level,
         "log.format": log_format,
     }

@@ -39,6 +39,15 @@ def save_namespace(state_dir: Path, row: NamespaceRow) -> bool:
     return True
 
 
+def forget_namespace(state_dir: Path, namespace_id: str) -> None:
+    """Remove the copy, if there is one: nothing of the namespace is left. Blocks.
+
+    Raises:
+        OSError: The operating system refused.
+    """
+    (state_dir / FOLDER_NAME / f"{namespace_id}.json").unlink(missing_ok=True)
+
+
 def load_namespaces(state_dir: Path) -> list[NamespaceRow]:
     """Return the namespaces of all good copies; a damaged or strange file is left out. Blocks."""
     folder = state_dir / FOLDER_NAME

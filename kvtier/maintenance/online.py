@@ -273,6 +273,7 @@ class _ServiceRows:
             except LedgerError:
                 for key, place in dropped.items():
                     namespace.table.place(key, place)
+                namespace.announce(list(dropped), held=True)  # somebody may have heard that they are gone
                 raise
         namespace.spiller.add(dropped)  # what is in host memory still is written again
         namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)

@@ -5,6 +5,7 @@ import os
 from kvtier._pb import cache_pb2 as pb
 from kvtier.maintenance import Report
 from kvtier.service import Cache
+from kvtier.service.gauges import read_gauges
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import tokens_digest
 from kvtier.service.session import Session
@@ -59,8 +60,7 @@ def _binding(view: BindingView) -> pb.PromptBinding:
 
 def daemon_status(cache: Cache) -> pb.DaemonStatus:
     """Return the whole daemon as a message."""
-    namespaces = list(cache.namespaces.values())
-    prompts = list(cache.prompts)
+    gauges = read_gauges(cache)
     return pb.DaemonStatus(
         version=__version__,
         pid=os.getpid(),
@@ -68,23 +68,23 @@ def daemon_status(cache: Cache) -> pb.DaemonStatus:
         socket=str(cache.config.server.socket),
         host=pb.TierStatus(
             location=str(cache.config.host.arena_dir),
-            used_bytes=sum(namespace.table.num_host * namespace.layout.row_bytes for namespace in namespaces),
-            limit_bytes=cache.stores.budget.limit_bytes,
-            num_chunks=sum(namespace.table.num_host for namespace in namespaces),
-            pinned_bytes=sum(n.table.num_pinned_host * n.layout.row_bytes for n in namespaces),
+            used_bytes=gauges.host_pinned_bytes + gauges.host_ordinary_bytes,
+            limit_bytes=gauges.host_limit_bytes,
+            num_chunks=gauges.host_pinned_chunks + gauges.host_ordinary_chunks,
+            pinned_bytes=gauges.host_pinned_bytes,
         ),
         disk=pb.TierStatus(
             location=str(cache.config.disk.disk_dir),
-            used_bytes=cache.stores.disk_usage.used_bytes,
-            limit_bytes=cache.stores.disk_usage.limit_bytes,
-            num_chunks=sum(namespace.table.disk.num_chunks for namespace in namespaces),
-            pinned_bytes=sum(namespace.table.disk.pinned_bytes for namespace in namespaces),
+            used_bytes=gauges.disk_used_bytes,
+            limit_bytes=gauges.disk_limit_bytes,
+            num_chunks=gauges.disk_pinned_chunks + gauges.disk_ordinary_chunks,
+            pinned_bytes=gauges.disk_pinned_bytes,
             latched=cache.stores.disk_health.latched,
         ),
         sessions=[_session(session) for session in cache.sessions],
-        namespaces=[_namespace(namespace) for namespace in namespaces],
-        num_prompts=len(prompts),
-        num_pinned=sum(prompt.pinned for prompt in prompts),
+        namespaces=[_namespace(namespace) for namespace in cache.namespaces.values()],
+        num_prompts=gauges.prompts,
+        num_pinned=sum(prompt.pinned for prompt in cache.prompts),
         counters=cache.stores.counters.as_dict(),
         store=cache.config.cache.store,
     )

@@ -1,8 +1,9 @@
 """EngineService: one stream, one session."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
@@ -12,14 +13,21 @@ from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
+from kvtier.obs.log import log_event
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache, EngineHello
 from kvtier.service.peer import PromotionForecast
+from kvtier.service.session import Session, SessionEnd
 
-if TYPE_CHECKING:
-    from kvtier.service.session import Session
+logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
+MAX_QUEUED_BYTES = 256 * 1024**2
+"""Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
+_SMALL_BYTES = 64
+_CHUNK_BYTES = 40
+_TOKEN_BYTES = 3
+MAX_WELCOME_PIN_BYTES = 16 * 1024**2
 _MAX_STORE_CREDITS = 4096
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
@@ -28,14 +36,33 @@ _Residency = Mapping[str, Any]
 
 
 class StreamPeer:
-    """Outgoing half of a session: turns the service's words into messages and queues them for the stream."""
+    """Outgoing half of a session: turns the service's words into messages and queues them for the stream.
 
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[pb.DaemonMessage | None] = asyncio.Queue()
+    When more than `MAX_QUEUED_BYTES` wait, the engine does not read (a stopped process): they are forgotten, and the
+    stream ends where they stood. A message left out would leave the engine with a wrong idea of what is held.
 
-    def send(self, message: pb.DaemonMessage) -> None:
-        """Queue a message."""
-        self._queue.put_nowait(message)
+    Args:
+        on_full: Called once, soon after, when that happens.
+    """
+
+    def __init__(self, on_full: Callable[[], None]) -> None:
+        self._on_full = on_full
+        self._queue: asyncio.Queue[tuple[pb.DaemonMessage, int] | None] = asyncio.Queue()
+        self._queued_bytes = 0
+        self._is_full = False
+
+    def send(self, message: pb.DaemonMessage, about_bytes: int = _SMALL_BYTES) -> None:
+        """Queue a message of about so many bytes; its exact size would cost as much as sending it."""
+        if self._is_full:
+            return
+        self._queued_bytes += about_bytes
+        self._queue.put_nowait((message, about_bytes))
+        if self._queued_bytes > MAX_QUEUED_BYTES:
+            self._is_full = True
+            while not self._queue.empty():
+                self._queue.get_nowait()
+            self.finish()
+            asyncio.get_running_loop().call_soon(self._on_full)  # not here: the service is in the middle of something
 
     def finish(self) -> None:
         """End the stream after what is queued."""
@@ -43,7 +70,12 @@ class StreamPeer:
 
     async def next(self) -> pb.DaemonMessage | None:
         """Return the next message to send, None at the end."""
-        return await self._queue.get()
+        queued = await self._queue.get()
+        if queued is None:
+            return None
+        message, about_bytes = queued
+        self._queued_bytes -= about_bytes
+        return message
 
     def acquire_answered(
         self, acquire_id: int, leased: Mapping[int, Chunk[StoredChunk]], forecast: PromotionForecast
@@ -88,7 +120,7 @@ class StreamPeer:
             "promote_bytes_per_s": forecast.bytes_per_s,
             "ready_in_s": forecast.ready_in_s,
         }
-        self.send(pb.DaemonMessage(acquire_update=update))
+        self.send(pb.DaemonMessage(acquire_update=update), _SMALL_BYTES + _CHUNK_BYTES * len(chunks))
 
     def credits_granted(self, slots: Sequence[SlotRef]) -> None:
         """See EnginePeer."""
@@ -96,7 +128,8 @@ class StreamPeer:
 
     def pin_added(self, prompt: PromptRow) -> None:
         """See EnginePeer."""
-        self.send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin_message(prompt))))
+        message = pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin_message(prompt)))
+        self.send(message, _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens))
 
     def pin_removed(self, pin_id: str) -> None:
         """See EnginePeer."""
@@ -104,7 +137,8 @@ class StreamPeer:
 
     def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
         """See EnginePeer."""
-        self.send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete)))
+        message = pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete))
+        self.send(message, _SMALL_BYTES + _CHUNK_BYTES * len(keys))
 
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""
@@ -123,44 +157,52 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         request_iterator: AsyncIterator[pb.EngineMessage],
         context: Context,
     ) -> AsyncIterator[pb.DaemonMessage]:
-        """Serve one session until either side ends the stream."""
+        """Serve one session until either side ends the stream, or the engine stops reading."""
+
+        def give_up() -> None:
+            log_event(logger, "session_not_reading", level=logging.WARNING, session=session.session_id)
+            reader.cancel()
+            self._cache.end(session, SessionEnd.CUT)
+
         async with translated(context):
             hello = parse_hello(await anext(request_iterator, None))
-            peer = StreamPeer()
+            peer = StreamPeer(on_full=give_up)
             session = await self._cache.attach(hello, peer)
         self._peers.add(peer)
+        how = SessionEnd.CUT
         try:
-            yield pb.DaemonMessage(welcome=self._welcome(session))
-            session.top_up()
-            if self._cache.stores.stores_all:
-                session.tell_held()
             reader = asyncio.create_task(self._read(session, peer, request_iterator), name="session-reader")
             try:
+                yield self._welcome(session)
+                session.top_up()
+                if self._cache.stores.stores_all:
+                    session.tell_held()
                 while (message := await peer.next()) is not None:
                     yield message
             finally:
                 reader.cancel()
                 (outcome,) = await asyncio.gather(reader, return_exceptions=True)
+            how = _how_it_ended(outcome)
             if isinstance(outcome, KvtierError):
                 async with translated(context):
                     raise outcome
         finally:
             self._peers.discard(peer)
-            self._cache.end(session)
+            self._cache.end(session, how)
 
     def finish_all(self) -> None:
         """The daemon stops: end every stream."""
         for peer in list(self._peers):
             peer.finish()
 
-    async def _read(self, session: "Session", peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> None:
+    async def _read(self, session: Session, peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> None:
         try:
             async for message in messages:
                 await self._dispatch(session, message)
         finally:
             peer.finish()
 
-    async def _dispatch(self, session: "Session", message: pb.EngineMessage) -> None:
+    async def _dispatch(self, session: Session, message: pb.EngineMessage) -> None:
         match message.WhichOneof("kind"):
             case "acquire":
                 session.acquire(message.acquire.acquire_id, list(message.acquire.keys))
@@ -185,13 +227,22 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case kind:
                 raise InvalidArgumentError("message", kind, "Hello comes once; this kvtier knows no other message here")
 
-    def _welcome(self, session: "Session") -> pb.Welcome:
+    def _welcome(self, session: Session) -> pb.DaemonMessage:
+        """Return the first message; pins for which it has no room come right after it, one by one."""
         arena = session.namespace.arena
         differences = [
             pb.NamespaceDifference(namespace_id=d.namespace_id, fields=d.fields, num_prompts=d.num_prompts)
             for d in self._cache.differences(session)
         ]
-        return pb.Welcome(
+        pins, num_bytes = list[pb.Pin](), 0
+        for prompt in self._cache.pins_for(session):
+            pin = pin_message(prompt)
+            num_bytes += pin.ByteSize()
+            if num_bytes <= MAX_WELCOME_PIN_BYTES:
+                pins.append(pin)
+            else:
+                session.peer.pin_added(prompt)
+        welcome = pb.Welcome(
             session_id=session.session_id,
             namespace_id=session.namespace.namespace_id,
             arena=pb.ArenaInfo(
@@ -201,10 +252,23 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 row_bytes=arena.geometry.row_bytes,
             ),
             lock_path=str(session.lock.path),
-            pins=[pin_message(prompt) for prompt in self._cache.pins_for(session)],
+            pins=pins,
             other_namespaces=differences,
             store_mode=pb.STORE_ALL if self._cache.stores.stores_all else pb.STORE_PINNED,
         )
+        return pb.DaemonMessage(welcome=welcome)
+
+
+def _how_it_ended(outcome: BaseException | None) -> SessionEnd:
+    """Tell how a stream that was not cut off ended, by the outcome of its reader."""
+    match outcome:
+        case None:
+            return SessionEnd.CLOSED
+        case asyncio.CancelledError():  # ours: nothing more was to be sent
+            return SessionEnd.DRAINED
+        case KvtierError():
+            return SessionEnd.REFUSED
+    return SessionEnd.CUT
 
 
 def pin_message(prompt: PromptRow) -> pb.Pin:

@@ -14,6 +14,7 @@ from kvtier.config import DaemonConfig
 from kvtier.errors import TierIOError
 from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.engine_servicer import EngineServicer
+from kvtier.rpc.metrics import serving_metrics
 from kvtier.service import Cache
 
 _MAX_MESSAGE_BYTES = 64 * 1024**2
@@ -44,7 +45,8 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
         if ready is not None:
             ready()
-        await stop.wait()
+        async with serving_metrics(config.metrics, cache):
+            await stop.wait()
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         engines.finish_all()
         await server.stop(grace=min(_STREAM_GRACE_S, config.server.drain_timeout_s))

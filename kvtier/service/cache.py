@@ -21,24 +21,37 @@ from kvtier.errors import (
     PromptPinnedError,
 )
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
-from kvtier.ledger.namespace_files import save_namespace
+from kvtier.ledger.namespace_files import forget_namespace, save_namespace
+from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
+from kvtier.obs.loop_lag import watch_loop_lag
+from kvtier.obs.timings import Timings
 from kvtier.service.adoption import Adoption
 from kvtier.service.compactor import Compactor
 from kvtier.service.evicting import Evicted, EvictTier, evict_chunks
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
+from kvtier.service.pin_watch import PinWatch
 from kvtier.service.prewarm import Prewarmer
 from kvtier.service.prompts import PinWish, PromptBook, check_quota
 from kvtier.service.recovery import recover
 from kvtier.service.room import Room
 from kvtier.service.scratch import sweep_scratch
 from kvtier.service.scrubber import CURSOR_FILE, Scrubber
-from kvtier.service.session import Session
+from kvtier.service.session import Session, SessionEnd
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
-from kvtier.service.views import EvictionView, PromptView, view_binding, view_prompt
+from kvtier.service.views import (
+    EvictionView,
+    PromptState,
+    PromptView,
+    durability_of,
+    state_of,
+    view_binding,
+    view_prompt,
+)
 from kvtier.tiers.arena import sweep_arena_directory
+from kvtier.tiers.observed_ops import ObservedFileOps
 from kvtier.tiers.packs import PackTier
 from kvtier.tiers.session_locks import SessionLock
 
@@ -73,6 +86,7 @@ class Cache:
         self.stores = stores
         self.started_unix_s = time.time()
         self.prompts = PromptBook()
+        self.pin_watch = PinWatch(self.prompts, self.state_of, stores.timings.durable)
         self.namespaces: dict[str, Namespace] = {}
         self.room = Room(stores, self.namespaces)
         self.compactor = Compactor(stores, lambda: list(self.namespaces.values()))
@@ -95,10 +109,12 @@ class Cache:
             TierIOError: The disk tier cannot be read.
         """
         sweep_scratch(config.disk.disk_dir)
-        disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level)
+        counters, timings = Counters(), Timings()
+        ops = ObservedFileOps(counters, timings.fsync)
+        disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level, ops=ops)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         _refuse_packs_without_ledger(ledger_path, disk)
-        cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path)))
+        cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path), counters, timings))
         await recover(cache)
         adoption = Adoption(cache.stores, cache.namespaces, cache.prompts)
         await adoption.open(config.host.arena_dir)
@@ -106,6 +122,8 @@ class Cache:
         cache._tasks.start("expiry", cache._expire())
         cache._tasks.start("room", cache._keep_room())
         cache._tasks.start("probe", cache.stores.disk_health.run())
+        cache._tasks.start("pin-watch", cache.pin_watch.run())
+        cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))
         if config.disk.compact_bytes_per_s:
             cache.stores.holes.set()  # an earlier run may have left packs with holes
             cache._tasks.start("compact", cache.compactor.run())
@@ -159,11 +177,14 @@ class Cache:
         """Keep free slots and disk space ahead of those who will ask, and forget namespaces that hold nothing."""
         while True:
             await asyncio.sleep(_ROOM_POLL_S)
-            if self.room.trim_host():
-                self._top_up_all()
-            await self.stores.measure_disk()
-            await self.room.trim_disk()
-            await self._forget_empty_namespaces()
+            await self._keep_room_once()
+
+    async def _keep_room_once(self) -> None:
+        if self.room.trim_host():
+            self._top_up_all()
+        await self.stores.measure_disk()
+        await self.room.trim_disk()
+        await self._forget_empty_namespaces()
 
     async def _forget_empty_namespaces(self) -> None:
         """A namespace without chunks, prompts and engines, left alone for a while, is not worth a row."""
@@ -188,6 +209,8 @@ class Cache:
             except LedgerError as error:  # the next turn tries again
                 log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
                 return
+            with suppress(OSError):  # a copy more is no harm
+                await self.stores.in_io(forget_namespace, self.config.disk.disk_dir, namespace.namespace_id)
         await self._close_namespace(namespace)
         log_event(logger, "namespace_forgotten", namespace=namespace.namespace_id, model=namespace.row.model)
 
@@ -349,11 +372,17 @@ class Cache:
             session.peer.chunks_held(held, True)
             session.peer.chunks_held(missing, False)
 
-    def end(self, session: Session) -> None:
+    def end(self, session: Session, how: SessionEnd = SessionEnd.CLOSED) -> None:
         """The stream is gone; its slots are freed when the engine's processes let go."""
-        had_some = session.num_leases or session.num_store_grants
+        if session.ended:
+            return
+        counters, had_some = self.stores.counters, session.num_leases or session.num_store_grants
         session.lost()
-        self.stores.counters.sessions_lost += bool(had_some)
+        counters.sessions_lost += bool(had_some)
+        counters.sessions_closed += how is SessionEnd.CLOSED
+        counters.sessions_cut += how is SessionEnd.CUT
+        counters.sessions_refused += how is SessionEnd.REFUSED
+        counters.sessions_drained += how is SessionEnd.DRAINED
         self._tasks.start(f"quarantine-{session.session_id[:8]}", self._quarantine(session))
 
     async def _quarantine(self, session: Session) -> None:
@@ -405,6 +434,7 @@ class Cache:
         elif old is not None and not old.pinned:
             self._count_pins(prompt, pinned=True)
         self.prompts.put(prompt)
+        self.pin_watch.pinned(prompt.pin_id)
         if old != prompt:
             self._announce(prompt)
 
@@ -476,6 +506,7 @@ class Cache:
         return await self._tasks.complete("evict", self._evict_all(force=force, tier=tier))
 
     async def _evict_all(self, *, force: bool, tier: EvictTier) -> EvictionView:
+        await self._verified.wait()  # see _evict
         done = Evicted()
         async with self._changing:
             for namespace in list(self.namespaces.values()):
@@ -501,10 +532,19 @@ class Cache:
             PromptNotFoundError: There is no such prompt.
         """
         prompt = self.prompts.get(name)
-        rows = [row for row in self.prompts.bindings_of(prompt.pin_id) if row.namespace_id in self.namespaces]
-        rows.sort(key=lambda row: self.namespaces[row.namespace_id].row.seen_unix_s)
-        bindings = [view_binding(self.namespaces[row.namespace_id], row) for row in rows]
+        bindings = [view_binding(namespace, row) for namespace, row in self._bound(prompt)]
         return view_prompt(prompt, bindings, self.live_sessions)
+
+    def state_of(self, prompt: PromptRow) -> PromptState:
+        """Return a prompt's state alone; quicker than `view`."""
+        serving = [session for session in self.live_sessions if session.serves(prompt)]
+        return state_of(prompt, [durability_of(namespace, row) for namespace, row in self._bound(prompt)], serving)
+
+    def _bound(self, prompt: PromptRow) -> list[tuple[Namespace, BindingRow]]:
+        """Return a prompt's bindings, that in the namespace used last at the end."""
+        rows = self.prompts.bindings_of(prompt.pin_id)
+        bound = [(self.namespaces[row.namespace_id], row) for row in rows if row.namespace_id in self.namespaces]
+        return sorted(bound, key=lambda each: each[0].row.seen_unix_s)
 
     def _let_go(self, prompt: PromptRow) -> None:
         """A prompt's row is gone from the ledger: forget it, and tell engines."""
@@ -533,10 +573,13 @@ class Cache:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_POLL_S)
-            for prompt in self.prompts.expired(time.time()):
-                async with self._changing:
-                    if self.prompts.by_pin_id(prompt.pin_id) == prompt:
-                        await self._try_to_unpin(prompt)
+            await self._end_expired()
+
+    async def _end_expired(self) -> None:
+        for prompt in self.prompts.expired(time.time()):
+            async with self._changing:
+                if self.prompts.by_pin_id(prompt.pin_id) == prompt:
+                    await self._try_to_unpin(prompt)
 
     async def _try_to_unpin(self, prompt: PromptRow) -> None:
         try:

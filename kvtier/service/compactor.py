@@ -211,15 +211,19 @@ class Compactor:
         self._written[record.pack_id] = namespace.packs.live_bytes(record.pack_id)
         freed_bytes = sum(map(stores.disk_usage.file_bytes, emptied)) - record.file_bytes
         await namespace.delete_packs(emptied)
-        for pack_id in emptied:
-            self._written.pop(pack_id, None)
-            self._given_up.pop(pack_id, None)
-            self._alone.discard(pack_id)
+        self._forget_what_is_gone()
         self._count(job, record, freed_bytes)
         if freed_bytes > 0:
             for other in self._namespaces():
                 other.spiller.retry_refused()
         return True
+
+    def _forget_what_is_gone(self) -> None:
+        """Packs that went, by whatever way: evictions empty them too."""
+        there = self._stores.disk_usage.packs
+        self._written = {pack_id: num_bytes for pack_id, num_bytes in self._written.items() if pack_id in there}
+        self._given_up = {pack_id: until_s for pack_id, until_s in self._given_up.items() if pack_id in there}
+        self._alone &= there.keys()
 
     async def _found_damage(
         self, namespace: Namespace, chunks: Sequence[StoredChunk], error: ChunkDamagedError

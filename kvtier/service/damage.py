@@ -59,5 +59,6 @@ async def _drop(namespace: "Namespace", damaged: "dict[bytes, StoredChunk]") -> 
         for key, stored in damaged.items():
             if (chunk := table.get(key)) is not None and chunk.location == stored:
                 table.unplace(key)
+        namespace.announce([key for key in damaged if not table.holds(key)], held=False)
     namespace.spiller.add(damaged)
     namespace.stores.holes.set()

@@ -1,5 +1,6 @@
 """Bytes of all packs on disk, against `disk_bytes` and against what the file system has left."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ class DiskUsage:
         self._packs: dict[str, int] = {}
         self._promised_bytes = 0  # packs being written
         self._writes: set[object] = set()
-        self._file_system_bytes = _UNMEASURED_BYTES
+        self._file_system_bytes, self._is_measured = _UNMEASURED_BYTES, False
 
     def add(self, pack_id: str, file_bytes: int) -> None:
         """A pack came into being."""
@@ -36,7 +37,12 @@ class DiskUsage:
 
     def measured(self, file_system_bytes: int) -> None:
         """Note what the file system has left beyond the reserve, packs being written not counted yet."""
-        self._file_system_bytes = file_system_bytes
+        self._file_system_bytes, self._is_measured = file_system_bytes, True
+
+    @property
+    def unreserved_bytes(self) -> float:
+        """What the file system has left beyond the reserve, NaN until it was measured."""
+        return self._file_system_bytes if self._is_measured else math.nan
 
     def shortage(self, num_bytes: int) -> int:
         """Return how many bytes must go before a pack of at most `num_bytes` may be written; 0 or less: none."""

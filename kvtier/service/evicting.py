@@ -73,8 +73,10 @@ async def _evict_from_disk(namespace: "Namespace", keys: Sequence[ChunkKey], don
 async def _evict_from_both(namespace: "Namespace", keys: Sequence[ChunkKey], done: Evicted) -> None:
     # Doomed before anything is awaited: what becomes durable meanwhile is dropped by who makes it so.
     _doom(namespace, keys, done)
-    await _drop(namespace, keys, done)
-    namespace.announce([key for key in keys if not namespace.table.holds(key)], held=False)
+    try:
+        await _drop(namespace, keys, done)
+    finally:  # what was in memory only is gone, whatever the ledger says
+        namespace.announce([key for key in keys if not namespace.table.holds(key)], held=False)
     done.num_chunks += len(keys)
 
 

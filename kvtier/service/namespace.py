@@ -223,7 +223,13 @@ class Namespace:
             evicted = self.table.make_room(num_short)
             self.stores.counters.host_evictions += evicted.num_slots
             self.forget_lost(evicted.lost)
-        freed = self.slots.take_back_free(num_slots)
+        self.give_back_free(num_bytes)
+
+    def give_back_free(self, num_bytes: int) -> None:
+        """Unback rows that hold nothing until `num_bytes` were given back to the budget, or none is left."""
+        if self.keep_pages:
+            return
+        freed = self.slots.take_back_free(-(-num_bytes // self.layout.row_bytes))
         if freed:
             self.arena.unback(freed)
 
@@ -267,6 +273,7 @@ class Namespace:
             self.arena.set_generation(ref.slot, ref.generation)
         for ref in refs[num_backed:]:
             self.slots.free(ref.slot)
+        self.stores.counters.io_errors_host_back += len(refs) - num_backed
         if num_backed < len(refs):
             log_event(logger, "arena_out_of_memory", level=logging.WARNING, path=self.arena.path, backed=num_backed)
         return refs[:num_backed]
@@ -306,13 +313,13 @@ class Namespace:
         """
         return await self._drop_ordinary(self.table.disk.take_cheapest(num_bytes))
 
-    async def drop_pack(self, pack_id: str) -> int:
-        """Drop every ordinary chunk of a pack from disk; return the stored bytes given up.
+    async def drop_packs(self, pack_ids: Sequence[str]) -> int:
+        """Drop every ordinary chunk of these packs from disk; return the stored bytes given up.
 
         Raises:
             LedgerError: The ledger refused; they are on disk as before.
         """
-        return await self._drop_ordinary([stored.key for stored in await self.chunks_in([pack_id])])
+        return await self._drop_ordinary([stored.key for stored in await self.chunks_in(pack_ids)])
 
     async def _drop_ordinary(self, keys: Sequence[ChunkKey]) -> int:
         dropped = await self.drop_from_disk(keys, ordinary_only=True)
@@ -380,6 +387,7 @@ class Namespace:
                 for key, stored in dropped.items():
                     if (chunk := self.table.get(key)) is None or chunk.location is None:  # else: stored anew meanwhile
                         self.table.place(key, stored)
+                self.announce(list(dropped), held=True)  # somebody may have heard that they are gone
                 raise
         await self.delete_packs(emptied)
         return Dropped(len(dropped), sum(stored.stored_bytes for stored in dropped.values()))

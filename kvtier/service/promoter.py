@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BACKGROUND_BATCH_BYTES = BATCH_BYTES // 4
+_FIRST_BATCH_BYTES = BATCH_BYTES // 4
+"""Of the first batch when nothing else is read: its chunks are usable while the next one's pages are made."""
 
 
 class Waiter(Protocol):
@@ -65,6 +67,11 @@ class Promoter:
         """Measured promotion rate, 0 while unknown."""
         return self._rate.per_s
 
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that wait to be read, or are being read."""
+        return len(self._queue) + len(self._reading)
+
     # What requests say
 
     def want(self, session: Waiter, acquire_id: int, keys: Sequence[tuple[int, ChunkKey]]) -> None:
@@ -81,7 +88,7 @@ class Promoter:
             if key in self._reading:
                 self._reading[key].wanted.add(key)
         self._queue.ask(asker, [key for _, key in keys if key not in self._reading])
-        self._pump()
+        self._pump(begins=not self._batches)
 
     def left(self, session: Waiter, acquire_id: int, key: ChunkKey) -> None:
         """An acquire gave back its lease on a chunk that is not readable yet."""
@@ -135,11 +142,13 @@ class Promoter:
 
     # Batches
 
-    def _pump(self) -> None:
-        """Start batches while readers are free and something is queued."""
+    def _pump(self, *, begins: bool = False) -> None:
+        """Start batches while readers are free and something is queued; the first is short when reading `begins`."""
         self._mind_traffic()
         num_readers = self._namespace.stores.config.disk.io_threads
-        while len(self._batches) < num_readers and (batch := self._next_batch()):
+        max_bytes = _FIRST_BATCH_BYTES if begins else BATCH_BYTES
+        while len(self._batches) < num_readers and (batch := self._next_batch(max_bytes)):
+            max_bytes = BATCH_BYTES
             self._batches.add(batch)
             self._reading |= dict.fromkeys(batch.unread, batch)
             self._tasks.start("promote", self._run(batch))
@@ -151,9 +160,9 @@ class Promoter:
         else:
             self._warm.set()
 
-    def _next_batch(self) -> Batch | None:
+    def _next_batch(self, max_bytes: int) -> Batch | None:
         while self._queue:
-            reads = [self._read_of(key) for key in self._queue.take(BATCH_BYTES)]
+            reads = [self._read_of(key) for key in self._queue.take(max_bytes)]
             if batch := self._batch([read for read in reads if read is not None]):
                 return batch
         return self._next_background_batch()
@@ -283,6 +292,7 @@ class Promoter:
             read, chunk = outcome.read, self._namespace.table.get(outcome.read.key)
             del self._reading[read.key]
             num_without_pages += not outcome.backed and bool(self._askers.get(read.key))
+            self._namespace.stores.counters.io_errors_host_back += not outcome.backed
             if outcome.backed:
                 self._namespace.slots.mark_backed(read.ref.slot)
             if chunk is None or chunk.slot != read.ref or not chunk.promoting:
@@ -318,6 +328,7 @@ class Promoter:
             namespace.announce([read.key], held=True)
         counters.chunks_promoted += 1
         counters.promoted_bytes += read.stored.raw_bytes
+        counters.promoted_stored_bytes += read.stored.stored_bytes
         counters.chunks_promoted_unasked += not askers
         for asker, index in askers.items():
             told.ready(asker, index, read)

@@ -13,7 +13,8 @@ from kvtier.tiers.base import ChunkRead, DiskTier, StoredChunk
 
 BATCH_BYTES = 8 * 1024**2
 """Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for whoever comes next."""
-_WORD_BYTES = 1024**2
+_WORD_BYTES = 8 * 1024**2
+"""A request waits for its last chunk, and each word costs the loop, Python's lock and the engine half a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Batch:
         reads: At least one.
         arena: Backs the slots.
         disk: Reads.
-        on_progress: Called on the loop when outcomes can be taken: after the first chunk, then about every MiB.
+        on_progress: Called on the loop when outcomes can be taken: after the first chunk, then about every 8 MiB.
         gives_way: Asked in the worker thread: leave out what has not begun.
         background: No request waited for it when it was made.
 
@@ -108,6 +109,7 @@ class Batch:
             self.num_backed = self._arena.back([read.ref.slot for read in self.reads])
         except ArenaError as problem:
             error = problem
+        self._arena.populate([read.ref.slot for read in self.reads[: self.num_backed]])
         for read in self.reads[self.num_backed :]:
             self._done(Outcome(read, error, backed=False))
         return self.reads[: self.num_backed]

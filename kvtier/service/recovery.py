@@ -71,7 +71,7 @@ async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot) -> None:
         if namespace is not None:
             for chunk in whole:
                 namespace.table.place(chunk.key, chunk)
-        if whole:
+        if whole or not lost:  # without chunks it is fsck's to judge, and takes its room until then
             stores.disk_usage.add(pack_id, file_bytes)
 
 

@@ -7,7 +7,8 @@ lost is compared in seconds of prefill per byte, whatever model it belongs to.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvtier.errors import LedgerError
@@ -44,17 +45,20 @@ class Room:
     # On demand
 
     def find_host_room(self, asker: "Namespace", num_bytes: int) -> None:
-        """Make other namespaces give back host memory.
+        """Make other namespaces give back host memory: rows that hold nothing, then chunks.
 
-        One with an engine loses chunks only to an asker that has no memory at all, or none that is worth less.
+        One with an engine loses chunks only to an asker that has none in memory, or none that is worth less.
         """
         budget = self._stores.budget
+        for other in self._namespaces.values():
+            if other is not asker and other.slots.num_free and budget.free_bytes < num_bytes:
+                other.give_back_free(num_bytes - budget.free_bytes)
         spent: set[str] = set()
         while budget.free_bytes < num_bytes:
             givers = [other for other in self._namespaces.values() if self._gives_to(asker, other, spent)]
             if not givers:
                 return
-            giver = min(givers, key=lambda other: (other.live, _host_value(other)))
+            giver = min(givers, key=lambda other: (other.live, _host_rank(other)))
             used_bytes = budget.used_bytes
             # In steps, because values change as chunks go; not row by row, because each step is a system call.
             giver.give_back_room(max(giver.layout.row_bytes, (num_bytes - budget.free_bytes) // _MIN_STEP_SHARE))
@@ -64,7 +68,8 @@ class Room:
     def _gives_to(self, asker: "Namespace", other: "Namespace", spent: set[str]) -> bool:
         if other is asker or other.namespace_id in spent or not other.slots.num_backed:
             return False
-        return not other.live or not asker.slots.num_backed or _host_value(other) < _host_value(asker)
+        # Slots that an engine of the asker is to write into are no use to one that has to read.
+        return not other.live or not asker.table.num_host or _host_rank(other) < _host_rank(asker)
 
     async def find_disk_room(self, num_bytes: int) -> None:
         """Drop ordinary chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
@@ -78,14 +83,18 @@ class Room:
         short_bytes = self._stores.disk_usage.shortage(num_bytes)
         while short_bytes > 0 and (dropped_bytes := await self._drop_cheapest(short_bytes)):
             short_bytes -= dropped_bytes
-        while self._stores.disk_usage.shortage(num_bytes) > 0:
-            if not await self._drop_emptiest_pack():
+        while (short_bytes := self._stores.disk_usage.shortage(num_bytes)) > 0:
+            if not await self._drop_emptiest_packs(short_bytes):
                 return
 
-    async def _drop_emptiest_pack(self) -> int:
-        """Drop the ordinary chunks of the pack that gives back the most for the least; return their bytes."""
+    async def _drop_emptiest_packs(self, num_bytes: int) -> int:
+        """Drop the ordinary chunks of packs that give back the most for the least; return their bytes.
+
+        Several packs of a namespace at once, as many as give back `num_bytes`: to find their chunks takes a walk
+        through its table.
+        """
         file_bytes = self._stores.disk_usage.file_bytes
-        packs = [
+        packs: list[tuple[bool, float, str, Namespace]] = [
             (
                 self._gives_way_late(namespace),
                 namespace.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)),
@@ -96,9 +105,13 @@ class Room:
             if namespace.table.disk.num_ordinary
             for pack_id in namespace.packs
         ]
-        for _, _, pack_id, namespace in sorted(packs, key=lambda each: each[:3]):
-            if dropped_bytes := await namespace.drop_pack(pack_id):
-                return dropped_bytes
+        packs.sort(key=lambda each: each[:3])
+        for namespace, neighbours in groupby(packs, key=_namespace_of):
+            pack_ids: Sequence[str] = [pack_id for _, _, pack_id, _ in neighbours]
+            while pack_ids:
+                chosen, pack_ids = _first(pack_ids, num_bytes, file_bytes)
+                if dropped_bytes := await namespace.drop_packs(chosen):
+                    return dropped_bytes
         return 0
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
@@ -133,7 +146,7 @@ class Room:
             holders = [each for each in holders if each.table.lowest_host_value is not None]
             if not holders:
                 break
-            holder = min(holders, key=lambda each: (each.live, _host_value(each)))
+            holder = min(holders, key=lambda each: (each.live, _host_rank(each)))
             num_slots = max(1, excess_bytes // holder.layout.row_bytes // _MIN_STEP_SHARE)
             freed = holder.evict_ordinary(num_slots)
             if not freed:
@@ -165,6 +178,24 @@ class Room:
         return sum(namespace.table.disk.num_bytes for namespace in self._namespaces.values())
 
 
-def _host_value(namespace: "Namespace") -> float:
-    value = namespace.table.lowest_host_value
-    return float("inf") if value is None else value
+def _namespace_of(pack: "tuple[bool, float, str, Namespace]") -> "Namespace":
+    return pack[3]
+
+
+def _first(
+    pack_ids: Sequence[str], num_bytes: int, file_bytes: Callable[[str], int]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Split packs into the first ones of `num_bytes` in all, at least one, and the others."""
+    for number, pack_id in enumerate(pack_ids, 1):
+        num_bytes -= file_bytes(pack_id)
+        if num_bytes <= 0:
+            return pack_ids[:number], pack_ids[number:]
+    return pack_ids, ()
+
+
+def _host_rank(namespace: "Namespace") -> tuple[bool, float]:
+    """Return what its next chunk to leave host memory is worth: pinned ones come after all ordinary ones."""
+    ordinary, pinned = namespace.table.lowest_host_value, namespace.table.lowest_pinned_host_value
+    if ordinary is not None:
+        return False, ordinary
+    return True, float("inf") if pinned is None else pinned

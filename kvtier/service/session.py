@@ -6,9 +6,10 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kvtier.core.acquire import by_importance, plan_acquire
+from kvtier.core.acquire import AcquirePlan, by_importance, plan_acquire
 from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import SlotRef, SlotState
@@ -31,14 +32,29 @@ _BEHIND_SHARE = 8  # a slow disk holds what is stored in memory: take in less, n
 StoreList = Sequence[tuple[ChunkKey, SlotRef]]
 
 
+class SessionEnd(Enum):
+    """How a session's stream ended."""
+
+    CLOSED = auto()
+    """The engine ended it in order."""
+    CUT = auto()
+    """It broke: the engine died, or gave it up to begin anew."""
+    REFUSED = auto()
+    """The engine made a mistake."""
+    DRAINED = auto()
+    """The daemon stops."""
+
+
 @dataclass
 class _Lease:
     """Chunks of one acquire by index, and which of them are still being promoted, with their bytes."""
 
+    asked_s: float
     chunks: dict[int, Chunk[StoredChunk]]
     pending: dict[int, int] = field(default_factory=dict)
     pending_bytes: int = 0  # added up once: a long prompt's promotion is a thousand updates
     promoted: bool = False
+    any_ready: bool = False
 
     def wait_for(self, index: int, num_bytes: int) -> None:
         """This chunk is being promoted."""
@@ -101,30 +117,44 @@ class Session:
         """Lease what is held of `keys`, start promotions, answer.
 
         Raises:
-            InvalidArgumentError: The id is in use.
+            InvalidArgumentError: The id is in use, or a key comes twice.
         """
         if acquire_id in self._leases:
             raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
-        namespace = self.namespace
+        if len(set(keys)) < len(keys):
+            raise InvalidArgumentError("acquire.keys", len(keys), "each key may come once in an acquire")
+        namespace, began_s = self.namespace, time.monotonic()
         if namespace.slots.num_takable < len(keys):  # else there is room for all of them
             namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
         from_disk = namespace.stores.disk_health.readable
         plan = plan_acquire(namespace.table, namespace.layout, keys, from_disk=from_disk)
-        lease = self._leases[acquire_id] = _Lease(plan.leased)
+        lease = self._leases[acquire_id] = _Lease(began_s, plan.leased)
         pending = [(index, keys[index]) for index in plan.promoting]
         for index, key in pending:
             lease.wait_for(index, namespace.payload_bytes(key))
         if pending:
             lease.promoted = True
             namespace.promoter.want(self, acquire_id, pending)
-        counters = namespace.stores.counters
+        self.peer.acquire_answered(acquire_id, plan.leased, self._forecast(acquire_id, lease))
+        namespace.forget_lost(plan.lost)
+        namespace.stores.timings.acquire.observe(time.monotonic() - began_s)
+        self._count(plan, lease, keys, from_disk=from_disk)
+
+    def _count(
+        self, plan: AcquirePlan[StoredChunk], lease: _Lease, keys: Sequence[ChunkKey], *, from_disk: bool
+    ) -> None:
+        counters = self.namespace.stores.counters
+        num_disk_off = 0 if from_disk else sum(map(self._only_on_disk, keys))
         counters.acquires += 1
         counters.acquired_chunks_disk += len(lease.pending)
         counters.acquired_chunks_host += len(plan.leased) - len(lease.pending)
-        counters.missed_chunks += plan.num_missed
+        counters.acquired_bytes_disk += lease.pending_bytes
+        leased_bytes = self.namespace.layout.total_payload_bytes([chunk.key for chunk in lease.chunks.values()])
+        counters.acquired_bytes_host += leased_bytes - lease.pending_bytes
+        counters.missed_chunks += plan.num_missed - plan.num_without_slot - num_disk_off
+        counters.missed_chunks_no_slot += plan.num_without_slot
+        counters.missed_chunks_disk_off += num_disk_off
         counters.host_evictions += plan.num_evicted
-        self.peer.acquire_answered(acquire_id, plan.leased, self._forecast(acquire_id, lease))
-        namespace.forget_lost(plan.lost)
 
     def _only_on_disk(self, key: ChunkKey) -> bool:
         chunk = self.namespace.table.get(key)
@@ -149,11 +179,20 @@ class Session:
             lease.chunks.pop(index, None)
         for index in [*(index for index, _ in ready), *failed]:
             lease.settle(index)
+        self._time_promotion(lease, any_ready=bool(ready))
         if not lease.chunks:
             del self._leases[acquire_id]
         still_leased = [(index, ref) for index, ref in ready if index in lease.chunks]
         if not self.ended:
             self.peer.promotion_advanced(acquire_id, still_leased, failed, self._forecast(acquire_id, lease))
+
+    def _time_promotion(self, lease: _Lease, *, any_ready: bool) -> None:
+        timings, seconds = self.namespace.stores.timings, time.monotonic() - lease.asked_s
+        if any_ready and not lease.any_ready:
+            lease.any_ready = True
+            timings.first_chunk.observe(seconds)
+        if lease.any_ready and not lease.pending:
+            timings.promotion.observe(seconds)
 
     def release(self, acquire_id: int, indexes: Iterable[int] | None) -> None:
         """End leases of an acquire: all (None), or those of these indexes. What is unknown is ignored."""
@@ -284,11 +323,12 @@ class Session:
         self.namespace.top_up_all()
 
     async def _seal(self, seal: int, stores: StoreList) -> None:
-        namespace = self.namespace
+        namespace, began_s = self.namespace, time.monotonic()
         checksums = await namespace.stores.in_io(self._verify, stores)
         # The last of a prompt first: the head is to look the most recent.
         held = [key for key, ref in reversed(stores) if self._commit(key, ref, checksums.get(ref))]
         held.reverse()
+        namespace.stores.timings.seal.observe(time.monotonic() - began_s)
         self._sealed(seal)
         namespace.spiller.add(held)
         namespace.announce(held, held=True)
@@ -312,7 +352,9 @@ class Session:
             namespace.table.abort_store(ref)
             counters.stores_refused_stamp += checksum is None
             return False
-        counters.stores_committed += namespace.table.commit_store(key, ref, checksum)
+        if namespace.table.commit_store(key, ref, checksum):
+            counters.stores_committed += 1
+            counters.stored_bytes += namespace.payload_bytes(key)
         namespace.mark_committed(key)
         # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
         return namespace.table.holds(key)

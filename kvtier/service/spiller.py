@@ -152,7 +152,7 @@ class Spiller:
         self.add(refused)
 
     async def flush(self) -> None:
-        """Write what is queued without lingering and wait until that is done. Returns at once while the disk is off."""
+        """Write what is queued without lingering and wait until that is done, or the disk is off."""
         self._draining = True
         self._full.set()
         if self._namespace.stores.disk_health.writable:
@@ -169,6 +169,8 @@ class Spiller:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
+            if self._draining and not self._namespace.stores.disk_health.writable:
+                self._idle.set()  # latched off while it drained: the stop would wait for what does not come
             await self._namespace.stores.disk_health.until_open()
             await self._linger()
             batch = self._take_batch()
@@ -261,6 +263,7 @@ class Spiller:
         counters.pack_bytes_written += record.file_bytes
         counters.durable_raw_bytes += sum(chunk.raw_bytes for chunk in record.chunks)
         counters.pack_write_ms += round(1000 * seconds)
+        stores.timings.pack_write.observe(seconds)
 
     def _largest_pack_bytes(self, batch: Sequence[Chunk[StoredChunk]]) -> int:
         sizes = [(chunk.key, self._namespace.payload_bytes(chunk.key)) for chunk in batch]
@@ -313,6 +316,7 @@ class Spiller:
 
     def _abandon(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
         """The arena's bytes do not match their checksums any more: drop them; they are stored when next computed."""
+        self._namespace.stores.counters.host_chunks_damaged += len(batch)
         self._end_spilling(batch)
         for chunk in batch:
             self._namespace.table.doom(chunk.key)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +18,7 @@ from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
+from kvtier.obs.timings import Timings
 from kvtier.service.disk_health import DiskHealth
 from kvtier.service.disk_usage import DiskUsage
 from kvtier.service.pacing import Traffic
@@ -41,6 +43,7 @@ class Stores:
         budget: Bytes of backed arena rows.
         disk_usage: Bytes of packs.
         counters: Events since the daemon started.
+        timings: How long things took.
         disk_health: Whether the disk tier may be used at all.
         traffic: Promotions that requests wait for.
         holes: Set when a chunk lost its place in a pack: there may be something to compact.
@@ -54,6 +57,7 @@ class Stores:
     budget: HostBudget
     disk_usage: DiskUsage
     counters: Counters
+    timings: Timings
     disk_health: DiskHealth
     traffic: Traffic
     holes: asyncio.Event
@@ -71,13 +75,20 @@ class Stores:
         return self.config.cache.store == "all"
 
     @classmethod
-    def create(cls, config: DaemonConfig, disk: DiskTier, ledger: Ledger) -> "Stores":
+    def create(
+        cls,
+        config: DaemonConfig,
+        disk: DiskTier,
+        ledger: Ledger,
+        counters: Counters | None = None,
+        timings: Timings | None = None,
+    ) -> "Stores":
         """Make the pools: a call never queues behind one of another kind.
 
         One thread for the ledger, `disk.io_threads` for promotions, two for packs being written, one for compaction,
         scrub and probes, and `disk.io_threads` for the short rest (verifying stores, backing rows, unlinking).
         """
-        counters, num_threads = Counters(), config.disk.io_threads
+        counters, num_threads = counters or Counters(), config.disk.io_threads
         background = ThreadPoolExecutor(1, thread_name_prefix="kvtier-background")
         return cls(
             config=config,
@@ -86,6 +97,7 @@ class Stores:
             budget=HostBudget(config.host.host_bytes),
             disk_usage=DiskUsage(config.disk.disk_bytes),
             counters=counters,
+            timings=timings or Timings(),
             disk_health=DiskHealth(lambda: _in_pool(background, disk.probe), counters),
             traffic=Traffic(),
             holes=asyncio.Event(),
@@ -98,7 +110,14 @@ class Stores:
 
     async def in_ledger(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a ledger call on the ledger's thread; calls run in the order they were made."""
-        return await _in_pool(self.ledger_thread, lambda: call(*args, **kwargs))
+        began_s = time.monotonic()
+        try:
+            return await _in_pool(self.ledger_thread, lambda: call(*args, **kwargs))
+        except LedgerError:
+            self.counters.io_errors_ledger += 1
+            raise
+        finally:
+            self.timings.ledger.observe(time.monotonic() - began_s)
 
     async def in_io(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a short blocking call."""

@@ -45,7 +45,11 @@ class Tasks:
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_nobody_waits)
+            raise
 
     async def settle(self) -> None:
         """Wait until every task started so far has ended."""
@@ -59,3 +63,9 @@ class Tasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _nobody_waits(task: asyncio.Task[Any]) -> None:
+    """Whose call it was has left: nobody else hears of an error."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("task %s failed after its caller had left: %s", task.get_name(), error)

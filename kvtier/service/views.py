@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.ledger import BindingRow, PromptRow
 
@@ -43,6 +43,14 @@ class BindingView:
         return self.num_durable_chunks == self.num_chunks
 
 
+class Durability(NamedTuple):
+    """Of a prompt in one namespace, only what its state depends on: quick to find out."""
+
+    namespace_id: str
+    durable: bool
+    num_refused_chunks: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptView:
     """A prompt and how far its promise is kept."""
@@ -55,21 +63,34 @@ class PromptView:
     error: str
 
 
+def durability_of(namespace: "Namespace", row: BindingRow) -> Durability:
+    """Look whether every chunk of a binding is on disk, as far as the first that is not."""
+    chunks = namespace.table.get_all(row.keys)
+    return Durability(
+        namespace.namespace_id,
+        all(chunk is not None and chunk.location is not None for chunk in chunks),
+        _num_refused(namespace, row),
+    )
+
+
+def _num_refused(namespace: "Namespace", row: BindingRow) -> int:
+    return sum(map(namespace.spiller.is_refused, row.keys)) if namespace.spiller.num_refused else 0
+
+
 def view_binding(namespace: "Namespace", row: BindingRow) -> BindingView:
     """Count where the chunks of a binding are."""
-    chunks = [namespace.table.get(key) for key in row.keys]
+    chunks = [chunk for chunk in namespace.table.get_all(row.keys) if chunk is not None]
+    locations = [chunk.location for chunk in chunks if chunk.location is not None]
     return BindingView(
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,
         covered_tokens=row.covered_tokens,
         num_chunks=len(row.keys),
-        num_host_chunks=sum(chunk is not None and chunk.readable for chunk in chunks),
-        num_durable_chunks=sum(chunk is not None and chunk.location is not None for chunk in chunks),
-        num_refused_chunks=sum(namespace.spiller.is_refused(key) for key in row.keys),
-        raw_bytes=sum(namespace.payload_bytes(key) for key in row.keys),
-        disk_bytes=sum(
-            chunk.location.stored_bytes for chunk in chunks if chunk is not None and chunk.location is not None
-        ),
+        num_host_chunks=sum(chunk.readable for chunk in chunks),
+        num_durable_chunks=len(locations),
+        num_refused_chunks=_num_refused(namespace, row),
+        raw_bytes=namespace.layout.total_payload_bytes(row.keys),
+        disk_bytes=sum(location.stored_bytes for location in locations),
         live=namespace.live,
     )
 
@@ -86,7 +107,7 @@ def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Se
     errors = [session.bind_errors[prompt.pin_id] for session in serving if prompt.pin_id in session.bind_errors]
     return PromptView(
         prompt=prompt,
-        state=_state(prompt, bindings, serving),
+        state=state_of(prompt, bindings, serving),
         bindings=tuple(bindings),
         num_engines=len(serving),
         num_confirmed=sum(prompt.pin_id in session.bound for session in serving),
@@ -94,7 +115,16 @@ def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Se
     )
 
 
-def _state(prompt: PromptRow, bindings: Sequence[BindingView], serving: Sequence["Session"]) -> PromptState:
+def state_of(
+    prompt: PromptRow, bindings: Sequence[BindingView] | Sequence[Durability], serving: Sequence["Session"]
+) -> PromptState:
+    """Judge how far a prompt's promise is kept.
+
+    Args:
+        prompt: The prompt.
+        bindings: In each namespace, the one used last at the end.
+        serving: Engines attached now that shall recognize it.
+    """
     if not prompt.tokens:
         return PromptState.UNRENDERED
     live_ids = {session.namespace.namespace_id for session in serving}

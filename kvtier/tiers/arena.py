@@ -38,8 +38,8 @@ _FULL = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 class Arena:
     """One arena file: created (or taken over from a dead daemon), mapped, and unlinked by its owner, the daemon.
 
-    The slot table's words are read and written as single aligned 64-bit accesses. `back` and `unback` may run in a
-    worker thread; everything else is quick.
+    The slot table's words are read and written as single aligned 64-bit accesses. `back`, `populate` and `unback` may
+    run in a worker thread; everything else is quick.
 
     Attributes:
         geometry: Sizes of the file.
@@ -154,6 +154,15 @@ class Arena:
                     return num_backed
                 raise ArenaError(f"cannot allocate row {slot} of {self.path}: {exc.strerror}") from exc
         return len(slots)
+
+    def populate(self, slots: Sequence[int]) -> None:
+        """Map the pages of backed rows, which are about to be written here. Blocks like `back`; worker thread.
+
+        It takes two thirds of the time of the page faults that it saves, and they would hold up the decoder.
+        """
+        for slot in slots:
+            row = self._row_offset(slot)
+            self._pages.populate(self._bytes[row : row + self.geometry.row_bytes])
 
     def unback(self, slots: Sequence[int]) -> None:
         """Give the pages of rows back to the system; no reader may hold a lease on them. Worker thread.

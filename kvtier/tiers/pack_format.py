@@ -56,18 +56,15 @@ def reserve_bytes(namespace_id: str, sizes: Sequence[tuple[ChunkKey, int]]) -> i
     """Return the offset where data can start, before the stored sizes are known.
 
     The header is written last, in front of the data, so that chunks are compressed and written one by one. A chunk's
-    stored size never exceeds its raw size, so a header with raw sizes is the longest there can be.
+    stored size never exceeds its raw size, so no number in it is longer than one of them, or than their sum.
 
     Args:
         namespace_id: The pack's namespace.
         sizes: Key and raw bytes of each chunk.
     """
-    codec = "x" * MAX_CODEC_NAME_BYTES
-    largest = [
-        PackEntry(key=key, stored_bytes=raw_bytes, raw_bytes=raw_bytes, codec=codec, checksum=_MAX_CHECKSUM)
-        for key, raw_bytes in sizes
-    ]
-    needed = LENGTH_PREFIX.size + len(_header_json(namespace_id, largest))
+    key_bytes = max(len(key) for key, _ in sizes)
+    one, two = (len(_header_json(namespace_id, _longest_entries(number, key_bytes, sizes))) for number in (1, 2))
+    needed = LENGTH_PREFIX.size + one + len(sizes) * (two - one)
     return -(-needed // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
 
 
@@ -187,6 +184,21 @@ def _header_json(namespace_id: str, entries: Sequence[PackEntry]) -> bytes:
         tensors[entry.key.hex()] = {"dtype": "U8", "shape": [entry.stored_bytes], "data_offsets": [offset, end]}
         offset = end
     return json.dumps(tensors, separators=(",", ":")).encode()
+
+
+def _longest_entries(number: int, key_bytes: int, sizes: Sequence[tuple[ChunkKey, int]]) -> list[PackEntry]:
+    """Return entries of which the second is at least as long, in a header, as any of a pack with these sizes."""
+    total_bytes = sum(raw_bytes for _, raw_bytes in sizes)
+    return [
+        PackEntry(
+            key=position.to_bytes(key_bytes, "big"),
+            stored_bytes=total_bytes,
+            raw_bytes=total_bytes,
+            codec="x" * MAX_CODEC_NAME_BYTES,
+            checksum=_MAX_CHECKSUM,
+        )
+        for position in range(number)
+    ]
 
 
 def _stored_chunk(

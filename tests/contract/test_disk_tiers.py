@@ -1,19 +1,34 @@
 """Every disk tier, and every fake of one, keeps the contract."""
 
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from kvtier.tiers.base import DiskTier
+from kvtier.tiers.codecs.compiled import compile_kernels
+from kvtier.tiers.codecs.words import NUMPY, use_kernels
 from kvtier.tiers.packs import PackTier
 from tests.contract.disk_tier import DiskTierContract
 from tests.fakes.memory_tier import MemoryTier
+
+compiled_once = cache(compile_kernels)
 
 
 class TestPackTier(DiskTierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> DiskTier:
         return PackTier(tmp_path / "packs")
+
+
+class TestPackTierWithCompiledCodecs(DiskTierContract):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[DiskTier]:
+        pytest.importorskip("numba")
+        use_kernels(compiled_once())
+        yield PackTier(tmp_path / "packs")
+        use_kernels(NUMPY)
 
 
 class TestMemoryTier(DiskTierContract):

@@ -88,7 +88,12 @@ def test_tensor_parallel(world: World, compare: Comparisons, note: Note) -> None
         world.stack.daemon.start()
         world.stack.wait_attached(engine)
         forget_gpu(engine)
+        bytes_before = engine.metric("vllm:kv_offload_load_bytes_total")
         compare.restored_equals_own_hit(ask(engine, PREFIX + QUESTION), reference, "disk")
+        # Two workers loaded half of each chunk: bytes are added up over them, chunks are counted once.
+        binding = world.stack.json("show", "prompt")["bindings"][-1]
+        assert engine.metric("vllm:kv_offload_load_bytes_total") - bytes_before == binding["raw_bytes"]
+        assert engine.metric("kvtier_connector_loaded_chunks_total", tier="disk") == binding["num_chunks"]
 
 
 def _check_miss(world: World, engine: Engine, field: str) -> None:

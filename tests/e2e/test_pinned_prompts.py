@@ -19,6 +19,7 @@ from benchmarks.prompts import system_prompt
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import PATIENT, Answer, Stack, ask, ask_all, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.fakes.promql import expressions, used_in
 
 PREFIX_TOKENS = 640
 EARLY, HELD, PLAIN = tokens(1, PREFIX_TOKENS), tokens(2, PREFIX_TOKENS), tokens(3, PREFIX_TOKENS)
@@ -240,6 +241,47 @@ def test_reboot(world: World, compare: Comparisons, note: Note) -> None:
         forget_gpu(world.engine)
         compare.restored_equals_own_hit(ask(world.engine, EARLY + SHORT), world.references["early"], "host")
     assert stack.counters()["chunks_promoted"] == promoted, "a hot prompt was read from disk again"
+
+
+def test_metrics_of_engine_and_daemon(world: World) -> None:
+    """One prompt from host memory, as vLLM, the connector in it and the daemon count it."""
+    stack, engine = world.stack, world.engine
+    num_chunks, raw_bytes = PREFIX_TOKENS // 32, stack.json("show", "early")["bindings"][-1]["raw_bytes"]
+    forget_gpu(engine)
+    before, daemon_before = _counted(engine), stack.counters()
+    assert ask(engine, EARLY + SHORT).by_source["host"] == PREFIX_TOKENS
+    wait_until(lambda: _counted(engine)["answers"] > before["answers"], 10, "vLLM to take in the connector's stats")
+    grown = {name: value - before[name] for name, value in _counted(engine).items()}
+    assert grown == {
+        "whole": 1,
+        "answers": 1,
+        "chunks": num_chunks,
+        "chunks_from_disk": 0,
+        "bytes": raw_bytes,
+        "tokens": PREFIX_TOKENS,
+        "attached": 0,
+    }
+    assert engine.metric("kvtier_connector_attached") == 1
+    counters = stack.counters()
+    assert counters["acquired_chunks_host"] - daemon_before["acquired_chunks_host"] == num_chunks
+    assert stack.daemon.metric("kvtier_hit_bytes_total", tier="host") == counters["acquired_bytes_host"]
+    exported = engine.http.get("/metrics").text
+    named = {name for expression in expressions() for name, _ in used_in(expression).selectors}
+    for name in named:
+        if name.startswith(("vllm:", "kvtier_connector_")):
+            assert f"# TYPE {name.removesuffix('_bucket')} " in exported, f"the dashboard asks vLLM for {name}"
+
+
+def _counted(engine: Engine) -> dict[str, float]:
+    return {
+        "whole": engine.metric("kvtier_connector_lookups_total", result="whole"),
+        "answers": engine.metric("kvtier_connector_answer_seconds_count"),
+        "chunks": engine.metric("kvtier_connector_loaded_chunks_total", tier="host"),
+        "chunks_from_disk": engine.metric("kvtier_connector_loaded_chunks_total", tier="disk"),
+        "bytes": engine.metric("vllm:kv_offload_load_bytes_total"),
+        "tokens": engine.metric("vllm:prompt_tokens_cached_by_source_total", source="host"),
+        "attached": engine.metric("kvtier_connector_attached"),
+    }
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])

@@ -2,7 +2,6 @@
 
 import sqlite3
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ import pytest
 import kvtier.service.cache
 from kvtier.ledger import Ledger
 from kvtier.ledger.schema import open_database
-from kvtier.tiers.packs import PackTier
+from kvtier.obs.counters import Counters
+from kvtier.obs.histogram import Histogram
+from kvtier.tiers.observed_ops import ObservedFileOps
 from tests.fakes.failing_ops import FailingOps
 
 
@@ -38,6 +39,18 @@ class SharedOps(FailingOps):
                 self._step(statement.split()[0].lower())
             except OSError as error:
                 raise sqlite3.OperationalError(f"disk I/O error: {error}") from error
+
+
+class ObservedSharedOps(ObservedFileOps, SharedOps):
+    """The calls that fail, seen by the service's own observer, which each cache that is opened makes for itself."""
+
+    def __init__(self) -> None:
+        SharedOps.__init__(self)
+
+    def observed_by(self, counters: Counters, fsync_s: Histogram) -> "ObservedSharedOps":
+        """Count for this cache from now on."""
+        ObservedFileOps.__init__(self, counters, fsync_s)
+        return self
 
 
 class CountedConnection:
@@ -83,8 +96,8 @@ class CountedLedger(Ledger):
 
 def failing_service(monkeypatch: pytest.MonkeyPatch) -> SharedOps:
     """Have every cache that is opened from now on use the operations that are returned; they work, for now."""
-    ops = SharedOps()
+    ops = ObservedSharedOps()
     monkeypatch.setattr(CountedLedger, "ops", ops, raising=False)
-    monkeypatch.setattr(kvtier.service.cache, "PackTier", partial(PackTier, ops=ops))
+    monkeypatch.setattr(kvtier.service.cache, "ObservedFileOps", ops.observed_by)
     monkeypatch.setattr(kvtier.service.cache, "Ledger", CountedLedger)
     return ops

@@ -14,8 +14,8 @@ from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2_grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.address import channel_target
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder
-from kvtier.config import CacheConfig, DaemonConfig, DiskConfig, HostConfig, ServerConfig
-from kvtier.config.model import StoreMode
+from kvtier.config import CacheConfig, DaemonConfig, DiskConfig, HostConfig, MetricsConfig, ServerConfig
+from kvtier.config.model import OFF, StoreMode
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout, group_idx_of
 from kvtier.rpc.server import serve
@@ -45,6 +45,7 @@ def config_in(
         host=HostConfig(arena_dir=folder / "arena", host_bytes=host_bytes, prewarm=False),
         disk=DiskConfig(disk_dir=folder / "disk", disk_bytes=disk_bytes, pack_linger_s=0.01, **disk),
         cache=CacheConfig(store=store),
+        metrics=MetricsConfig(listen=OFF),
     )
 
 

@@ -48,6 +48,7 @@ async def started(config: DaemonConfig, settings: Mapping[str, str]) -> asyncio.
     }
     arguments = [f"--{name}={value}" for name, value in flags.items()]
     defaults = {"KVTIER_DISK_PACK_LINGER_S": "0.01", "KVTIER_HOST_PREWARM": str(config.host.prewarm)}
+    defaults["KVTIER_METRICS_LISTEN"] = config.metrics.listen
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", COMMAND, *arguments), env=environment | defaults | dict(settings)
     )

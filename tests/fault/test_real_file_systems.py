@@ -40,6 +40,7 @@ def command(config: DaemonConfig, mount: str, **settings: str) -> list[str]:
         "arena-dir": config.host.arena_dir,
         "host-bytes": config.host.host_bytes,
         "disk-bytes": config.disk.disk_bytes,
+        "metrics-listen": config.metrics.listen,
         "log-level": "error",
     }
     arguments = " ".join(f"--{name}={value}" for name, value in flags.items())

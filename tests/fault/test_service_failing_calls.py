@@ -256,7 +256,10 @@ def test_engines_are_served_from_memory_while_the_disk_is_off(tmp_path: Path, op
                 return bool((await status_of(stub)).disk.latched)
 
             await until(latched)
-            problem = (await status_of(stub)).disk.latched
+            status = await status_of(stub)
+            problem, counters = status.disk.latched, status.counters
+            errors = sum(number for name, number in counters.items() if name.startswith("io_errors_disk_"))
+            assert 3 <= errors <= ops.num_refused, "what switched the tier off was counted"
             assert problem.startswith("off" if code == errno.EIO else "writing is off"), problem
             assert os.strerror(code) in problem
             await day.pin("another")

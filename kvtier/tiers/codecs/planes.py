@@ -12,9 +12,14 @@ Everything else follows from the payload's length, which the caller knows. Nothi
 allocation: frames are decoded into a thread's own buffer. Bytes: docs/format.md; numbers: docs/adr/0008-codecs.md.
 """
 
+import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +34,12 @@ BLOCK_BYTES = 256 * 1024
 zstd's own block; shorter blocks pay numpy's cost per call."""
 MIN_PLANE_GAIN_RATIO = 0.03
 _ALIGNMENT_BYTES = 8
-_TABLE_DTYPE = np.dtype("<u4")
+_NOTHING = np.empty(0, np.uint8)
+_ZEROS = memoryview(bytes(_ALIGNMENT_BYTES))
 _SAMPLE_PIECES, _SAMPLE_BYTES = 16, 2048
 _MIN_COLLISIONS = 1.15
 MAX_KEPT_BYTES = 16 * 2**20
-"""A buffer for the pieces of longer chunks is not kept between chunks."""
+"""Buffers that a thread keeps for the pieces of chunks, in all."""
 
 # A tiny hash table and long matches: zstd finds nothing to match, and what is left of it is its Huffman coder.
 HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
@@ -49,7 +55,11 @@ HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
 
 
 class Scratch(threading.local):
-    """A thread's zstd contexts and buffers, about 1.5 MiB, kept between chunks: fresh pages cost more than the work."""
+    """A thread's zstd contexts and buffers, about 1.5 MiB, kept between chunks: fresh pages cost more than the work.
+
+    Attributes:
+        kept_bytes: Length of the buffers that `take_room` gives again, in all.
+    """
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=HUFFMAN_ONLY)
@@ -59,20 +69,29 @@ class Scratch(threading.local):
         self.planes = np.empty(2 * BLOCK_BYTES, np.uint8)
         self.words = np.empty(BLOCK_BYTES // 2, np.uint8)
         self.other_words = np.empty(BLOCK_BYTES // 2, np.uint8)
-        self._rooms: list[bytearray] = []
+        self._rooms: deque[bytearray] = deque()  # the longest unused first
+        self.kept_bytes = 0
 
     def take_room(self, num_bytes: int) -> Bytes:
         """Return a buffer to give away. One given before is given again when nobody holds a view of it any more.
 
-        Two are kept: the caller still has the pieces of one chunk when it encodes the next.
+        Several are kept: the caller has the pieces of many chunks when it writes them in one go.
         """
-        for room in self._rooms:
+        for _ in range(len(self._rooms)):
+            room = self._rooms[0]
+            self._rooms.rotate(-1)
             if len(room) >= num_bytes and _is_unshared(room):
                 return np.frombuffer(room, np.uint8)
         fresh = bytearray(num_bytes)
         if num_bytes <= MAX_KEPT_BYTES:
-            self._rooms = [*self._rooms[-1:], fresh]
+            self._keep(fresh)
         return np.frombuffer(fresh, np.uint8)
+
+    def _keep(self, room: bytearray) -> None:
+        self._rooms.append(room)
+        self.kept_bytes += len(room)
+        while self.kept_bytes > MAX_KEPT_BYTES:
+            self.kept_bytes -= len(self._rooms.popleft())
 
 
 _scratch = Scratch()
@@ -103,17 +122,16 @@ class PlaneCodec(ABC):
 
     def encode(self, segments: Sequence[memoryview]) -> Sequence[memoryview] | None:
         """See `Codec.encode`. The pieces are owned by the caller."""
-        raw_bytes = sum(segment.nbytes for segment in segments)
+        raw_bytes = _total_bytes(segments)
         if raw_bytes % self.item_bytes:
             return None
-        scratch, cursor = _scratch, _Cursor(segments)
-        lengths = self._block_lengths(raw_bytes)
-        table = np.zeros((len(lengths), len(self.plane_bytes)), _TABLE_DTYPE)
-        room = _Room(scratch.take_room(raw_bytes + BLOCK_BYTES))
-        pieces = [table.data.cast("B")] if lengths else []
-        for row, length in enumerate(lengths):
-            block = cursor.take_aligned(length, self.item_bytes, scratch.block)
-            planes = room.planes(self._plane_lengths(length))
+        shape, scratch, cursor = self._shape(raw_bytes), _scratch, _Cursor(segments)
+        room = _Room(scratch.take_room(shape.room_bytes))
+        pieces: list[memoryview] = []
+        stored_lengths: list[int] = []
+        for block_bytes, plane_lengths in shape.blocks:
+            block = cursor.take_aligned(block_bytes, self.item_bytes, scratch.block)
+            planes = room.planes(plane_lengths)
             self.split(block, planes, scratch)
             # The first plane holds exponents: nearly always worth coding, so it is not sampled. The others are sampled
             # before it is coded, while they are in the cache.
@@ -123,44 +141,51 @@ class PlaneCodec(ABC):
                 if stored is None:
                     stored = plane.data
                     room.keep(column)
-                table[row, column] = stored.nbytes
-                pieces += _padded(stored)
-        tail = b"".join(part.tobytes() for part in cursor.take(raw_bytes - sum(lengths)))
-        return [*pieces, memoryview(tail)] if tail else pieces
+                stored_lengths.append(stored.nbytes)
+                pieces.append(stored)
+                if padding := -stored.nbytes % _ALIGNMENT_BYTES:
+                    pieces.append(_ZEROS[:padding])
+        tail = b"".join(part.tobytes() for part in cursor.take(shape.tail_bytes))
+        table = shape.table.pack(*stored_lengths)
+        return [piece for piece in (memoryview(table), *pieces, memoryview(tail)) if piece]
 
     def decode(self, stored: memoryview, into: Sequence[memoryview]) -> None:
         """See `Codec.decode`."""
-        raw_bytes = sum(segment.nbytes for segment in into)
+        raw_bytes = _total_bytes(into)
         if raw_bytes % self.item_bytes:
             raise CodecError(f"{self.name}: a payload of {raw_bytes} bytes is no run of {self.item_bytes}-byte values")
-        scratch, cursor = _scratch, _Cursor(into)
-        source = np.frombuffer(stored, np.uint8) if stored.nbytes else np.empty(0, np.uint8)
-        lengths = self._block_lengths(raw_bytes)
-        table, offset, end = self._read_table(source, lengths, raw_bytes)
-        for length, row in zip(lengths, table, strict=True):
-            parts = cursor.take(length)
+        shape, scratch, cursor = self._shape(raw_bytes), _scratch, _Cursor(into)
+        source = np.frombuffer(stored, np.uint8) if stored.nbytes else _NOTHING
+        stored_lengths, end = self._read_table(source, shape)
+        lengths = zip(stored_lengths, shape.plane_lengths, strict=True)
+        offset = shape.table.size
+        for block_bytes, planes in shape.blocks:
+            parts = cursor.take(block_bytes)
             in_place = len(parts) == 1 and _is_aligned(parts[0], self.item_bytes)
-            block = parts[0] if in_place else scratch.block[:length]
-            offset = self._decode_block(source, offset, row, block, scratch)
+            block = parts[0] if in_place else scratch.block[:block_bytes]
+            offset = self._decode_block(source, offset, islice(lengths, len(planes)), block, scratch)
             if not in_place:
                 _scatter(block, parts)
-        tail = source[end:]
-        _scatter(tail, cursor.take(tail.nbytes))
+        if shape.tail_bytes:
+            _scatter(source[end:], cursor.take(shape.tail_bytes))
 
     def coded_bytes(self, pieces: Sequence[memoryview], raw_bytes: int) -> int:
         """Return how many bytes of planes are entropy coded in what `encode` returned: they take most of decoding."""
-        lengths = self._block_lengths(raw_bytes)
-        if not lengths:
+        shape = self._shape(raw_bytes)
+        if not shape.blocks:
             return 0
-        table = np.frombuffer(pieces[0], _TABLE_DTYPE).reshape(len(lengths), -1)
-        planes = np.array([self._plane_lengths(length) for length in lengths])
-        return int(planes[table < planes].sum())
+        stored_lengths = shape.table.unpack(pieces[0])
+        return sum(
+            length for stored, length in zip(stored_lengths, shape.plane_lengths, strict=True) if stored < length
+        )
 
-    def _decode_block(self, source: Bytes, offset: int, row: Sequence[int], block: Bytes, scratch: Scratch) -> int:
-        """Return the offset after the block's planes."""
+    def _decode_block(
+        self, source: Bytes, offset: int, lengths: Iterable[tuple[int, int]], block: Bytes, scratch: Scratch
+    ) -> int:
+        """Return the offset after the block's planes; `lengths` are their stored lengths, and their own."""
         planes: list[Bytes] = []
         used = 0
-        for stored_bytes, length in zip(row, self._plane_lengths(block.nbytes), strict=True):
+        for stored_bytes, length in lengths:
             plane = source[offset : offset + stored_bytes]
             offset += _align(stored_bytes)
             if stored_bytes == length and planes and _is_aligned(plane, self.item_bytes):
@@ -185,30 +210,57 @@ class PlaneCodec(ABC):
         if filled != length:
             raise CodecError(f"{self.name}: a frame decodes to {filled} bytes, its plane has {length}")
 
-    def _read_table(self, source: Bytes, lengths: Sequence[int], raw_bytes: int) -> tuple[list[list[int]], int, int]:
-        """Return the table, where planes start and where they end; its lengths are possible and add up."""
-        start = len(lengths) * len(self.plane_bytes) * _TABLE_DTYPE.itemsize
-        tail_bytes = raw_bytes - sum(lengths)
-        if source.nbytes < start:
-            raise CodecError(f"{self.name}: {source.nbytes} bytes are stored, the table alone has {start}")
-        table: list[list[int]] = source[:start].view(_TABLE_DTYPE).reshape(len(lengths), -1).tolist() if lengths else []
-        end = start
-        for length, row in zip(lengths, table, strict=True):
-            for got, most in zip(row, self._plane_lengths(length), strict=True):
-                if not 0 < got <= most:
-                    raise CodecError(f"{self.name}: the table has a plane that is longer stored than raw, or empty")
-                end += _align(got)
-        if end + tail_bytes != source.nbytes:
-            raise CodecError(f"{self.name}: {source.nbytes} bytes are stored, the table says {end + tail_bytes}")
-        return table, start, end
+    def _read_table(self, source: Bytes, shape: "_Shape") -> tuple[Sequence[int], int]:
+        """Return the planes' stored lengths, and where planes end; the lengths are possible and add up."""
+        end = shape.table.size
+        if source.nbytes < end:
+            raise CodecError(f"{self.name}: {source.nbytes} bytes are stored, the table alone has {end}")
+        stored_lengths = shape.table.unpack_from(source.data)
+        for got, most in zip(stored_lengths, shape.plane_lengths, strict=True):
+            if not 0 < got <= most:
+                raise CodecError(f"{self.name}: the table has a plane that is longer stored than raw, or empty")
+            end += _align(got)
+        if end + shape.tail_bytes != source.nbytes:
+            raise CodecError(f"{self.name}: {source.nbytes} bytes are stored, the table says {end + shape.tail_bytes}")
+        return stored_lengths, end
 
-    def _block_lengths(self, raw_bytes: int) -> list[int]:
-        whole = raw_bytes - raw_bytes % self.unit_bytes
-        return [min(BLOCK_BYTES, whole - start) for start in range(0, whole, BLOCK_BYTES)]
+    def _shape(self, raw_bytes: int) -> "_Shape":
+        return _shape_of(raw_bytes, self.unit_bytes, self.plane_bytes)
 
-    def _plane_lengths(self, block_bytes: int) -> list[int]:
-        num_units = block_bytes // self.unit_bytes
-        return [num_units * share for share in self.plane_bytes]
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """How every payload of one length is cut.
+
+    Attributes:
+        blocks: Length of each block, and of its planes.
+        plane_lengths: Of all blocks, in the table's order.
+        table: Stored lengths, in the table's order.
+        room_bytes: What all planes take.
+        tail_bytes: What is left after whole units.
+    """
+
+    blocks: tuple[tuple[int, tuple[int, ...]], ...]
+    plane_lengths: tuple[int, ...]
+    table: struct.Struct
+    room_bytes: int
+    tail_bytes: int
+
+
+@lru_cache(maxsize=32)  # chunks of a namespace have one length, or few
+def _shape_of(raw_bytes: int, unit_bytes: int, plane_bytes: tuple[int, ...]) -> _Shape:
+    tail_bytes = raw_bytes % unit_bytes
+    whole = raw_bytes - tail_bytes
+    lengths = [min(BLOCK_BYTES, whole - start) for start in range(0, whole, BLOCK_BYTES)]
+    blocks = tuple((length, tuple(length // unit_bytes * share for share in plane_bytes)) for length in lengths)
+    plane_lengths = tuple(length for _, planes in blocks for length in planes)
+    return _Shape(
+        blocks=blocks,
+        plane_lengths=plane_lengths,
+        table=struct.Struct(f"<{len(plane_lengths)}I"),
+        room_bytes=sum(map(_align, plane_lengths)),
+        tail_bytes=tail_bytes,
+    )
 
 
 class _Room:
@@ -239,15 +291,16 @@ class _Cursor:
     """Walks through segments, whatever their lengths."""
 
     def __init__(self, segments: Sequence[memoryview]) -> None:
-        self._left: Iterator[Bytes] = (np.frombuffer(part, np.uint8) for part in segments if part.nbytes)
-        self._part: Bytes = np.empty(0, np.uint8)
+        self._left = iter(segments)
+        self._part = _NOTHING
 
     def take(self, length: int) -> list[Bytes]:
         """Return the next bytes, as views."""
         parts = []
         while length:
-            if not self._part.nbytes:
-                self._part = next(self._left)
+            while not self._part.nbytes:
+                segment = next(self._left)
+                self._part = np.frombuffer(segment, np.uint8) if segment.nbytes else _NOTHING
             part, self._part = self._part[:length], self._part[length:]
             parts.append(part)
             length -= part.nbytes
@@ -290,18 +343,18 @@ def _is_unshared(room: bytearray) -> bool:
     return True
 
 
-def _padded(stored: memoryview) -> list[memoryview]:
-    padding = _align(stored.nbytes) - stored.nbytes
-    return [stored, memoryview(bytes(padding))] if padding else [stored]
-
-
 def _align(length: int) -> int:
     return -(-length // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _is_aligned(array: Bytes, item_bytes: int) -> bool:
-    address: int = array.__array_interface__["data"][0]  # array.ctypes.data takes three times as long
-    return address % item_bytes == 0
+    """Whether it can be taken as values of so many bytes where it lies."""
+    # Not by its address: numpy takes six times as long to tell that.
+    return array.nbytes % item_bytes == 0 and array.view(f"u{item_bytes}").flags.aligned
+
+
+def _total_bytes(segments: Sequence[memoryview]) -> int:
+    return sum([segment.nbytes for segment in segments])
 
 
 def _scatter(source: Bytes, parts: Sequence[Bytes]) -> None:

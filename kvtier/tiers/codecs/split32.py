@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.tiers.codecs.planes import Bytes, PlaneCodec, Scratch
-from kvtier.tiers.codecs.split16 import merge_words, split_words
+from kvtier.tiers.codecs.words import merge_words, split_words
 
 _WORD = np.dtype("<u2")
 _DOUBLE_WORD = np.dtype("<u4")

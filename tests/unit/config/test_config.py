@@ -14,13 +14,14 @@ from kvtier.config import (
     DiskConfig,
     HostConfig,
     LogConfig,
+    MetricsConfig,
     ServerConfig,
     load_config,
     settings,
     units,
 )
 from kvtier.config.settings import BY_KEY, SETTINGS
-from kvtier.config.units import available_bytes, format_size, parse_percent, parse_size
+from kvtier.config.units import available_bytes, format_size, parse_address, parse_percent, parse_size
 from kvtier.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "kvtier.toml"
@@ -144,7 +145,7 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ("[hosts]\nbytes = 1", "did you mean host?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
-        ("nonsense = 3", "[server], [host], [disk], [cache], [log]"),
+        ("nonsense = 3", "[server], [host], [disk], [cache], [metrics], [log]"),
     ],
 )
 def test_misplaced_keys(write: Callable[[str], Path], text: str, said: str) -> None:
@@ -175,6 +176,11 @@ def test_unknown_variable_of_a_table_is_refused_and_others_are_not_ours() -> Non
         ("log.format", 3, "text, json"),
         ("disk.dir", 3, "path in quotes"),
         ("server.socket", "/" + "x" * 107, "at most 107"),
+        ("metrics.listen", 9464, "address in quotes"),
+        ("metrics.listen", ":9464", '"0.0.0.0:9464" for every interface'),
+        ("metrics.listen", "localhost", "host:port"),
+        ("metrics.listen", "127.0.0.1:70000", "up to 65535"),
+        ("metrics.listen", "::1:9464", '"[::1]:9464"'),
     ],
 )
 def test_bad_values_name_key_value_source_and_remedy(key: str, value: object, said: str) -> None:
@@ -203,6 +209,7 @@ def test_dataclass_defaults_are_the_settings_defaults() -> None:
     config = load_config(environ={}).config
     assert config.log == LogConfig()
     assert config.cache == CacheConfig()
+    assert config.metrics == MetricsConfig()
     assert config.server == ServerConfig(socket=config.server.socket)
     assert config.host == HostConfig(arena_dir=config.host.arena_dir, host_bytes=config.host.host_bytes)
     assert config.disk == DiskConfig(disk_dir=config.disk.disk_dir, disk_bytes=config.disk.disk_bytes)
@@ -237,6 +244,19 @@ def test_rates_of_background_work_may_be_zero_for_off(write: Callable[[str], Pat
     for value in ("false", '"1KiB"', "-1"):
         with pytest.raises(ConfigError, match="scrub_bytes_per_s"):
             load_config(path=write(f"[disk]\nscrub_bytes_per_s = {value}"), environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("127.0.0.1:9464", ("127.0.0.1", 9464)), ("localhost:0", ("localhost", 0)), ("[::1]:1", ("::1", 1))],
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+    assert load_config(environ={"KVTIER_METRICS_LISTEN": text}).config.metrics.listen == text
+
+
+def test_metrics_may_be_switched_off() -> None:
+    assert load_config(environ={"KVTIER_METRICS_LISTEN": "OFF"}).config.metrics.listen == "off"
 
 
 def test_a_low_watermark_above_the_high_one_is_refused(write: Callable[[str], Path]) -> None:

@@ -10,6 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+import kvtier_connector.lookups
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.keys import chunk_key
 from kvtier_connector.lease import AcquirePlan, Lease
@@ -321,6 +322,15 @@ def test_gpu_hits_of_pinned_chunks_are_touched_once_a_second(scheduler: Schedule
     assert list(scheduler.sent_one("touch").keys) == keys_of("sys", 6)
 
 
+def test_many_touches_go_in_messages_that_grpc_takes(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts touched in a second went in one message: beyond 64 MiB the session ended."""
+    monkeypatch.setattr(kvtier_connector.lookups, "MAX_TOUCHED_KEYS", 4)
+    scheduler.ask(scheduler.new_request("sys", 8, "r"), 24)
+    scheduler.step()
+    touched = [list(message.touch.keys) for message in scheduler.sent() if message.WhichOneof("kind") == "touch"]
+    assert touched == [keys_of("sys", 6)[4:], keys_of("sys", 6)[:4]], "the head last: it is kept the longest"
+
+
 def lora_request(scheduler: Scheduler, folder: Path, load_id: int) -> Any:
     request: Any = FakeRequest(
         f"r{load_id}", hashes_of("sys", 8), 33, lora_request=LoRARequest("sql", load_id, str(folder))
@@ -453,7 +463,7 @@ def test_word_of_a_promotion_costs_what_it_names() -> None:
     keys = Keys(keys_of("long", 8))
     attachment: Any = None
     lease = Lease(
-        attachment=attachment, acquire_id=1, plan=AcquirePlan(keys, 6, 4, 0, 24), answer_deadline_s=0.0
+        attachment=attachment, acquire_id=1, plan=AcquirePlan(keys, 6, 4, 0, 24), asked_s=0.0, answer_deadline_s=0.0
     )  # six of the prefix, two of a window
     chunks = [pb.ChunkResidency(index=index, state=pb.ChunkResidency.PROMOTING) for index in range(8)]
     lease.apply(pb.AcquireUpdate(chunks=chunks), 0.0)

@@ -8,11 +8,12 @@ import pytest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
+import kvtier_connector.link
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.background import Background
 from kvtier_connector.binder import PinBinder
-from kvtier_connector.link import Attached, EngineLink, Event, PinBound, PinGone, Received
+from kvtier_connector.link import Attached, Detached, EngineLink, Event, PinBound, PinGone, Received
 from kvtier_connector.lora import AdapterDigests
 from tests.fakes.fake_daemon import FakeDaemon
 from tests.fakes.waiting import wait_for
@@ -91,3 +92,34 @@ def test_a_session_that_attached_before_a_reset_is_never_heard_of(daemon: FakeDa
     attached = collect(link, Attached, events)
     assert attached.attachment.turn == 1
     assert {event.attachment.turn for event in events} == {1}
+
+
+def test_an_engine_that_does_not_poll_begins_anew(
+    daemon: FakeDaemon, link: EngineLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle engine beside a busy one collected every word on what the daemon held, for as long as it was idle."""
+    monkeypatch.setattr(kvtier_connector.link, "MAX_ITEMS", 1000)
+    first = collect(link, Attached, []).attachment
+    for _ in range(20):
+        daemon.session().send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=[b"key"] * 100, held=True)))
+    daemon.wait_sessions(2)
+    events: list[Event] = []
+    second = collect(link, Attached, events).attachment
+    of_first = [event for event in events if event.attachment is first]
+    assert [type(event) for event in of_first] == [Detached], "nothing of what was forgotten may be built upon"
+    assert events.index(of_first[0]) < events.index(Attached(second))
+
+
+def test_a_long_standstill_keeps_the_last_session_only(
+    daemon: FakeDaemon, link: EngineLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtier_connector.link, "MAX_ITEMS", 1000)
+    for number in range(1, 4):
+        daemon.wait_sessions(number)
+        wait_for(lambda: link._given_up is None or link._events[-1].attachment is not link._given_up)
+        for _ in range(20):
+            daemon.session().send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=[b"key"] * 100, held=True)))
+    daemon.wait_sessions(4)
+    wait_for(lambda: any(isinstance(event, Attached) for event in link._events))
+    assert sum(isinstance(event, Attached) for event in link._events) == 1
+    assert len(link._events) < 10

@@ -60,3 +60,12 @@ def test_namespace_ids_follow_the_fields_only() -> None:
     assert namespace_id(one) == namespace_id(other)
     assert namespace_id(one) != namespace_id(one | {"c": "3"})
     assert differing_fields(one, {"a": "1", "b": "3", "c": "0"}) == ["b", "c"]
+
+
+def test_total_payload_bytes_is_the_sum_over_the_chunks() -> None:
+    one = GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=100)
+    other = GroupLayout(group_idx=3, chunk_tokens=16, useful_bytes=7, window_chunks=1)
+    for groups in ((one,), (one, other)):
+        layout = KVLayout(num_ranks=2, rank_bytes=128, num_writers=2, groups=groups)
+        keys = [bytes(8) + group.group_idx.to_bytes(4, "big") for group in groups for _ in range(3)]
+        assert layout.total_payload_bytes(keys) == sum(layout.payload_bytes(group_idx_of(key)) for key in keys)

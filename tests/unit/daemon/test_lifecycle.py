@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
 from kvtier.daemon import lifecycle
 from kvtier.daemon.folders import locked
 from kvtier.errors import AlreadyRunningError, ConfigError
+from kvtier.tiers.codecs.split16 import Split16Codec
+from kvtier.tiers.codecs.words import NUMPY, WordKernels, use_kernels
 
 MIB = 1024 * 1024
 Serve = Callable[..., object]
@@ -34,6 +37,12 @@ def restored_umask() -> Iterator[None]:
     os.umask(mask)
     yield
     os.umask(mask)
+
+
+@pytest.fixture(autouse=True)
+def numpy_again() -> Iterator[None]:
+    yield
+    use_kernels(NUMPY)
 
 
 @pytest.fixture
@@ -146,3 +155,29 @@ def test_one_folder_for_both_tiers_is_refused(config: DaemonConfig) -> None:
     )
     with pytest.raises(ConfigError, match="two folders"):
         lifecycle.run(both)
+
+
+@pytest.mark.parametrize("error", [ImportError("no numba"), RuntimeError("no such target")])
+def test_a_daemon_without_working_numba_codes_with_numpy_and_says_so(
+    config: DaemonConfig,
+    serve_with: Callable[[Serve], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    def compile_kernels() -> WordKernels:
+        raise error
+
+    async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        assert Split16Codec().encode([memoryview(bytes(1000))])
+        for thread in threading.enumerate():
+            if thread.name == "kvtier-compile":
+                thread.join(10)
+        assert "codecs_not_compiled" in caplog.messages
+        assert Split16Codec().encode([memoryview(bytes(1000))])
+
+    monkeypatch.setattr(lifecycle, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(lifecycle, "COMPILE_AFTER_BYTES", 1)
+    serve_with(serve)
+    with caplog.at_level("INFO", logger="kvtier"):
+        lifecycle.run(config)

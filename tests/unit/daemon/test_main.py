@@ -42,7 +42,7 @@ def test_check_config_says_where_each_value_came_from(runner: CliRunner, tmp_pat
     assert f"zstd_level = 3  # {path}\n" in result.output
     assert "bytes = 4194304  # flag\n" in result.output
     assert 'level = "error"  # environment\n' in result.output
-    assert "io_threads = 2  # default\n" in result.output
+    assert "io_threads = 3  # default\n" in result.output
     assert "keep_arena = false  # default\n" in result.output
 
 
@@ -92,7 +92,10 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
     arguments = ["--socket", tmp_path / "s", "--state-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
     command = [sys.executable, "-m", "kvtier.daemon.main", *map(str, arguments), "--host-bytes", "4MiB"]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "KVTIER_LOG_LEVEL": "info"}
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "KVTIER_LOG_LEVEL": "info", "KVTIER_METRICS_LISTEN": "off"},
     )
     assert process.stderr is not None
     for line in process.stderr:

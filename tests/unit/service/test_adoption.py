@@ -466,7 +466,10 @@ def test_a_chunk_that_is_promoted_before_its_old_row_is_verified_has_one_slot(
     asyncio.run(scenario())
 
 
-def test_an_eviction_waits_until_nothing_more_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["p", ""], ids=["one prompt", "all"])
+def test_an_eviction_waits_until_nothing_more_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """The prompt is pinned still, so its rows would have been adopted right after they were dropped."""
 
     async def scenario() -> None:
@@ -474,7 +477,7 @@ def test_an_eviction_waits_until_nothing_more_is_taken_over(tmp_path: Path, monk
         await first_life(config)
         with held_verification(monkeypatch) as gate:
             async with running(config) as stub:
-                evicted = asyncio.create_task(evict(stub, force=True))
+                evicted = asyncio.create_task(evict(stub, name, force=True))
                 await status_of(stub)
                 gate.open()
                 assert (await evicted).num_chunks == 5

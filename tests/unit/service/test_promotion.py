@@ -15,6 +15,7 @@ from tests.fakes.rig import content, eventually, keys_of, rig
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of four chunks, a word per chunk."""
     monkeypatch.setattr(kvtier.service.promoter, "BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.service.promoter, "_FIRST_BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.service.promoter, "_BACKGROUND_BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.service.promotion_batch, "_WORD_BYTES", 6000)
 
@@ -34,6 +35,23 @@ def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path
                 assert r.in_arena(1) == content(1)
             await eventually(lambda: peer.num_ready() == 4)
             assert peer.all_ready() == [0, 1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk came after the pages of a whole batch were made; with more readers it came later still."""
+    monkeypatch.setattr(kvtier.service.promoter, "_FIRST_BATCH_BYTES", 6000)
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=2) as r:
+            await r.on_disk(range(9))
+            session, peer = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(9)))
+                await eventually(lambda: len(r.tier.asked) == 2)
+                assert sorted(r.tier.asked) == sorted(keys_of([0, 1])), "the second reader has the next whole batch"
+            await eventually(lambda: peer.num_ready() == 9)
 
     asyncio.run(scenario())
 

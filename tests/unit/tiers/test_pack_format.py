@@ -56,6 +56,16 @@ def test_the_reservation_holds_when_nothing_could_be_shortened() -> None:
     header_of(entries)
 
 
+@pytest.mark.parametrize("raw_bytes", [[2**30, 1, 1, 1], [1, 1, 1, 2**30], [9, 99, 999], [0]])
+def test_the_reservation_holds_for_chunks_of_any_lengths(raw_bytes: list[int]) -> None:
+    """Written raw, under the longest name, with keys of other digits than those the reservation is computed with."""
+    entries = [
+        PackEntry(key=key_of(2**31 + i), stored_bytes=size, raw_bytes=size, codec="x" * 16, checksum=2**64 - 1)
+        for i, size in enumerate(raw_bytes * 60)
+    ]
+    header_of(entries)
+
+
 def test_a_reservation_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="are reserved"):
         pack_format.build_header("ns", entries_of(*[1] * 100), 4096)

@@ -5,6 +5,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -239,6 +240,46 @@ def test_no_thread_and_no_descriptor_outlives_a_batch_even_when_its_caller_fails
         tier.read_chunks(reads, done, lambda: False)
     assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-read-ahead"]
     assert len(os.listdir("/proc/self/fd")) == len(before)  # noqa: PTH208
+
+
+def test_one_call_decodes_while_another_reads_ahead(tmp_path: Path) -> None:
+    """Two decoders took Python's lock from each other at every numpy call: with small chunks both got half as far."""
+    read_in: set[str] = set()
+
+    class NamingOps(FileOps):
+        def preadv(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+            read_in.add(threading.current_thread().name)
+            return super().preadv(fd, into, offset)
+
+    tier = PackTier(tmp_path, ops=NamingOps(), codecs=CodecChooser([ZstdCodec()]))
+    (chunk,) = tier.write_pack("ns", [payload_of(1, soft(3000))]).chunks
+    decoding, go_on, done_in = threading.Event(), threading.Event(), list[str]()
+
+    def done(_: ChunkRead, error: object) -> None:
+        assert error is None
+        done_in.append(threading.current_thread().name)
+        decoding.set()
+        assert go_on.wait(10)
+
+    def reader(name: str) -> threading.Thread:
+        reads = [ChunkRead(chunk=chunk, into=[memoryview(bytearray(3000))])]
+        thread = threading.Thread(target=tier.read_chunks, args=(reads, done, lambda: False), name=name)
+        thread.start()
+        return thread
+
+    first = reader("first")
+    assert decoding.wait(10)
+    second = reader("second")
+    until = time.monotonic() + 10
+    while "second" not in read_in and time.monotonic() < until:
+        time.sleep(0.001)
+    assert read_in == {"first", "second"}
+    second.join(0.05)  # time enough to decode, if it might
+    assert done_in == ["first"]
+    go_on.set()
+    first.join(10)
+    second.join(10)
+    assert done_in == ["first", "second"]
 
 
 def test_rewriting_copies_stored_bytes_without_encoding_them(tier: PackTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.codecs import Codec, CodecError
-from kvtier.tiers.codecs.planes import BLOCK_BYTES, MAX_KEPT_BYTES, PlaneCodec
+from kvtier.tiers.codecs.planes import BLOCK_BYTES, MAX_KEPT_BYTES, PlaneCodec, Scratch
 from kvtier.tiers.codecs.split16 import Split16Codec
 from kvtier.tiers.codecs.split32 import Split32Codec
 from kvtier.tiers.codecs.zstd import ZstdCodec
@@ -80,6 +80,21 @@ def test_pieces_stay_when_the_next_chunks_are_encoded(length: int) -> None:
     stored = [encoded(codec, chunk) for chunk in chunks]
     held = [codec.encode([memoryview(chunk)]) for chunk in chunks]
     assert [b"".join(pieces or ()) for pieces in held] == stored
+
+
+def test_a_thread_keeps_few_buffers_and_uses_them_again() -> None:
+    """A write holds many chunks at once. With two buffers for them each chunk got fresh pages, a third of its time."""
+    scratch = Scratch()
+    held = [scratch.take_room(MAX_KEPT_BYTES // 16) for _ in range(8)]
+    assert scratch.kept_bytes == MAX_KEPT_BYTES // 2
+    del held
+    held = [scratch.take_room(MAX_KEPT_BYTES // 16) for _ in range(8)]
+    assert scratch.kept_bytes == MAX_KEPT_BYTES // 2
+    held += [scratch.take_room(MAX_KEPT_BYTES // 16) for _ in range(16)]
+    assert scratch.kept_bytes == MAX_KEPT_BYTES
+    for number, room in enumerate(held):
+        room[:] = number
+    assert [int(room[0]) for room in held] == list(range(24))
 
 
 def test_threads_share_a_codec() -> None:

@@ -1,0 +1,67 @@
+"""Every metric that the connector adds to vLLM's /metrics, declared here and nowhere else.
+
+All are counted in the scheduler half, once per engine however many workers it has; bytes and seconds of the copies are
+the workers', which vLLM adds up over them as `vllm:kv_offload_load_bytes` and the like. Tokens by tier are vLLM's
+`vllm:prompt_tokens_cached_by_source`: kvtier says `host` or `disk` of each chunk, and vLLM knows no other words.
+"""
+
+from enum import StrEnum, auto
+
+from kvtier.obs.declare import counter, gauge, histogram
+
+_WAIT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class LookupEnd(StrEnum):
+    """How a request's lookup round ended; `LOOKUP_ENDS` has the meanings."""
+
+    WHOLE = auto()
+    PART = auto()
+    NONE = auto()
+    UNKNOWN = auto()
+    OWN = auto()
+    NO_SESSION = auto()
+    LATE = auto()
+    BREAKER_OPEN = auto()
+    FAILED = auto()
+    NOT_CACHEABLE = auto()
+
+
+LOOKUP_ENDS = {
+    LookupEnd.WHOLE: "All that was asked for can be loaded.",
+    LookupEnd.PART: "Some of it: the rest was evicted meanwhile, or not worth waiting for.",
+    LookupEnd.NONE: "Nothing of it.",
+    LookupEnd.UNKNOWN: "Not asked: the prompt begins like nothing that is pinned or held.",
+    LookupEnd.OWN: "Not asked: nothing is held beyond vLLM's own hit.",
+    LookupEnd.NO_SESSION: "Not asked, or asked in vain: no daemon, or the session broke.",
+    LookupEnd.LATE: "The daemon did not answer in time; lookups miss at once until it answers.",
+    LookupEnd.BREAKER_OPEN: "Not asked, because of such a lookup before.",
+    LookupEnd.FAILED: "Not asked again: a load of this request has failed.",
+    LookupEnd.NOT_CACHEABLE: "Not asked: its KV cannot be told apart from other KV (an adapter loaded in place).",
+}
+
+LOOKUPS = counter("connector_lookups", "Lookup rounds of requests, by how they ended.", result=tuple(LOOKUP_ENDS))
+ANSWER_SECONDS = histogram(
+    "connector_answer_seconds", "From an Acquire sent to the daemon's first answer in the scheduler.", _WAIT_S
+)
+PROMOTION_WAIT_SECONDS = histogram(
+    "connector_promotion_wait_seconds", "How long requests waited for promotions after the first answer.", _WAIT_S
+)
+LOADED_CHUNKS = counter(
+    "connector_loaded_chunks", "Chunks given to the workers to load, by the tier they came from.", tier=("host", "disk")
+)
+FAILED_LOADS = counter("connector_failed_loads", "Requests of which a load failed; vLLM computed their tokens.")
+STORED_CHUNKS = counter("connector_stored_chunks", "Chunks that all workers were done with writing for the daemon.")
+UNSTORED_CHUNKS = counter("connector_unstored_chunks", "Chunks not stored because no arena slot was granted in time.")
+ATTACHED = gauge("connector_attached", "1 while the engine has a session with the daemon; as of its last step.")
+
+METRICS = (
+    LOOKUPS,
+    ANSWER_SECONDS,
+    PROMOTION_WAIT_SECONDS,
+    LOADED_CHUNKS,
+    FAILED_LOADS,
+    STORED_CHUNKS,
+    UNSTORED_CHUNKS,
+    ATTACHED,
+)

@@ -1,0 +1,140 @@
+"""How a metric is declared: once, with its name, its meaning and every value that its labels may take.
+
+Metrics are fields of dataclasses (`Counters`, `Gauges`, `Timings`); a field is one time series, or, of `Timings`, one
+histogram. What it means for people and how Prometheus calls it stand together in the field's metadata. docs/metrics.md,
+the exposition and the tests of dashboard and alerts read that.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from kvtier.obs.histogram import Histogram
+
+PREFIX = "kvtier_"
+_METADATA = "kvtier_series"
+
+
+class Kind(StrEnum):
+    """Type of a metric, as Prometheus calls it."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Metric:
+    """A family of time series.
+
+    Attributes:
+        name: With prefix and base unit, as scraped: a counter's ends with `_total`.
+        kind: Its type.
+        meaning: What it tells, for people.
+        labels: By name, all values that occur; none where they cannot be listed, as of a version.
+        bounds: A histogram's buckets.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: Mapping[str, tuple[str, ...]]
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def sample_names(self) -> tuple[str, ...]:
+        """Names under which samples are scraped."""
+        if self.kind is Kind.HISTOGRAM:
+            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "count", "sum"))
+        return (self.name,)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Series:
+    """One time series (or histogram) of a metric: its label values in the order of the labels, and what it means."""
+
+    metric: Metric
+    values: tuple[str, ...]
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a metric showed at one moment: by label values a number, or a histogram's state."""
+
+    metric: Metric
+    samples: Sequence[tuple[tuple[str, ...], float | Histogram]]
+
+
+def counter(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
+    """Declare a counter; `name` is without prefix and `_total`."""
+    return Metric(name=f"{PREFIX}{name}_total", kind=Kind.COUNTER, meaning=meaning, labels=labels)
+
+
+def gauge(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
+    """Declare a gauge; `name` is without prefix."""
+    return Metric(name=f"{PREFIX}{name}", kind=Kind.GAUGE, meaning=meaning, labels=labels)
+
+
+def histogram(name: str, meaning: str, bounds: tuple[float, ...], **labels: tuple[str, ...]) -> Metric:
+    """Declare a histogram; `name` is without prefix."""
+    return Metric(name=f"{PREFIX}{name}", kind=Kind.HISTOGRAM, meaning=meaning, labels=labels, bounds=bounds)
+
+
+def series(metric: Metric, meaning: str = "", **labels: str) -> int:
+    """Return the default of a dataclass field that is one series of a metric.
+
+    Args:
+        metric: The family.
+        meaning: Of this series; left out, the family's.
+        labels: A value for each of the family's labels.
+    """
+    assert labels.keys() == metric.labels.keys(), f"{metric.name} has labels {list(metric.labels)}"
+    values = tuple(labels[name] for name in metric.labels)
+    metadata = {_METADATA: Series(metric=metric, values=values, meaning=meaning or metric.meaning)}
+    return field(default=0, metadata=metadata)
+
+
+def counted(name: str, meaning: str) -> int:
+    """Return the default of a dataclass field that is a counter without labels."""
+    return series(counter(name, meaning))
+
+
+def gauged(name: str, meaning: str) -> int:
+    """Return the default of a dataclass field that is a gauge without labels."""
+    return series(gauge(name, meaning))
+
+
+def timed(name: str, meaning: str, bounds: tuple[float, ...]) -> Histogram:
+    """Return the default of a dataclass field that is a histogram of seconds."""
+    metric = histogram(name, meaning, bounds)
+    metadata = {_METADATA: Series(metric=metric, values=(), meaning=meaning)}
+    return field(default_factory=lambda: Histogram(bounds), metadata=metadata)
+
+
+def declared(kind: type) -> Iterator[tuple[str, Series]]:
+    """Yield field name and series of everything that a dataclass declares, in order."""
+    for each in fields(kind):
+        if (found := _series_of(each)) is not None:
+            yield each.name, found
+
+
+def metrics_of(kind: type) -> list[Metric]:
+    """Return the metrics that a dataclass declares, in order."""
+    return list(dict.fromkeys(found.metric for _, found in declared(kind)))
+
+
+def read(record: Any) -> list[Family]:
+    """Return what a record of declared fields shows now; histograms are copied."""
+    samples: dict[Metric, list[tuple[tuple[str, ...], float | Histogram]]] = {}
+    for name, found in declared(type(record)):
+        value = getattr(record, name)
+        shown = value.copy() if isinstance(value, Histogram) else value
+        samples.setdefault(found.metric, []).append((found.values, shown))
+    return [Family(metric, found) for metric, found in samples.items()]
+
+
+def _series_of(each: "Field[Any]") -> Series | None:
+    found: Series | None = each.metadata.get(_METADATA)
+    return found

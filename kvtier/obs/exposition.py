@@ -1,0 +1,152 @@
+"""`GET /metrics`: the daemon's metrics over HTTP, from threads of their own.
+
+A scrape takes a reading on the event loop (a tenth of a millisecond, however many chunks there are) and does all else
+beside it: HTTP, text, gzip, and clients that are slow. An asyncio handler would write the text on the loop in one
+piece; a thread gives the interpreter back when the loop wants it.
+
+When the loop does not answer in time the scrape fails with 503, so that Prometheus' own `up` says what is true of every
+engine too: this daemon does not answer.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import HistogramMetricFamily, Sample
+from prometheus_client.core import Metric as PromMetric
+from prometheus_client.registry import Collector
+
+from kvtier.obs.declare import Family, Kind, Metric
+from kvtier.obs.histogram import Histogram
+from kvtier.obs.log import log_event
+
+logger = logging.getLogger(__name__)
+
+PATH = "/metrics"
+_CLIENT_TIMEOUT_S = 10.0
+_STOP_POLL_S = 0.05
+
+Read = Callable[[], Sequence[Family]]
+"""Returns a reading; called in a thread, and raises TimeoutError when the event loop does not give one."""
+
+
+class MetricsServer:
+    """Serves until `close`.
+
+    Args:
+        address: Host and port; port 0: any that is free.
+        read: Asked at each scrape.
+
+    Raises:
+        OSError: The address cannot be had.
+    """
+
+    def __init__(self, address: tuple[str, int], read: Read) -> None:
+        self._server = _Server(address, _app(read))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_STOP_POLL_S,), name="kvtier-metrics", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where to scrape."""
+        host, port = self._server.server_address[:2]
+        name = host.decode() if isinstance(host, bytes | bytearray) else host
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}{PATH}"
+
+    def close(self) -> None:
+        """Stop listening. Blocks for a moment; a scrape that runs is not waited for."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per request, so that a client that says nothing holds up nobody."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], app: Any) -> None:
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, _Handler)
+        self.set_app(app)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client left, or said nothing for too long."""
+        log_event(logger, "scrape_failed", level=logging.DEBUG, client=client_address)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _CLIENT_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: a scrape is no event."""
+
+
+class _Daemon(Collector):
+    """One reading, as prometheus_client's metrics."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def describe(self) -> Iterable[PromMetric]:
+        """Name nothing: that would take a reading before the first scrape."""
+        return ()
+
+    def collect(self) -> Iterator[PromMetric]:
+        """Take a reading."""
+        return map(_exposed, self._read())
+
+
+def _app(read: Read) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
+    registry = CollectorRegistry()
+    registry.register(_Daemon(read))
+    ProcessCollector(registry=registry)
+    metrics = make_wsgi_app(registry)
+
+    def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != PATH:
+            return _refuse(start_response, "404 Not Found", f"nothing here; the metrics are at {PATH}")
+        try:
+            answer: Iterable[bytes] = metrics(environ, start_response)
+        except TimeoutError:
+            return _refuse(start_response, "503 Service Unavailable", "the daemon's event loop does not answer")
+        return answer
+
+    return app
+
+
+def _refuse(start_response: Any, status: str, text: str) -> Iterable[bytes]:
+    start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+    return [f"{text}\n".encode()]
+
+
+def _exposed(family: Family) -> PromMetric:
+    metric = family.metric
+    if metric.kind is Kind.HISTOGRAM:
+        return _exposed_histogram(family)
+    exposed = PromMetric(metric.name.removesuffix("_total"), metric.meaning, metric.kind.value)
+    for values, value in family.samples:
+        assert not isinstance(value, Histogram)
+        exposed.samples.append(Sample(metric.name, _labels(metric, values), value))
+    return exposed
+
+
+def _exposed_histogram(family: Family) -> PromMetric:
+    metric = family.metric
+    exposed = HistogramMetricFamily(metric.name, metric.meaning, labels=list(metric.labels))
+    for values, value in family.samples:
+        assert isinstance(value, Histogram)
+        buckets = [("+Inf" if bound == float("inf") else str(bound), num) for bound, num in value.cumulative()]
+        exposed.add_metric(values, buckets=buckets, sum_value=value.total)
+    return exposed
+
+
+def _labels(metric: Metric, values: Sequence[str]) -> dict[str, str]:
+    return dict(zip(metric.labels, values, strict=True))

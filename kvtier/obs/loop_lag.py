@@ -1,0 +1,22 @@
+"""How late the event loop is: what everything that it has to answer waits before it is looked at."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from kvtier.obs.histogram import Histogram
+
+PERIOD_S = 0.25
+
+
+async def watch_loop_lag(
+    lag: Histogram,
+    *,
+    now_s: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Sleep again and again, for ever, and observe by how much each sleep was too long."""
+    while True:
+        due_s = now_s() + PERIOD_S
+        await sleep(PERIOD_S)
+        lag.observe(max(0.0, now_s() - due_s))

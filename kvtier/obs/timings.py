@@ -1,0 +1,49 @@
+"""Every duration that the daemon measures, declared here and nowhere else. Seconds, as histograms."""
+
+from dataclasses import dataclass
+
+from kvtier.obs.declare import timed
+from kvtier.obs.histogram import Histogram
+
+_DECISION_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_IO_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_PROMISE_S = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
+
+
+@dataclass(slots=True)
+class Timings:
+    """The daemon's durations; observed on the loop thread only, but for `fsync`, which `tiers.observed_ops` locks."""
+
+    acquire: Histogram = timed(
+        "acquire_seconds",
+        "From an Acquire taken up on the event loop to its answer queued for the engine.",
+        _DECISION_S,
+    )
+    first_chunk: Histogram = timed(
+        "first_chunk_seconds",
+        "From an Acquire that waits for the disk to the first of its chunks being readable.",
+        _IO_S,
+    )
+    promotion: Histogram = timed(
+        "promotion_seconds", "From an Acquire that waits for the disk to the last of its chunks being readable.", _IO_S
+    )
+    seal: Histogram = timed(
+        "store_seal_seconds", "From an engine's word that chunks are written to their being readable by all.", _IO_S
+    )
+    pack_write: Histogram = timed(
+        "pack_write_seconds", "Writing a pack of spilled chunks and recording it, finding room for it included.", _IO_S
+    )
+    fsync: Histogram = timed("fsync_seconds", "One fsync of a pack or of the packs' directory.", _IO_S)
+    ledger: Histogram = timed(
+        "ledger_commit_seconds", "A call of the ledger, its wait for its turn and its fsync included.", _IO_S
+    )
+    durable: Histogram = timed(
+        "pin_durable_seconds",
+        "From a pin (or the loss of its durability, or the daemon's start) to every chunk of it on disk; to a tenth.",
+        _PROMISE_S,
+    )
+    loop_lag: Histogram = timed(
+        "event_loop_lag_seconds",
+        "How late the event loop comes to what is due, sampled four times a second.",
+        _DECISION_S,
+    )

@@ -1,0 +1,79 @@
+"""The HTTP server of the metrics beside gRPC's: never in the way of anything that an engine waits for."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from kvtier.config import MetricsConfig
+from kvtier.config.model import OFF
+from kvtier.config.units import parse_address
+from kvtier.errors import ConfigError
+from kvtier.obs.declare import Family
+from kvtier.obs.log import log_event
+from kvtier.service import Cache
+from kvtier.service.gauges import read_metrics
+
+if TYPE_CHECKING:
+    from kvtier.obs.exposition import MetricsServer, Read
+
+logger = logging.getLogger(__name__)
+
+_LOOP_TIMEOUT_S = 5.0
+
+
+@asynccontextmanager
+async def serving_metrics(config: MetricsConfig, cache: Cache) -> AsyncIterator[None]:
+    """Serve for the length of the block, unless metrics are off.
+
+    An address that cannot be had is logged once, with the remedy, and that is all: to be seen is not worth an engine's
+    cache, and who watches learns of it from Prometheus.
+    """
+    server = None
+    if config.listen != OFF:
+        try:
+            server = await asyncio.to_thread(_start, config.listen, _reader(cache))
+        except ConfigError as error:
+            log_event(logger, "metrics_not_served", level=logging.ERROR, problem=str(error))
+        else:
+            log_event(logger, "metrics_served", url=server.url)
+    try:
+        yield
+    finally:
+        if server is not None:
+            await asyncio.to_thread(server.close)
+
+
+def _start(listen: str, read: "Read") -> "MetricsServer":
+    # Imported here, in a thread, once engines are served: no start waits for it.
+    from kvtier.obs.exposition import MetricsServer
+
+    try:
+        return MetricsServer(parse_address(listen), read)
+    except (OSError, UnicodeError) as exc:  # the latter of names that no resolver takes
+        problem = f'cannot listen there: {getattr(exc, "strerror", None) or exc}; name another address, or "{OFF}"'
+        raise ConfigError("metrics.listen", listen, "start", problem) from exc
+
+
+def _reader(cache: Cache) -> "Read":
+    """Return what takes a reading on this loop from another thread."""
+    loop = asyncio.get_running_loop()
+
+    def take(reading: "Future[Sequence[Family]]") -> None:
+        if reading.set_running_or_notify_cancel():
+            reading.set_result(read_metrics(cache))
+
+    def read() -> Sequence[Family]:
+        reading: Future[Sequence[Family]] = Future()
+        try:
+            loop.call_soon_threadsafe(take, reading)
+        except RuntimeError as exc:  # closed: the daemon has ended around this scrape
+            raise TimeoutError from exc
+        try:
+            return reading.result(_LOOP_TIMEOUT_S)
+        finally:
+            reading.cancel()
+
+    return read

@@ -1,0 +1,81 @@
+"""The daemon at one moment, in numbers that cost no more than its namespaces and sessions are many."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.obs.declare import Family, read
+from kvtier.obs.gauges import Gauges
+from kvtier.service.views import PromptState
+
+if TYPE_CHECKING:
+    from kvtier.service.cache import Cache
+    from kvtier.service.namespace import Namespace
+
+
+def read_metrics(cache: "Cache") -> list[Family]:
+    """Return every metric of the daemon as it is now. Loop thread; never counts chunks."""
+    stores = cache.stores
+    return [*read(stores.counters), *read(stores.timings), *read(read_gauges(cache))]
+
+
+def read_gauges(cache: "Cache") -> Gauges:
+    """Measure everything that is not counted on the way. Loop thread."""
+    gauges = Gauges(prompts=len(cache.prompts), start_time_seconds=cache.started_unix_s, build_info=1)
+    namespaces = list(cache.namespaces.values())
+    _read_host(gauges, cache, namespaces)
+    _read_disk(gauges, cache, namespaces)
+    _read_engines(gauges, cache, namespaces)
+    _read_pins(gauges, cache)
+    return gauges
+
+
+def _read_host(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespace"]) -> None:
+    budget = cache.stores.budget
+    gauges.host_used_bytes, gauges.host_limit_bytes = budget.used_bytes, budget.limit_bytes
+    for namespace in namespaces:
+        num_pinned, row_bytes = namespace.table.num_pinned_host, namespace.layout.row_bytes
+        num_ordinary = namespace.table.num_host - num_pinned
+        gauges.host_pinned_chunks += num_pinned
+        gauges.host_ordinary_chunks += num_ordinary
+        gauges.host_pinned_bytes += num_pinned * row_bytes
+        gauges.host_ordinary_bytes += num_ordinary * row_bytes
+
+
+def _read_disk(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespace"]) -> None:
+    usage, health = cache.stores.disk_usage, cache.stores.disk_health
+    gauges.disk_used_bytes, gauges.disk_limit_bytes = usage.used_bytes, usage.limit_bytes
+    gauges.disk_unreserved_bytes, gauges.disk_packs = usage.unreserved_bytes, len(usage.packs)
+    gauges.disk_reading_off, gauges.disk_writing_off = not health.readable, not health.writable
+    for namespace in namespaces:
+        disk, spiller = namespace.table.disk, namespace.spiller
+        gauges.disk_ordinary_chunks += disk.num_ordinary
+        gauges.disk_pinned_chunks += disk.num_chunks - disk.num_ordinary
+        gauges.disk_ordinary_bytes += disk.num_bytes - disk.pinned_bytes
+        gauges.disk_pinned_bytes += disk.pinned_bytes
+        gauges.promotion_queue_chunks += namespace.promoter.num_waiting
+        gauges.spill_behind_namespaces += spiller.is_behind
+        gauges.over_quota_chunks += spiller.num_refused
+
+
+def _read_engines(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespace"]) -> None:
+    gauges.namespaces_live = sum(namespace.live for namespace in namespaces)
+    gauges.namespaces_idle = len(namespaces) - gauges.namespaces_live
+    for session in cache.sessions:
+        gauges.leased_chunks += session.num_leases
+        gauges.sessions_attached += not session.ended
+        gauges.sessions_quarantined += session.ended
+        if session.ended:
+            gauges.quarantined_slots += session.num_store_grants
+        else:
+            gauges.store_grants += session.num_store_grants
+
+
+def _read_pins(gauges: Gauges, cache: "Cache") -> None:
+    watch, counts = cache.pin_watch, cache.pin_watch.counts()
+    gauges.pins_unrendered, gauges.pins_waiting = counts[PromptState.UNRENDERED], counts[PromptState.WAITING]
+    gauges.pins_capturing, gauges.pins_over_quota = counts[PromptState.CAPTURING], counts[PromptState.OVER_QUOTA]
+    gauges.pins_durable = counts[PromptState.DURABLE]
+    gauges.oldest_wait_unrendered_s = watch.oldest_wait_s(PromptState.UNRENDERED)
+    gauges.oldest_wait_waiting_s = watch.oldest_wait_s(PromptState.WAITING)
+    gauges.oldest_wait_capturing_s = watch.oldest_wait_s(PromptState.CAPTURING)
+    gauges.oldest_wait_over_quota_s = watch.oldest_wait_s(PromptState.OVER_QUOTA)

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Write docs/metrics.md from the declarations in the code. With --check: fail when the committed file differs."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvtier.obs.counters import Counters
+from kvtier.obs.declare import Kind, Metric, declared, metrics_of
+from kvtier.obs.gauges import Gauges
+from kvtier.obs.timings import Timings
+from kvtier_connector.metrics import LOOKUP_ENDS, LOOKUPS, METRICS
+
+RECORDS = (Counters, Gauges, Timings)
+TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
+
+HEAD = """\
+# Metrics
+
+<!-- Written by scripts/gen_metrics_doc.py from kvtier/obs and connector/kvtier_connector/metrics.py; edit those. -->
+
+`kvtier-daemon` answers `GET /metrics` at `metrics.listen` (default `127.0.0.1:9464`; `off` for none), in the format of
+Prometheus, OpenMetrics when asked for, gzipped when asked for. The connector adds its own to the `/metrics` of vLLM.
+[configs/prometheus/alerts.yml](../configs/prometheus/alerts.yml) has alert rules,
+[configs/grafana/kvtier.json](../configs/grafana/kvtier.json) a dashboard of both.
+
+```yaml
+scrape_configs:
+  - job_name: kvtier
+    static_configs:
+      - targets: ["127.0.0.1:9464"]
+```
+
+No label is unbounded: there is none for prompts, sessions, namespaces or keys. Counters begin at 0 with the daemon. A scrape
+reads all numbers at one moment of the event loop and counts no chunks, so it costs the same however many there are; when the
+loop does not answer within 5 s it fails with 503, and `up` is 0. `kvtier status` shows the same numbers.
+
+| question | expression |
+|---|---|
+| share of chunks that engines asked the daemon for and got | `sum(rate(kvtier_hit_chunks_total[5m])) / (sum(rate(kvtier_hit_chunks_total[5m])) + sum(rate(kvtier_missed_chunks_total[5m])))` |
+| share of prompt tokens that kvtier restored | `sum(rate(vllm:prompt_tokens_cached_by_source_total{source=~"host\\|disk"}[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))` |
+| write amplification | `sum(kvtier_disk_written_bytes_total) / sum(kvtier_spilled_bytes_total)` |
+| compression | `sum(kvtier_spilled_bytes_total) / sum(kvtier_disk_written_bytes_total{reason="spill"})` |
+| 99th percentile of an answer | `histogram_quantile(0.99, sum by (le) (rate(kvtier_acquire_seconds_bucket[5m])))` |
+"""
+
+VLLM = """\
+## What vLLM itself shows
+
+| metric | meaning |
+|---|---|
+| `vllm:prompt_tokens_cached_by_source_total{source}` | prompt tokens not computed, counted at admission. `device`: vLLM's own cache. `host` and `disk`: kvtier, by where each chunk was when the request asked. `external_unspecified`: on models with sliding windows, tokens before the window, which need no KV. vLLM fixes the label's values, so there is none of kvtier's own |
+| `vllm:external_prefix_cache_queries_total`, `vllm:external_prefix_cache_hits_total` | tokens that kvtier was asked for, and that it had |
+| `vllm:kv_offload_load_bytes_total`, `vllm:kv_offload_load_time_total` | what the workers copied out of host memory, and the seconds that took, summed over all workers of an engine: with TP=2 both ranks' bytes and both ranks' seconds |
+| `vllm:kv_offload_store_bytes_total`, `vllm:kv_offload_store_time_total` | likewise into it |
+| `vllm:kv_offload_lookup_async_delay_seconds` | from a request's first deferred lookup to the one that settled it |
+"""
+
+
+def main() -> None:
+    """Write, or check."""
+    text = document()
+    if sys.argv[1:] == ["--check"]:
+        if TARGET.read_text() != text:
+            sys.exit("docs/metrics.md is out of date: run scripts/gen_metrics_doc.py")
+    else:
+        TARGET.write_text(text)
+
+
+def document() -> str:
+    """Return the whole page."""
+    meanings = {each: meaning for record in RECORDS for each, meaning in _meanings(record).items()}
+    metrics = [metric for record in RECORDS for metric in metrics_of(record)]
+    parts = [
+        HEAD,
+        *_section("Counters of the daemon", _of_kind(metrics, Kind.COUNTER), meanings),
+        *_section("The daemon as it is now", _of_kind(metrics, Kind.GAUGE), meanings),
+        *_section("How long things take in the daemon", _of_kind(metrics, Kind.HISTOGRAM), meanings),
+        "`process_*` of prometheus_client tell CPU, memory and descriptors of the daemon.\n",
+        *_section(
+            "What the connector adds to vLLM's /metrics",
+            METRICS,
+            {(LOOKUPS.name, end): meaning for end, meaning in LOOKUP_ENDS.items()},
+        ),
+        "They carry vLLM's labels `model_name` and `engine` too, and are counted once per engine, whatever its TP size.\n",
+        VLLM,
+    ]
+    return "\n".join(parts)
+
+
+def _section(title: str, metrics: Iterable[Metric], meanings: dict[tuple[str, str], str]) -> list[str]:
+    rows = [
+        f"| `{metric.name}` | {metric.kind} | {_labels(metric)} | {_meaning(metric, meanings)} |" for metric in metrics
+    ]
+    return [f"## {title}\n", "| metric | type | labels | meaning |", "|---|---|---|---|", *rows, ""]
+
+
+def _labels(metric: Metric) -> str:
+    return "; ".join(
+        f"`{label}`: {', '.join(f'`{value}`' for value in values)}" if values else f"`{label}`"
+        for label, values in metric.labels.items()
+    )
+
+
+def _meaning(metric: Metric, meanings: dict[tuple[str, str], str]) -> str:
+    each = [
+        f"`{value}`: {meaning}"
+        for value in next(iter(metric.labels.values()), ())
+        if (meaning := meanings.get((metric.name, value))) and len(metric.labels) == 1
+    ]
+    return " ".join([metric.meaning, *each])
+
+
+def _of_kind(metrics: Iterable[Metric], kind: Kind) -> list[Metric]:
+    return [metric for metric in metrics if metric.kind is kind]
+
+
+def _meanings(record: type) -> dict[tuple[str, str], str]:
+    """Return what each series means beyond its metric, by metric name and first label value."""
+    all_series = [found for _, found in declared(record) if found.values]
+    return {(s.metric.name, s.values[0]): s.meaning for s in all_series if s.meaning != s.metric.meaning}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Between the event loop and the thread that a scrape runs in."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+import kvtier.rpc.metrics
+from kvtier.errors import ConfigError
+from kvtier.obs.exposition import Read
+from kvtier.rpc.metrics import _reader, _start
+from tests.fakes.rig import rig
+
+
+@pytest.mark.parametrize("listen", ["no.such..name:1", "192.0.2.1:1"])
+def test_an_address_that_cannot_be_had_names_field_value_and_remedy(listen: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"metrics.listen = '{listen}': cannot listen there: .*; name another address"
+    ):
+        _start(listen, list)
+
+
+def test_a_reading_is_taken_on_the_loop_and_not_awaited_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            read = _reader(r.cache)
+            assert len(await asyncio.to_thread(read)) > 60
+            monkeypatch.setattr(kvtier.rpc.metrics, "_LOOP_TIMEOUT_S", 0.05)
+            reading = asyncio.get_running_loop().run_in_executor(None, read)
+            time.sleep(0.2)  # noqa: ASYNC251 - the loop is stuck
+            with pytest.raises(TimeoutError):
+                await reading
+        readers.append(read)
+
+    readers: list[Read] = []
+    asyncio.run(scenario())
+    with pytest.raises(TimeoutError):  # the daemon has ended
+        readers[0]()

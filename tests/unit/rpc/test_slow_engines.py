@@ -1,0 +1,71 @@
+"""An engine that does not read what it is told, and one that is told a lot at once."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.rpc import engine_servicer
+from tests.fakes.operator import pin, status_of, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
+
+KEYS = [chunk_key(number) for number in range(4000)]
+
+
+def test_a_stopped_engine_loses_its_session_and_costs_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that is said to every engine was kept for it, until it was continued or killed."""
+    monkeypatch.setattr(engine_servicer, "MAX_QUEUED_BYTES", 1_000_000)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            pin_id = await pin(stub)
+
+            async def ask() -> None:
+                for _ in range(100):  # 16 MB of answers, of which gRPC takes some
+                    await engine.send(bind_pin=pb.BindPin(pin_id=pin_id, keys=KEYS, covered_tokens=80))
+
+            asking = asyncio.create_task(ask())
+
+            async def lost() -> bool:
+                return (await status_of(stub)).counters["sessions_lost"] == 1
+
+            await until(lost)
+            with pytest.raises((EOFError, grpc.aio.AioRpcError)):  # continued: the stream ends, it attaches again
+                await engine.receive("pong")
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            engine.lock.release()
+
+            async def forgotten() -> bool:
+                return not (await status_of(stub)).sessions
+
+            await until(forgotten)
+            async with ScriptedEngine(config) as again:
+                await again.barrier()
+
+    asyncio.run(scenario())
+
+
+def test_pins_that_do_not_fit_into_the_first_message_come_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With some twenty million tokens pinned, the message was longer than gRPC takes: no engine attached any more."""
+    monkeypatch.setattr(engine_servicer, "MAX_WELCOME_PIN_BYTES", 300)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            for name in ("a", "b", "c"):
+                await pin(stub, name, first=1000)
+            async with ScriptedEngine(config) as engine:
+                names = [each.name for each in engine.welcome.pins]
+                assert names == ["a"]
+                names += [(await engine.receive("pin_added")).pin_added.pin.name for _ in range(2)]
+                assert names == ["a", "b", "c"]
+
+    asyncio.run(scenario())

@@ -1,0 +1,118 @@
+"""What /metrics shows is what the service holds and did."""
+
+import asyncio
+import math
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from kvtier.core.slots import SlotState
+from kvtier.errors import LedgerError, TierIOError
+from kvtier.service.gauges import read_gauges, read_metrics
+from kvtier.service.session import SessionEnd
+from tests.fakes.rig import Rig, eventually, keys_of, rig
+
+
+def shown(r: Rig) -> dict[str, float]:
+    """Return the gauges."""
+    return asdict(read_gauges(r.cache))
+
+
+def test_tiers_are_split_by_kind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            row_bytes = r.namespace.layout.row_bytes
+            assert math.isnan(shown(r)["disk_unreserved_bytes"])
+            await r.on_disk(range(4))
+            r.in_host(range(10, 13))
+            r.table.pin(keys_of([0, 10]))
+            await r.stores.measure_disk()
+            now = shown(r)
+            assert (now["host_pinned_chunks"], now["host_ordinary_chunks"]) == (1, 2)
+            assert (now["host_pinned_bytes"], now["host_ordinary_bytes"]) == (row_bytes, 2 * row_bytes)
+            assert now["host_used_bytes"] >= 3 * row_bytes
+            assert (now["disk_pinned_chunks"], now["disk_ordinary_chunks"], now["disk_packs"]) == (1, 3, 1)
+            assert now["disk_pinned_bytes"] + now["disk_ordinary_bytes"] == r.table.disk.num_bytes
+            assert now["disk_used_bytes"] == r.stores.disk_usage.used_bytes
+            assert now["disk_unreserved_bytes"] > 0
+
+    asyncio.run(scenario())
+
+
+def test_leases_sessions_and_what_waits_for_the_disk(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(3))
+            session, _ = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(3)))
+                now = shown(r)
+                assert (now["sessions_attached"], now["leased_chunks"], now["promotion_queue_chunks"]) == (2, 3, 3)
+                r.tier.allow(3)
+                await eventually(lambda: shown(r)["promotion_queue_chunks"] == 0)
+            assert r.stores.timings.first_chunk.count == r.stores.timings.promotion.count == 1
+            r.cache.end(session, SessionEnd.CUT)
+            now = shown(r)
+            assert (now["sessions_attached"], now["sessions_quarantined"]) == (1, 1)
+            assert (r.counters.sessions_cut, r.counters.sessions_closed) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=4 * 8192) as r:
+            await r.on_disk(range(8))
+            r.in_host([10])
+            session, _ = await r.session()
+            num_bytes = r.namespace.payload_bytes(keys_of([0])[0])
+            session.acquire(1, keys_of([10, 99]))
+            assert (r.counters.acquired_chunks_host, r.counters.acquired_bytes_host) == (1, num_bytes)
+            assert r.counters.missed_chunks == 1
+            with r.tier.stepping():
+                session.acquire(2, keys_of(range(8)))
+                free = r.counters.acquired_chunks_disk
+                assert 0 < free < 8, "the arena is too small for all of them"
+                assert r.counters.acquired_bytes_disk == free * num_bytes
+                assert r.counters.missed_chunks_no_slot == 8 - free
+                assert r.counters.missed_chunks == 1
+                session.release(2, None)
+                r.tier.allow(8)
+            for _ in range(3):
+                r.stores.disk_health.failed("read", TierIOError(tmp_path, "read", OSError(5, "gone")))
+            assert (shown(r)["disk_reading_off"], shown(r)["disk_writing_off"]) == (1, 1)
+            await eventually(lambda: r.namespace.slots.counts()[SlotState.LOADING] == 0)
+            in_host = sum(r.chunk(number).readable for number in range(8))
+            before = r.counters.acquired_chunks_host
+            session.acquire(3, keys_of(range(8)))
+            num_hit = r.counters.acquired_chunks_host - before
+            assert r.counters.missed_chunks_disk_off == 8 - in_host
+            assert r.counters.missed_chunks == 1 + in_host - num_hit
+
+    asyncio.run(scenario())
+
+
+def test_a_refusing_ledger_is_counted_and_timed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            before = r.stores.timings.ledger.count
+
+            def refuse() -> None:
+                raise LedgerError("full")
+
+            for _ in range(2):
+                with suppress(LedgerError):
+                    await r.stores.in_ledger(refuse)
+            assert r.counters.io_errors_ledger == 2
+            assert r.stores.timings.ledger.count == before + 2
+
+    asyncio.run(scenario())
+
+
+def test_a_reading_has_every_metric_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            names = [family.metric.name for family in read_metrics(r.cache)]
+            assert len(names) == len(set(names)) > 60
+
+    asyncio.run(scenario())
