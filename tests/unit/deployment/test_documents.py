@@ -1,0 +1,37 @@
+"""README and docs/: their links lead somewhere, and the command that they all name is one."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.deployment.shipped import README_TRANSFER_CONFIG, ROOT
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a document's headings."""
+    headings = _HEADING.findall(path.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in _LINK.findall(document.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{target.name} has no heading for #{anchor}"
+
+
+def test_the_quickstart_starts_vllm_as_the_readme_does() -> None:
+    given = re.search(r"--kv-transfer-config '(\{.*?\})'", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
+    assert given is not None
+    assert README_TRANSFER_CONFIG is not None
+    assert json.loads(given[1]) == json.loads(README_TRANSFER_CONFIG[1])
