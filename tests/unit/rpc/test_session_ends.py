@@ -10,6 +10,7 @@ import pytest
 from kvtier._pb import engine_pb2 as pb
 from kvtier.service import Cache
 from kvtier.service.session import Session, SessionEnd
+from tests.fakes.rig import eventually
 from tests.fakes.scripted_engine import ScriptedEngine, config_in, running
 
 
@@ -58,6 +59,8 @@ def test_sessions_end(
             engine = ScriptedEngine(config)
             await engine.__aenter__()
             await act(engine)
+            if how is not SessionEnd.DRAINED:
+                await eventually(lambda: bool(ends))
         await engine.__aexit__()
 
     asyncio.run(scenario())
