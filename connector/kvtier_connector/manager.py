@@ -25,7 +25,7 @@ from kvtier.client.breaker import Breaker
 from kvtier.client.engine import Attachment
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
-from kvtier_connector.keys import GroupShape, chunk_key
+from kvtier_connector.keys import GroupShape, chunk_key, reachable_keys
 from kvtier_connector.lease import RequestState
 from kvtier_connector.link import Attached, Detached, EngineLink, PinBound, PinGone, Received
 from kvtier_connector.lookups import Lookups
@@ -97,6 +97,8 @@ class KVTierOffloadingManager(OffloadingManager):
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
         self._requests[state.req_id] = state
+        if self._lacks_recurrent_state(request):
+            request.skip_reading_prefix_cache = True
 
     def advance(self, request: Any, num_computed_tokens: int) -> bool:
         """Return whether the request's HITs and MISSes are fixed; if not, vLLM shall ask again later."""
@@ -241,6 +243,19 @@ class KVTierOffloadingManager(OffloadingManager):
     def _learn_adapter(self, state: RequestState) -> None:
         if state.adapter is not None and state.adapter_digest is None and state.cacheable:
             state.adapter_digest = self._parts.digests.digest(state.adapter)
+
+    def _lacks_recurrent_state(self, request: Any) -> bool:
+        """Return whether a pinned prompt that ends where this request does lacks its recurrent state.
+
+        vLLM hands such state over when it computes it, never out of its own cache: a prompt that it holds when it is
+        pinned would not be whole before it has forgotten it. So this request, the warm one as a rule, is computed.
+        """
+        groups = [group for group in self._parts.groups if group.is_recurrent]
+        if not groups or request.lora_request:
+            return False
+        self._drain(self._clock())
+        ends = reachable_keys(groups, request.block_hashes, request.num_prompt_tokens, None).keys
+        return any(self._mirror.is_pinned(key) and not self._mirror.may_be_held(key) for key in ends)
 
     def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
         """Return whether the adapter's content will be known in no time: a pin has had it read."""
