@@ -18,7 +18,8 @@ LOGITS_GAIN = 3.0
 
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 CONV_TAPS = 3
-MAMBA_EXPAND, MAMBA_HEADS, MAMBA_STATE, MAMBA_CONV_TAPS = 2, 8, 32, 4
+# vLLM's kernels for MLA on CPUs know these sizes only.
+LATENT_DIM, NOPE_DIM, ROPE_DIM, VALUE_DIM = 512, 128, 64, 128
 
 Config = dict[str, object]
 Weights = dict[str, torch.Tensor]
@@ -118,23 +119,6 @@ def _lfm2_config(spec: "ModelSpec") -> Config:
     }
 
 
-def _granite_config(spec: "ModelSpec") -> Config:
-    return {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "hidden_act": "silu",
-        "layer_types": _layer_types(spec, "linear_attention"),
-        "num_local_experts": 0,
-        "shared_intermediate_size": spec.intermediate,
-        "attention_multiplier": spec.head_dim**-0.5,
-        "position_embedding_type": "rope",
-        "mamba_expand": MAMBA_EXPAND,
-        "mamba_n_heads": MAMBA_HEADS,
-        "mamba_d_state": MAMBA_STATE,
-        "mamba_d_conv": MAMBA_CONV_TAPS,
-    }
-
-
 def _deepseek_config(spec: "ModelSpec") -> Config:
     return {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -142,10 +126,10 @@ def _deepseek_config(spec: "ModelSpec") -> Config:
         "hidden_act": "silu",
         "num_key_value_heads": spec.num_heads,
         "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        "kv_lora_rank": LATENT_DIM,
+        "qk_nope_head_dim": NOPE_DIM,
+        "qk_rope_head_dim": ROPE_DIM,
+        "v_head_dim": VALUE_DIM,
         "n_routed_experts": None,
         "first_k_dense_replace": spec.num_layers,
     }
@@ -258,33 +242,20 @@ def _lfm2_weights(spec: "ModelSpec", weight: MakeWeight) -> Weights:
     return weights
 
 
-def _granite_weights(spec: "ModelSpec", weight: MakeWeight) -> Weights:
+def _deepseek_weights(spec: "ModelSpec", weight: MakeWeight) -> Weights:
     weights = _outside_layers(spec, weight)
-    for layer, kind in enumerate(_layer_types(spec, "linear_attention")):
+    for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}"
-        weights |= (
-            _attention(spec, weight, prefix) if kind == "full_attention" else _mamba2(spec, weight, f"{prefix}.mamba")
-        )
-        weights |= _layer_norms(spec, prefix)
-        weights[f"{prefix}.shared_mlp.input_linear.weight"] = weight(2 * spec.intermediate, spec.hidden)
-        weights[f"{prefix}.shared_mlp.output_linear.weight"] = weight(spec.hidden, spec.intermediate)
+        attention = f"{prefix}.self_attn"
+        weights |= {
+            f"{attention}.q_proj.weight": weight(spec.num_heads * (NOPE_DIM + ROPE_DIM), spec.hidden, QUERY_KEY_GAIN),
+            f"{attention}.kv_a_proj_with_mqa.weight": weight(LATENT_DIM + ROPE_DIM, spec.hidden, QUERY_KEY_GAIN),
+            f"{attention}.kv_a_layernorm.weight": _ones(LATENT_DIM),
+            f"{attention}.kv_b_proj.weight": weight(spec.num_heads * (NOPE_DIM + VALUE_DIM), LATENT_DIM),
+            f"{attention}.o_proj.weight": weight(spec.hidden, spec.num_heads * VALUE_DIM, ATTENTION_OUT_GAIN),
+        }
+        weights |= _mlp(spec, weight, f"{prefix}.mlp") | _layer_norms(spec, prefix)
     return weights
-
-
-def _mamba2(spec: "ModelSpec", weight: MakeWeight, prefix: str) -> Weights:
-    inner = MAMBA_EXPAND * spec.hidden
-    conv_rows = inner + 2 * MAMBA_STATE
-    return {
-        f"{prefix}.in_proj.weight": weight(inner + conv_rows + MAMBA_HEADS, spec.hidden),
-        f"{prefix}.conv1d.weight": weight(conv_rows, MAMBA_CONV_TAPS).unsqueeze(1),
-        f"{prefix}.conv1d.bias": torch.zeros(conv_rows).bfloat16(),
-        # Decay per head: from a state that forgets in a few tokens to one that keeps hundreds.
-        f"{prefix}.A_log": torch.linspace(-5, 0, MAMBA_HEADS).bfloat16(),
-        f"{prefix}.D": _ones(MAMBA_HEADS),
-        f"{prefix}.dt_bias": torch.zeros(MAMBA_HEADS).bfloat16(),
-        f"{prefix}.norm.weight": _ones(inner),
-        f"{prefix}.out_proj.weight": weight(spec.hidden, inner, ATTENTION_OUT_GAIN),
-    }
 
 
 FAMILIES = {
@@ -293,5 +264,5 @@ FAMILIES = {
     "mixtral": Family(_mixtral_config, _mixtral_weights),
     "gemma3": Family(_gemma3_config, _gemma3_weights),
     "lfm2": Family(_lfm2_config, _lfm2_weights),
-    "granite": Family(_granite_config, _granite_weights),
+    "deepseek": Family(_deepseek_config, _deepseek_weights),
 }

@@ -26,9 +26,9 @@ class ModelSpec:
     """A model to make; equal specs give equal files.
 
     Attributes:
-        family: Of `benchmarks.families`. In `mistral` every layer has a sliding window. `gemma3` (sliding window),
-            `lfm2` (short convolutions) and `granite` (Mamba 2) have full attention in every `full_every`-th layer only;
-            vLLM sorts such layers into several KV cache groups. `mixtral` has experts.
+        family: Of `benchmarks.families`. In `mistral` every layer has a sliding window. `gemma3` (sliding window) and
+            `lfm2` (short convolutions) have full attention in every `full_every`-th layer only; vLLM sorts such layers
+            into several KV cache groups. `mixtral` has experts, `deepseek` latent attention (MLA).
     """
 
     family: str = "llama"
@@ -63,7 +63,7 @@ TINY_HYBRID = ModelSpec(family="gemma3")
 TINY_WINDOW = ModelSpec(family="mistral")
 TINY_EXPERTS = ModelSpec(family="mixtral")
 TINY_CONV = ModelSpec(family="lfm2")
-TINY_MAMBA = ModelSpec(family="granite")
+TINY_LATENT = ModelSpec(family="deepseek")
 
 
 def cached_model(name: str, spec: ModelSpec) -> Path:

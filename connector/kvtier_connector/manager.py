@@ -25,7 +25,7 @@ from kvtier.client.breaker import Breaker
 from kvtier.client.engine import Attachment
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
-from kvtier_connector.keys import GroupShape, chunk_key, reachable_keys
+from kvtier_connector.keys import GroupShape, chunk_key
 from kvtier_connector.lease import RequestState
 from kvtier_connector.link import Attached, Detached, EngineLink, PinBound, PinGone, Received
 from kvtier_connector.lookups import Lookups
@@ -33,6 +33,7 @@ from kvtier_connector.lora import Adapter, AdapterDigests
 from kvtier_connector.pins import PinMirror
 from kvtier_connector.planner import AcquirePlanner
 from kvtier_connector.policy import PrefillRate, changed_much
+from kvtier_connector.recurrent import MissingStates
 from kvtier_connector.stores import StoreBook, store_deadline_s
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec
 
@@ -88,6 +89,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
         self._lookups = Lookups(AcquirePlanner(parts.groups, self._mirror), self._breaker, self._rate)
         self._stores = StoreBook(self._mirror, parts.num_credits)
+        self._missing = MissingStates(parts.groups, self._mirror)
 
     def register(self, request: Any) -> None:
         """Take in a request before vLLM offers it to `on_new_request`, which knows less of it."""
@@ -97,7 +99,7 @@ class KVTierOffloadingManager(OffloadingManager):
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
         self._requests[state.req_id] = state
-        if self._lacks_recurrent_state(request):
+        if self._must_compute(state, request):
             request.skip_reading_prefix_cache = True
 
     def advance(self, request: Any, num_computed_tokens: int) -> bool:
@@ -244,18 +246,14 @@ class KVTierOffloadingManager(OffloadingManager):
         if state.adapter is not None and state.adapter_digest is None and state.cacheable:
             state.adapter_digest = self._parts.digests.digest(state.adapter)
 
-    def _lacks_recurrent_state(self, request: Any) -> bool:
-        """Return whether a pinned prompt that ends where this request does lacks its recurrent state.
-
-        vLLM hands such state over when it computes it, never out of its own cache: a prompt that it holds when it is
-        pinned would not be whole before it has forgotten it. So this request, the warm one as a rule, is computed.
-        """
-        groups = [group for group in self._parts.groups if group.is_recurrent]
-        if not groups or request.lora_request:
+    def _must_compute(self, state: RequestState, request: Any) -> bool:
+        if not self._missing.can_be:
             return False
-        self._drain(self._clock())
-        ends = reachable_keys(groups, request.block_hashes, request.num_prompt_tokens, None).keys
-        return any(self._mirror.is_pinned(key) and not self._mirror.may_be_held(key) for key in ends)
+        now_s = self._clock()
+        self._drain(now_s)
+        self._learn_adapter(state)
+        is_known = state.adapter is None or state.adapter_digest is not None
+        return is_known and state.cacheable and self._missing.must_compute(request, state.adapter_digest, now_s)
 
     def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
         """Return whether the adapter's content will be known in no time: a pin has had it read."""
@@ -355,6 +353,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._attachment = None
         self._lookups.attach(None)
         self._stores.session_lost()
+        self._missing.clear()
         self._mirror.clear()
 
     def _close_breaker(self) -> None:

@@ -186,3 +186,8 @@ def test_recurrent_state_that_is_missing_is_computed(
     scheduler.hold(state_keys, held=state_held)
     request = scheduler.new_request("sys", num_blocks, tail_tokens=num_tail_tokens)
     assert request.skip_reading_prefix_cache is is_computed
+    again = scheduler.new_request("sys", num_blocks, "r2", tail_tokens=num_tail_tokens)
+    assert not again.skip_reading_prefix_cache, "nobody computes for ever what cannot be stored"
+    scheduler.clock.now_s += 10
+    later = scheduler.new_request("sys", num_blocks, "r3", tail_tokens=num_tail_tokens)
+    assert later.skip_reading_prefix_cache is is_computed
