@@ -130,7 +130,7 @@ def _deepseek_config(spec: "ModelSpec") -> Config:
         "qk_nope_head_dim": NOPE_DIM,
         "qk_rope_head_dim": ROPE_DIM,
         "v_head_dim": VALUE_DIM,
-        "n_routed_experts": None,
+        "n_routed_experts": NUM_EXPERTS,
         "first_k_dense_replace": spec.num_layers,
     }
 

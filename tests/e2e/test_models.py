@@ -59,11 +59,6 @@ RARE_CASES = {
     "experts": Case(model="experts", spec=TINY_EXPERTS),
     "float16": Case(model="tiny", spec=TINY, options={"dtype": "float16"}),
     "float32": Case(model="tiny", spec=TINY, options={"dtype": "float32"}),
-    "pipeline of two stages": Case(
-        model="tiny",
-        spec=TINY,
-        options={"extra_args": ("--pipeline-parallel-size", "2"), "extra_env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}},
-    ),
     "speculation by n-grams": Case(
         model="tiny",
         spec=TINY,
@@ -99,7 +94,7 @@ def test_latent_attention(compare: Comparisons) -> None:
 @pytest.mark.skipif(not NO_AMX, reason="vLLM has prefix caching for MLA on CPUs with AMX")
 def test_latent_attention_is_refused() -> None:
     """Without prefix caching nothing can be restored; the start says so."""
-    options = EngineOptions(model=str(cached_model(LATENT.model, LATENT.spec)))
+    options = EngineOptions(model=str(cached_model(LATENT.model, LATENT.spec)), pool_blocks=128)
     with running_stack(options, start_daemon=False) as stack, stack.unstarted_engine() as engine:
         engine.launch()
         assert engine.wait_ended(300) != 0
