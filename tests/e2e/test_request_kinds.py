@@ -228,15 +228,18 @@ def test_client_gone_at_any_time(world: World, compare: Comparisons) -> None:
 def test_reset_of_vllms_own_cache(world: World, compare: Comparisons) -> None:
     """Twice in a row: kvtier keeps what it has."""
     for _ in range(2):
-        _reset(world.engine, external=False)
+        forget_gpu(world.engine)
     compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 
 
 def test_reset_with_kvtier(world: World, compare: Comparisons) -> None:
-    """Twice in a row: both are answered, the prompt is computed, and then kept anew, beside the old."""
-    for _ in range(2):
-        _reset(world.engine, external=True)
-    _check_kept_anew(world, compare)
+    """Twice in a row, just after a request that stores: the prompt is computed, then kept anew beside the old."""
+    for _ in range(3):
+        for _ in range(2):
+            forget_gpu(world.engine, reset_external=True)
+        world.stack.wait_attached(world.engine)
+        assert ask(world.engine, PREFIX + QUESTION, max_tokens=1).cached_tokens == 0
+    compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 
 
 def test_sleep(world: World, compare: Comparisons) -> None:
@@ -250,7 +253,7 @@ def test_weights_loaded_in_place(world: World) -> None:
     """After a reset that reaches kvtier, nothing that the old weights computed is served."""
     make_model(world.model, OTHER_WEIGHTS)
     world.engine.http.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
-    _reset(world.engine, external=True)
+    forget_gpu(world.engine, reset_external=True)
     world.stack.wait_attached(world.engine)
     answer = ask(world.engine, PREFIX + QUESTION)
     assert answer.cached_tokens == 0
@@ -262,12 +265,6 @@ def _check_kept_anew(world: World, compare: Comparisons) -> None:
     world.stack.wait_attached(world.engine)
     assert ask(world.engine, PREFIX + QUESTION, max_tokens=1).cached_tokens == 0
     compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
-
-
-def _reset(engine: Engine, *, external: bool) -> None:
-    answer = engine.http.post("/reset_prefix_cache", params={"reset_external": external})
-    answer.raise_for_status()
-    assert answer.json()["success"], answer.text
 
 
 def _check_nothing_left(world: World, compare: Comparisons) -> None:
