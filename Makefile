@@ -4,7 +4,7 @@ BIN := .venv/bin
 E2E_WORKERS ?= 2
 KILLS ?= 120
 
-.PHONY: help venv peers-venv demo test check test-fast test-e2e chaos clean
+.PHONY: help venv peers-venv demo test check test-fast test-e2e test-models chaos clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
@@ -12,6 +12,7 @@ help:
 	@echo "make check      ruff, mypy, import-linter, generated code, references and docs"
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
+	@echo "make test-models the rarer models and setups of vLLM that docs/compatibility.md lists"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call, damaged files, the whole service"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make peers-venv set up .venv-peers: LMCache, for python -m benchmarks.peers"
@@ -47,7 +48,10 @@ chaos: venv
 
 test-e2e: venv
 	$(BIN)/pytest -q -m timed tests/e2e
-	$(BIN)/pytest -q -m "e2e and not timed" -n $(E2E_WORKERS) --dist loadfile --durations=10 tests/e2e
+	$(BIN)/pytest -q -m "e2e and not timed and not models" -n $(E2E_WORKERS) --dist loadfile --durations=10 tests/e2e
+
+test-models: venv
+	$(BIN)/pytest -q -m models -n $(E2E_WORKERS) --durations=10 tests/e2e
 
 clean:
 	rm -rf .venv .venv-proto .venv-peers .models .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -23,12 +23,14 @@ class GroupShape:
         chunk_tokens: Tokens per chunk.
         hashes_per_chunk: Block hashes per chunk; the last of them names the chunk.
         window_chunks: 0 when a hit needs the whole prefix, else how many last chunks it needs.
+        is_recurrent: Whether vLLM offers its chunks only when it computes them, not when it has them cached.
     """
 
     group_idx: int
     chunk_tokens: int
     hashes_per_chunk: int
     window_chunks: int
+    is_recurrent: bool = False
 
     def key(self, block_hashes: Sequence[bytes], chunk_idx: int, adapter_digest: bytes | None) -> ChunkKey:
         """Return the key of a prompt's chunk."""

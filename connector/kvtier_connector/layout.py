@@ -23,6 +23,7 @@ def group_shapes(group_configs: Sequence[Any]) -> tuple[GroupShape, ...]:
             chunk_tokens=config.tokens_per_chunk,
             hashes_per_chunk=config.hashes_per_chunk,
             window_chunks=config.sliding_window_size_in_chunks or 0,
+            is_recurrent=config.requires_cow_source,
         )
         for config in group_configs
     )
@@ -73,19 +74,30 @@ def group_block_bytes(kv_cache_config: "KVCacheConfig", group_idx: int) -> int:
 
 
 def check_layer_specs(kv_cache_config: "KVCacheConfig") -> None:
-    """Refuse what this version cannot lay out.
+    """Refuse what this version cannot lay out, or does not know to be whole when a prefix ends.
+
+    By exact type: what vLLM derives from these (sinks, ring buffers, cross attention, ...) keeps more, or less, than a
+    chunk of tokens.
 
     Raises:
         ConfigError: The model has a kind of KV cache that kvtier does not know.
     """
-    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
 
+    known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
     for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        if not isinstance(spec, AttentionSpec | MambaSpec | UniformTypeKVCacheSpecs):
-            raise ConfigError(
-                "model", type(spec).__name__, "vLLM", "kvtier does not know this kind of KV cache; run without kvtier"
-            )
+        for layer in group.layer_names:
+            kind = type(_layer_spec(group.kv_cache_spec, layer))
+            if kind not in known:
+                raise ConfigError(
+                    "model", kind.__name__, "vLLM", "kvtier does not know this kind of KV cache; run without kvtier"
+                )
 
 
 def store_credits(max_num_batched_tokens: int, shapes: Sequence[GroupShape]) -> int:

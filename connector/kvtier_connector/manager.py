@@ -35,6 +35,7 @@ from kvtier_connector.metrics import ATTACHED, FAILED_LOADS, LOADED_CHUNKS, STOR
 from kvtier_connector.pins import PinMirror
 from kvtier_connector.planner import AcquirePlanner
 from kvtier_connector.policy import PrefillRate, changed_much
+from kvtier_connector.recurrent import MissingStates
 from kvtier_connector.stats import ConnectorStats
 from kvtier_connector.stores import StoreBook, store_deadline_s
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec
@@ -92,6 +93,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
         self._lookups = Lookups(AcquirePlanner(parts.groups, self._mirror), self._breaker, self._rate, self._stats)
         self._stores = StoreBook(self._mirror, parts.num_credits)
+        self._missing = MissingStates(parts.groups, self._mirror)
 
     def register(self, request: Any) -> None:
         """Take in a request before vLLM offers it to `on_new_request`, which knows less of it."""
@@ -101,6 +103,8 @@ class KVTierOffloadingManager(OffloadingManager):
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
         self._requests[state.req_id] = state
+        if self._must_compute(state, request):
+            request.skip_reading_prefix_cache = True
 
     def advance(self, request: Any, num_computed_tokens: int) -> bool:
         """Return whether the request's HITs and MISSes are fixed; if not, vLLM shall ask again later."""
@@ -257,6 +261,15 @@ class KVTierOffloadingManager(OffloadingManager):
         if state.adapter is not None and state.adapter_digest is None and state.cacheable:
             state.adapter_digest = self._parts.digests.digest(state.adapter)
 
+    def _must_compute(self, state: RequestState, request: Any) -> bool:
+        if not self._missing.can_be:
+            return False
+        now_s = self._clock()
+        self._drain(now_s)
+        self._learn_adapter(state)
+        is_known = state.adapter is None or state.adapter_digest is not None
+        return is_known and state.cacheable and self._missing.must_compute(request, state.adapter_digest, now_s)
+
     def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
         """Return whether the adapter's content will be known in no time: a pin has had it read."""
         state.adapter_deadline_s = state.adapter_deadline_s or self._breaker.deadline_s(now_s)
@@ -357,6 +370,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._stats.set(ATTACHED, 0)
         self._lookups.attach(None)
         self._stores.session_lost()
+        self._missing.clear()
         self._mirror.clear()
 
     def _close_breaker(self) -> None:

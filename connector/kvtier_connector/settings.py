@@ -82,7 +82,11 @@ def check_vllm_config(config: "VllmConfig") -> None:
     cache = config.cache_config
     if not cache.enable_prefix_caching:
         raise ConfigError(
-            "enable_prefix_caching", False, "vLLM", "kvtier restores prefixes; start vLLM with --enable-prefix-caching"
+            "enable_prefix_caching",
+            False,
+            "vLLM",
+            "kvtier restores prefixes; start vLLM with --enable-prefix-caching. Where vLLM itself switches that off "
+            "(MLA on a CPU without AMX, encoder-decoder models), run without kvtier",
         )
     algorithm = cache.prefix_caching_hash_algo
     if algorithm not in CRYPTO_HASHES and "PYTHONHASHSEED" not in os.environ:

@@ -14,8 +14,9 @@ HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare our marker; make SIGTERM end a run as Ctrl-C does, with every fixture's clean-up."""
+    """Declare our markers; make SIGTERM end a run as Ctrl-C does, with every fixture's clean-up."""
     config.addinivalue_line("markers", "timed: measures time, so it must not run beside another engine")
+    config.addinivalue_line("markers", "models: of a rare kind; `make test-models` runs it")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

@@ -15,17 +15,21 @@ class Comparisons:
     num_logprobs: int = 0
     num_chunks: int = 0
 
-    def restored_equals_own_hit(self, restored: Answer, reference: Answer, tier: str | None = None) -> None:
+    def restored_equals_own_hit(
+        self, restored: Answer, reference: Answer, tier: str | None = None, *, omitted_tokens: int = 0
+    ) -> None:
         """Check that a restored prefix gives the logprobs of vLLM's own hit of the same length, to the last digit.
 
         Args:
             restored: Of a request that was alone in the engine.
             reference: Of the same request, its prefix from vLLM's own cache.
             tier: Where the prefix must have come from; None: any of kvtier's tiers.
+            omitted_tokens: Of the prefix, what no layer looks back to: nobody loads it, and vLLM counts it apart.
         """
         tiers = (tier,) if tier else TIERS
         assert reference.by_source["device"] == reference.cached_tokens > 0, reference
-        assert sum(restored.by_source[each] for each in tiers) == restored.cached_tokens, restored
+        assert restored.by_source["external_unspecified"] == omitted_tokens, restored
+        assert sum(restored.by_source[each] for each in tiers) + omitted_tokens == restored.cached_tokens, restored
         assert restored.cached_tokens == reference.cached_tokens, (restored.by_source, reference.by_source)
         self.same_logprobs(restored, reference)
 

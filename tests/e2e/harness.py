@@ -120,11 +120,11 @@ def flood(engine: Engine, seed: int) -> int:
     return sent
 
 
-def forget_gpu(engine: Engine) -> None:
-    """Empty vLLM's own prefix cache; kvtier keeps what it has."""
+def forget_gpu(engine: Engine, *, reset_external: bool = False) -> None:
+    """Empty vLLM's own prefix cache; kvtier keeps what it has, unless it is to be reset too."""
 
     def is_reset() -> bool:
-        answer = engine.http.post("/reset_prefix_cache")
+        answer = engine.http.post("/reset_prefix_cache", params={"reset_external": reset_external})
         answer.raise_for_status()
         # vLLM answers 200 also when it could not, because blocks are still being stored.
         return bool(answer.json()["success"])

@@ -9,14 +9,22 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    CrossAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
+    SinkFullAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from kvtier_connector.layout import engine_layout, group_block_bytes
-from tests.unit.connector.harness import full_spec, vllm_config_of
+from kvtier.errors import ConfigError
+from kvtier_connector.layout import check_layer_specs, engine_layout, group_block_bytes
+from tests.unit.connector.harness import full_spec, kv_cache_config_of, sliding_spec, vllm_config_of
+
+SHAPE: dict[str, Any] = {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 
 NUM_BLOCKS = 8
 
@@ -83,3 +91,24 @@ def test_padding_is_left_out() -> None:
         kv_cache_groups=[KVCacheGroupSpec(layer_names=["a"], kv_cache_spec=padded)],
     )
     assert group_block_bytes(config, 0) == full_spec().page_size_bytes
+
+
+def test_known_kinds_of_kv_cache() -> None:
+    """A group of layers of several sizes hides theirs."""
+    state = MambaSpec(block_size=4, shapes=((16,),), dtypes=(torch.float32,))
+    check_layer_specs(kv_cache_config_of([full_spec(), sliding_spec(8), state]))
+    check_layer_specs(uneven_heads([1, 2]))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [CrossAttentionSpec(**SHAPE), CircularBufferSpec(**SHAPE), SinkFullAttentionSpec(**SHAPE, sink_len=4)],
+    ids=lambda spec: type(spec).__name__,
+)
+@pytest.mark.parametrize("in_uniform_group", [False, True])
+def test_other_kinds_of_kv_cache_are_refused(spec: KVCacheSpec, in_uniform_group: bool) -> None:
+    """A hit must not rest on what a chunk of tokens does not hold: the encoder's states, a ring, a sink."""
+    group = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"layer0": spec}) if in_uniform_group else spec
+    config = KVCacheConfig(1, [], [KVCacheGroupSpec(layer_names=["layer0"], kv_cache_spec=group)])
+    with pytest.raises(ConfigError, match=f"{type(spec).__name__}.*run without kvtier"):
+        check_layer_specs(config)

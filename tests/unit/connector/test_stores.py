@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvtier._pb import engine_pb2 as pb
-from tests.unit.connector.harness import FakeRequest, Scheduler, hashes_of
+from tests.unit.connector.harness import FakeRequest, Scheduler, full_spec, hashes_of
 from tests.unit.connector.test_leases import keys_of
 
 
@@ -161,3 +163,31 @@ def test_a_finished_request_stores_what_fits(monkeypatch: pytest.MonkeyPatch) ->
     assert not computed(scheduler, request).store_jobs
     assert len(scheduler.finish(request).store_jobs) == 1
     assert [store.key for store in scheduler.sent_one("store_begin").stores] == keys_of("sys", 2)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_tail_tokens", "state_held", "is_computed"),
+    [(6, 1, False, True), (6, 1, True, False), (8, 1, False, False), (6, 0, False, False)],
+    ids=["ends there", "is held", "ends later", "vLLM never resumes there"],
+)
+def test_recurrent_state_that_is_missing_is_computed(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_tail_tokens: int, state_held: bool, is_computed: bool
+) -> None:
+    """vLLM hands it over when it computes it, not when it has it cached.
+
+    A prompt that vLLM held when it was pinned was never whole, however often it was warmed.
+    """
+    state = MambaSpec(block_size=4, shapes=((128,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    scheduler = Scheduler(monkeypatch, [full_spec(), state])
+    scheduler.attach()
+    full_keys, state_keys = keys_of("sys", 6), keys_of("sys", 6, group_idx=1)[-1:]
+    scheduler.pin(full_keys + state_keys, held=False)
+    scheduler.hold(full_keys)
+    scheduler.hold(state_keys, held=state_held)
+    request = scheduler.new_request("sys", num_blocks, tail_tokens=num_tail_tokens)
+    assert request.skip_reading_prefix_cache is is_computed
+    again = scheduler.new_request("sys", num_blocks, "r2", tail_tokens=num_tail_tokens)
+    assert not again.skip_reading_prefix_cache, "nobody computes for ever what cannot be stored"
+    scheduler.clock.now_s += 10
+    later = scheduler.new_request("sys", num_blocks, "r3", tail_tokens=num_tail_tokens)
+    assert later.skip_reading_prefix_cache is is_computed
