@@ -169,6 +169,8 @@ class Cache:
                 self._top_up_all()
             await self.stores.measure_disk()
             await self.room.trim_disk()
+            for namespace in self.namespaces.values():
+                namespace.spiller.retry_if_room()
             await self._forget_empty_namespaces()
 
     async def _forget_empty_namespaces(self) -> None:
