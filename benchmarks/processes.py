@@ -353,19 +353,20 @@ class Engine(Process):
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
-        return _metric_in(self.http.get("/metrics").text, name, labels)
+        return _sum_of_samples(self.http.get("/metrics").text, name, labels)
 
     def cached_by_source(self) -> dict[str, int]:
         """Return the prompt tokens not computed since start, by where they came from: device, host, disk, ..."""
         name = "vllm:prompt_tokens_cached_by_source_total"
         sources = ("device", "host", "disk", "p2p", "external_unspecified")
-        return {source: int(self.metric(name, source=source)) for source in sources}
+        text = self.http.get("/metrics").text
+        return {source: int(_sum_of_samples(text, name, {"source": source})) for source in sources}
 
 
-def _metric_in(exposition: str, name: str, labels: Mapping[str, str]) -> float:
+def _sum_of_samples(metrics: str, name: str, labels: Mapping[str, str]) -> float:
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     total = 0.0
-    for line in exposition.splitlines():
+    for line in metrics.splitlines():
         sample, _, value = line.rpartition(" ")
         if sample.partition("{")[0] == name and all(label in sample for label in wanted):
             total += float(value)

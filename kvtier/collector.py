@@ -27,3 +27,8 @@ def freeze_index() -> None:
     later goes by its reference count, as before.
     """
     gc.freeze()
+
+
+def thaw_index() -> None:
+    """The opposite of `freeze_index`: the index is going."""
+    gc.unfreeze()

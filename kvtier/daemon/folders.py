@@ -38,7 +38,7 @@ def prepare_folder(key: str, folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Path]:
-    """Hold the folder's lock file, which then contains our pid; yields its path.
+    """Hold the folder's lock file, which then contains our pid if there is room for it; yields its path.
 
     flock, so the kernel lets go when the process dies, however it dies. The file stays: unlinking it would let two
     daemons hold locks on two files of one name.
@@ -54,8 +54,9 @@ def locked(folder: Path) -> Iterator[Path]:
         raise TierIOError(path, "open the lock", exc) from exc
     try:
         _flock(fd, path)
-        os.truncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full file system; the pid only makes another daemon's error plainer
+            os.truncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield path
     finally:
         os.close(fd)

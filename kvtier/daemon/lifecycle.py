@@ -7,8 +7,9 @@ import signal
 import socket
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
-from kvtier.collector import freeze_index
+from kvtier.collector import freeze_index, thaw_index
 from kvtier.config import DaemonConfig
 from kvtier.daemon.folders import locked, prepare_folder, remove_stale_socket
 from kvtier.errors import AlreadyRunningError, ConfigError
@@ -27,16 +28,26 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run(config: DaemonConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once.
 
+    When somebody removes what engines and operators reach us by (a cleaner of temporary files, the end of a login), a
+    stop and a start follow in this process: nobody else may be there to restart it.
+
     Raises:
         KvtierError: The daemon cannot start; nothing was changed that a later start would miss.
     """
-    started_s = time.monotonic()
     os.umask(0o077)
+    while (removed := _run_once(config)) is not None:
+        log_event(logger, "file_removed", level=logging.WARNING, path=removed, consequence="the daemon starts anew")
+        thaw_index()
+    log_event(logger, "stopped", pid=os.getpid())
+
+
+def _run_once(config: DaemonConfig) -> Path | None:
+    """Start, serve and drain; see `kvtier.rpc.server.serve` for what is returned."""
+    started_s = time.monotonic()
     with ExitStack() as stack:
         _claim(config, stack)
         stack.callback(_unlink_socket, config)
-        asyncio.run(_serve(config, started_s))
-    log_event(logger, "stopped", pid=os.getpid())
+        return asyncio.run(_serve(config, started_s))
 
 
 def _claim(config: DaemonConfig, stack: ExitStack) -> None:
@@ -62,7 +73,7 @@ def _claim_arena_dir(config: DaemonConfig, stack: ExitStack) -> None:
         raise ConfigError("host.arena_dir", str(arena_dir), "start", problem) from exc
 
 
-async def _serve(config: DaemonConfig, started_s: float) -> None:
+async def _serve(config: DaemonConfig, started_s: float) -> Path | None:
     from kvtier.rpc.server import serve
 
     replace_after(COMPILE_AFTER_BYTES, _faster_kernels)
@@ -85,7 +96,7 @@ async def _serve(config: DaemonConfig, started_s: float) -> None:
         notify_systemd("READY=1")
 
     try:
-        await serve(config, ready=ready, stop=stop)
+        return await serve(config, ready=ready, stop=stop)
     finally:
         watchdog.cancel()
         await asyncio.wait({watchdog})

@@ -1,7 +1,9 @@
 """The gRPC server of the daemon: both services, standard health and reflection, on one unix socket."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,6 +21,7 @@ from kvtier.service import Cache
 
 _MAX_MESSAGE_BYTES = 64 * 1024**2
 _STREAM_GRACE_S = 1.0
+_FILES_POLL_S = 0.5
 
 _SERVICES = (
     engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name,
@@ -26,13 +29,17 @@ _SERVICES = (
 )
 
 
-async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
-    """Serve until `stop` is set, then drain within `server.drain_timeout_s`.
+async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> Path | None:
+    """Serve until `stop` is set or nobody can reach us any more, then drain within `server.drain_timeout_s`.
 
     Args:
         config: The merged configuration; its folders exist and are locked.
         stop: Set by whoever ends the daemon.
         ready: Called once calls are answered.
+
+    Returns:
+        What somebody has removed: the socket, an arena or a session's lock. Such a file cannot be had back, only
+        another in its place, by serving anew. None: `stop` was set.
 
     Raises:
         KvtierError: The stores cannot be opened, or the socket cannot be bound.
@@ -46,12 +53,29 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         if ready is not None:
             ready()
         async with serving_metrics(config.metrics, cache):
-            await stop.wait()
+            removed = await _until_stopped_or_removed(stop, lambda: [config.server.socket, *cache.shared_files])
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         engines.finish_all()
         await server.stop(grace=min(_STREAM_GRACE_S, config.server.drain_timeout_s))
     finally:
         await cache.close()
+    return removed
+
+
+async def _until_stopped_or_removed(stop: asyncio.Event, files: Callable[[], Iterable[Path]]) -> Path | None:
+    while not stop.is_set():
+        for path in files():
+            if _is_removed(path):
+                return path
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _FILES_POLL_S)
+    return None
+
+
+def _is_removed(path: Path) -> bool:
+    with suppress(OSError):  # who cannot look knows nothing
+        return not path.exists()
+    return False
 
 
 def _build(cache: Cache) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:

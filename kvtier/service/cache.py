@@ -156,6 +156,12 @@ class Cache:
         """Engines attached now."""
         return [session for session in self.sessions if not session.ended]
 
+    @property
+    def shared_files(self) -> list[Path]:
+        """What attached engines and those to come reach by its path: arenas and session locks."""
+        arenas = [namespace.arena.path for namespace in self.namespaces.values() if namespace.has_arena]
+        return [*arenas, *(session.lock.path for session in self.live_sessions)]
+
     def adopt_namespace(self, row: NamespaceRow, *, ephemeral: bool) -> Namespace:
         """Take a namespace in."""
         namespace = Namespace(
@@ -184,6 +190,8 @@ class Cache:
             self._top_up_all()
         await self.stores.measure_disk()
         await self.room.trim_disk()
+        for namespace in self.namespaces.values():
+            namespace.spiller.retry_if_room()
         await self._forget_empty_namespaces()
 
     async def _forget_empty_namespaces(self) -> None:

@@ -30,7 +30,7 @@ class Spiller:
 
     A chunk is `spilling` from `add` until its pack and its ledger rows are durable, so its slot cannot be evicted
     under the writer. A failed write is tried again; a write that the quota forbids makes its chunks volatile (served,
-    and evictable) until `retry_refused`. While the disk tier is latched, chunks wait.
+    and evictable) until there is room. While the disk tier is latched, chunks wait.
 
     Pinned and ordinary chunks never share a pack: ordinary ones are evicted, and would leave holes between promises.
 
@@ -150,6 +150,17 @@ class Spiller:
         """Room appeared on disk: try again what the quota refused."""
         refused, self._refused = self._refused, set()
         self.add(refused)
+
+    def retry_if_room(self) -> None:
+        """Try again what was refused if a pack of it fits now: others may have filled the file system, and left."""
+        num_bytes = 0
+        for key in self._refused:
+            num_bytes += self._namespace.payload_bytes(key)
+            if num_bytes >= self._namespace.stores.config.disk.pack_bytes:
+                break
+        # Twice that, since a pack has a header, and may gather others of the refused, larger ones.
+        if num_bytes and self._namespace.stores.disk_usage.fits(2 * num_bytes):
+            self.retry_refused()
 
     async def flush(self) -> None:
         """Write what is queued without lingering and wait until that is done, or the disk is off."""

@@ -3,6 +3,10 @@
 The tests run in order, over one daemon, one pinned prompt and one model path whose content changes.
 """
 
+import os
+import re
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models import TINY, ModelSpec, make_model
-from benchmarks.processes import Engine, EngineOptions
+from benchmarks.processes import Engine, EngineOptions, wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import PATIENT, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.traffic import Client
 
 PREFIX_TOKENS = 640
 PREFIX, QUESTION = tokens(1, PREFIX_TOKENS), tokens(2, 40)
@@ -55,8 +60,8 @@ def test_changed_model_under_the_same_path(world: World, spec: ModelSpec, field:
         _check_miss(world, engine, field)
 
 
-def test_dtype_and_block_size(world: World) -> None:
-    """Two engines at once, on the model that was pinned."""
+def test_dtype_and_block_size(world: World, note: Note) -> None:
+    """Two engines at once, on the model that was pinned: each misses, stores its own, and restores that alone."""
     make_model(world.model, TINY)
     with ExitStack() as stack:
         engines = {
@@ -68,6 +73,13 @@ def test_dtype_and_block_size(world: World) -> None:
         for field, engine in engines.items():
             engine.wait_started()
             _check_miss(world, engine, field)
+        world.stack.wait_durable("prompt")
+        forgetful = {name: Client(engine, PREFIX, QUESTION) for name, engine in engines.items()}
+        with forgetful["dtype"].asking() as first, forgetful["tokens"].asking() as second:
+            time.sleep(1.0)
+        for client, answers in zip(forgetful.values(), (first, second), strict=True):
+            note(client.summary(answers))
+            assert {answer.cached_tokens for answer in answers} == {PREFIX_TOKENS}
 
 
 def test_tensor_parallel(world: World, compare: Comparisons, note: Note) -> None:
@@ -94,6 +106,28 @@ def test_tensor_parallel(world: World, compare: Comparisons, note: Note) -> None
         binding = world.stack.json("show", "prompt")["bindings"][-1]
         assert engine.metric("vllm:kv_offload_load_bytes_total") - bytes_before == binding["raw_bytes"]
         assert engine.metric("kvtier_connector_loaded_chunks_total", tier="disk") == binding["num_chunks"]
+        note(_kill_a_worker(world, engine))
+
+
+def _kill_a_worker(world: World, engine: Engine) -> str:
+    """Kill -9 one of two workers: vLLM ends, as it does without kvtier; what it stored stays, nothing else."""
+    start_s = time.monotonic()
+    os.kill(_workers(engine)[-1], signal.SIGKILL)
+
+    def no_session() -> bool:
+        with world.stack.admin() as client:
+            return not client.status().sessions
+
+    wait_until(no_session, 60, "the session to end")
+    seconds = time.monotonic() - start_s
+    assert list(world.stack.daemon.arena_dir.glob("session-*")) == []
+    assert world.stack.json("show", "prompt")["state"] == "DURABLE"
+    return f"a TP=2 worker killed: its engine's session, leases and slots are gone {seconds:.2f} s later"
+
+
+def _workers(engine: Engine) -> list[int]:
+    """Return the pids of vLLM's workers, which begin their lines in the log with them."""
+    return sorted({int(pid) for pid in re.findall(r"^\(Worker\S* pid=(\d+)\)", engine.log_text(), re.MULTILINE)})
 
 
 def _check_miss(world: World, engine: Engine, field: str) -> None:

@@ -81,6 +81,26 @@ def test_a_read_only_state_directory_is_refused_by_name(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_a_start_beside_full_shared_memory_lets_engines_in_when_there_is_room(tmp_path: Path) -> None:
+    """The daemon ended with a traceback: it could not write its pid into its lock file."""
+    config = private(config_in(tmp_path))
+    folder = config.host.arena_dir
+
+    async def scenario() -> None:
+        fill_up = f"{{ head -c 2m /dev/zero > {folder}/ballast 2> /dev/null || true; }}"
+        mount = f"mount -t tmpfs -o size=1200k,mode=700 none {folder} && {fill_up}"
+        async with daemon(config, mount) as (stub, root):
+            refused = RootedEngine(config, root)
+            with pytest.raises(grpc.aio.AioRpcError, match="has no room for an arena"):
+                await refused.__aenter__()
+            await refused.disconnect()
+            remove_file(Path(f"{root}{folder}/ballast"))
+            async with RootedEngine(config, root) as engine:
+                await make_durable(stub, engine, [chunk_key(0)])
+
+    asyncio.run(scenario())
+
+
 def test_a_full_disk_is_served_from_memory_and_written_when_there_is_room(tmp_path: Path) -> None:
     config = private(config_in(tmp_path))
     keys = {name: [chunk_key((name, i)) for i in range(4)] for name in ("a", "b")}

@@ -1,0 +1,69 @@
+"""Somebody removes the daemon's files while it serves: a cleaner of /tmp or /dev/shm, the end of a login (RemoveIPC).
+
+The session of the engine stood, every load and store of it failed, no other engine could attach, and nothing ended that
+but a restart by hand.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.client.probe import socket_problem
+from kvtier.config import DaemonConfig
+from tests.fakes.fsck import assert_clean_online
+from tests.fakes.operator import make_durable, status_of, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
+from tests.fault.chaos import daemon
+
+KEYS = [chunk_key(number) for number in range(3)]
+
+
+def remove_arena(config: DaemonConfig) -> None:
+    for path in config.host.arena_dir.glob("arena-*"):
+        path.unlink()
+
+
+def remove_locks(config: DaemonConfig) -> None:
+    for path in config.host.arena_dir.glob("session-*"):
+        path.unlink()
+
+
+def remove_folder(config: DaemonConfig) -> None:
+    shutil.rmtree(config.host.arena_dir)
+
+
+def remove_socket(config: DaemonConfig) -> None:
+    config.server.socket.unlink()
+
+
+@pytest.mark.parametrize("remove", [remove_arena, remove_locks, remove_folder, remove_socket])
+def test_the_daemon_starts_anew_and_serves_what_is_durable(
+    tmp_path: Path, remove: Callable[[DaemonConfig], None]
+) -> None:
+    config = config_in(tmp_path)
+    for folder in (config.disk.disk_dir, config.host.arena_dir):
+        folder.chmod(0o700)
+
+    async def scenario() -> None:
+        async with daemon(config) as (process, stub):
+            async with ScriptedEngine(config) as engine:
+                pin_id = await make_durable(stub, engine, KEYS)
+                remove(config)
+                with pytest.raises(EOFError):  # the stream ends, and the engine attaches again
+                    await engine.receive("pong")
+
+            async def listens() -> bool:
+                return socket_problem(config.server.socket) is None
+
+            await until(listens)
+            async with ScriptedEngine(config) as again:
+                await again.bind(pin_id, KEYS)
+                chunks = await again.acquire(1, KEYS)
+                assert [again.read(key, chunks[i]) for i, key in enumerate(KEYS)] == [again.payload(k) for k in KEYS]
+            assert (await status_of(stub)).pid == process.pid
+            await assert_clean_online(stub)
+
+    asyncio.run(scenario())
