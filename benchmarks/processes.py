@@ -206,7 +206,7 @@ class Daemon(Process):
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
         url = self.log_text().rpartition("metrics_served url=")[2].split()[0]
-        return _metric_in(httpx.get(url).raise_for_status().text, name, labels)
+        return _sum_of_samples(httpx.get(url).raise_for_status().text, name, labels)
 
     def set_variable(self, name: str, value: str) -> None:
         """Change a KVTIER_* variable for the next start."""
