@@ -1,6 +1,6 @@
 """Disk to arena, cold and warm, beside the device and the decoder; and a pack beside one file and fsync per chunk.
 
-usage: python -m benchmarks.disk [--folder DIR] [--mib 256] [--runs 9] [--kernels compiled|numpy]
+usage: python -m benchmarks.disk [--folder DIR] [--mib 256] [--runs 9] [--pause 0.3]
 
 All sides take turns in one run, so that drift of the machine hits all of them. The limits of a read are measured with
 the tier's own span size and one thread, as the tier reads:
@@ -8,10 +8,13 @@ the tier's own span size and one thread, as the tier reads:
 - `device`: O_DIRECT reads of the same packs, end to end, into one aligned buffer, decoding nothing;
 - `decode`: the stored bytes, in memory already, decoded and verified into the same arena rows, in one thread.
 
+Where chunks are decoded, all but `device` is measured with numpy's kernels and with the compiled ones, in turns.
+
 The aim of a cold read is 0.8 of min(device x ratio, decode). Cold means: fsynced, dropped from the page cache
 (POSIX_FADV_DONTNEED), and mincore found at most 1 % of the bytes resident; a run that was not cold is an error. The
 cache of the device itself, or of the host of a virtual machine, is beyond reach: it serves `device` and `cold` alike.
-All rates are payload bytes per second, except `device`, which is stored bytes.
+All rates are payload bytes per second, except `device`, which is stored bytes. A throttled disk gives more to whoever
+comes after a pause: so there is one before each `device` and each `cold`.
 """
 
 import argparse
@@ -20,7 +23,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +36,7 @@ from kvtier.tiers import page_cache
 from kvtier.tiers.base import ChunkPayload, ChunkRead, checksum_of
 from kvtier.tiers.codecs import codec_by_name
 from kvtier.tiers.codecs.compiled import compile_kernels
-from kvtier.tiers.codecs.words import use_kernels
+from kvtier.tiers.codecs.words import NUMPY, WordKernels, use_kernels
 from kvtier.tiers.pack_spans import SPAN_BYTES
 from kvtier.tiers.packs import PackTier
 
@@ -70,11 +73,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="on the device to measure; default: TMPDIR")
     parser.add_argument("--mib", type=int, default=256, help="payload per case")
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--kernels", choices=("compiled", "numpy"), default="compiled", help="of the split codecs")
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds before the device is read")
     options = parser.parse_args()
-    if options.kernels == "compiled":  # as the daemon, where numba is
-        use_kernels(compile_kernels())
-    print(f"{machine_line()}, {options.kernels} kernels")
+    kernels = {"numpy": NUMPY, "compiled": compile_kernels()}
+    print(machine_line())
     with (
         tempfile.TemporaryDirectory(dir=options.folder, prefix="kvtier-bench-") as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as shm,
@@ -82,9 +84,10 @@ def main() -> None:
         for chunk_bytes in (64 * 1024, 2 * 1024**2):
             for kind in ("bf16", "noise"):
                 case = make_case(Path(folder), Path(shm), kind, chunk_bytes, options.mib * 1024**2)
-                measure_reads(case, options.runs)
+                measure_reads(case, options.runs, kernels if kind == "bf16" else {"raw": NUMPY}, options.pause)
                 for path in case.paths:
                     path.unlink()
+        use_kernels(kernels["compiled"])  # as the daemon, where numba is
         measure_writes(Path(folder), options.runs)
 
 
@@ -105,37 +108,43 @@ def make_case(folder: Path, shm: Path, kind: str, chunk_bytes: int, num_bytes: i
     return Case(name=f"{kind} {_size(chunk_bytes)}", tier=tier, records=records, reads=reads)
 
 
-def measure_reads(case: Case, num_runs: int) -> None:
-    """Print one row."""
+def measure_reads(case: Case, num_runs: int, kernels: Mapping[str, WordKernels], pause_s: float) -> None:
+    """Print one row for each of the kernels."""
     in_memory = [_stored_in_memory(path) for path in case.paths]
-    steps: dict[str, Callable[[], float]] = {
-        "device": lambda: case.stored_bytes / _cold(case, lambda: _read_device(case)),
-        "decode": lambda: case.raw_bytes / _timed(lambda: _decode(case, in_memory)),
-        "cold": lambda: case.raw_bytes / _cold(case, lambda: _read_tier(case)),
-        "warm": lambda: case.raw_bytes / _warm(case),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in steps}
+    device: list[float] = []
+    rates: dict[str, dict[str, list[float]]] = {name: {"decode": [], "cold": [], "warm": []} for name in kernels}
     for run in range(num_runs + 1):
-        # A device that is throttled gives more to whoever comes after a pause: each of the two comes after a step that
-        # leaves it alone, and they take turns in being first.
-        names = list(steps)
-        for name in names if run % 2 else names[2:] + names[:2]:
-            rate = steps[name]()
-            if run:  # the first round warms buffers and code
-                rates[name].append(rate / 1e9)
-    ratio = case.raw_bytes / case.stored_bytes
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    limit = min(medians["device"] * ratio, medians["decode"])
-    per_run = [
-        cold / min(device * ratio, decode)
-        for cold, device, decode in zip(rates["cold"], rates["device"], rates["decode"], strict=True)
-    ]
+        seconds = {"device": _cold(case, lambda: _read_device(case), pause_s)}
+        names = list(kernels)
+        for name in names if run % 2 else reversed(names):
+            use_kernels(kernels[name])
+            seconds[f"{name} decode"] = _timed(lambda: _decode(case, in_memory))
+            seconds[f"{name} cold"] = _cold(case, lambda: _read_tier(case), pause_s)
+            seconds[f"{name} warm"] = _warm(case)
+        if run:  # the first round warms buffers and code
+            device.append(case.stored_bytes / seconds["device"] / 1e9)
+            for name, steps in rates.items():
+                for step, values in steps.items():
+                    values.append(case.raw_bytes / seconds[f"{name} {step}"] / 1e9)
     codecs = "+".join(sorted({read.chunk.codec for read in case.reads}))
+    ratio = case.raw_bytes / case.stored_bytes
     print(f"\n{case.name}: {len(case.reads)} chunks, {case.raw_bytes >> 20} MiB, {codecs}, ratio {ratio:.2f}")
-    for name, values in rates.items():
-        print(f"  {name:7} {spread(values, 'GB/s')}")
-    print(f"  cold / min(device x ratio, decode): {medians['cold'] / limit:.2f} of medians, by run {spread(per_run)}")
-    print(f"  warm / decode: {medians['warm'] / medians['decode']:.2f}")
+    print(f"  device  {spread(device, 'GB/s')}")
+    for name, steps in rates.items():
+        _print_rates(name, steps, [rate * ratio for rate in device])
+
+
+def _print_rates(name: str, steps: Mapping[str, list[float]], device: Sequence[float]) -> None:
+    """Print what one of the kernels reached; `device` is in payload bytes here."""
+    for step, values in steps.items():
+        print(f"  {name:9} {step:7} {spread(values, 'GB/s')}")
+    cold, decode = statistics.median(steps["cold"]), statistics.median(steps["decode"])
+    limit = min(statistics.median(device), decode)
+    per_run = [
+        read / min(given, decoded) for read, given, decoded in zip(steps["cold"], device, steps["decode"], strict=True)
+    ]
+    print(f"  {name:9} cold / min(device x ratio, decode): {cold / limit:.2f} of medians, by run {spread(per_run)}")
+    print(f"  {name:9} warm / decode: {statistics.median(steps['warm']) / decode:.2f}")
 
 
 def measure_writes(folder: Path, num_runs: int) -> None:
@@ -179,8 +188,8 @@ def _arena(path: Path, num_bytes: int) -> memoryview:
     return memory
 
 
-def _cold(case: Case, step: Callable[[], None]) -> float:
-    """Return the seconds of a step on packs that are not in the page cache."""
+def _cold(case: Case, step: Callable[[], None], pause_s: float) -> float:
+    """Return the seconds of a step, after a pause, on packs that are not in the page cache."""
     for path in case.paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -192,6 +201,7 @@ def _cold(case: Case, step: Callable[[], None]) -> float:
             os.close(fd)
         if resident_bytes > length / 100:
             raise SystemExit(f"{path}: {resident_bytes} of {length} bytes are still in the page cache")
+    time.sleep(pause_s)
     return _timed(step)
 
 
