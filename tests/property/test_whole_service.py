@@ -8,6 +8,7 @@ import copy
 import errno
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -31,6 +32,7 @@ from tests.fakes.fsck import assert_clean, check
 from tests.fakes.gated_stores import STEPS
 from tests.fakes.in_process_engine import InProcessEngine
 from tests.fakes.living_service import LivingService
+from tests.fakes.rig import eventually
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key, config_in
 from tests.fault.chaos_model import SPACES, Model, Prompt
 
@@ -509,27 +511,41 @@ class WholeServiceMachine(RuleBasedStateMachine):
         if not hasattr(self, "service") or not self.service.faults.is_calm:
             return
         stores = self.service.cache.stores
-        files = {path.stem: path.stat().st_size for path in (self.service.config.disk.disk_dir / "packs").iterdir()}
         assert stores.disk_usage._promised_bytes == 0
         if self.was_damaged:
             return
+        # A worker thread's last call may have ended before the loop knows: what is wrong for good stays wrong.
+        with suppress(TimeoutError):
+            self.service.run(eventually(lambda: self._pack_files() == dict(stores.disk_usage.packs)))
+            self.service.run(eventually(lambda: self._places() == self._rows()))
+        files, rows = self._pack_files(), self._rows()
         assert dict(stores.disk_usage.packs) == files
         assert stores.disk_usage.used_bytes == sum(files.values()) <= DISK_BYTES
-        rows = {
-            (record.namespace_id, chunk.key): chunk
-            for record in stores.ledger.load().packs.values()
-            for chunk in record.chunks
-        }
-        places: dict[tuple[str, ChunkKey], StoredChunk] = {
+        assert self._places() == rows
+        orphans = set(files) - {chunk.pack_id for chunk in rows.values()}
+        assert not orphans or self.num_refusals, "only what could not be unlinked stays, for the next start"
+        assert stores.counters.chunks_damaged == 0
+
+    def _pack_files(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for path in (self.service.config.disk.disk_dir / "packs").iterdir():
+            with suppress(FileNotFoundError):  # a worker thread has just unlinked it
+                sizes[path.stem] = path.stat().st_size
+        return sizes
+
+    def _rows(self) -> dict[tuple[str, ChunkKey], StoredChunk]:
+        """Return what the ledger says of every chunk."""
+        records = self.service.cache.stores.ledger.load().packs.values()
+        return {(record.namespace_id, chunk.key): chunk for record in records for chunk in record.chunks}
+
+    def _places(self) -> dict[tuple[str, ChunkKey], StoredChunk]:
+        """Return what memory says of them."""
+        return {
             (namespace.namespace_id, chunk.key): chunk.location
             for namespace in self.service.cache.namespaces.values()
             for chunk in namespace.table
             if chunk.location is not None
         }
-        assert places == rows
-        orphans = set(files) - {chunk.pack_id for chunk in rows.values()}
-        assert not orphans or self.num_refusals, "only what could not be unlinked stays, for the next start"
-        assert stores.counters.chunks_damaged == 0
 
     def load_everything(self) -> None:
         """Every chunk of every prompt that is durable can be had."""
