@@ -35,7 +35,7 @@ class AcquirePlan(Generic[L]):
 def plan_acquire(
     table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool = True
 ) -> AcquirePlan[L]:
-    """Lease what is host-resident of `keys` and reserve slots for what is only on disk.
+    """Lease what is host-resident of `keys`, each of which comes once, and reserve slots for what is only on disk.
 
     A full-attention group is cut at its first chunk that is not held; other groups name every held chunk, because their
     hit is found from the end. When no slot can be freed the answer is cut there: an acquire never waits for slots,
@@ -68,11 +68,10 @@ def _lease_from_disk(table: ChunkTable[L], on_disk: Sequence[tuple[int, Chunk[L]
         evicted = table.make_room(num_short)
         plan.num_evicted, plan.lost = evicted.num_slots, evicted.lost
     for number, (index, chunk) in enumerate(on_disk):
-        if chunk.host is None:  # else: a key asked for twice
-            if table.begin_promotion(chunk.key) is None:
-                plan.num_without_slot = len(on_disk) - number
-                break
-            plan.promotions.append(chunk.key)
+        if table.begin_promotion(chunk.key) is None:
+            plan.num_without_slot = len(on_disk) - number
+            break
+        plan.promotions.append(chunk.key)
         table.lease(chunk)
         plan.leased[index] = chunk
         plan.promoting.append(index)
