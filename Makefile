@@ -36,7 +36,6 @@ check: venv
 	$(BIN)/lint-imports
 	PYTHON="$(PYTHON)" scripts/gen_proto.sh --check
 	$(BIN)/python scripts/gen_docs.py --check
-	$(BIN)/python scripts/gen_metrics_doc.py --check
 
 test-fast: venv
 	$(BIN)/pytest -q -m "not e2e" -n $(E2E_WORKERS)

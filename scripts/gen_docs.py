@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/cli.md, docs/configuration.md and docs/logs.md from the code. With --check: fails when they differ.
+"""Writes docs/cli.md, configuration.md, logs.md and metrics.md from the code. With --check: fails when they differ.
 
 .venv/bin/python scripts/gen_docs.py [--check]
 """
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from metrics_doc import document as metrics
 
 from kvtier.config.settings import BY_KEY
 from kvtier.doctor import CHECKS
@@ -160,7 +162,7 @@ def _events(path: Path) -> Iterator[str]:
 def main() -> None:
     """Write the files, or compare."""
     check = sys.argv[1:] == ["--check"]
-    documents = {"cli.md": cli(), "configuration.md": configuration(), "logs.md": logs()}
+    documents = {"cli.md": cli(), "configuration.md": configuration(), "logs.md": logs(), "metrics.md": metrics()}
     for name, text in documents.items():
         path = ROOT / "docs" / name
         text = f"{GENERATED}\n{text}"

@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
-"""Write docs/metrics.md from the declarations in the code. With --check: fail when the committed file differs."""
+"""docs/metrics.md, from the declarations in the code; `gen_docs.py` writes it."""
 
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 from kvtier.obs.counters import Counters
 from kvtier.obs.declare import Kind, Metric, declared, metrics_of
@@ -12,12 +9,9 @@ from kvtier.obs.timings import Timings
 from kvtier_connector.metrics import LOOKUP_ENDS, LOOKUPS, METRICS
 
 RECORDS = (Counters, Gauges, Timings)
-TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 HEAD = """\
 # Metrics
-
-<!-- Written by scripts/gen_metrics_doc.py from kvtier/obs and connector/kvtier_connector/metrics.py; edit those. -->
 
 `kvtier-daemon` answers `GET /metrics` at `metrics.listen` (default `127.0.0.1:9464`; `off` for none), in the format of
 Prometheus, OpenMetrics when asked for, gzipped when asked for. The connector adds its own to the `/metrics` of vLLM.
@@ -55,16 +49,6 @@ VLLM = """\
 | `vllm:kv_offload_store_bytes_total`, `vllm:kv_offload_store_time_total` | likewise into it |
 | `vllm:kv_offload_lookup_async_delay_seconds` | from a request's first deferred lookup to the one that settled it |
 """
-
-
-def main() -> None:
-    """Write, or check."""
-    text = document()
-    if sys.argv[1:] == ["--check"]:
-        if TARGET.read_text() != text:
-            sys.exit("docs/metrics.md is out of date: run scripts/gen_metrics_doc.py")
-    else:
-        TARGET.write_text(text)
 
 
 def document() -> str:
@@ -119,7 +103,3 @@ def _meanings(record: type) -> dict[tuple[str, str], str]:
     """Return what each series means beyond its metric, by metric name and first label value."""
     all_series = [found for _, found in declared(record) if found.values]
     return {(s.metric.name, s.values[0]): s.meaning for s in all_series if s.meaning != s.metric.meaning}
-
-
-if __name__ == "__main__":
-    main()
