@@ -4,6 +4,7 @@ An error message names what was wrong (field and value) and what to do about it.
 are results, not errors. `kvtier.rpc.status` maps each leaf to one gRPC status.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -64,6 +65,14 @@ class PromptPinnedError(KvtierError):
             f"prompt {name!r} is pinned; `kvtier unpin {name}` first, or `kvtier evict {name} --force` to drop its "
             "chunks and keep the pin"
         )
+        self.name = name
+
+
+class PromptUnrenderedError(KvtierError):
+    """The prompt has a source, but nobody has turned it into tokens yet."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"prompt {name!r} is not turned into tokens yet; run `kvtier pin {name}` while vLLM runs")
         self.name = name
 
 
@@ -177,6 +186,36 @@ class PromptNotDurableError(KvtierError):
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"prompt {name!r} cannot be exported: {why}")
         self.name = name
+
+
+class StuckError(KvtierError):
+    """Calls of the operating system have not returned, so the daemon cannot end in order.
+
+    Attributes:
+        stuck: What kinds of calls: of the threads `kvtier-KIND`.
+    """
+
+    def __init__(self, waited_s: float, stuck: Sequence[str]) -> None:
+        super().__init__(
+            f"calls ({', '.join(stuck) or 'of unknown kind'}) have not returned within {waited_s:g} s after the drain; "
+            "the daemon ends without them, as if killed: nothing durable is lost. Look after the disk (dmesg)"
+        )
+        self.stuck = tuple(stuck)
+
+
+class HelloTimeoutError(KvtierError):
+    """A stream was opened to attach an engine, and nothing came on it.
+
+    Attributes:
+        waited_s: How long the daemon waited.
+    """
+
+    def __init__(self, waited_s: float) -> None:
+        super().__init__(
+            f"no Hello within {waited_s:g} s; a session begins with it, so open the stream only when it can be sent, "
+            "and open another one now"
+        )
+        self.waited_s = waited_s
 
 
 class SessionRefusedError(KvtierError):

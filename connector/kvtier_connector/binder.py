@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.keys import GroupShape, ReachableKeys, reachable_keys
+from kvtier_connector.keys import GroupShape, gpu_keys, reachable_keys
 from kvtier_connector.lora import Adapter, AdapterDigests
 from kvtier_connector.pins import BoundPin
 
@@ -81,7 +81,8 @@ class PinBinder:
             digest = self._digests.digest_for_pin(Adapter(pin.lora_name, pin.lora_path))
             if digest is None:
                 return _refuse(pin, f"LoRA adapter {pin.lora_path!r} cannot be read by the engine; check the path")
-        reachable = self._keys(pin, digest)
+        block_hashes = self._block_hashes(pin)
+        reachable = reachable_keys(self._groups, block_hashes, num_tokens, digest)
         if not reachable.keys:
             chunk_tokens = max(group.chunk_tokens for group in self._groups)
             remedy = "only whole chunks are kept, so pin a longer prompt (tools count)"
@@ -93,13 +94,19 @@ class PinBinder:
                 keys=reachable.keys,
                 covered_tokens=reachable.covered_tokens,
             ),
-            bound=BoundPin(pin_id=pin.pin_id, keys=reachable.keys, pinned=pin.pinned),
+            bound=BoundPin(
+                pin_id=pin.pin_id,
+                keys=reachable.keys,
+                pinned=pin.pinned,
+                gpu_keys=gpu_keys(self._groups, block_hashes, reachable.covered_tokens),
+                priority=pin.priority,
+            ),
         )
 
-    def _keys(self, pin: pb.Pin, digest: bytes | None) -> ReachableKeys:
+    def _block_hashes(self, pin: pb.Pin) -> list[bytes]:
         lora = _LoraName(lora_name=pin.lora_name, lora_path=pin.lora_path) if pin.lora_name else None
         prompt = _Prompt(all_token_ids=list(pin.tokens), cache_salt=pin.cache_salt or None, lora_request=lora)
-        return reachable_keys(self._groups, self._hasher()(prompt), prompt.num_tokens, digest)
+        return self._hasher()(prompt)
 
 
 def _refuse(pin: pb.Pin, error: str) -> Binding:

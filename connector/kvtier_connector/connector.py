@@ -4,26 +4,37 @@ Source: `OffloadingConnector` of vLLM 0.32, which brings chunk keys, hybrid grou
 """
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 
+from kvtier.errors import ConfigError
+from kvtier.obs import trace
+from kvtier_connector.compat import (
+    check_failed_loads_can_be_named,
+    failed_requests,
+    names_failed_requests,
+    was_run,
+)
 from kvtier_connector.engine import EngineFacts
+from kvtier_connector.gpu_pins import GpuPins
 from kvtier_connector.layout import check_layer_specs
 from kvtier_connector.logs import share_vllm_handlers
 from kvtier_connector.manager import KVTierOffloadingManager
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
-from kvtier_connector.worker import KVTierCPUWorker
+from kvtier_connector.supported import RUN_SERIES
+from kvtier_connector.workers import KVTierWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -37,20 +48,25 @@ class KVTierConnector(OffloadingConnector):
 
     Raises:
         ConfigError: A setting is unknown or rules kvtier out; the message names the remedy.
-        NotImplementedError: vLLM does not run on its CPU platform.
+        NotImplementedError: vLLM runs neither on its CPU platform nor on CUDA.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         share_vllm_handlers()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = parse_settings(extra)
+        _start_trace(settings.trace_folder, role)
         check_vllm_config(vllm_config)
         _check_platform()
         check_layer_specs(kv_cache_config)
+        check_failed_loads_can_be_named(kv_cache_config)
         name_our_spec(extra)
         super().__init__(vllm_config, role, kv_cache_config)
         self._manager: KVTierOffloadingManager | None = None
+        self._gpu_pins: GpuPins | None = None
+        self._loading: dict[str, set[int]] = {}  # blocks by request, where vLLM names failed blocks
         if self.connector_scheduler is not None:
+            _say_what_is_not_proven()
             facts = EngineFacts(
                 settings=settings,
                 vllm_config=vllm_config,
@@ -59,13 +75,36 @@ class KVTierConnector(OffloadingConnector):
                 group_configs=self.connector_scheduler.config.kv_group_configs,
             )
             self._manager = self.connector_scheduler.manager
-            self._manager.start(facts.start_session())
+            parts = facts.start_session()
+            self._manager.start(parts)
+            shape = facts.gpu_shape if was_run() else None
+            self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
+            if parts.warm_start is not None:
+                parts.warm_start.watch(self._manager.serves_users, self._own_cache)
 
     @property
     def manager(self) -> KVTierOffloadingManager:
         """The scheduler half's manager."""
         assert self._manager is not None
         return self._manager
+
+    @property
+    def gpu_pins(self) -> GpuPins:
+        """The scheduler half's hand on vLLM's own cache."""
+        assert self._gpu_pins is not None
+        return self._gpu_pins
+
+    @override
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if was_run():
+            self.gpu_pins.bind(kv_cache_manager)
+
+    def _own_cache(self) -> object:
+        """vLLM's index of its cache: another one after each reset. Any thread; None where vLLM has none like it."""
+        # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32. It tells connectors nothing unless they are reset too.
+        pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
+        return getattr(pool, "cached_block_hash_to_block", None)
 
     @override
     def on_new_request(self, request: "Request") -> None:
@@ -77,34 +116,58 @@ class KVTierConnector(OffloadingConnector):
         # While the daemon's answer is awaited vLLM's scan must not begin: it repeats at every step.
         if not self.manager.advance(request, num_computed_tokens):
             return None, False
-        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return matched
+        num_matched: int | None
+        num_matched, is_load = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if num_matched is not None:
+            self.gpu_pins.before_admission(request, num_computed_tokens + num_matched, is_load=is_load)
+        return num_matched, is_load
 
     @override
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.manager.allocated(request.request_id)
+        self.manager.allocated(request.request_id, num_external_tokens)
+        self.gpu_pins.allocated(request)
+        if num_external_tokens and not names_failed_requests():
+            self._loading[request.request_id] = {block for group in blocks.get_block_ids() for block in group}
 
     @override
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
         self.manager.step_began(scheduler_output.total_num_scheduled_tokens)
-        return super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        self.gpu_pins.after_step(scheduler_output)
+        return meta
 
     @override
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        for req_id in connector_output.failed_recving or ():
+        for req_id in failed_requests(connector_output, self._loading):
             self.manager.load_failed(req_id)
+        for req_id in self._loading.keys() & (connector_output.finished_recving or set()):
+            del self._loading[req_id]
         super().update_connector_output(connector_output)
 
-    @override
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
+        """Say which loads failed, to vLLM from 0.30 on."""
         # vLLM's base asserts that every transfer succeeded, so failures take this road around it.
         results = super().get_transfer_results(finished_req_ids)
-        assert self.connector_worker is not None
-        worker = self.connector_worker.worker
-        if isinstance(worker, KVTierCPUWorker):
+        if (worker := self._worker) is not None:
             results.failed_recving |= worker.take_failed_loads() & results.finished_recving
         return results
+
+    @override
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if names_failed_requests() or self._worker is None:
+            return set()
+        return self._worker.take_failed_blocks()
+
+    def unregister_kv_caches(self) -> None:
+        """Touch the KV cache no more until `restore_kv_caches`: it sleeps. From vLLM 0.33 on; its addresses stay."""
+        if self._worker is not None:
+            self._worker.drain()
+
+    @property
+    def _worker(self) -> KVTierWorker | None:
+        worker = self.connector_worker.worker if self.connector_worker is not None else None
+        return worker if isinstance(worker, KVTierWorker) else None
 
     @override
     def reset_cache(self) -> bool | None:
@@ -125,9 +188,31 @@ class KVTierConnector(OffloadingConnector):
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
 
+def _start_trace(folder: Path | None, role: KVConnectorRole) -> None:
+    """Raises ConfigError."""
+    try:
+        path = trace.start(folder, "engine" if role is KVConnectorRole.SCHEDULER else "worker")
+    except OSError as exc:
+        raise ConfigError("trace_folder", str(folder), "vLLM", f"{exc}; name a folder that can be written") from exc
+    if path is not None:
+        logger.info("kvtier: tracing to %s", path)
+
+
 def _check_platform() -> None:
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
         raise NotImplementedError(
-            f"this version of kvtier works on vLLM's CPU platform only, not on {current_platform.device_name}; start "
-            "vLLM without the kvtier connector"
+            f"this version of kvtier works on vLLM's CPU platform and on CUDA, not on {current_platform.device_name}; "
+            "start vLLM without the kvtier connector"
+        )
+
+
+def _say_what_is_not_proven() -> None:
+    if not current_platform.is_cpu():
+        logger.warning("kvtier: the CUDA worker is not proven on a GPU yet; compare outputs before you rely on it")
+    if not was_run():
+        logger.warning(
+            "kvtier: vLLM %s was never run with kvtier, only %s was; what differs is known from its wheel. gpu_pin, "
+            "which moves vLLM's own blocks, is off there",
+            vllm.__version__,
+            RUN_SERIES,
         )

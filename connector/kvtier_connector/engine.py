@@ -14,13 +14,17 @@ from kvtier.client.engine import PROTOCOL_VERSION, NotReadyError
 from kvtier.version import __version__
 from kvtier_connector.background import Background
 from kvtier_connector.binder import BlockHasher, PinBinder
+from kvtier_connector.compat import block_hasher
 from kvtier_connector.fingerprint import engine_fingerprint, weights_field
-from kvtier_connector.keys import GroupShape
+from kvtier_connector.gpu_pins.demand import EngineShape
+from kvtier_connector.keys import GroupShape, has_one_whole_prefix
 from kvtier_connector.layout import engine_layout, group_shapes, store_credits
 from kvtier_connector.link import EngineLink
 from kvtier_connector.lora import AdapterDigests
 from kvtier_connector.manager import EngineParts
+from kvtier_connector.own_api import OwnApi
 from kvtier_connector.settings import ConnectorSettings
+from kvtier_connector.warm_start import WarmFacts, WarmStart
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,11 +57,13 @@ class EngineFacts:
         background = Background("kvtier-bind")
         digests = AdapterDigests(background)
         hello = HelloMaker(self)
+        warm_start = self._warm_start()
         link = EngineLink(
             self.settings.socket,
             hello.make,
             lambda: PinBinder(self.shapes, self._hasher, digests, self.vllm_config.model_config.max_model_len),
             background,
+            warm_start.bound if warm_start is not None else lambda attachment: None,
         )
         link.start()
         return EngineParts(
@@ -68,20 +74,57 @@ class EngineFacts:
             num_credits=hello.num_credits,
             lookup_timeout_s=self.settings.lookup_timeout_s,
             prefill_tokens_per_s=self.settings.prefill_tokens_per_s,
+            warm_start=warm_start,
         )
+
+    def _warm_start(self) -> WarmStart | None:
+        settings, config = self.settings, self.vllm_config
+        if settings.warm_url is None:
+            return None
+        facts = WarmFacts(
+            socket=settings.socket,
+            url=settings.warm_url,
+            max_ratio=settings.warm_max_ratio,
+            model_names=self.model_names,
+            room_tokens=self._room_tokens,
+            block_tokens=config.cache_config.block_size,
+            by_priority=config.scheduler_config.policy == "priority",
+        )
+        return WarmStart(facts, OwnApi(settings.warm_url, os.environ.get("VLLM_API_KEY", "")))
+
+    def _room_tokens(self) -> int:
+        """Return how many tokens vLLM's own cache takes; its groups share the blocks."""
+        known: int | None = getattr(self.vllm_config.cache_config, "kv_cache_size_tokens", None)
+        config = self.kv_cache_config
+        by_blocks = config.num_blocks * self.vllm_config.cache_config.block_size // len(config.kv_cache_groups)
+        return known or int(by_blocks)
+
+    @functools.cached_property
+    def model_names(self) -> list[str]:
+        """Under which requests address the model, the first of them, and the path as typed."""
+        model = self.vllm_config.model_config
+        served = model.served_model_name
+        served = [served] if isinstance(served, str) else list(served or ())
+        return list(dict.fromkeys([*served, str(model.model)]))
 
     @functools.cached_property
     def shapes(self) -> tuple[GroupShape, ...]:
         """What decides chunk keys, per group."""
         return group_shapes(self.group_configs)
 
+    @property
+    def gpu_shape(self) -> EngineShape | None:
+        """What bounds vLLM's demand for blocks; None where a hit needs more than the blocks of one prefix."""
+        if len(self.kv_cache_config.kv_cache_groups) > 1 or not has_one_whole_prefix(self.shapes):
+            return None
+        return EngineShape.of(self.vllm_config, self.shapes[0].chunk_tokens // self.settings.blocks_per_chunk)
+
     def _hasher(self) -> BlockHasher:
         """Return vLLM's own block hasher. Only used after Hello, so the hash seed is there."""
         from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
         hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        hasher: BlockHasher = get_request_block_hasher(self.offloading.cache.tokens_per_hash, hash_fn)
+        hasher: BlockHasher = block_hasher(self.vllm_config, self.offloading.cache.tokens_per_hash, hash_fn)
         return hasher
 
 
@@ -100,7 +143,8 @@ class HelloMaker:
         self._computing = threading.Lock()  # protects _weights
         self.layout = engine_layout(facts.offloading, facts.kv_cache_config, facts.shapes)
         max_tokens = facts.vllm_config.scheduler_config.max_num_batched_tokens
-        self.num_credits = store_credits(max_tokens, facts.shapes)
+        row_bytes = self.layout.num_ranks * self.layout.rank_bytes
+        self.num_credits = store_credits(max_tokens, facts.shapes, row_bytes)
 
     def make(self, turn: int) -> pb.Hello:
         """Return the Hello; after a reset of the cache, of a namespace of its own that ends with the session.
@@ -121,7 +165,7 @@ class HelloMaker:
             pid=os.getpid(),
             vllm_version=vllm.__version__,
             kvtier_version=__version__,
-            model_names=self._model_names(),
+            model_names=facts.model_names,
             fingerprint=engine_fingerprint(
                 facts.vllm_config,
                 facts.kv_cache_config,
@@ -140,9 +184,3 @@ class HelloMaker:
             if self._weights is None:
                 self._weights = weights_field(self._facts.vllm_config, self._facts.settings.weights_fingerprint)
             return self._weights
-
-    def _model_names(self) -> list[str]:
-        model = self._facts.vllm_config.model_config
-        served = model.served_model_name
-        served = [served] if isinstance(served, str) else list(served or ())
-        return list(dict.fromkeys([*served, str(model.model)]))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier_connector.compat import group_id_of, kv_layout_of
 from kvtier_connector.settings import WeightsFingerprint
 from kvtier_connector.weights import DigestCache, default_cache_path, fingerprint_files, weight_files
 
@@ -27,6 +28,7 @@ _REMEDIES = {
     "long_rope": "--max-model-len crossed the original context length, where LongRoPE changes",
     "vllm_version": "another vLLM version computes these bytes",
     "cpu_isa": "vLLM packs KV per CPU instruction set",
+    "device": "vLLM chooses kernels, and with them the layout of KV, per kind of GPU",
 }
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ def engine_fingerprint(
         "dtype": str(model.dtype),
         "kv_cache_dtype": offloading.model.dtype,
         "quantization": model.quantization,
-        "kv_layout": offloading.kv_cache_layout,
+        "kv_layout": kv_layout_of(offloading),
         "tokens": {"hash": offloading.cache.tokens_per_hash, "blocks_per_chunk": offloading.cache.blocks_per_chunk},
         "groups": _groups(kv_cache_config, offloading),
         "parallel": {
@@ -77,7 +79,7 @@ def engine_fingerprint(
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": hashlib.sha256(none_hash).hexdigest(),
         "attention": str(vllm_config.attention_config.backend),
-        "cpu_isa": _cpu_isa(),
+        **_processor(),
         "vllm_version": _vllm_version(),
         "speculative": _speculative(vllm_config.speculative_config),
         "layout_version": LAYOUT_VERSION,
@@ -162,11 +164,12 @@ def _has_long_factors(model: Any) -> bool:
 
 def _groups(kv_cache_config: "KVCacheConfig", offloading: "OffloadingConfig") -> list[dict[str, object]]:
     groups: list[dict[str, object]] = []
-    for group in offloading.groups:
-        spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+    for position, group in enumerate(offloading.groups):
+        group_id = group_id_of(offloading, position)
+        spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
         groups.append(
             {
-                "group": group.group_id,
+                "group": group_id,
                 "spec": type(spec).__name__,
                 "tokens_per_block": group.tokens_per_block,
                 "page_bytes": spec.page_size_bytes,
@@ -184,10 +187,14 @@ def _speculative(config: Any) -> object:
     return {"method": config.method, "model": config.model, "tokens": config.num_speculative_tokens}
 
 
-def _cpu_isa() -> str:
+def _processor() -> dict[str, object]:
+    """Return the field that says what computes: the attention backend, when left to vLLM, follows from it."""
     import torch
+    from vllm.platforms import current_platform
 
-    return str(torch.backends.cpu.get_cpu_capability())
+    if current_platform.is_cpu():
+        return {"cpu_isa": torch.backends.cpu.get_cpu_capability()}
+    return {"device": [current_platform.device_type, current_platform.get_device_capability()]}
 
 
 def _vllm_version() -> str:

@@ -63,6 +63,23 @@ class ReachableKeys:
     covered_tokens: int
 
 
+def has_one_whole_prefix(groups: Sequence[GroupShape]) -> bool:
+    """Return whether a hit needs the blocks of one prefix and nothing else: no window, no state, no second group."""
+    return len(groups) == 1 and not groups[0].window_chunks and not groups[0].is_recurrent
+
+
+def gpu_keys(groups: Sequence[GroupShape], block_hashes: Sequence[bytes], covered_tokens: int) -> tuple[bytes, ...]:
+    """Return the keys under which vLLM caches the prompt's blocks, in prefix order; none if they do not suffice.
+
+    Source: `make_block_hash_with_group_id` of vLLM 0.32.
+    """
+    if not has_one_whole_prefix(groups):
+        return ()
+    num_hashes = covered_tokens // groups[0].chunk_tokens * groups[0].hashes_per_chunk
+    suffix = groups[0].group_idx.to_bytes(GROUP_SUFFIX_BYTES, "big")
+    return tuple(block_hash + suffix for block_hash in block_hashes[:num_hashes])
+
+
 def reachable_keys(
     groups: Sequence[GroupShape], block_hashes: Sequence[bytes], num_tokens: int, adapter_digest: bytes | None
 ) -> ReachableKeys:

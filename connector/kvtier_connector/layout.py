@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.errors import ConfigError
+from kvtier_connector.compat import is_recurrent, is_replicated, placements, prefix_cacheable_groups
 from kvtier_connector.keys import GroupShape
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 _CREDIT_STEPS, _MIN_CREDITS, _MAX_CREDITS = 2, 16, 512
+_MIN_CREDIT_BYTES = 16 << 20
 
 
 def group_shapes(group_configs: Sequence[Any]) -> tuple[GroupShape, ...]:
@@ -23,7 +25,7 @@ def group_shapes(group_configs: Sequence[Any]) -> tuple[GroupShape, ...]:
             chunk_tokens=config.tokens_per_chunk,
             hashes_per_chunk=config.hashes_per_chunk,
             window_chunks=config.sliding_window_size_in_chunks or 0,
-            is_recurrent=config.requires_cow_source,
+            is_recurrent=is_recurrent(config),
         )
         for config in group_configs
     )
@@ -31,7 +33,7 @@ def group_shapes(group_configs: Sequence[Any]) -> tuple[GroupShape, ...]:
 
 def num_regions(offloading: "OffloadingConfig") -> int:
     """Return the regions of a row: one per rank, or one in all when every rank holds the same bytes (MLA)."""
-    return 1 if offloading.replicated_layout else offloading.parallel.world_size
+    return 1 if is_replicated(offloading) else int(offloading.parallel.world_size)
 
 
 def rank_bytes(offloading: "OffloadingConfig") -> int:
@@ -69,7 +71,7 @@ def group_block_bytes(kv_cache_config: "KVCacheConfig", group_idx: int) -> int:
     group = kv_cache_config.kv_cache_groups[group_idx]
     if stride := _packed_block_stride(kv_cache_config):
         return stride
-    strides = {layer: tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors for layer in tensor.layers}
+    strides = {layer: placement.block_stride for placement in placements(kv_cache_config) for layer in placement.layers}
     return sum(_unpadded_page_bytes(group.kv_cache_spec, layer, strides.get(layer)) for layer in group.layer_names)
 
 
@@ -100,10 +102,15 @@ def check_layer_specs(kv_cache_config: "KVCacheConfig") -> None:
                 )
 
 
-def store_credits(max_num_batched_tokens: int, shapes: Sequence[GroupShape]) -> int:
-    """Return how many arena slots to ask for ahead: what two full steps can store, within bounds."""
+def store_credits(max_num_batched_tokens: int, shapes: Sequence[GroupShape], row_bytes: int) -> int:
+    """Return how many arena slots to ask for ahead: what two full steps can store, and what costs next to no memory.
+
+    Where chunks are small, steps are short: a busy daemon may be slower with new credits than vLLM with a prompt, and
+    what its last step offers without a slot is not stored.
+    """
     chunks = sum(-(-max_num_batched_tokens // shape.chunk_tokens) for shape in shapes)
-    return max(_MIN_CREDITS, min(_MAX_CREDITS, _CREDIT_STEPS * chunks))
+    wanted = max(_CREDIT_STEPS * chunks, _MIN_CREDIT_BYTES // max(1, row_bytes))
+    return max(_MIN_CREDITS, min(_MAX_CREDITS, wanted))
 
 
 def _packed_block_stride(kv_cache_config: "KVCacheConfig") -> int | None:
@@ -112,15 +119,14 @@ def _packed_block_stride(kv_cache_config: "KVCacheConfig") -> int | None:
 
     attention_layers = {
         layer
-        for group in kv_cache_config.prefix_cacheable_groups
+        for group in prefix_cacheable_groups(kv_cache_config)
         for layer in group.layer_names
         if isinstance(_layer_spec(group.kv_cache_spec, layer), AttentionSpec)
     }
-    for tensor in kv_cache_config.kv_cache_tensors:
+    for placement in placements(kv_cache_config):
         # Not interleaved, all blocks of a layer come before the next layer's first.
-        is_interleaved = tensor.layer_stride < tensor.block_stride
-        if is_interleaved and not attention_layers.isdisjoint(tensor.layers):
-            return int(tensor.block_stride)
+        if placement.is_interleaved and not attention_layers.isdisjoint(placement.layers):
+            return placement.block_stride
     return None
 
 

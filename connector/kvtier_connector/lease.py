@@ -48,6 +48,7 @@ class Lease:
     Attributes:
         attachment: The session it belongs to; it dies with it.
         acquire_id: Unique in the session.
+        req_id: Of the request it serves.
         plan: What was asked.
         asked_s: When.
         answer_deadline_s: When the first answer is late.
@@ -55,10 +56,13 @@ class Lease:
         promoting_since_s: When the first answer named promotions; None when it named none.
         ready_s: When the promotions are forecast to end, at the last update; None while that is unknown.
         loading: Chunks that a load job reads now.
+        num_to_load: How many they were at first.
+        loading_since_s: When the load began; None before.
     """
 
     attachment: Attachment
     acquire_id: int
+    req_id: str
     plan: AcquirePlan
     asked_s: float
     answer_deadline_s: float
@@ -66,6 +70,8 @@ class Lease:
     promoting_since_s: float | None = None
     ready_s: float | None = None
     loading: set[ChunkKey] = field(default_factory=set)
+    num_to_load: int = 0
+    loading_since_s: float | None = None
     _chunks: dict[ChunkKey, Residency] = field(default_factory=dict)
     _promoting: set[int] = field(default_factory=set)  # indexes of those that could be used
     _prefix_end: int | None = None  # index of the first MISS of the prefix, once answered

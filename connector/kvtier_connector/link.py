@@ -62,7 +62,8 @@ class EngineLink:
     collect every word on what the daemon holds: beyond `MAX_ITEMS` the session begins anew, and names it all once.
 
     Pins go through the background thread in the order they came. A pin's `PinBound` is enqueued before the daemon
-    hears of the binding, so what the daemon then says of its chunks finds them known.
+    hears of the binding, so what the daemon then says of its chunks finds them known. When the pins of a Welcome are
+    through, that thread calls `on_bound`.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class EngineLink:
         make_hello: Callable[[int], pb.Hello],
         make_binder: Callable[[], PinBinder],
         background: Background,
+        on_bound: Callable[[Attachment], None] = lambda attachment: None,
     ) -> None:
         self._session = EngineSession(socket_path, make_hello, self)
-        self._make_binder, self._background = make_binder, background
+        self._make_binder, self._background, self._on_bound = make_binder, background, on_bound
         self._lock = threading.Lock()  # protects the next three
         self._events: deque[Event] = deque()
         self._num_items = 0
@@ -96,9 +98,9 @@ class EngineLink:
             if event.attachment.turn == self._session.turn:
                 yield event
 
-    def wait_for_news(self, timeout_s: float) -> None:
-        """Return when there is something to poll, or after `timeout_s`; the interpreter's lock is free meanwhile."""
-        self._news.wait(timeout_s)
+    def wait_for_news(self, timeout_s: float) -> bool:
+        """Return True when there is something to poll, False after `timeout_s`; the interpreter's lock is free."""
+        return self._news.wait(timeout_s)
 
     def _enqueue(self, event: Event) -> None:
         with self._lock:
@@ -141,6 +143,7 @@ class EngineLink:
             logger.warning("%s", explain_difference(other.namespace_id, sorted(other.fields), other.num_prompts))
         for pin in attachment.welcome.pins:
             self._submit_bind(attachment, pin)
+        self._background.submit(lambda: self._on_bound(attachment))
 
     def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
         """Enqueue; pins by way of the background thread. Session thread."""

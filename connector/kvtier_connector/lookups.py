@@ -12,7 +12,9 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.client.breaker import Breaker
 from kvtier.client.engine import Attachment
 from kvtier.core.layout import ChunkKey
+from kvtier.obs import trace
 from kvtier_connector.lease import AcquirePlan, Lease, Phase, RequestState, Residency
+from kvtier_connector.load_cost import LoadCost
 from kvtier_connector.metrics import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd
 from kvtier_connector.planner import AcquirePlanner
 from kvtier_connector.policy import PrefillRate, worth_waiting
@@ -37,6 +39,7 @@ class Lookups:
 
     def __init__(self, planner: AcquirePlanner, breaker: Breaker, rate: PrefillRate, stats: ConnectorStats) -> None:
         self._planner, self._breaker, self._rate, self._stats = planner, breaker, rate, stats
+        self._cost = LoadCost()
         self._ids = itertools.count(1)
         self._leases: dict[int, Lease] = {}
         self._attachment: Attachment | None = None
@@ -62,6 +65,7 @@ class Lookups:
             lease.promote_deadline_s = now_s + self._rate.prefill_s(lease.tokens_at_stake())
             lease.promoting_since_s = now_s if lease.is_promoting else None
             self._stats.observe(ANSWER_SECONDS, now_s - lease.asked_s)
+            trace.record("answer", lease.asked_s, now_s, of=lease.req_id, chunks=len(lease.plan.keys))
 
     def advance(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> bool:
         """Move the request's round on; return whether its HITs and MISSes are fixed.
@@ -100,14 +104,27 @@ class Lookups:
             self.drop(state)
         state.phase = Phase.TAKEN
 
-    def loaded(self, state: RequestState, keys: Iterable[ChunkKey]) -> None:
+    def loading(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
+        """A load job begins; `readable` has said where its chunks are."""
+        lease = self._live(state)
+        if lease is None:
+            return
+        lease.loading.update(keys)
+        lease.num_to_load = len(lease.loading)
+        lease.loading_since_s = now_s if lease.loading_since_s is None else lease.loading_since_s
+
+    def loaded(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
         """A load job is over, well or badly: give its chunks back."""
         lease = self._live(state)
         if lease is None:
             return
         lease.loading.difference_update(keys)
-        if not lease.loading:
-            self.drop(state)
+        if lease.loading:
+            return
+        if lease.loading_since_s is not None and not state.failed:
+            self._cost.loaded(lease.num_to_load, now_s - lease.loading_since_s)
+            trace.record("load", lease.loading_since_s, now_s, of=state.req_id, chunks=lease.num_to_load)
+        self.drop(state)
 
     def finish(self, state: RequestState) -> None:
         """The request is gone; what a running load job reads stays leased until `loaded`."""
@@ -173,7 +190,7 @@ class Lookups:
         plan = self._planner.plan(hashes, digest, num_computed_tokens)
         if plan is None:
             return LookupEnd.OWN
-        state.lease = self._acquire(plan, attachment, now_s)
+        state.lease = self._acquire(state.req_id, plan, attachment, now_s)
         return None
 
     def _settle(self, state: RequestState, end: LookupEnd) -> None:
@@ -181,10 +198,11 @@ class Lookups:
         state.phase = Phase.SETTLED
         self._stats.count(LOOKUPS, end.value)
 
-    def _acquire(self, plan: AcquirePlan, attachment: Attachment, now_s: float) -> Lease:
+    def _acquire(self, req_id: str, plan: AcquirePlan, attachment: Attachment, now_s: float) -> Lease:
         lease = Lease(
             attachment=attachment,
             acquire_id=next(self._ids),
+            req_id=req_id,
             plan=plan,
             asked_s=now_s,
             answer_deadline_s=self._breaker.deadline_s(now_s),
@@ -212,9 +230,22 @@ class Lookups:
             and worth_waiting(lease.ready_s, now_s, lease.promote_deadline_s)
         )
         if not is_worth_it:
-            self._settle(state, _end_of(lease))
+            end = _end_of(lease)
+            if lease is not None and self._is_slower(lease):
+                self.drop(state)
+                end = LookupEnd.SLOWER
+            self._settle(state, end)
             if lease is not None and lease.promoting_since_s is not None:
                 self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
+                trace.record("wait for promotion", lease.promoting_since_s, now_s, of=state.req_id, result=end.value)
+
+    def _is_slower(self, lease: Lease) -> bool:
+        """Return whether what can be loaded would be computed in less time. Windows are all or nothing: loaded."""
+        tokens_per_s = self._rate.known_tokens_per_s
+        num_chunks = lease.num_usable
+        if tokens_per_s is None or not num_chunks:
+            return False
+        return self._cost.is_slower(num_chunks, num_chunks * lease.plan.chunk_tokens / tokens_per_s)
 
     def _touch(
         self, first_key: ChunkKey, hashes: list[bytes], digest: bytes | None, num_tokens: int, now_s: float

@@ -19,19 +19,31 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.breaker import Breaker
 from kvtier.client.engine import Attachment
+from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.obs import trace
+from kvtier_connector.compat import CacheHitSource, attach, attached
+from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.keys import GroupShape, chunk_key
-from kvtier_connector.lease import RequestState
+from kvtier_connector.lease import Phase, RequestState
 from kvtier_connector.link import Attached, Detached, EngineLink, PinBound, PinGone, Received
 from kvtier_connector.lookups import Lookups
 from kvtier_connector.lora import Adapter, AdapterDigests
-from kvtier_connector.metrics import ATTACHED, FAILED_LOADS, LOADED_CHUNKS, STORED_CHUNKS, UNSTORED_CHUNKS
+from kvtier_connector.metrics import (
+    ATTACHED,
+    FAILED_LOADS,
+    LOADED_CHUNKS,
+    STORED_CHUNKS,
+    UNSTORED_CHUNKS,
+    WARM_FAILURES,
+    WARM_REQUESTS,
+    WARMED_TOKENS,
+)
 from kvtier_connector.pins import PinMirror
 from kvtier_connector.planner import AcquirePlanner
 from kvtier_connector.policy import PrefillRate, changed_much
@@ -39,10 +51,13 @@ from kvtier_connector.recurrent import MissingStates
 from kvtier_connector.stats import ConnectorStats
 from kvtier_connector.stores import StoreBook, store_deadline_s
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec
+from kvtier_connector.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.005
+"""How long a step may wait for word from the daemon, when all that vLLM has are requests that do too."""
+_MAX_WAITING = 32  # requests, more of which are not looked through to find out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +72,7 @@ class EngineParts:
         num_credits: As asked for in Hello.
         lookup_timeout_s: How long a first answer may take.
         prefill_tokens_per_s: As configured; None: measure.
+        warm_start: If one is configured.
     """
 
     link: EngineLink
@@ -66,6 +82,7 @@ class EngineParts:
     num_credits: int
     lookup_timeout_s: float
     prefill_tokens_per_s: float | None = None
+    warm_start: WarmStart | None = None
 
 
 class KVTierOffloadingManager(OffloadingManager):
@@ -79,8 +96,10 @@ class KVTierOffloadingManager(OffloadingManager):
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
         self._mirror = PinMirror()
+        self._pinned_blocks = PinnedBlocks()
         self._rate = PrefillRate()
         self._attachment: Attachment | None = None
+        self._idle_until_s: float | None = None  # this step has begun to wait for word, and waits no longer than that
         self._awaits_word = False  # since the last step a request was told to ask again
         self._told_rate: float | None = None
         self._stats = ConnectorStats()
@@ -95,6 +114,16 @@ class KVTierOffloadingManager(OffloadingManager):
         self._stores = StoreBook(self._mirror, parts.num_credits)
         self._missing = MissingStates(parts.groups, self._mirror)
 
+    @property
+    def pinned_blocks(self) -> PinnedBlocks:
+        """Which of vLLM's blocks are pinned; kept up to date, `GpuPins` reads it."""
+        return self._pinned_blocks
+
+    @property
+    def stats(self) -> ConnectorStats:
+        """What was counted since vLLM last asked; the whole scheduler half adds to it."""
+        return self._stats
+
     def register(self, request: Any) -> None:
         """Take in a request before vLLM offers it to `on_new_request`, which knows less of it."""
         state = RequestState(req_id=request.request_id, is_finished=request.is_finished)
@@ -103,6 +132,7 @@ class KVTierOffloadingManager(OffloadingManager):
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
         self._requests[state.req_id] = state
+        self._stats.count(WARM_REQUESTS, num=int(is_warm_request(state.req_id)))
         if self._must_compute(state, request):
             request.skip_reading_prefix_cache = True
 
@@ -118,16 +148,26 @@ class KVTierOffloadingManager(OffloadingManager):
             return not self._awaits_adapter(state, state.adapter, now_s)
         was_closed = self._breaker.is_closed
         is_settled = self._lookups.advance(state, request, num_computed_tokens, now_s)
+        while not is_settled and self._hears_more():
+            now_s = self._clock()
+            self._drain(now_s)
+            is_settled = self._lookups.advance(state, request, num_computed_tokens, now_s)
         if was_closed and not self._breaker.is_closed:
             logger.warning("kvtier: no answer from the daemon in time; lookups are misses until it answers a probe")
             self._link.probe(True)
         self._awaits_word = self._awaits_word or not is_settled
         return is_settled
 
-    def allocated(self, req_id: str) -> None:
-        """vLLM has allocated blocks for the request; called after any `prepare_load`."""
+    def allocated(self, req_id: str, num_external_tokens: int) -> None:
+        """vLLM has allocated blocks for the request, so many tokens of which are loaded; after any `prepare_load`."""
+        self._stats.count(WARMED_TOKENS, num=num_external_tokens if is_warm_request(req_id) else 0)
         if (state := self._requests.get(req_id)) is not None:
             self._lookups.take(state)
+
+    def serves_users(self) -> bool:
+        """Say whether a request is open that is no warm request. Any thread."""
+        states = self._requests.copy()  # in one go, as far as other threads can see
+        return any(not state.is_finished() and not is_warm_request(req_id) for req_id, state in states.items())
 
     def load_failed(self, req_id: str) -> None:
         """A worker could not load what was promised: MISS for this request from now on, or it would loop."""
@@ -136,15 +176,10 @@ class KVTierOffloadingManager(OffloadingManager):
             state.failed = True
 
     def step_began(self, num_tokens: int) -> None:
-        """A step over so many tokens is scheduled.
-
-        One over none, while a request waits for the daemon's word: give the session's threads a moment. With several
-        workers the step itself is spent spinning, in `os.sched_yield`, which keeps the interpreter's lock; on a busy
-        machine the answer took seconds to get through. Nobody computes meanwhile, and a request that comes loses 5 ms.
-        """
+        """A step over so many tokens is scheduled; over none, what it may still wait for word it waits here."""
         if not num_tokens and self._awaits_word:
-            self._link.wait_for_news(IDLE_WAIT_S)
-        self._awaits_word = False
+            self._waits_for_news()
+        self._awaits_word, self._idle_until_s = False, None
         self._rate.step_began(num_tokens, self._clock())
 
     @override
@@ -153,7 +188,6 @@ class KVTierOffloadingManager(OffloadingManager):
         readable = self._lookups.readable(state, chunk_key(key, state.adapter_digest))
         return LookupResult.MISS if readable is None else LookupResult.HIT
 
-    @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = self._state(req_context)
         readable = self._lookups.readable(state, chunk_key(key, state.adapter_digest))
@@ -165,14 +199,16 @@ class KVTierOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ArenaSpec:
         state = self._state(req_context)
         chunks: list[ArenaChunk] = []
+        found: list[ChunkKey] = []
         num_from_disk = 0
         for key in self._chunk_keys(keys, state):
             readable = self._lookups.readable(state, key)
             # vLLM loads what lookup called HIT in this very step. Should it ever not, the job lacks a chunk and fails.
-            if readable is not None and state.lease is not None:
-                state.lease.loading.add(key)
+            if readable is not None:
+                found.append(key)
                 num_from_disk += readable.from_disk
                 chunks.append(_arena_chunk(key, readable.slot, readable.generation))
+        self._lookups.loading(state, found, self._clock())
         self._stats.count(LOADED_CHUNKS, "host", num=len(chunks) - num_from_disk)
         self._stats.count(LOADED_CHUNKS, "disk", num=num_from_disk)
         return self._arena_spec(state.req_id, chunks)
@@ -180,7 +216,7 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         state = self._state(req_context)
-        self._lookups.loaded(state, self._chunk_keys(keys, state))
+        self._lookups.loaded(state, self._chunk_keys(keys, state), self._clock())
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -212,7 +248,7 @@ class KVTierOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         # A context without a registered request is one that vLLM never scheduled.
         state = self._requests.get(req_context.req_id) or RequestState(req_id=req_context.req_id, cacheable=False)
-        req_context.set_state(state)
+        attach(req_context, state)
         # REQUEST_LEVEL: a request whose tail was loaded must still offer a head that is missing.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
@@ -233,11 +269,16 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         # vLLM asks once at the end of every step.
-        self._rate.step_ended(self._clock())
+        now_s = self._clock()
+        step = self._rate.step_ended(now_s)
+        if step is not None and step[1]:
+            trace.record("step", step[0], now_s, of="steps", tokens=step[1])
         return ()
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
+        if self._parts.warm_start is not None:
+            self._stats.count(WARM_FAILURES, num=self._parts.warm_start.take_failures())
         return self._stats.take()
 
     @override
@@ -246,16 +287,38 @@ class KVTierOffloadingManager(OffloadingManager):
         # session's lock. So nothing is released one by one; the session goes, and all it held.
         self._detach()
         self._stores.jobs_dropped()
+        if self._parts.warm_start is not None:
+            self._parts.warm_start.reset()
         self._link.reopen()
 
     @override
     def shutdown(self) -> None:
+        if self._parts.warm_start is not None:
+            self._parts.warm_start.close()
         self._link.close()
 
     def _state(self, req_context: ReqContext) -> RequestState:
-        state: RequestState | None = req_context.get_state(RequestState)
-        assert state is not None, "on_new_request comes first"
-        return state
+        return attached(req_context, RequestState)
+
+    def _hears_more(self) -> bool:
+        """Say whether there is word from the daemon; an engine that has nothing else to do waits for it for a moment.
+
+        An empty step of vLLM takes 2 ms, in half of which it sleeps, and with several workers it spins instead, in
+        `os.sched_yield`, which keeps the interpreter's lock from the session's threads: on a busy machine the answer
+        took seconds to get through. Nobody computes meanwhile, and a request that comes now loses 5 ms.
+        """
+        return self._is_idle() and self._waits_for_news()
+
+    def _waits_for_news(self) -> bool:
+        now_s = self._clock()
+        self._idle_until_s = now_s + IDLE_WAIT_S if self._idle_until_s is None else self._idle_until_s
+        return now_s < self._idle_until_s and self._link.wait_for_news(self._idle_until_s - now_s)
+
+    def _is_idle(self) -> bool:
+        """Say whether every request that vLLM has waits for word from the daemon."""
+        return len(self._requests) <= _MAX_WAITING and all(
+            state.phase in (Phase.ASKED, Phase.PROMOTING) or state.is_finished() for state in self._requests.values()
+        )
 
     def _learn_adapter(self, state: RequestState) -> None:
         if state.adapter is not None and state.adapter_digest is None and state.cacheable:
@@ -337,8 +400,10 @@ class KVTierOffloadingManager(OffloadingManager):
                     self._detach()
                 case PinBound(_, pin):
                     self._mirror.add(pin)
+                    self._pinned_blocks.add(pin.pin_id, pin.gpu_keys if pin.pinned else (), pin.priority)
                 case PinGone(_, pin_id):
                     self._mirror.remove(pin_id)
+                    self._pinned_blocks.remove(pin_id)
                 case Received(_, message):
                     self._receive(message, now_s)
 
@@ -361,6 +426,8 @@ class KVTierOffloadingManager(OffloadingManager):
         self._attachment = attachment
         self._stats.set(ATTACHED, 1)
         self._mirror.attach(stores_all=attachment.welcome.store_mode == pb.STORE_ALL)
+        # Kept without a session too: what the daemon cannot bring back is worth the more in vLLM's own cache.
+        self._pinned_blocks.retain({pin.pin_id for pin in attachment.welcome.pins})
         self._told_rate = None
         self._lookups.attach(attachment)
         self._close_breaker()

@@ -18,6 +18,7 @@ class LookupEnd(StrEnum):
     WHOLE = auto()
     PART = auto()
     NONE = auto()
+    SLOWER = auto()
     UNKNOWN = auto()
     OWN = auto()
     NO_SESSION = auto()
@@ -31,6 +32,7 @@ LOOKUP_ENDS = {
     LookupEnd.WHOLE: "All that was asked for can be loaded.",
     LookupEnd.PART: "Some of it: the rest was evicted meanwhile, or not worth waiting for.",
     LookupEnd.NONE: "Nothing of it.",
+    LookupEnd.SLOWER: "Some of it, but so little that computing it is faster than a load, as both were measured.",
     LookupEnd.UNKNOWN: "Not asked: the prompt begins like nothing that is pinned or held.",
     LookupEnd.OWN: "Not asked: nothing is held beyond vLLM's own hit.",
     LookupEnd.NO_SESSION: "Not asked, or asked in vain: no daemon, or the session broke.",
@@ -53,7 +55,27 @@ LOADED_CHUNKS = counter(
 FAILED_LOADS = counter("connector_failed_loads", "Requests of which a load failed; vLLM computed their tokens.")
 STORED_CHUNKS = counter("connector_stored_chunks", "Chunks that all workers were done with writing for the daemon.")
 UNSTORED_CHUNKS = counter("connector_unstored_chunks", "Chunks not stored because no arena slot was granted in time.")
+WARM_REQUESTS = counter(
+    "connector_warm_requests", "Requests of the warm start, or of `kvtier warm`, that reached the scheduler."
+)
+WARMED_TOKENS = counter("connector_warmed_tokens", "Tokens that were given to the workers to load for them.")
+WARM_FAILURES = counter(
+    "connector_warm_failures", "Prompts that the warm start could not warm: its request was refused, or not answered."
+)
 ATTACHED = gauge("connector_attached", "1 while the engine has a session with the daemon; as of its last step.")
+
+GPU_PINNED_BLOCKS = gauge(
+    "connector_gpu_pinned_blocks",
+    "Blocks of pinned prompts that `gpu_pin` keeps in vLLM's own cache, if they get there.",
+)
+GPU_RESIDENT_BLOCKS = gauge(
+    "connector_gpu_resident_blocks", "Those of them that vLLM has, as counted over the last steps."
+)
+GPU_HELD_BLOCKS = gauge("connector_gpu_held_blocks", 'With `gpu_pin = "hard"`: those that kvtier holds a reference to.')
+GPU_MOVES = counter(
+    "connector_gpu_moves", "Pinned blocks moved to the end of vLLM's free queue, so that it evicts others."
+)
+GPU_LET_GO = counter("connector_gpu_let_go", "References to pinned blocks given back because requests needed the room.")
 
 METRICS = (
     LOOKUPS,
@@ -63,5 +85,13 @@ METRICS = (
     FAILED_LOADS,
     STORED_CHUNKS,
     UNSTORED_CHUNKS,
+    WARM_REQUESTS,
+    WARMED_TOKENS,
+    WARM_FAILURES,
     ATTACHED,
+    GPU_PINNED_BLOCKS,
+    GPU_RESIDENT_BLOCKS,
+    GPU_HELD_BLOCKS,
+    GPU_MOVES,
+    GPU_LET_GO,
 )

@@ -26,11 +26,15 @@ class BoundPin:
         pin_id: The daemon's name for it.
         keys: Its reachable chunks.
         pinned: False when it was unpinned: it may be loaded, nothing of it is stored.
+        gpu_keys: By which vLLM caches the blocks of these chunks; empty where that does not suffice for a hit.
+        priority: The higher, the longer it stays in vLLM's cache.
     """
 
     pin_id: str
     keys: tuple[ChunkKey, ...]
     pinned: bool
+    gpu_keys: tuple[bytes, ...] = ()
+    priority: int = 0
 
 
 class PinMirror:

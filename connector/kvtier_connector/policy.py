@@ -41,11 +41,15 @@ class PrefillRate:
         """A step over this many tokens was scheduled."""
         self._open.append((now_s, num_tokens))
 
-    def step_ended(self, now_s: float) -> None:
-        """The oldest open step is done."""
+    def step_ended(self, now_s: float) -> tuple[float, int] | None:
+        """The oldest open step is done: return when it began, and its tokens; None when none is open."""
         if not self._open:
-            return
-        began_s, num_tokens = self._open.popleft()
+            return None
+        step = self._open.popleft()
+        self._measure(*step, now_s)
+        return step
+
+    def _measure(self, began_s: float, num_tokens: int, now_s: float) -> None:
         elapsed_s = now_s - max(began_s, self._last_end_s)
         self._last_end_s = now_s
         if num_tokens < _MIN_STEP_TOKENS or elapsed_s <= 0:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from kvtier.client.address import default_socket_path
 from kvtier.errors import ConfigError
@@ -17,11 +18,25 @@ if TYPE_CHECKING:
 
 SPEC_NAME, SPEC_MODULE = "KVTierOffloadingSpec", "kvtier_connector.spec"
 _SOURCE = "kv_connector_extra_config"
-_OUR_KEYS = ("blocks_per_chunk", "lookup_timeout_ms", "prefill_tokens_per_s", "socket", "weights_fingerprint")
+_OUR_KEYS = (
+    "blocks_per_chunk",
+    "gpu_pin",
+    "gpu_pin_max_ratio",
+    "lookup_timeout_ms",
+    "prefill_tokens_per_s",
+    "socket",
+    "trace_folder",
+    "warm_max_ratio",
+    "warm_url",
+    "weights_fingerprint",
+)
 # vLLM's own keys that mean the same here; its others (cpu_bytes_to_use, block_size, canonical_layout, ...) would be
 # silently without effect.
 _VLLM_KEYS = ("offload_prompt_only", "self_describing_kv_events")
+_TRACE_VARIABLE = "KVTIER_TRACE_FOLDER"  # the daemon's, so that one word traces both
 _SPEC_KEYS = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE}
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +48,14 @@ class WeightsFingerprint(enum.Enum):
     FULL = "full"
 
 
+class GpuPin(enum.Enum):
+    """How pinned prompts are kept in vLLM's own cache (ADR 16)."""
+
+    SOFT = "soft"
+    HARD = "hard"
+    OFF = "off"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectorSettings:
     """The validated settings of one connector."""
@@ -41,12 +64,22 @@ class ConnectorSettings:
     """The daemon's unix socket."""
     blocks_per_chunk: int = 1
     """vLLM blocks that make one chunk, our stored unit."""
+    gpu_pin: GpuPin = GpuPin.SOFT
+    """soft: vLLM evicts pinned blocks last; hard: they are held until requests need the room; off: as vLLM likes."""
+    gpu_pin_max_ratio: float = 0.5
+    """Of vLLM's blocks, what pins may have; of more, those of the lowest priority are left out, tails first."""
     lookup_timeout_s: float = 0.25
     """How long a request waits for the daemon's first answer before it counts as a miss."""
     prefill_tokens_per_s: int | None = None
-    """What computing is taken to cost when a promotion from disk is weighed against it; None: measured."""
+    """What computing is taken to cost when a promotion or a load is weighed against it; None: measured."""
     weights_fingerprint: WeightsFingerprint = WeightsFingerprint.SAMPLED
     """Whether every byte of the weights is hashed, or a sample of each tensor."""
+    trace_folder: Path | None = None
+    """Where spans for a trace viewer go, one file for each process; None: nowhere."""
+    warm_url: str | None = None
+    """vLLM's own API server, which is asked for pinned prompts after a start; None: it is not."""
+    warm_max_ratio: float = 0.5
+    """Share of vLLM's cache that they may take; 0: no limit."""
 
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -60,11 +93,16 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     return ConnectorSettings(
         socket=_socket(extra.get("socket")),
         blocks_per_chunk=_positive_int(extra, "blocks_per_chunk", 1),
+        gpu_pin=_choice(GpuPin, extra, "gpu_pin", GpuPin.SOFT),
+        gpu_pin_max_ratio=_ratio(extra, "gpu_pin_max_ratio", 0.5),
         lookup_timeout_s=_positive_int(extra, "lookup_timeout_ms", 250) / 1000,
         prefill_tokens_per_s=_positive_int(extra, "prefill_tokens_per_s", 1)
         if "prefill_tokens_per_s" in extra
         else None,
-        weights_fingerprint=_fingerprint_mode(extra.get("weights_fingerprint", "sampled")),
+        weights_fingerprint=_choice(WeightsFingerprint, extra, "weights_fingerprint", WeightsFingerprint.SAMPLED),
+        trace_folder=_trace_folder(extra.get("trace_folder", os.environ.get(_TRACE_VARIABLE, "off"))),
+        warm_url=_warm_url(extra.get("warm_url")),
+        warm_max_ratio=_ratio(extra, "warm_max_ratio", 0.5, zero=True),
     )
 
 
@@ -122,6 +160,14 @@ def _socket(value: object) -> Path:
     return Path(value).expanduser()
 
 
+def _trace_folder(value: object) -> Path | None:
+    if value in ("off", ""):
+        return None
+    if not isinstance(value, str):
+        raise ConfigError("trace_folder", value, _SOURCE, 'must be the path of a folder, or "off"')
+    return Path(value).expanduser().absolute()
+
+
 def _positive_int(extra: Mapping[str, Any], key: str, default: int) -> int:
     value = extra.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -129,9 +175,37 @@ def _positive_int(extra: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
-def _fingerprint_mode(value: object) -> WeightsFingerprint:
+def _ratio(extra: Mapping[str, Any], key: str, default: float, *, zero: bool = False) -> float:
+    value = extra.get(key, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1 or (not value and not zero):
+        allowed = "from 0 to 1" if zero else "above 0 and at most 1"
+        raise ConfigError(key, value, _SOURCE, f"must be a number {allowed}")
+    return float(value)
+
+
+def _warm_url(value: object) -> str | None:
+    if value is None:
+        return None
+    remedy = "must be the URL of vLLM's own API server, like http://127.0.0.1:8000"
+    if not isinstance(value, str):
+        raise ConfigError("warm_url", value, _SOURCE, remedy)
+    url = value.rstrip("/").removesuffix("/v1")
     try:
-        return WeightsFingerprint(value)
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port)
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise ConfigError("warm_url", value, _SOURCE, remedy)
+    return url
+
+
+def _choice(kind: type[_Choice], extra: Mapping[str, Any], key: str, default: _Choice) -> _Choice:
+    value = extra.get(key, default.value)
+    try:
+        return kind(value)
     except ValueError as exc:
-        allowed = " or ".join(repr(mode.value) for mode in WeightsFingerprint)
-        raise ConfigError("weights_fingerprint", value, _SOURCE, f"must be {allowed}") from exc
+        names = [repr(mode.value) for mode in kind]
+        allowed = f"{', '.join(names[:-1])} or {names[-1]}"
+        raise ConfigError(key, value, _SOURCE, f"must be {allowed}") from exc

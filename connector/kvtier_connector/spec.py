@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
 
+from kvtier_connector.compat import group_id_of, is_replicated
 from kvtier_connector.layout import num_regions, rank_bytes
 from kvtier_connector.manager import KVTierOffloadingManager
 from kvtier_connector.stats import definitions
-from kvtier_connector.worker import KVTierCPUWorker, WorkerLayout, page_places
+from kvtier_connector.workers import WorkerLayout, make_worker, page_places
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches
@@ -20,7 +21,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: "OffloadingConfig") -> None:
         super().__init__(config)
-        self.replicated_layout = config.replicated_layout
+        self.replicated_layout = is_replicated(config)
 
     @override
     @classmethod
@@ -38,7 +39,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             region=config.parallel.rank if num_regions(config) > 1 else 0,
             rank_bytes=rank_bytes(config),
             blocks_per_chunk=config.cache.blocks_per_chunk,
-            group_positions={group.group_id: position for position, group in enumerate(config.groups)},
+            group_positions={group_id_of(config, position): position for position in range(len(config.groups))},
             pages=page_places(kv_caches, config.cache.blocks_per_chunk),
         )
-        return KVTierCPUWorker(layout, kv_caches)
+        return make_worker(layout, kv_caches)

@@ -1,6 +1,6 @@
 """What a transfer job says, and the plan of its copies. No memory is touched here."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,36 +139,6 @@ class PagePlace:
     block_stride: int
     page_bytes: int
     region_offset: int
-
-
-class Span(NamedTuple):
-    """One contiguous piece of a chunk: vLLM's address, offset in the rank's region, length."""
-
-    vllm_address: int
-    region_offset: int
-    length: int
-
-
-def spans_of_chunk(pages: Iterable[PagePlace], blocks: Sequence[tuple[int, int]]) -> Iterator[Span]:
-    """Yield the pieces of one chunk, neighbouring blocks merged where they lie next to each other on both sides.
-
-    Args:
-        pages: The tensors of the chunk's group, in order.
-        blocks: (block id, place) pairs in place order.
-    """
-    for page in pages:
-        span: Span | None = None
-        for block_id, place in blocks:
-            address = page.base_address + block_id * page.block_stride
-            offset = page.region_offset + place * page.page_bytes
-            if span and (span.vllm_address + span.length, span.region_offset + span.length) == (address, offset):
-                span = span._replace(length=span.length + page.page_bytes)
-                continue
-            if span:
-                yield span
-            span = Span(address, offset, page.page_bytes)
-        if span:
-            yield span
 
 
 def _chunks_of(chunk_groups: Sequence[int], position: int) -> list[int]:

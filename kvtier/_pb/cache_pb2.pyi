@@ -17,7 +17,7 @@ TIER_HOST: Tier
 TIER_DISK: Tier
 
 class PinRequest(_message.Message):
-    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace")
+    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class PinRequest(_message.Message):
     RECIPE_JSON_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     model: str
@@ -36,13 +37,26 @@ class PinRequest(_message.Message):
     recipe_json: str
     ttl_s: int
     replace: bool
-    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ...) -> None: ...
+    priority: int
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ...) -> None: ...
 
 class GetPromptRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GetTokensRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class PromptTokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListPromptsRequest(_message.Message):
     __slots__ = ()
@@ -153,7 +167,7 @@ class EvictResponse(_message.Message):
     def __init__(self, num_chunks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ...) -> None: ...
 
 class PromptStatus(_message.Message):
-    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error")
+    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[PromptStatus.State]
@@ -184,6 +198,7 @@ class PromptStatus(_message.Message):
     NUM_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     pin_id: str
     pinned: bool
@@ -200,7 +215,8 @@ class PromptStatus(_message.Message):
     num_confirmed: int
     tokens_digest: str
     error: str
-    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PromptBinding(_message.Message):
     __slots__ = ("namespace_id", "model", "covered_tokens", "num_chunks", "num_host_chunks", "num_durable_chunks", "raw_bytes", "disk_bytes", "live")
@@ -229,7 +245,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DaemonStatus(_message.Message):
-    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store")
+    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "metrics_url", "metrics_problem")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +265,8 @@ class DaemonStatus(_message.Message):
     NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_URL_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
     started_unix_s: float
@@ -261,7 +279,9 @@ class DaemonStatus(_message.Message):
     num_pinned: int
     counters: _containers.ScalarMap[str, int]
     store: str
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ...) -> None: ...
+    metrics_url: str
+    metrics_problem: str
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., metrics_url: _Optional[str] = ..., metrics_problem: _Optional[str] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks", "pinned_bytes", "latched")

@@ -49,6 +49,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetPromptRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
                 _registered_method=True)
+        self.GetTokens = channel.unary_unary(
+                '/kvtier.v1.CacheService/GetTokens',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.PromptTokens.FromString,
+                _registered_method=True)
         self.WatchPrompt = channel.unary_stream(
                 '/kvtier.v1.CacheService/WatchPrompt',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetPromptRequest.SerializeToString,
@@ -92,8 +97,8 @@ class CacheServiceServicer(object):
     def Pin(self, request, context):
         """Makes a prompt a pinned prompt. Returns after the ledger's fsync: from then on the pin survives kill -9 and reboot.
         Whether its chunks are durable too is another matter, see PromptStatus.
-        Pinning an existing name with the same tokens, model, LoRA and salt again succeeds and changes its ttl only; with
-        others it replaces the prompt if `replace` is set, else ALREADY_EXISTS.
+        Pinning an existing name with the same tokens, model, LoRA and salt again succeeds and changes its ttl and priority
+        only; with others it replaces the prompt if `replace` is set, else ALREADY_EXISTS.
         Fails with INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED (would not fit into disk_bytes; the message has the
         numbers).
         """
@@ -109,6 +114,15 @@ class CacheServiceServicer(object):
 
     def GetPrompt(self, request, context):
         """NOT_FOUND when there is no prompt of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokens(self, request, context):
+        """The token ids of a prompt, as they were pinned: with model, LoRA and salt of its status they make the request that brings
+        it back into vLLM's own cache.
+        Fails with NOT_FOUND, FAILED_PRECONDITION (the prompt is not rendered yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,6 +204,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.GetPrompt,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetPromptRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptStatus.SerializeToString,
+            ),
+            'GetTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokens,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.PromptTokens.SerializeToString,
             ),
             'WatchPrompt': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchPrompt,
@@ -308,6 +327,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/GetPrompt',
             kvtier_dot_v1_dot_cache__pb2.GetPromptRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.PromptStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/GetTokens',
+            kvtier_dot_v1_dot_cache__pb2.GetTokensRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.PromptTokens.FromString,
             options,
             channel_credentials,
             insecure,

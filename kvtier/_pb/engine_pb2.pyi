@@ -15,7 +15,7 @@ STORE_PINNED: StoreMode
 STORE_ALL: StoreMode
 
 class EngineMessage(_message.Message):
-    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates")
+    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class EngineMessage(_message.Message):
     BIND_PIN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     ENGINE_RATES_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     acquire: Acquire
     release: Release
@@ -36,7 +37,8 @@ class EngineMessage(_message.Message):
     bind_pin: BindPin
     ping: Ping
     engine_rates: EngineRates
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ...) -> None: ...
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
     __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong")
@@ -55,6 +57,10 @@ class DaemonMessage(_message.Message):
     chunks_held: ChunksHeld
     pong: Pong
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "engine_id", "pid", "vllm_version", "kvtier_version", "model_names", "fingerprint", "layout", "store_credits", "ephemeral")
@@ -252,7 +258,7 @@ class StoreAbort(_message.Message):
     def __init__(self, stores: _Optional[_Iterable[_Union[StoreSlot, _Mapping]]] = ...) -> None: ...
 
 class Pin(_message.Message):
-    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned")
+    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned", "priority")
     PIN_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +267,7 @@ class Pin(_message.Message):
     LORA_PATH_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     pin_id: str
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -269,7 +276,8 @@ class Pin(_message.Message):
     lora_path: str
     cache_salt: str
     pinned: bool
-    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ...) -> None: ...
+    priority: int
+    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PinAdded(_message.Message):
     __slots__ = ("pin",)

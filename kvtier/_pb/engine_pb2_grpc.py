@@ -55,7 +55,7 @@ class EngineServiceServicer(object):
 
         Fails with INVALID_ARGUMENT (a field of Hello is unusable; the message names field, value and remedy),
         FAILED_PRECONDITION (the namespace exists with another layout), RESOURCE_EXHAUSTED (no arena of this row size fits
-        into host_bytes), UNAVAILABLE (the daemon drains).
+        into host_bytes), UNAVAILABLE (the daemon drains), DEADLINE_EXCEEDED (no Hello within 10 s of the stream's beginning).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

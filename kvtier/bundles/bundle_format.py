@@ -21,7 +21,8 @@ from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
 from kvtier.ledger.rows import decode_layout, encode_layout
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 had no priorities. A prompt that has none is written as 1, so that an older kvtier can take it in."""
 DATA_ALIGNMENT_BYTES = 4096
 LENGTH_PREFIX = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
@@ -45,6 +46,7 @@ class BundlePrompt:
     lora_path: str
     cache_salt: str
     recipe_json: str
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +184,11 @@ def _header_json(bundle: Bundle) -> bytes:
         for chunk in bundle.chunks
     }
     prompt = {name: getattr(bundle.prompt, name) for name in BundlePrompt.__dataclass_fields__}
+    if not bundle.prompt.priority:
+        del prompt["priority"]
     binding = {"keys": [key.hex() for key in bundle.keys], "covered_tokens": bundle.covered_tokens}
     metadata = {
-        _VERSION: str(FORMAT_VERSION),
+        _VERSION: str(FORMAT_VERSION if bundle.prompt.priority else 1),
         _DIGEST: _ZEROS,
         "kvtier.prompt": _compact(prompt),
         "kvtier.namespace": bundle.namespace_id,
@@ -202,11 +206,10 @@ def _header_json(bundle: Bundle) -> bytes:
 
 
 def _parse(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Bundle:
-    prompt = json.loads(metadata["kvtier.prompt"])
     binding = json.loads(metadata["kvtier.binding"])
     facts = json.loads(metadata["kvtier.chunks"])
     bundle = Bundle(
-        prompt=BundlePrompt(**prompt | {"tokens": tuple(int(token) for token in prompt["tokens"])}),
+        prompt=_parse_prompt(json.loads(metadata["kvtier.prompt"])),
         model=metadata["kvtier.model"],
         fingerprint=json.loads(metadata["kvtier.fingerprint"]),
         layout=decode_layout(metadata["kvtier.layout"]),
@@ -219,6 +222,11 @@ def _parse(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Bundle:
     if {chunk.key for chunk in bundle.chunks} != set(bundle.keys) or not bundle.keys:
         raise ValueError("the chunks are not those of the binding")
     return bundle
+
+
+def _parse_prompt(fields: Mapping[str, Any]) -> BundlePrompt:
+    tokens = tuple(int(token) for token in fields["tokens"])
+    return BundlePrompt(**{**fields, "tokens": tokens, "priority": int(fields.get("priority", 0))})
 
 
 def _parse_chunks(tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[BundleChunk, ...]:

@@ -101,6 +101,7 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow, stored: Se
             lora_path=prompt.lora_path,
             cache_salt=prompt.cache_salt,
             recipe_json=prompt.recipe_json,
+            priority=prompt.priority,
         ),
         model=namespace.row.model,
         fingerprint=dict(namespace.fingerprint),

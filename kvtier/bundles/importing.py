@@ -76,7 +76,7 @@ async def import_bundle(cache: Cache, wish: ImportWish, pieces: AsyncIterator[by
         spool.close()
         raise
     # From here to its end, even when the caller leaves: a pack that is being written cannot be called back.
-    return await cache.to_end("import", _take_in(cache, wish, spool))
+    return await cache.changes.to_end("import", _take_in(cache, wish, spool))
 
 
 async def _take_in(cache: Cache, wish: ImportWish, spool: Spool) -> PromptView:
@@ -91,7 +91,7 @@ async def _take_in(cache: Cache, wish: ImportWish, spool: Spool) -> PromptView:
         for part in in_batches(placed, [chunk.raw_bytes for chunk in bundle.chunks]):
             await cache.stores.in_io(spool.verify, part)
         await _Import(cache, namespace, bundle, pin, spool, {chunk.key: (at, chunk) for at, chunk in placed}).run()
-        return cache.view(pin.name)
+        return cache.pins.view(pin.name)
 
 
 def _spool_in(state_dir: Path) -> Spool:
@@ -120,6 +120,7 @@ def _pin_wish(wish: ImportWish, bundle: Bundle) -> PinWish:
         recipe_json=prompt.recipe_json,
         ttl_s=wish.ttl_s,
         replace=wish.replace,
+        priority=prompt.priority,
     )
 
 
@@ -225,7 +226,7 @@ class _Import:
         with usage.promised(num_bytes):
             try:
                 await self._write(self._missing())
-                await self._cache.exclusively("import", self._record)
+                await self._cache.changes.exclusively("import", self._record)
             except BaseException:
                 await self._discard()
                 raise
@@ -292,7 +293,7 @@ class _Import:
             stores.disk_usage.add(record.pack_id, record.file_bytes)
             for chunk in record.chunks:
                 namespace.table.place(chunk.key, chunk)
-        cache.take_in(prompt, old)
+        cache.pins.take_in(prompt, old)
         bound = cache.prompts.binding(prompt.pin_id, namespace.namespace_id)
         namespace.table.pin(binding.keys)
         namespace.table.unpin(bound.keys if bound is not None else ())

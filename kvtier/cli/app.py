@@ -16,6 +16,8 @@ from kvtier.cli.fsck import fsck
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.pin import pin
 from kvtier.cli.tables import daemon_details, prompt_details, prompts_table
+from kvtier.cli.trace import trace
+from kvtier.cli.warm import warm
 from kvtier.client.address import SOCKET_VARIABLE, default_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config.units import format_size
@@ -179,10 +181,12 @@ def status(
         output.show(daemon_details(daemon))
 
 
+app.command()(warm)
 app.command()(doctor)
 app.command()(export)
 app.command("import")(import_)
 app.command()(fsck)
+app.command()(trace)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.context import EXIT_FAILED, settings_of
+from kvtier.cli.options import api_key_option
 from kvtier.cli.output import Output
 from kvtier.cli.vllm_http import VllmClient
 from kvtier.doctor import Finding, Patient, Status, examine
@@ -34,15 +35,7 @@ def doctor(
         str | None,
         typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="A running vLLM, to be checked too"),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            envvar=["VLLM_API_KEY", "OPENAI_API_KEY"],
-            show_envvar=True,
-            help="vLLM's API key, if it asks for one",
-        ),
-    ] = None,
+    api_key: Annotated[str | None, api_key_option()] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Check machine, settings, daemon, vLLM and pins, and say what to do.

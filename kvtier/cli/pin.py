@@ -9,6 +9,7 @@ import typer
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli import sources
 from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, settings_of
+from kvtier.cli.options import DEFAULT_URL, api_key_option
 from kvtier.cli.output import Output
 from kvtier.cli.pin_flow import PinFlow, PinJob
 from kvtier.cli.sources import Recipe, SourceKind
@@ -17,19 +18,19 @@ from kvtier.cli.vllm_http import VllmClient
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import InvalidArgumentError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _SOURCE, _VLLM, _PIN = "What to pin (one of)", "vLLM", "How"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SourceOptions:
-    """The files named on the command line; `-` is stdin."""
+    """The files named on the command line (`-` is stdin), and what goes with them."""
 
     system: str | None
     messages: str | None
     text: str | None
     tokens: str | None
     tools: str | None
+    template_kwargs: str | None
 
     def check(self) -> None:
         """Raise InvalidArgumentError for files that do not go together."""
@@ -37,8 +38,10 @@ class _SourceOptions:
         given = [option for option, path in kinds.items() if path is not None]
         if len(given) > 1:
             raise InvalidArgumentError(given[1], kinds[given[1]], f"cannot go with {given[0]}; give one source")
-        if self.tools is not None and self.system is None and self.messages is None:
-            raise InvalidArgumentError("--tools", self.tools, "goes with --system or --messages only")
+        for_chats = {"--tools": self.tools, "--chat-template-kwargs": self.template_kwargs}
+        for option, value in for_chats.items():
+            if value is not None and self.system is None and self.messages is None:
+                raise InvalidArgumentError(option, value, "goes with --system or --messages only")
         if [*kinds.values(), self.tools].count("-") > 1:
             raise InvalidArgumentError("--tools", "-", "stdin can be read once only; name a file")
 
@@ -46,10 +49,11 @@ class _SourceOptions:
         """Return the recipe and, for token ids, the tokens; None when no source was given."""
         self.check()
         tools: list[Any] | None = sources.read_tools(self.tools) if self.tools is not None else None
+        kwargs = sources.parse_template_kwargs(self.template_kwargs) if self.template_kwargs is not None else None
         if self.system is not None:
-            return sources.read_system(self.system, tools), ()
+            return sources.read_system(self.system, tools, kwargs), ()
         if self.messages is not None:
-            return sources.read_messages(self.messages, tools), ()
+            return sources.read_messages(self.messages, tools, kwargs), ()
         if self.text is not None:
             return sources.read_plain_text(self.text), ()
         if self.tokens is not None:
@@ -65,6 +69,7 @@ class _PinOptions:
     model: str
     cache_salt: str
     ttl: str | None
+    priority: int | None
     replace: bool
     warm: bool
     timeout_s: float
@@ -93,28 +98,38 @@ def pin(
         str | None,
         typer.Option(metavar="FILE", help="OpenAI tools, JSON; with --system or --messages", rich_help_panel=_SOURCE),
     ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="chat_template_kwargs as requests send them; with --system or --messages",
+            rich_help_panel=_SOURCE,
+        ),
+    ] = None,
     url: Annotated[
         str, typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="vLLM's API server", rich_help_panel=_VLLM)
     ] = DEFAULT_URL,
     model: Annotated[
         str, typer.Option(metavar="NAME", help="Served model or LoRA (default: the first one)", rich_help_panel=_VLLM)
     ] = "",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            envvar=["VLLM_API_KEY", "OPENAI_API_KEY"],
-            show_envvar=True,
-            help="vLLM's API key, if it asks for one",
-            rich_help_panel=_VLLM,
-        ),
-    ] = None,
+    api_key: Annotated[str | None, api_key_option(_VLLM)] = None,
     cache_salt: Annotated[
         str, typer.Option(metavar="SALT", help="cache_salt as requests send it", rich_help_panel=_VLLM)
     ] = "",
     ttl: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="End the pin by itself: 12h, 7d (default: never)", rich_help_panel=_PIN),
+    ] = None,
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=-100,
+            max=100,
+            help="Which prompts come back first after a restart, and stay longest in vLLM's cache (default: 0)",
+            show_default=False,
+            rich_help_panel=_PIN,
+        ),
     ] = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace another prompt of that name", rich_help_panel=_PIN)
@@ -134,12 +149,20 @@ def pin(
     vLLM turns the source into tokens and computes them once; the daemon keeps the result. FILE may be - for stdin.
     Without a source, a prompt that is known already is rendered and warmed again from its stored one.
     """
-    source = _SourceOptions(system=system, messages=messages, text=text, tokens=tokens, tools=tools)
+    source = _SourceOptions(
+        system=system,
+        messages=messages,
+        text=text,
+        tokens=tokens,
+        tools=tools,
+        template_kwargs=chat_template_kwargs,
+    )
     options = _PinOptions(
         name=name,
         model=model,
         cache_salt=cache_salt,
         ttl=ttl,
+        priority=priority,
         replace=replace,
         warm=not no_warm,
         timeout_s=timeout,
@@ -167,6 +190,7 @@ def _job(options: _PinOptions, recipe: Recipe, tokens: tuple[int, ...], ttl_s: i
         model=options.model,
         cache_salt=options.cache_salt,
         ttl_s=ttl_s,
+        priority=options.priority or 0,
         replace=options.replace,
         warm=options.warm,
         timeout_s=options.timeout_s,
@@ -197,6 +221,7 @@ def _stored_job(options: _PinOptions, status: PromptStatus, ttl_s: int) -> PinJo
         model=options.model or status.lora_name or status.model,
         cache_salt=options.cache_salt or status.cache_salt,
         ttl_s=max(1, round(status.expires_unix_s - time.time())) if keep_ttl else ttl_s,
+        priority=status.priority if options.priority is None else options.priority,
         # The template may have changed since: rendering again means to follow it.
         replace=True,
         warm=options.warm,

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, replace
 
 from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
+from kvtier.cli.capture import SETTLE_S, Capture, CapturePolicy, Outcome
 from kvtier.cli.feed import StatusFeed
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.progress import CaptureProgress
@@ -12,7 +13,6 @@ from kvtier.cli.sources import Recipe, SourceKind
 from kvtier.cli.summary import state_meaning, summarize
 from kvtier.cli.tables import HOW_TO_ATTACH, pin_result
 from kvtier.cli.vllm_http import ServedModel, VllmClient, VllmUnreachableError
-from kvtier.cli.warm import SETTLE_S, Capture, CapturePolicy, Outcome
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import InvalidArgumentError, KvtierError
 
@@ -32,6 +32,7 @@ class PinJob:
         model: As given; empty: the first that vLLM serves.
         cache_salt: As requests send it.
         ttl_s: 0: never ends.
+        priority: The higher, the more important.
         replace: Replace a prompt of that name.
         warm: Have vLLM compute it now.
         timeout_s: For warming.
@@ -44,6 +45,7 @@ class PinJob:
     model: str = ""
     cache_salt: str = ""
     ttl_s: int = 0
+    priority: int = 0
     replace: bool = False
     warm: bool = True
     timeout_s: float = 600.0
@@ -102,6 +104,7 @@ class PinFlow:
             cache_salt=job.cache_salt,
             recipe_json=job.recipe.to_json(),
             ttl_s=job.ttl_s,
+            priority=job.priority,
             replace=job.replace,
         )
         status = self._client.pin(request)

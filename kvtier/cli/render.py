@@ -107,13 +107,17 @@ def _turn(role: str, content: str) -> dict[str, str]:
 def _render_variants(recipe: Recipe, vllm: VllmClient, model: str) -> list[list[int]]:
     if recipe.kind is SourceKind.TEXT:
         return [vllm.tokenize_text(model, text) for text in text_variants(recipe.content)]
-    return [vllm.tokenize_chat(model, messages, recipe.tools) for messages in chat_variants(recipe)]
+    return [_render_chat(recipe, vllm, model, messages) for messages in chat_variants(recipe)]
 
 
 def _render_first(recipe: Recipe, vllm: VllmClient, model: str) -> list[int]:
     if recipe.kind is SourceKind.TEXT:
         return vllm.tokenize_text(model, recipe.content)
-    return vllm.tokenize_chat(model, chat_variants(recipe)[0], recipe.tools)
+    return _render_chat(recipe, vllm, model, chat_variants(recipe)[0])
+
+
+def _render_chat(recipe: Recipe, vllm: VllmClient, model: str, messages: Sequence[Any]) -> list[int]:
+    return vllm.tokenize_chat(model, messages, recipe.tools, recipe.chat_template_kwargs)
 
 
 def _date_stamp(recipe: Recipe, vllm: VllmClient, model: str, tokens: Sequence[int]) -> str | None:

@@ -1,6 +1,7 @@
 """What an operator pins: a source read from files, kept as a recipe so that it can be rendered again.
 
-A recipe is JSON: `{"version": 1, "kind": "system", "content": "You are ...", "tools": [...]}`.
+A recipe is JSON: `{"version": 1, "kind": "system", "content": "You are ...", "tools": [...]}`. One that names
+`chat_template_kwargs` has version 2: a kvtier that did not know them would render other tokens without a word.
 """
 
 import json
@@ -13,11 +14,13 @@ from typing import Any
 
 from kvtier.errors import InvalidArgumentError, RenderError
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
+_VERSION_WITHOUT_KWARGS = 1
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_TOKEN_ID = 2**32 - 1
 _SHOWN_CHARS = 60
 _BYTE_ORDER_MARK = "\ufeff"
+_KWARGS_EXAMPLE = """a JSON object like '{"enable_thinking": false}'"""
 
 
 class SourceKind(StrEnum):
@@ -37,17 +40,21 @@ class Recipe:
         kind: Which of vLLM's inputs it is.
         content: Text (system, text), a list of messages, or None for token ids, which are kept as tokens.
         tools: OpenAI tools, passed through as they are.
+        chat_template_kwargs: What requests give their chat template, passed through as it is.
     """
 
     kind: SourceKind
     content: Any = None
     tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """Return the stored form."""
-        fields: dict[str, Any] = {"version": RECIPE_VERSION, "kind": self.kind.value}
+        version = RECIPE_VERSION if self.chat_template_kwargs else _VERSION_WITHOUT_KWARGS
+        fields: dict[str, Any] = {"version": version, "kind": self.kind.value}
         fields |= {"content": self.content} if self.content is not None else {}
         fields |= {"tools": self.tools} if self.tools else {}
+        fields |= {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
         return json.dumps(fields, ensure_ascii=False)
 
     @classmethod
@@ -61,7 +68,13 @@ class Recipe:
             fields = json.loads(text)
             if fields["version"] > RECIPE_VERSION:
                 raise RenderError(f"the recipe has version {fields['version']}, this kvtier knows {RECIPE_VERSION}")
-            return cls(kind=SourceKind(fields["kind"]), content=fields.get("content"), tools=fields.get("tools"))
+            kwargs = fields.get("chat_template_kwargs")
+            return cls(
+                kind=SourceKind(fields["kind"]),
+                content=fields.get("content"),
+                tools=fields.get("tools"),
+                chat_template_kwargs=dict(kwargs) if kwargs is not None else None,
+            )
         except (ValueError, KeyError, TypeError) as exc:
             raise RenderError(
                 "the stored recipe is not kvtier's; pin again with --system, --messages or --text"
@@ -75,7 +88,7 @@ class Recipe:
 
     def source_text(self) -> str:
         """Return all text of the source, to tell it from what a chat template adds."""
-        return "\n".join([*_strings(self.content), *_strings(self.tools)])
+        return "\n".join([*_strings(self.content), *_strings(self.tools), *_strings(self.chat_template_kwargs)])
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -89,9 +102,10 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def read_system(path: str, tools: list[Any] | None) -> Recipe:
+def read_system(path: str, tools: list[Any] | None, kwargs: dict[str, Any] | None = None) -> Recipe:
     """Read a system prompt. The text is taken as it is: a final newline counts."""
-    return Recipe(kind=SourceKind.SYSTEM, content=_read_text("--system", path), tools=tools)
+    content = _read_text("--system", path)
+    return Recipe(kind=SourceKind.SYSTEM, content=content, tools=tools, chat_template_kwargs=kwargs)
 
 
 def read_plain_text(path: str) -> Recipe:
@@ -99,16 +113,18 @@ def read_plain_text(path: str) -> Recipe:
     return Recipe(kind=SourceKind.TEXT, content=_read_text("--text", path))
 
 
-def read_messages(path: str, tools: list[Any] | None) -> Recipe:
-    """Read a list of chat messages, or a whole chat request with `messages` and perhaps `tools`."""
+def read_messages(path: str, tools: list[Any] | None, kwargs: dict[str, Any] | None = None) -> Recipe:
+    """Read a list of chat messages, or a whole chat request, of which tools and template kwargs are taken too."""
     value = _read_json("--messages", path)
     if isinstance(value, dict) and "messages" in value:
         tools = tools or value.get("tools")
+        if kwargs is None and value.get("chat_template_kwargs") is not None:
+            kwargs = _require_object("--messages.chat_template_kwargs", value["chat_template_kwargs"])
         value = value["messages"]
     messages = _require_list("--messages", path, value, 'a JSON list like [{"role": "system", "content": "..."}]')
     for index, message in enumerate(messages):
         _check_message(f"--messages[{index}]", message)
-    return Recipe(kind=SourceKind.MESSAGES, content=messages, tools=tools)
+    return Recipe(kind=SourceKind.MESSAGES, content=messages, tools=tools, chat_template_kwargs=kwargs)
 
 
 def read_tools(path: str) -> list[Any]:
@@ -121,6 +137,16 @@ def read_tools(path: str) -> list[Any]:
                 f"--tools[{index}]", _short(tool), "must be an object like the OpenAI API's tools"
             )
     return tools
+
+
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """Read chat template kwargs, given as JSON; what is in them is the template's to judge."""
+    field = "--chat-template-kwargs"
+    try:
+        return _require_object(field, json.loads(text))
+    except json.JSONDecodeError as exc:
+        problem = f"is not valid JSON: {exc.msg} at column {exc.colno}; it must be {_KWARGS_EXAMPLE}"
+        raise InvalidArgumentError(field, _short(text), problem) from exc
 
 
 def read_tokens(path: str) -> list[int]:
@@ -151,6 +177,12 @@ def _require_list(field: str, path: str, value: Any, example: str) -> list[Any]:
         raise InvalidArgumentError(field, path, f"holds {_json_kind(value)}; it must hold {example}")
     if not value:
         raise InvalidArgumentError(field, path, f"holds an empty list; it must hold {example}")
+    return value
+
+
+def _require_object(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(field, _short(value), f"is {_json_kind(value)}; it must be {_KWARGS_EXAMPLE}")
     return value
 
 

@@ -17,20 +17,28 @@ _SHORT_ID = 12
 _MODEL_CHARS = 22
 _MIN_MODEL_CHARS = 12
 _NUMBERS_WIDTH = 56
+_PRIORITY_WIDTH = 5
 _PREVIEW_CHARS = 300
 
 
 def prompts_table(prompts: Iterable[PromptStatus], width: int) -> Table:
     """Return the table of `kvtier list`, for a console of so many columns."""
+    prompts = list(prompts)
+    has_priorities = any(status.priority for status in prompts)
     # What the other columns leave is for name and model.
-    model_chars = max(_MIN_MODEL_CHARS, (width - _NUMBERS_WIDTH) // 2)
-    table = _table("NAME", "STATE", "PIN", "TOKENS>", "CHUNKS>", "HOST>", "DISK>", "MODEL", "AGE>", "ENDS>")
+    numbers_width = _NUMBERS_WIDTH + (_PRIORITY_WIDTH if has_priorities else 0)
+    model_chars = max(_MIN_MODEL_CHARS, (width - numbers_width) // 2)
+    priority_header = ["PRIO>"] if has_priorities else []
+    table = _table(
+        "NAME", "STATE", "PIN", *priority_header, "TOKENS>", "CHUNKS>", "HOST>", "DISK>", "MODEL", "AGE>", "ENDS>"
+    )
     for status in prompts:
         numbers = summarize(status)
         table.add_row(
             status.name,
             state_name(status),
             "yes" if status.pinned else "no",
+            *([str(status.priority)] if has_priorities else []),
             str(status.num_tokens) if status.num_tokens else "-",
             f"{numbers.num_durable_chunks}/{numbers.num_chunks}" if numbers.num_chunks else "-",
             str(numbers.num_host_chunks) if numbers.num_chunks else "-",
@@ -48,6 +56,7 @@ def prompt_details(status: PromptStatus) -> RenderableType:
         "name": status.name,
         "state": f"{state_name(status)}: {state_meaning(status)}",
         "pinned": _pinned(status),
+        "priority": str(status.priority) if status.priority else "",
         "model": status.model or "any",
         "LoRA": status.lora_name,
         "cache salt": "set" if status.cache_salt else "",
@@ -106,6 +115,7 @@ def daemon_details(status: DaemonStatus) -> RenderableType:
         "disk": _tier(status.disk),
         "disk writes": _writes(status.counters),
         "prompts": f"{status.num_prompts}, {status.num_pinned} pinned",
+        "metrics": f"NOT SERVED: {status.metrics_problem}" if status.metrics_problem else status.metrics_url,
     }
     parts: list[RenderableType] = [_pairs(rows), Text(), sessions_table(status.sessions)]
     if status.namespaces:
@@ -215,12 +225,15 @@ def _source(recipe_json: str) -> str:
         recipe = json.loads(recipe_json)
         content = recipe.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
-        tools = f" with {len(recipe['tools'])} tools" if recipe.get("tools") else ""
+        parts = [f"{len(recipe['tools'])} tools"] if recipe.get("tools") else []
+        if kwargs := recipe.get("chat_template_kwargs"):
+            parts.append(f"chat_template_kwargs {json.dumps(kwargs, ensure_ascii=False)}")
+        given = f" with {', '.join(parts)}" if parts else ""
         # Its own line breaks, folded once more, would be a ragged column.
         shown = " ".join(text.split())
         if len(shown) > _PREVIEW_CHARS:
             shown = f"{shown[:_PREVIEW_CHARS]}… ({len(text)} characters)"
-        return f"{recipe.get('kind', 'unknown')}{tools}\n{shown}".strip()
+        return f"{recipe.get('kind', 'unknown')}{given}\n{shown}".strip()
     except (ValueError, AttributeError, TypeError):
         return ""
 

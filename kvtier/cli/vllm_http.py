@@ -1,7 +1,7 @@
 """What the CLI asks of vLLM's API server: models, settings, /tokenize, /detokenize and one-token completions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from kvtier.client.warm_requests import warm_body
 from kvtier.errors import InvalidArgumentError, RenderError
 
 TIMEOUT_S = 60.0
@@ -17,6 +18,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SHOWN_CHARS = 400
 _CACHE_CONFIG_METRIC = "vllm:cache_config_info{"
 _NO_VLLM = "--url must be the base URL of a vLLM server, like http://127.0.0.1:8000"
+_WAITING_METRIC = "vllm:num_requests_waiting{"
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -48,6 +50,19 @@ class ServedModel:
     def lora_name(self) -> str:
         """The adapter's name; empty for a base model."""
         return self.name if self.lora_path else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheRoom:
+    """Size of vLLM's own prefix cache.
+
+    Attributes:
+        num_tokens: That fit.
+        block_tokens: Of one block.
+    """
+
+    num_tokens: int
+    block_tokens: int
 
 
 class VllmClient:
@@ -118,10 +133,35 @@ class VllmClient:
         shown = next((line for line in lines if line.startswith(_CACHE_CONFIG_METRIC)), "")
         return {match[1]: match[2] for match in _LABEL.finditer(shown)}
 
-    def tokenize_chat(self, model: str, messages: Sequence[Any], tools: Sequence[Any] | None) -> list[int]:
-        """Render messages with the model's chat template, generation prompt included."""
-        body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
-        return self._tokenize(body | ({"tools": list(tools)} if tools else {}))
+    def cache_room(self) -> CacheRoom | None:
+        """Return how much vLLM's own cache takes; None when it does not say (--disable-log-stats)."""
+        config = self.cache_config()
+        block_tokens, num_blocks = (_number(config.get(name)) for name in ("block_size", "num_gpu_blocks"))
+        # Where several KV groups share the blocks, vLLM knows how many tokens fit; older versions do not say.
+        num_tokens = _number(config.get("kv_cache_size_tokens")) or num_blocks * block_tokens
+        return CacheRoom(num_tokens=num_tokens, block_tokens=block_tokens) if num_tokens and block_tokens else None
+
+    def num_waiting(self) -> int:
+        """Return how many requests wait in vLLM's queues; 0 where it does not say."""
+        lines = self._send("GET", "/metrics").text.splitlines()
+        values = [line.rpartition(" ")[2] for line in lines if line.startswith(_WAITING_METRIC)]
+        return int(sum(float(value) for value in values))
+
+    def tokenize_chat(
+        self,
+        model: str,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render messages with the model's chat template, generation prompt included.
+
+        vLLM puts these kwargs over those that it was started with (`--default-chat-template-kwargs`), as in a request.
+        """
+        body: dict[str, Any] = {"model": model, "messages": list(messages), "add_generation_prompt": True}
+        body |= {"tools": list(tools)} if tools else {}
+        body |= {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
+        return self._tokenize(body)
 
     def tokenize_text(self, model: str, text: str) -> list[int]:
         """Tokenize as the completions API does, special tokens included."""
@@ -131,10 +171,18 @@ class VllmClient:
         """Return the text of tokens."""
         return str(self._request("POST", "/detokenize", {"model": model, "tokens": list(tokens)}).get("prompt", ""))
 
-    def warm(self, model: str, tokens: Sequence[int], cache_salt: str, timeout_s: float) -> None:
-        """Let vLLM compute the tokens: a completion of one token."""
-        body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
-        self._request("POST", "/v1/completions", body | ({"cache_salt": cache_salt} if cache_salt else {}), timeout_s)
+    def warm(
+        self, model: str, tokens: Sequence[int], cache_salt: str, timeout_s: float, *, request_id: str = ""
+    ) -> int | None:
+        """Let vLLM compute or load the tokens: a completion of one token.
+
+        Returns:
+            How many tokens it did not compute; None when it does not say (--enable-prompt-tokens-details).
+        """
+        body = warm_body(model, tokens, cache_salt, request_id)
+        usage = self._request("POST", "/v1/completions", body, timeout_s).get("usage")
+        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+        return details.get("cached_tokens") or 0 if isinstance(details, dict) else None
 
     def _tokenize(self, body: dict[str, Any]) -> list[int]:
         tokens = self._request("POST", "/tokenize", body).get("tokens")
@@ -161,6 +209,10 @@ class VllmClient:
         if response.is_success:
             return response
         raise RenderError(_explain(response, self.url + path))
+
+
+def _number(label: str | None) -> int:
+    return int(label) if label is not None and label.isdigit() else 0
 
 
 def _served_model(entry: dict[str, Any], first_names: dict[str, str]) -> ServedModel:

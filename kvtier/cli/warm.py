@@ -1,140 +1,113 @@
-"""Has vLLM compute a prompt, as often as it takes until every chunk is durable.
+"""`kvtier warm`: the command line of it. What happens then is in `warm_flow`."""
 
-vLLM offers chunks for storing as it computes or hits them, but not each of them every time (under pressure some are
-skipped), so a warm request is repeated, a bounded number of times, while chunks are missing.
-"""
+from dataclasses import asdict
+from typing import Annotated
 
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
+import typer
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.feed import StatusFeed
-from kvtier.cli.summary import Summary, summarize
-
-MAX_ROUNDS = 3
-SETTLE_S = 2.0
-_TICK_S = 0.1
-_HELD_FACTOR = 5
-
-
-class Outcome(Enum):
-    """How capturing ended."""
-
-    DURABLE = auto()
-    OVER_QUOTA = auto()
-    INCOMPLETE = auto()
-    TIMED_OUT = auto()
+from kvtier.cli.completion import complete_prompt_name
+from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, settings_of
+from kvtier.cli.options import DEFAULT_URL, api_key_option
+from kvtier.cli.output import Output
+from kvtier.cli.vllm_http import VllmClient
+from kvtier.cli.warm_flow import Fate, Warmed, WarmFlow, WarmPolicy
+from kvtier.client.admin import AdminClient
+from kvtier.client.warm_requests import by_importance
+from kvtier.errors import InvalidArgumentError
 
 
-@dataclass(frozen=True, kw_only=True)
-class CapturePolicy:
-    """How long and how often.
+def warm(
+    context: typer.Context,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...",
+            help="Names of prompts (default: all pinned ones)",
+            show_default=False,
+            autocompletion=complete_prompt_name,
+        ),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All prompts, those whose pin has ended last")] = False,
+    url: Annotated[str, typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="vLLM's API server")] = DEFAULT_URL,
+    api_key: Annotated[str | None, api_key_option()] = None,
+    max_ratio: Annotated[
+        float, typer.Option(metavar="RATIO", min=0, max=1, help="Of vLLM's cache to fill at most; 0: no limit")
+    ] = 0.5,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="In all, while requests wait in vLLM; then it gives up")
+    ] = 60.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Time for one prompt")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Bring prompts into vLLM's own cache before anybody asks: by priority, then the newest first.
 
-    Attributes:
-        timeout_s: For everything.
-        max_rounds: Warm requests at most; 0 only waits.
-        settle_s: Without any change for so long after a warm request, what is missing is taken as not coming.
+    Each is sent as a completion of one token, which takes what kvtier holds of it into vLLM's blocks; what it does not
+    hold, vLLM computes. To have vLLM do that by itself after a start, set `warm_url`.
     """
-
-    timeout_s: float
-    max_rounds: int = MAX_ROUNDS
-    settle_s: float = SETTLE_S
-
-
-class WarmRequest:
-    """One warm request in a thread of its own, which Ctrl-C does not wait for."""
-
-    def __init__(self, send: Callable[[], None]) -> None:
-        """Send at once."""
-        self._send = send
-        self._error: Exception | None = None
-        self._done = threading.Event()
-        threading.Thread(target=self._run, name="kvtier-warm", daemon=True).start()
-
-    def finished(self) -> bool:
-        """Return whether vLLM has answered.
-
-        Raises:
-            KvtierError: vLLM refused or went away.
-        """
-        if self._done.is_set() and self._error:
-            raise self._error
-        return self._done.is_set()
-
-    def _run(self) -> None:
+    if every and names:
+        raise InvalidArgumentError("NAME", names[0], "cannot go with --all")
+    output = Output(json=as_json)
+    policy = WarmPolicy(max_ratio=max_ratio, wait_s=wait, timeout_s=timeout)
+    with settings_of(context).connect() as client, VllmClient(url, api_key) as vllm:
+        prompts = _chosen(client, names or [], every=every)
+        flow = WarmFlow(client, vllm, policy)
         try:
-            self._send()
-        except Exception as exc:
-            # Whatever it is, `finished` raises it; after Ctrl-C, with the connection closed, nobody asks.
-            self._error = exc
-        finally:
-            self._done.set()
+            flow.prepare()
+            _mention(flow, prompts, policy, output)
+            done = _run(flow, prompts, output)
+        except KeyboardInterrupt:
+            output.say("\ninterrupted; what was warmed stays in vLLM's cache")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    _answer(flow, done, output)
+    # Nobody named the others: one that is left out there for want of room is as it should be.
+    if any(_is_failure(result, named=bool(names)) for result in done):
+        raise typer.Exit(EXIT_FAILED)
 
 
-class Capture:
-    """Waits until a prompt is durable, sending warm requests meanwhile."""
+def _chosen(client: AdminClient, names: list[str], *, every: bool) -> list[PromptStatus]:
+    if names:
+        return by_importance(client.get(name) for name in dict.fromkeys(names))
+    return by_importance(status for status in client.list() if status.pinned or every)
 
-    def __init__(self, policy: CapturePolicy, send: Callable[[], None], clock: Callable[[], float] = time.monotonic):
-        """Prepare.
 
-        Args:
-            policy: How long and how often.
-            send: Sends one warm request and returns when it is answered.
-            clock: Monotonic seconds.
-        """
-        self._policy, self._send, self._clock = policy, send, clock
-        self._rounds = 0
-        self._warm: WarmRequest | None = None
-        self._quiet_since_s = clock()
+def _mention(flow: WarmFlow, prompts: list[PromptStatus], policy: WarmPolicy, output: Output) -> None:
+    if not prompts:
+        output.say("no prompts to warm; pin one with: kvtier pin NAME --system FILE")
+    if policy.max_ratio and flow.limit_tokens is None:
+        output.warn("vLLM does not say how large its cache is, so --max-ratio has no effect")
+    if unattached := [status.name for status in prompts if status.num_tokens and not status.num_engines]:
+        output.warn(f"no vLLM with the kvtier connector is attached for {', '.join(unattached)}: vLLM computes them")
 
-    def run(
-        self, status: PromptStatus, feed: StatusFeed, on_status: Callable[[PromptStatus], None]
-    ) -> tuple[PromptStatus, Outcome]:
-        """Return the last status and how it ended.
 
-        Raises:
-            KvtierError: A warm request failed, or the daemon went away.
-        """
-        deadline_s = self._clock() + self._policy.timeout_s
-        while (outcome := self._step(status)) is None:
-            if self._clock() > deadline_s:
-                return status, Outcome.TIMED_OUT
-            if (newer := feed.next(_TICK_S)) is not None:
-                status = newer
-                self._quiet_since_s = self._clock()
-                on_status(status)
-        return status, outcome
+def _run(flow: WarmFlow, prompts: list[PromptStatus], output: Output) -> list[Warmed]:
+    done = []
+    for result in flow.run(prompts):
+        done.append(result)
+        if result.fate is Fate.WARMED:
+            output.say(f"{result.name}: {_numbers(result)}")
+        else:
+            output.warn(f"{result.name}: not warmed: {result.why}")
+    return done
 
-    def _step(self, status: PromptStatus) -> Outcome | None:
-        if status.state == PromptStatus.DURABLE:
-            return Outcome.DURABLE
-        if status.state == PromptStatus.OVER_QUOTA:
-            return Outcome.OVER_QUOTA
-        numbers = summarize(status)
-        if status.bindings and not numbers.num_chunks:
-            return Outcome.INCOMPLETE
-        if self._warm is not None and not self._worth_another(numbers):
-            return None
-        if self._rounds >= self._policy.max_rounds:
-            return Outcome.INCOMPLETE if numbers.missing else None
-        self._rounds += 1
-        self._warm = WarmRequest(self._timed_send)
-        return None
 
-    def _worth_another(self, numbers: Summary) -> bool:
-        """Whether the last request is answered, nothing moves, and chunks are missing.
+def _numbers(result: Warmed) -> str:
+    cached = "" if result.cached_tokens is None else f", {result.cached_tokens} from a cache"
+    return f"{result.num_tokens} tokens{cached}, {result.seconds:.2f} s"
 
-        While all of them are held the disk is at work, and another request would not speed it up. But the numbers may
-        hide a missing chunk (see `Summary.missing`), so that is believed for a while only.
-        """
-        assert self._warm is not None
-        quiet_s = self._clock() - self._quiet_since_s
-        patience_s = self._policy.settle_s * (1 if numbers.missing else _HELD_FACTOR)
-        return self._warm.finished() and quiet_s > patience_s
 
-    def _timed_send(self) -> None:
-        self._send()
-        self._quiet_since_s = self._clock()
+def _answer(flow: WarmFlow, done: list[Warmed], output: Output) -> None:
+    warmed = [result for result in done if result.fate is Fate.WARMED]
+    num_tokens, seconds = sum(result.num_tokens for result in warmed), sum(result.seconds for result in warmed)
+    if output.json:
+        output.answer({"limit_tokens": flow.limit_tokens, "prompts": [asdict(result) for result in done]})
+    elif done:
+        output.say(f"warmed: {len(warmed)} of {len(done)} prompts, {num_tokens} tokens in {seconds:.2f} s")
+        if warmed and all(result.cached_tokens is None for result in warmed):
+            output.say("vLLM says how many tokens came from a cache when started with --enable-prompt-tokens-details")
+
+
+def _is_failure(result: Warmed, *, named: bool) -> bool:
+    if result.fate is Fate.NO_ROOM:
+        return named
+    return result.fate is not Fate.WARMED

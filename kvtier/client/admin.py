@@ -94,6 +94,11 @@ class AdminClient:
         reply: cache_pb2.PromptStatus = self._call(self._stub.GetPrompt, cache_pb2.GetPromptRequest(name=name))
         return reply
 
+    def tokens(self, name: str) -> tuple[int, ...]:
+        """Return a prompt's token ids."""
+        reply: cache_pb2.PromptTokens = self._call(self._stub.GetTokens, cache_pb2.GetTokensRequest(name=name))
+        return tuple(reply.tokens)
+
     def unpin(self, name: str) -> cache_pb2.PromptStatus:
         """End the promise; the chunks stay until evicted."""
         reply: cache_pb2.PromptStatus = self._call(self._stub.Unpin, cache_pb2.UnpinRequest(name=name))

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.core.arena_format import HEADER_BYTES, STAMP_WORDS, WORD_BYTES, ArenaGeometry, unpack_header
 from kvtier.errors import ArenaError
 
@@ -64,6 +67,14 @@ class ArenaMap:
     def generation(self, slot: int) -> int:
         """Return the slot's generation as it is now."""
         return self._words[self.geometry.generation_word(slot)]
+
+    def backing(self, slot: int) -> int:
+        """Return the number that changes whenever the row's pages do, odd while it has any."""
+        return self._words[self.geometry.backed_word(slot)]
+
+    def backings(self) -> npt.NDArray[np.uint64]:
+        """Return that number of every slot, copied."""
+        return np.array(self._words[self.geometry.backed_word(0) :: self.geometry.entry_words], np.uint64)
 
     def stamp(self, slot: int, rank: int, key_tag: int, generation: int, length: int) -> None:
         """State that `rank` has written its region of the slot, all of it.

@@ -130,6 +130,7 @@ class EngineSession:
     def close(self, timeout_s: float = 1.0) -> None:
         """End the session, letting what is enqueued go out first, for at most `timeout_s`."""
         self._stop.set()
+        self._outbox.put(pb.EngineMessage(goodbye=pb.Goodbye()))
         self._outbox.put(None)
         if not self._thread.is_alive():
             return

@@ -9,6 +9,7 @@ from kvtier.config.model import (
     LogConfig,
     MetricsConfig,
     ServerConfig,
+    TraceConfig,
 )
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LogConfig",
     "MetricsConfig",
     "ServerConfig",
+    "TraceConfig",
     "default_config_path",
     "load_config",
 ]

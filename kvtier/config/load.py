@@ -18,6 +18,7 @@ from kvtier.config.model import (
     LogConfig,
     MetricsConfig,
     ServerConfig,
+    TraceConfig,
 )
 from kvtier.config.settings import BY_KEY, SETTINGS, ParseContext
 from kvtier.errors import ConfigError
@@ -28,6 +29,7 @@ _TABLES = {
     "disk": DiskConfig,
     "cache": CacheConfig,
     "metrics": MetricsConfig,
+    "trace": TraceConfig,
     "log": LogConfig,
 }
 ENVIRONMENT = "environment"

@@ -37,6 +37,8 @@ class HostConfig:
     """Bytes of all arenas together."""
     keep_arena: bool = False
     """A daemon that is stopped leaves its arenas to the next start; a crash always does."""
+    spare_bytes: int = 256 * MIB
+    """Of free rows that get their pages ahead of need, for attached engines; at most an eighth of `host_bytes`."""
     prewarm: bool = True
     """At start, promote pinned prompts to host memory in the background."""
     high_watermark: float = 0.95
@@ -62,7 +64,7 @@ class DiskConfig:
     pack_bytes: int = 64 * MIB
     """Raw bytes gathered before a pack is written: larger packs mean fewer fsyncs, later durability."""
     pack_linger_s: float = 0.2
-    """Seconds that a pack waits for more chunks before it is written short of `pack_bytes`."""
+    """Seconds that a pack waits for more chunks while it is short of `pack_bytes`; of unpinned ones ten times that."""
     zstd_level: int = 1
     """zstd level of new packs, 1..22. Higher levels hardly shrink KV and cost a lot of time."""
     io_threads: int = 3
@@ -102,6 +104,14 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Spans for a trace viewer, see `kvtier trace`."""
+
+    folder: Path | None = None
+    """Folder of the traces, one file for each process; None: no trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
     """Everything the daemon can be told. Constructors take values from it, never the whole."""
 
@@ -110,4 +120,5 @@ class DaemonConfig:
     disk: DiskConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)

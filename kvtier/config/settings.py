@@ -194,6 +194,14 @@ def _listen(value: object, context: ParseContext) -> str:
     return value
 
 
+def _folder_or_off(value: object, context: ParseContext) -> Path | None:
+    if isinstance(value, str) and value.lower() == OFF:
+        return None
+    if not isinstance(value, str) or not value:
+        raise ValueError(f'must be a path in quotes, or "{OFF}"')
+    return (context.base_dir / Path(value).expanduser()).absolute()
+
+
 def _switch(value: object, context: ParseContext) -> bool:
     # Text comes from the environment.
     text = str(value).lower() if isinstance(value, bool | str) else ""
@@ -212,6 +220,7 @@ SETTINGS = (
     _row("host.arena_dir", "arena_dir", _arena_dir, AUTO),
     _row("host.bytes", "host_bytes", _host_bytes, AUTO),
     _row("host.keep_arena", "keep_arena", _switch, False),
+    _row("host.spare_bytes", "spare_bytes", _bytes_or_nothing, "256MiB"),
     _row("host.prewarm", "prewarm", _switch, True),
     _row("host.high_watermark", "high_watermark", _number(float, 0.01, 1), 0.95),
     _row("host.low_watermark", "low_watermark", _low_watermark("host.high_watermark"), 0.90),
@@ -229,6 +238,7 @@ SETTINGS = (
     _row("disk.scrub_bytes_per_s", "scrub_bytes_per_s", _bytes_or_nothing, "16MiB"),
     _row("cache.store", "store", _choice("pinned", "all"), "pinned"),
     _row("metrics.listen", "listen", _listen, "127.0.0.1:9464"),
+    _row("trace.folder", "folder", _folder_or_off, OFF),
     _row("log.level", "level", _choice("debug", "info", "warning", "error"), "info"),
     _row("log.format", "format", _choice("text", "json"), "text"),
 )

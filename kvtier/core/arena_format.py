@@ -12,8 +12,11 @@ Writing a chunk: the worker copies its rank's region, then stores the stamp word
 a slot when every writer's stamp agrees with the grant. Reading: the worker compares the slot's generation before and
 after the copy; the daemon changes it before it gives the slot out again.
 
-`backed`, `checksum` and `mark` are the daemon's own, for the daemon that comes after it: the mark says that the row
-holds, whole, the chunk of the first stamp's key tag, with this checksum, since this generation.
+`backed` counts how often the row got pages and lost them: odd while it has them. A worker that has page-locked a row
+compares it with what it was then: the pages that it locked are the file's only while the number is the same.
+
+`checksum` and `mark` are the daemon's own, for the daemon that comes after it: the mark says that the row holds, whole,
+the chunk of the first stamp's key tag, with this checksum, since this generation.
 """
 
 import struct
@@ -26,7 +29,7 @@ import xxhash
 from kvtier.errors import ArenaError
 
 MAGIC = b"KVTARENA"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HEADER_BYTES = 4096
 WORD_BYTES = 8
 OWNER_WORDS = 4
@@ -39,6 +42,11 @@ _MARKED = struct.Struct("=QQQQ")
 def key_tag_of(key: bytes) -> int:
     """Return the 64-bit tag by which a stamp names a chunk: xxh3 of its key."""
     return xxhash.xxh3_64_intdigest(key)
+
+
+def has_pages(backed: int) -> bool:
+    """Say what a `backed` word does: whether the row has pages, or may have."""
+    return backed % 2 == 1
 
 
 def mark_of(slot: int, key_tag: int, generation: int, checksum: int) -> int:
@@ -125,7 +133,7 @@ class ArenaGeometry:
         return slot * self.entry_words
 
     def backed_word(self, slot: int) -> int:
-        """Return the index of the word that is 1 while the row has pages."""
+        """Return the index of the word that is odd while the row has pages; see the module."""
         return slot * self.entry_words + 1
 
     def checksum_word(self, slot: int) -> int:
@@ -141,7 +149,7 @@ class ArenaGeometry:
         first = self.generation_word(slot)
         generation, backed, checksum, mark = words[first : first + OWNER_WORDS]
         key_tag, _, length = words[first + OWNER_WORDS : first + OWNER_WORDS + STAMP_WORDS]
-        return SlotEntry(slot, generation, bool(backed), checksum, mark, key_tag, length)
+        return SlotEntry(slot, generation, has_pages(backed), checksum, mark, key_tag, length)
 
     def stamp_word(self, slot: int, rank: int) -> int:
         """Return the index, in the slot table, of the first word (key_tag, generation, length) of a rank's stamp."""

@@ -1,8 +1,28 @@
 """How much of each pack is still read from it: what compaction and quarantine decide on."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvtier.core.stored import StoredChunk
+
+
+class Live(NamedTuple):
+    """What is read from a pack.
+
+    Attributes:
+        num_chunks: How many chunks.
+        stored_bytes: As they lie in the pack.
+        raw_bytes: Before compression.
+        key_bytes: Length of the longest key that was ever read from it.
+    """
+
+    num_chunks: int = 0
+    stored_bytes: int = 0
+    raw_bytes: int = 0
+    key_bytes: int = 0
+
+
+_NOTHING = Live()
 
 
 class PackIndex:
@@ -13,7 +33,7 @@ class PackIndex:
     """
 
     def __init__(self) -> None:
-        self._live: dict[str, tuple[int, int]] = {}
+        self._live: dict[str, Live] = {}
         self.damaged: set[str] = set()  # packs in which a damaged chunk was found; they are set aside, not deleted
 
     def moved(self, old: StoredChunk | None, new: StoredChunk | None) -> None:
@@ -24,20 +44,29 @@ class PackIndex:
             self._count(new, 1)
 
     def _count(self, stored: StoredChunk, sign: int) -> None:
-        num_chunks, num_bytes = self._live.get(stored.pack_id, (0, 0))
-        num_chunks, num_bytes = num_chunks + sign, num_bytes + sign * stored.stored_bytes
+        num_chunks, stored_bytes, raw_bytes, key_bytes = self._live.get(stored.pack_id, _NOTHING)
+        num_chunks += sign
         if num_chunks:
-            self._live[stored.pack_id] = num_chunks, num_bytes
+            self._live[stored.pack_id] = Live(
+                num_chunks,
+                stored_bytes + sign * stored.stored_bytes,
+                raw_bytes + sign * stored.raw_bytes,
+                max(key_bytes, len(stored.key)),
+            )
         else:
             del self._live[stored.pack_id]
 
+    def live(self, pack_id: str) -> Live:
+        """Return what is read from the pack; nothing when it is not known."""
+        return self._live.get(pack_id, _NOTHING)
+
     def num_chunks(self, pack_id: str) -> int:
         """Return how many chunks are read from the pack."""
-        return self._live.get(pack_id, (0, 0))[0]
+        return self.live(pack_id).num_chunks
 
     def live_bytes(self, pack_id: str) -> int:
         """Return the stored bytes of those chunks."""
-        return self._live.get(pack_id, (0, 0))[1]
+        return self.live(pack_id).stored_bytes
 
     def __iter__(self) -> Iterator[str]:
         """Go through the packs from which something is read."""

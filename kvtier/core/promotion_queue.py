@@ -44,6 +44,11 @@ class PromotionQueue(Generic[A]):
     def __len__(self) -> int:
         return len(self._askers)
 
+    @property
+    def num_askers(self) -> int:
+        """How many take turns."""
+        return len(self._turns)
+
     def ask(self, asker: A, keys: Iterable[ChunkKey], *, first: bool = False) -> None:
         """Queue chunks for an asker, who wants them in this order.
 
@@ -68,16 +73,34 @@ class PromotionQueue(Generic[A]):
         if not turn.num_bytes:
             self._turns.pop(asker)
 
-    def take(self, max_bytes: int) -> list[ChunkKey]:
-        """Return the next asker's first chunks, at least one and at most about `max_bytes`; its turn is over then."""
+    def head(self) -> ChunkKey | None:
+        """Return the chunk with which `take` would begin."""
+        if not self._turns:
+            return None
+        asker, turn = next(iter(self._turns.items()))
+        while asker not in self._askers.get(turn.keys[0], ()):
+            turn.keys.popleft()
+        return turn.keys[0]
+
+    def take(self, max_bytes: int, until: Callable[[ChunkKey], bool] = lambda _: False) -> list[ChunkKey]:
+        """Return the next asker's first chunks; its turn is over then.
+
+        Args:
+            max_bytes: At least one chunk, and at most about so many bytes.
+            until: What it is true of is not taken, nor what follows; not asked of the first.
+        """
         batch: list[ChunkKey] = []
         if not self._turns:
             return batch
         asker = next(iter(self._turns))
         turn, taken_bytes = self._turns[asker], 0
         while turn.keys and taken_bytes < max_bytes:
-            key = turn.keys.popleft()
-            if asker in self._askers.get(key, ()):
+            key = turn.keys[0]
+            is_wanted = asker in self._askers.get(key, ())
+            if is_wanted and batch and until(key):
+                break
+            turn.keys.popleft()
+            if is_wanted:
                 batch.append(key)
                 taken_bytes += self._payload_bytes(key)
                 self.discard(key)

@@ -4,6 +4,7 @@ Each slot is in exactly one state, and the counts of all states add up to `num_s
 
     UNBACKED --take--> (owner's state)       no pages yet: backing it takes room from the budget
     FREE     --take--> (owner's state)       backed, nobody's
+    BACKING  gets its pages before anybody needs it
     GRANTED  a store credit of a session, or being written by it
     SEALING  written; the daemon verifies stamps and computes the checksum
     LOADING  the daemon reads a chunk from disk into it
@@ -22,6 +23,7 @@ class SlotState(Enum):
 
     UNBACKED = auto()
     FREE = auto()
+    BACKING = auto()
     GRANTED = auto()
     SEALING = auto()
     LOADING = auto()
@@ -157,6 +159,10 @@ class SlotTable:
         self._pageless.add(slot)
         return self._own(slot, state)
 
+    def lacks_pages(self, slot: int) -> bool:
+        """Say whether an owned slot is yet to be backed."""
+        return slot in self._pageless
+
     def mark_backed(self, slot: int) -> None:
         """The slot's pages exist now."""
         self._pageless.discard(slot)
@@ -201,6 +207,12 @@ class SlotTable:
         self._unbacked.extend(taken)
         self._budget.give_back(self.row_bytes * len(taken))
         return taken
+
+    def keep_free(self, slots: Sequence[int]) -> None:
+        """Undo `take_back_free`, right after it, for the last of what it returned: pages that could not be dropped."""
+        del self._unbacked[len(self._unbacked) - len(slots) :]
+        self._free.extend(slots)
+        self._budget.count(self.row_bytes * len(slots))
 
     def counts(self) -> Counter[SlotState]:
         """Return how many slots are in each state."""

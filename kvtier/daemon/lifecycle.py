@@ -12,7 +12,8 @@ from pathlib import Path
 from kvtier.collector import freeze_index, thaw_index
 from kvtier.config import DaemonConfig
 from kvtier.daemon.folders import locked, prepare_folder, remove_stale_socket
-from kvtier.errors import AlreadyRunningError, ConfigError
+from kvtier.errors import AlreadyRunningError, ConfigError, StuckError
+from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.tiers.codecs.compiled import compile_kernels
 from kvtier.tiers.codecs.words import WordKernels, replace_after
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 COMPILE_AFTER_BYTES = 1024**3
 """Chunks coded by numpy before the codecs are compiled: they took about as long to code as compiling takes."""
+EXIT_STUCK = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -31,14 +33,32 @@ def run(config: DaemonConfig) -> None:
     When somebody removes what engines and operators reach us by (a cleaner of temporary files, the end of a login), a
     stop and a start follow in this process: nobody else may be there to restart it.
 
+    When the disk hangs at the end, the process ends with status 1 and without waiting for it.
+
     Raises:
         KvtierError: The daemon cannot start; nothing was changed that a later start would miss.
     """
     os.umask(0o077)
-    while (removed := _run_once(config)) is not None:
-        log_event(logger, "file_removed", level=logging.WARNING, path=removed, consequence="the daemon starts anew")
-        thaw_index()
+    _start_trace(config)
+    try:
+        while (removed := _run_once(config)) is not None:
+            log_event(logger, "file_removed", level=logging.WARNING, path=removed, consequence="the daemon starts anew")
+            thaw_index()
+    except StuckError as exc:
+        log_event(logger, "stopped_stuck", level=logging.ERROR, problem=str(exc))
+        # Not sys.exit: that joins the thread in which the call is stuck.
+        os._exit(EXIT_STUCK)
     log_event(logger, "stopped", pid=os.getpid())
+
+
+def _start_trace(config: DaemonConfig) -> None:
+    folder = config.trace.folder
+    try:
+        path = trace.start(folder, "daemon")
+    except OSError as exc:
+        raise ConfigError("trace.folder", str(folder), "start", f"{exc}; name a folder that can be written") from exc
+    if path is not None:
+        log_event(logger, "trace_started", path=path)
 
 
 def _run_once(config: DaemonConfig) -> Path | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtier.config import LoadedConfig, load_config
+from kvtier.config.model import OFF
 from kvtier.config.settings import SETTINGS
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.obs.log import setup_logging
@@ -135,6 +136,8 @@ def render_config(loaded: LoadedConfig) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if value is None:
+        return f'"{OFF}"'
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 

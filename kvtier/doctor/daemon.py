@@ -77,9 +77,15 @@ def check_owner(socket: Path, owner: int, mode: int) -> Finding:
 def check_daemon(status: DaemonStatus | None) -> list[Finding]:
     """Judge what the daemon says about itself."""
     if status is None:
-        checks = ("daemon.version", "daemon.engines", "daemon.disk_tier", "daemon.damage")
+        checks = ("daemon.version", "daemon.engines", "daemon.disk_tier", "daemon.damage", "daemon.metrics")
         return [skipped(check, "no daemon answers") for check in checks]
-    return [check_version(status), check_engines(status), check_disk_tier(status), check_damage(status)]
+    return [
+        check_version(status),
+        check_engines(status),
+        check_disk_tier(status),
+        check_damage(status),
+        check_metrics(status),
+    ]
 
 
 def check_version(status: DaemonStatus) -> Finding:
@@ -119,6 +125,16 @@ def check_damage(status: DaemonStatus) -> Finding:
         remedy = "run `kvtier fsck --deep`, and look after the disk; what was damaged is computed and stored again"
         return warn("daemon.damage", f"since the daemon started: {found}", remedy)
     return ok("daemon.damage", "none since the daemon started")
+
+
+def check_metrics(status: DaemonStatus) -> Finding:
+    """Judge whether it can be scraped."""
+    if status.metrics_problem:
+        remedy = "put that right and restart the daemon; engines and commands are served meanwhile"
+        return warn("daemon.metrics", status.metrics_problem, remedy)
+    if not status.metrics_url:
+        return skipped("daemon.metrics", "metrics.listen is off, or the daemon is just starting")
+    return ok("daemon.metrics", status.metrics_url)
 
 
 def _others(socket: Path) -> list[Finding]:

@@ -19,7 +19,8 @@ class EngineEnvironment:
 
     Attributes:
         vllm: Installed version; empty: none.
-        series: vLLM's major and minor version that the connector is written for; empty: there is no connector.
+        series: vLLM's first and last major and minor version that the connector is written for, as "0.1 to 0.2"; empty:
+            there is no connector.
         hashes: vLLM's block hashes that are the same after a restart.
         problem: Why the connector does not load; empty: it does, or without vLLM it was not tried.
     """
@@ -66,8 +67,12 @@ def check_environment_of_vllm(environment: EngineEnvironment, python: Path | Non
 
 
 def supports(series: str, version: str) -> bool:
-    """Return whether a vLLM version is of the series."""
-    return version.split(".")[:2] == series.split(".")
+    """Return whether a vLLM version is of the series, or between two of them ("0.1 to 0.2")."""
+    first, _, last = series.partition(" to ")
+    numbers = version.split(".")[:2]
+    if len(numbers) < 2 or not all(number.isdigit() for number in numbers):
+        return False
+    return _numbers(first) <= [int(number) for number in numbers] <= _numbers(last or first)
 
 
 def _installed(environment: EngineEnvironment, where: str, *, named: bool) -> Finding:
@@ -88,6 +93,10 @@ def _connector(environment: EngineEnvironment, where: str) -> Finding:
     if not environment.vllm:
         return skipped("vllm.connector", "without vLLM it cannot be loaded")
     return ok("vllm.connector", f"loads, for vLLM {environment.series}")
+
+
+def _numbers(series: str) -> list[int]:
+    return [int(number) for number in series.split(".")]
 
 
 def _shortened(text: str) -> str:

@@ -21,7 +21,7 @@ def probe() -> dict[str, object]:
     try:
         from kvtier_connector.supported import CRYPTO_HASHES, VLLM_SERIES
 
-        facts |= {"series": VLLM_SERIES, "hashes": sorted(CRYPTO_HASHES)}
+        facts |= {"series": " to ".join(VLLM_SERIES), "hashes": sorted(CRYPTO_HASHES)}
         if facts["vllm"]:
             import kvtier_connector.connector  # noqa: F401
     except Exception as exc:

@@ -17,6 +17,7 @@ CHECKS = {
     "daemon.engines": "engines are attached, and none is lost with its memory set aside",
     "daemon.disk_tier": "the disk tier is not switched off",
     "daemon.damage": "nothing that was read back was damaged",
+    "daemon.metrics": "GET /metrics is answered at the address that metrics.listen names",
     "host.arena_dir": "the folder of the arenas can be used",
     "host.file_system": "the arenas are on a tmpfs",
     "host.space": "the tmpfs has room for host.bytes",

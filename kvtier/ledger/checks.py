@@ -12,8 +12,9 @@ from pathlib import Path
 
 from kvtier.errors import LedgerError
 from kvtier.ledger.ledger import Ledger
+from kvtier.ledger.migrations import FIRST_CHECKED_VERSION
 from kvtier.ledger.references import dangling_rows
-from kvtier.ledger.row_checksums import FIRST_CHECKED_VERSION, altered_rows
+from kvtier.ledger.row_checksums import altered_rows
 from kvtier.ledger.rows import LedgerSnapshot
 
 _MAX_PROBLEMS = 20

@@ -132,11 +132,13 @@ class Ledger:
             # Not INSERT OR REPLACE: that deletes the row first, and the bindings of an unchanged pin with it.
             sql.execute("DELETE FROM prompts WHERE name = ? AND pin_id <> ?", (row.name, row.pin_id))
             sql.execute(
-                "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
+                "INSERT INTO prompts (name, pin_id, pinned, tokens, model, lora_name, lora_path, cache_salt,"
+                " recipe_json, created_unix_s, expires_unix_s, priority, checksum)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
                 " pinned = excluded.pinned, tokens = excluded.tokens, model = excluded.model,"
                 " lora_name = excluded.lora_name, lora_path = excluded.lora_path, cache_salt = excluded.cache_salt,"
                 " recipe_json = excluded.recipe_json, created_unix_s = excluded.created_unix_s,"
-                " expires_unix_s = excluded.expires_unix_s, checksum = excluded.checksum",
+                " expires_unix_s = excluded.expires_unix_s, priority = excluded.priority, checksum = excluded.checksum",
                 with_checksum(
                     row.name,
                     row.pin_id,
@@ -149,6 +151,7 @@ class Ledger:
                     row.recipe_json,
                     float(row.created_unix_s),
                     float(row.expires_unix_s),
+                    int(row.priority),
                 ),
             )
 

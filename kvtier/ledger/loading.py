@@ -56,7 +56,7 @@ def _load_namespaces(sql: sqlite3.Connection) -> tuple[NamespaceRow, ...]:
 def _load_prompts(sql: sqlite3.Connection) -> tuple[PromptRow, ...]:
     rows = sql.execute(
         "SELECT name, pin_id, pinned, tokens, model, lora_name, lora_path, cache_salt, recipe_json, created_unix_s,"
-        " expires_unix_s FROM prompts ORDER BY name"
+        " expires_unix_s, priority FROM prompts ORDER BY name"
     )
     return tuple(
         PromptRow(
@@ -71,8 +71,22 @@ def _load_prompts(sql: sqlite3.Connection) -> tuple[PromptRow, ...]:
             recipe_json=recipe_json,
             created_unix_s=created,
             expires_unix_s=expires,
+            priority=priority,
         )
-        for name, pin_id, pinned, tokens, model, lora_name, lora_path, cache_salt, recipe_json, created, expires in rows
+        for (
+            name,
+            pin_id,
+            pinned,
+            tokens,
+            model,
+            lora_name,
+            lora_path,
+            cache_salt,
+            recipe_json,
+            created,
+            expires,
+            priority,
+        ) in rows
     )
 
 

@@ -5,12 +5,30 @@ by the checksum of the bytes that are read. A prompt whose tokens changed would 
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import xxhash
 
-FIRST_CHECKED_VERSION = 2
 CHECKED_TABLES = ("namespaces", "prompts", "bindings")
+
+
+class CheckedRow(NamedTuple):
+    """One row as it is in the file.
+
+    Attributes:
+        columns: All but the checksum, in the order of the table.
+        checksum: As written.
+    """
+
+    rowid: int
+    columns: tuple[object, ...]
+    checksum: object
+
+    @property
+    def is_intact(self) -> bool:
+        """It is what was written."""
+        return row_checksum(self.columns) == self.checksum
 
 
 def row_checksum(columns: Sequence[object]) -> int:
@@ -28,26 +46,19 @@ def with_checksum(*columns: object) -> tuple[object, ...]:
     return (*columns, row_checksum(columns))
 
 
-def add_row_checksums(connection: sqlite3.Connection) -> None:
-    """Bring a ledger of version 1 to version 2, in one transaction: a crash leaves the one or the other.
+def checked_rows(connection: sqlite3.Connection, table: str) -> Iterator[CheckedRow]:
+    """Yield the rows of a checked table, wherever in them the checksum stands.
 
     Raises:
-        sqlite3.Error: Nothing was changed.
+        sqlite3.Error: The database cannot be read, or the table has no checksums.
     """
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        for table in CHECKED_TABLES:
-            connection.execute(f"ALTER TABLE {table} ADD COLUMN checksum INTEGER NOT NULL DEFAULT 0")
-            rows = connection.execute(f"SELECT rowid, * FROM {table}").fetchall()
-            connection.executemany(
-                f"UPDATE {table} SET checksum = ? WHERE rowid = ?",
-                ((row_checksum(columns), rowid) for rowid, *columns, _ in rows),
-            )
-        connection.execute("PRAGMA user_version = 2")
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
+    cursor = connection.execute(f"SELECT rowid, * FROM {table}")
+    names = [name for name, *_ in cursor.description]
+    if "checksum" not in names:
+        raise sqlite3.DatabaseError(f"table {table} has no column checksum")
+    place = names.index("checksum")
+    for row in cursor:
+        yield CheckedRow(row[0], row[1:place] + row[place + 1 :], row[place])
 
 
 def altered_rows(connection: sqlite3.Connection) -> dict[str, list[tuple[int, str]]]:
@@ -62,9 +73,9 @@ def altered_rows(connection: sqlite3.Connection) -> dict[str, list[tuple[int, st
     connection.text_factory = lambda data: data.decode(errors="replace")
     try:
         for table in CHECKED_TABLES:
-            for rowid, *columns, checksum in connection.execute(f"SELECT rowid, * FROM {table}"):
-                if row_checksum(columns) != checksum:
-                    found.setdefault(table, []).append((rowid, str(columns[0])))
+            for row in checked_rows(connection, table):
+                if not row.is_intact:
+                    found.setdefault(table, []).append((row.rowid, str(row.columns[0])))
     finally:
         connection.text_factory = usual
     return found

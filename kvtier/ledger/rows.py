@@ -51,6 +51,7 @@ class PromptRow:
         recipe_json: How the tokens came to be; opaque.
         created_unix_s: When it was first pinned.
         expires_unix_s: When the pin ends by itself; 0: never.
+        priority: The higher, the more important; 0 for one that is not pinned.
     """
 
     name: str
@@ -64,6 +65,7 @@ class PromptRow:
     recipe_json: str
     created_unix_s: float
     expires_unix_s: float
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

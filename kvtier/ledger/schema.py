@@ -6,12 +6,12 @@ from pathlib import Path
 
 from kvtier.errors import FormatVersionError, LedgerError
 from kvtier.fsync import fsync_directory
-from kvtier.ledger.row_checksums import add_row_checksums
+from kvtier.ledger.migrations import migrate
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
-SCHEMA_VERSION = 2
-"""PRAGMA user_version. Version 1 had no row checksums; it is brought up to date when it is opened."""
+SCHEMA_VERSION = 3
+"""PRAGMA user_version. Version 1 had no row checksums, 2 no priorities; they are brought up to date when opened."""
 BUSY_TIMEOUT_S = 5.0
 """How long to wait for an operator who has the file open in the sqlite3 shell."""
 
@@ -37,7 +37,8 @@ CREATE TABLE prompts (
     recipe_json     TEXT NOT NULL,
     created_unix_s  REAL NOT NULL,
     expires_unix_s  REAL NOT NULL,      -- 0: never
-    checksum        INTEGER NOT NULL
+    checksum        INTEGER NOT NULL,
+    priority        INTEGER NOT NULL    -- the higher, the more important
 ) STRICT;
 CREATE TABLE bindings (
     pin_id          TEXT NOT NULL REFERENCES prompts (pin_id) ON DELETE CASCADE,
@@ -113,8 +114,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         fsync_directory(path.parent)
     elif _number(connection, "application_id") != APPLICATION_ID:
         raise _foreign(path)
-    elif version == 1:
-        add_row_checksums(connection)
+    elif version < SCHEMA_VERSION:
+        migrate(connection, version, SCHEMA_VERSION)
 
 
 def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:

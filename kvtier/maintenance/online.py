@@ -51,7 +51,8 @@ class OnlineFsck:
         async with self._one_at_a_time:
             check = _OnlineCheck(self._cache, asyncio.get_running_loop(), left, repair=repair, deep=deep)
             try:
-                return await asyncio.to_thread(check.run)
+                # Not `Pool.run`: a caller that leaves does not wait for a check that may take minutes; it tells it.
+                return await asyncio.wrap_future(self._cache.stores.check_thread.submit(check.run))
             finally:
                 left.set()
 
@@ -123,7 +124,7 @@ class _OnlineCheck:
             for table, number in health.dangling.items()
         ]
         if findings and self._repair:
-            self._on_loop(self._cache.exclusively("fsck", self._drop_dangling))
+            self._on_loop(self._cache.changes.exclusively("fsck", self._drop_dangling))
             for finding in findings:
                 finding.mend("deleted")
         problems = [*health.problems, *(f"changed rows in {table}" for table in health.altered)]
@@ -160,7 +161,7 @@ class _OnlineCheck:
         }
         if not suspects:
             return []
-        return await self._cache.exclusively("fsck", lambda: self._judge_memory(suspects))
+        return await self._cache.changes.exclusively("fsck", lambda: self._judge_memory(suspects))
 
     async def _judge_memory(self, suspects: dict[str, set[ChunkKey]]) -> list[Finding]:
         stores = self._cache.stores
@@ -237,7 +238,7 @@ class _ServiceRows:
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""
-        self._on_loop(self._cache.exclusively("fsck", lambda: self._drop(record, chunks)))
+        self._on_loop(self._cache.changes.exclusively("fsck", lambda: self._drop(record, chunks)))
 
     def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
         """See `Rows`."""
@@ -247,7 +248,7 @@ class _ServiceRows:
             nonlocal num_recorded
             num_recorded = await self._commit(record, instead_of)
 
-        self._on_loop(self._cache.exclusively("fsck", change))
+        self._on_loop(self._cache.changes.exclusively("fsck", change))
         return num_recorded
 
     def _namespace(self, namespace_id: str) -> Namespace:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from kvtier.obs.declare import counted, counter, gauged, series
 
 _SESSIONS_ENDED = counter(
-    "sessions_ended", "Sessions that ended, by how.", reason=("closed", "cut", "refused", "drained")
+    "sessions_ended", "Sessions that ended, by how.", reason=("closed", "gone", "cut", "refused", "drained")
 )
 _HIT_CHUNKS = counter(
     "hit_chunks", "Chunks that engines asked for and got, by the tier they were in.", tier=("host", "disk")
@@ -49,7 +49,7 @@ _IO_ERRORS = counter(
     "io_errors",
     "Refusals of the operating system, or of SQLite, by tier and by what was tried.",
     tier=("host", "disk", "ledger"),
-    operation=("back", "open", "read", "write", "fsync", "rename", "unlink", "transaction"),
+    operation=("back", "release", "open", "read", "write", "fsync", "rename", "unlink", "transaction"),
 )
 
 
@@ -61,14 +61,24 @@ class Counters:
     """
 
     sessions_opened: int = counted("sessions_opened", "Engines that attached.")
-    sessions_closed: int = series(_SESSIONS_ENDED, "Sessions that the engine ended in order.", reason="closed")
+    sessions_closed: int = series(
+        _SESSIONS_ENDED, "Sessions that the engine ended in order, with a goodbye.", reason="closed"
+    )
+    sessions_gone: int = series(
+        _SESSIONS_ENDED,
+        "Sessions whose stream broke with no load or store under way: vLLM was stopped (without --shutdown-timeout it "
+        "kills its engine process at once), was killed while idle, or began anew.",
+        reason="gone",
+    )
     sessions_cut: int = series(
-        _SESSIONS_ENDED, "Sessions whose stream broke: the engine died, or began anew.", reason="cut"
+        _SESSIONS_ENDED,
+        "Sessions whose stream broke in the middle of a load or a store, or whose engine did not read.",
+        reason="cut",
     )
     sessions_refused: int = series(_SESSIONS_ENDED, "Sessions ended for a mistake of the engine.", reason="refused")
     sessions_drained: int = series(_SESSIONS_ENDED, "Sessions ended because the daemon stops.", reason="drained")
     sessions_lost: int = counted(
-        "sessions_lost", "Sessions whose stream ended while they still held leases or store grants."
+        "sessions_lost", "Sessions cut or refused with a load or a store under way; idle store credits are none."
     )
 
     acquires: int = counted("acquires", "Acquire messages answered.")
@@ -196,6 +206,12 @@ class Counters:
         "Arena rows that got no memory from the file system of host.arena_dir.",
         tier="host",
         operation="back",
+    )
+    io_errors_host_release: int = series(
+        _IO_ERRORS,
+        "Arena rows whose memory the file system of host.arena_dir did not take back; they stay in use.",
+        tier="host",
+        operation="release",
     )
     io_errors_disk_open: int = series(
         _IO_ERRORS,

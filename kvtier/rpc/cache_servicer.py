@@ -7,9 +7,10 @@ from contextlib import aclosing
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.bundles import ImportWish, export_bundle, import_bundle
-from kvtier.errors import InvalidArgumentError
+from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.rpc.convert import daemon_status, fsck_report, prompt_status
+from kvtier.rpc.metrics import MetricsState
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.evicting import EvictTier
@@ -27,8 +28,8 @@ _TIERS: dict[int, EvictTier] = {
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     """Every method is one call of the service between two translations."""
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    def __init__(self, cache: Cache, metrics: MetricsState) -> None:
+        self._cache, self._metrics = cache, metrics
         self._fsck = OnlineFsck(cache)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
@@ -44,27 +45,36 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 recipe_json=request.recipe_json,
                 ttl_s=request.ttl_s,
                 replace=request.replace,
+                priority=request.priority,
             )
-            view = await self._cache.pin(wish)
+            view = await self._cache.pins.pin(wish)
         return prompt_status(view)
 
     async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
         """Return all prompts, by name."""
-        views = [self._cache.view(prompt.name) for prompt in self._cache.prompts]
+        views = [self._cache.pins.view(prompt.name) for prompt in self._cache.prompts]
         return pb.ListPromptsResponse(prompts=[prompt_status(view) for view in views])
 
     async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
         """Return one prompt."""
         async with translated(context):
-            view = self._cache.view(request.name)
+            view = self._cache.pins.view(request.name)
         return prompt_status(view)
+
+    async def GetTokens(self, request: pb.GetTokensRequest, context: Context) -> pb.PromptTokens:
+        """Return a prompt's token ids."""
+        async with translated(context):
+            prompt = self._cache.prompts.get(request.name)
+            if not prompt.tokens:
+                raise PromptUnrenderedError(prompt.name)
+        return pb.PromptTokens(tokens=prompt.tokens)
 
     async def WatchPrompt(self, request: pb.GetPromptRequest, context: Context) -> AsyncIterator[pb.PromptStatus]:
         """Return one prompt now and whenever it changes."""
         last: PromptView | None = None
         while True:
             async with translated(context):
-                view = self._cache.view(request.name)
+                view = self._cache.pins.view(request.name)
             if view != last:
                 last = view
                 yield prompt_status(view)
@@ -73,7 +83,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
         """End a promise."""
         async with translated(context):
-            view = await self._cache.unpin(request.name)
+            view = await self._cache.pins.unpin(request.name)
         return prompt_status(view)
 
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
@@ -94,12 +104,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if request.all == bool(request.name):
             raise InvalidArgumentError("name", request.name, "give either the name of a prompt, or `all`")
         if request.all:
-            return await self._cache.evict_all(force=request.force, tier=tier)
-        return await self._cache.evict(request.name, force=request.force, tier=tier)
+            return await self._cache.pins.evict_all(force=request.force, tier=tier)
+        return await self._cache.pins.evict(request.name, force=request.force, tier=tier)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
         """Return tiers, sessions, namespaces and counters."""
-        return daemon_status(self._cache)
+        return daemon_status(self._cache, self._metrics)
 
     async def Fsck(self, request: pb.FsckRequest, context: Context) -> pb.FsckReport:
         """Compare ledger, packs and memory."""

@@ -4,6 +4,7 @@ import os
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.maintenance import Report
+from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache
 from kvtier.service.gauges import read_gauges
 from kvtier.service.namespace import Namespace
@@ -41,6 +42,7 @@ def prompt_status(view: PromptView) -> pb.PromptStatus:
         num_confirmed=view.num_confirmed,
         tokens_digest=tokens_digest(prompt.tokens),
         error=view.error,
+        priority=prompt.priority,
     )
 
 
@@ -58,7 +60,7 @@ def _binding(view: BindingView) -> pb.PromptBinding:
     )
 
 
-def daemon_status(cache: Cache) -> pb.DaemonStatus:
+def daemon_status(cache: Cache, metrics: MetricsState) -> pb.DaemonStatus:
     """Return the whole daemon as a message."""
     gauges = read_gauges(cache)
     return pb.DaemonStatus(
@@ -87,6 +89,8 @@ def daemon_status(cache: Cache) -> pb.DaemonStatus:
         num_pinned=sum(prompt.pinned for prompt in cache.prompts),
         counters=cache.stores.counters.as_dict(),
         store=cache.config.cache.store,
+        metrics_url=metrics.url,
+        metrics_problem=metrics.problem,
     )
 
 

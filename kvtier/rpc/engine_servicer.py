@@ -11,11 +11,12 @@ from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk
-from kvtier.errors import InvalidArgumentError, KvtierError
+from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache, EngineHello
+from kvtier.service.differences import differing_namespaces
 from kvtier.service.peer import PromotionForecast
 from kvtier.service.session import Session, SessionEnd
 
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 PROTOCOL = 1
 MAX_QUEUED_BYTES = 256 * 1024**2
 """Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
+HELLO_TIMEOUT_S = 10.0
+"""An engine has its Hello before it opens a stream, so it comes at once; the rest is for a machine that is far behind.
+One that is stopped (SIGSTOP) in that moment attaches anew."""
 _SMALL_BYTES = 64
 _CHUNK_BYTES = 40
 _TOKEN_BYTES = 3
@@ -165,11 +169,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             self._cache.end(session, SessionEnd.CUT)
 
         async with translated(context):
-            hello = parse_hello(await anext(request_iterator, None))
+            hello = parse_hello(await _first_message(request_iterator))
             peer = StreamPeer(on_full=give_up)
             session = await self._cache.attach(hello, peer)
         self._peers.add(peer)
-        how = SessionEnd.CUT
+        how: SessionEnd | None = None
         try:
             reader = asyncio.create_task(self._read(session, peer, request_iterator), name="session-reader")
             try:
@@ -182,23 +186,27 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             finally:
                 reader.cancel()
                 (outcome,) = await asyncio.gather(reader, return_exceptions=True)
-            how = _how_it_ended(outcome)
+            how = _how_it_ended(session, outcome)
             if isinstance(outcome, KvtierError):
                 async with translated(context):
                     raise outcome
         finally:
             self._peers.discard(peer)
-            self._cache.end(session, how)
+            self._cache.end(session, how or _how_it_broke(session))
 
     def finish_all(self) -> None:
         """The daemon stops: end every stream."""
         for peer in list(self._peers):
             peer.finish()
 
-    async def _read(self, session: Session, peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> None:
+    async def _read(self, session: Session, peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> bool:
+        """Take in what the engine says; return whether it said goodbye before the stream ended."""
         try:
             async for message in messages:
+                if message.WhichOneof("kind") == "goodbye":
+                    return True
                 await self._dispatch(session, message)
+            return False
         finally:
             peer.finish()
 
@@ -232,7 +240,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         arena = session.namespace.arena
         differences = [
             pb.NamespaceDifference(namespace_id=d.namespace_id, fields=d.fields, num_prompts=d.num_prompts)
-            for d in self._cache.differences(session)
+            for d in differing_namespaces(session, self._cache.namespaces.values(), self._cache.prompts)
         ]
         pins, num_bytes = list[pb.Pin](), 0
         for prompt in self._cache.pins_for(session):
@@ -259,16 +267,33 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return pb.DaemonMessage(welcome=welcome)
 
 
-def _how_it_ended(outcome: BaseException | None) -> SessionEnd:
+async def _first_message(messages: AsyncIterator[pb.EngineMessage]) -> pb.EngineMessage | None:
+    """Return the first message of a stream, None when it ended without one.
+
+    Raises:
+        HelloTimeoutError: Nothing came: such a stream would be held for ever, and nobody would know of it.
+    """
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            return await anext(messages, None)
+    except TimeoutError as exc:
+        raise HelloTimeoutError(HELLO_TIMEOUT_S) from exc
+
+
+def _how_it_ended(session: Session, outcome: bool | BaseException) -> SessionEnd:
     """Tell how a stream that was not cut off ended, by the outcome of its reader."""
     match outcome:
-        case None:
+        case True:
             return SessionEnd.CLOSED
         case asyncio.CancelledError():  # ours: nothing more was to be sent
             return SessionEnd.DRAINED
         case KvtierError():
             return SessionEnd.REFUSED
-    return SessionEnd.CUT
+    return _how_it_broke(session)
+
+
+def _how_it_broke(session: Session) -> SessionEnd:
+    return SessionEnd.CUT if session.is_busy else SessionEnd.GONE
 
 
 def pin_message(prompt: PromptRow) -> pb.Pin:
@@ -282,6 +307,7 @@ def pin_message(prompt: PromptRow) -> pb.Pin:
         lora_path=prompt.lora_path,
         cache_salt=prompt.cache_salt,
         pinned=prompt.pinned,
+        priority=prompt.priority,
     )
 
 

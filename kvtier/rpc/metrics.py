@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.config import MetricsConfig
@@ -24,21 +25,36 @@ logger = logging.getLogger(__name__)
 _LOOP_TIMEOUT_S = 5.0
 
 
+@dataclass
+class MetricsState:
+    """Whether metrics are served: what operators are told.
+
+    Attributes:
+        url: Where; empty while they are not.
+        problem: Why they are not although an address is named, and what to do.
+    """
+
+    url: str = ""
+    problem: str = ""
+
+
 @asynccontextmanager
-async def serving_metrics(config: MetricsConfig, cache: Cache) -> AsyncIterator[None]:
+async def serving_metrics(config: MetricsConfig, cache: Cache, state: MetricsState) -> AsyncIterator[None]:
     """Serve for the length of the block, unless metrics are off.
 
-    An address that cannot be had is logged once, with the remedy, and that is all: to be seen is not worth an engine's
-    cache, and who watches learns of it from Prometheus.
+    An address that cannot be had is logged once, with the remedy, kept in `state`, and not asked for again: to be seen
+    is not worth an engine's cache.
     """
     server = None
     if config.listen != OFF:
         try:
             server = await asyncio.to_thread(_start, config.listen, _reader(cache))
         except ConfigError as error:
-            log_event(logger, "metrics_not_served", level=logging.ERROR, problem=str(error))
+            state.problem = str(error)
+            log_event(logger, "metrics_not_served", level=logging.ERROR, problem=state.problem)
         else:
-            log_event(logger, "metrics_served", url=server.url)
+            state.url = server.url
+            log_event(logger, "metrics_served", url=state.url)
     try:
         yield
     finally:
@@ -53,7 +69,9 @@ def _start(listen: str, read: "Read") -> "MetricsServer":
     try:
         return MetricsServer(parse_address(listen), read)
     except (OSError, UnicodeError) as exc:  # the latter of names that no resolver takes
-        problem = f'cannot listen there: {getattr(exc, "strerror", None) or exc}; name another address, or "{OFF}"'
+        why = getattr(exc, "strerror", None) or exc
+        remedy = f'name another address, or "{OFF}", or free this one, and restart the daemon'
+        problem = f"cannot listen there: {why}; {remedy}"
         raise ConfigError("metrics.listen", listen, "start", problem) from exc
 
 

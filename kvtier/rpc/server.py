@@ -16,7 +16,7 @@ from kvtier.config import DaemonConfig
 from kvtier.errors import TierIOError
 from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.engine_servicer import EngineServicer
-from kvtier.rpc.metrics import serving_metrics
+from kvtier.rpc.metrics import MetricsState, serving_metrics
 from kvtier.service import Cache
 
 _MAX_MESSAGE_BYTES = 64 * 1024**2
@@ -39,27 +39,28 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
 
     Returns:
         What somebody has removed: the socket, an arena or a session's lock. Such a file cannot be had back, only
-        another in its place, by serving anew. None: `stop` was set.
+        another in its place, by serving anew. None: `stop` was set, before or during the drain.
 
     Raises:
         KvtierError: The stores cannot be opened, or the socket cannot be bound.
     """
     cache = await Cache.open(config)
     try:
-        server, engines, health_servicer = _build(cache)
+        metrics = MetricsState()
+        server, engines, health_servicer = _build(cache, metrics)
         _bind(server, config)
         await server.start()
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
         if ready is not None:
             ready()
-        async with serving_metrics(config.metrics, cache):
+        async with serving_metrics(config.metrics, cache, metrics):
             removed = await _until_stopped_or_removed(stop, lambda: [config.server.socket, *cache.shared_files])
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         engines.finish_all()
         await server.stop(grace=min(_STREAM_GRACE_S, config.server.drain_timeout_s))
     finally:
         await cache.close()
-    return removed
+    return None if stop.is_set() else removed
 
 
 async def _until_stopped_or_removed(stop: asyncio.Event, files: Callable[[], Iterable[Path]]) -> Path | None:
@@ -78,7 +79,7 @@ def _is_removed(path: Path) -> bool:
     return False
 
 
-def _build(cache: Cache) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:
+def _build(cache: Cache, metrics: MetricsState) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:
     options = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -86,7 +87,7 @@ def _build(cache: Cache) -> tuple[grpc.aio.Server, EngineServicer, HealthService
     server = grpc.aio.server(options=options)
     engines, health_servicer = EngineServicer(cache), HealthServicer()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
-    cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache), server)
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache, metrics), server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server, engines, health_servicer

@@ -23,6 +23,7 @@ STATUS_OF: dict[type[errors.KvtierError], grpc.StatusCode] = {
     errors.PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.PromptExistsError: grpc.StatusCode.ALREADY_EXISTS,
     errors.PromptPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.PromptUnrenderedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NamespaceMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ArenaError: grpc.StatusCode.INTERNAL,
@@ -35,6 +36,7 @@ STATUS_OF: dict[type[errors.KvtierError], grpc.StatusCode] = {
     errors.BundleDamagedError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PromptNotDurableError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.DrainingError: grpc.StatusCode.UNAVAILABLE,
+    errors.HelloTimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
 

@@ -1,25 +1,18 @@
-"""The daemon's heart: opens the stores, keeps namespaces, sessions and prompts, and carries out what operators ask."""
+"""The daemon's heart: opens and closes the stores, keeps namespaces and sessions, and does what engines ask."""
 
 import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from kvtier.config import DaemonConfig
-from kvtier.core.fingerprint import differing_fields, namespace_id
+from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
-from kvtier.errors import (
-    DrainingError,
-    KvtierError,
-    LedgerError,
-    NamespaceMismatchError,
-    PromptPinnedError,
-)
+from kvtier.errors import ArenaError, DrainingError, KvtierError, LedgerError, NamespaceMismatchError, StuckError
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
 from kvtier.ledger.namespace_files import forget_namespace, save_namespace
 from kvtier.obs.counters import Counters
@@ -27,29 +20,21 @@ from kvtier.obs.log import log_event
 from kvtier.obs.loop_lag import watch_loop_lag
 from kvtier.obs.timings import Timings
 from kvtier.service.adoption import Adoption
+from kvtier.service.changes import Changes
 from kvtier.service.compactor import Compactor
-from kvtier.service.evicting import Evicted, EvictTier, evict_chunks
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
-from kvtier.service.pin_watch import PinWatch
+from kvtier.service.pins import Pins
 from kvtier.service.prewarm import Prewarmer
-from kvtier.service.prompts import PinWish, PromptBook, check_quota
-from kvtier.service.recovery import recover
+from kvtier.service.prompts import PromptBook
+from kvtier.service.recovery import recover, refuse_packs_without_ledger
 from kvtier.service.room import Room
 from kvtier.service.scratch import sweep_scratch
 from kvtier.service.scrubber import CURSOR_FILE, Scrubber
 from kvtier.service.session import Session, SessionEnd
+from kvtier.service.spare_rows import SpareRows
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
-from kvtier.service.views import (
-    EvictionView,
-    PromptState,
-    PromptView,
-    durability_of,
-    state_of,
-    view_binding,
-    view_prompt,
-)
 from kvtier.tiers.arena import sweep_arena_directory
 from kvtier.tiers.observed_ops import ObservedFileOps
 from kvtier.tiers.packs import PackTier
@@ -57,45 +42,33 @@ from kvtier.tiers.session_locks import SessionLock
 
 logger = logging.getLogger(__name__)
 
-_EXPIRY_POLL_S = 1.0
 _ROOM_POLL_S = 0.25
 _EMPTY_GRACE_S = 24 * 3600.0
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamespaceDifference:
-    """A namespace of the same model whose chunks an engine cannot use, and the fields that differ."""
-
-    namespace_id: str
-    fields: tuple[str, ...]
-    num_prompts: int
+STUCK_AFTER_S = 10.0
+"""After the drain, which has a time of its own, only calls that run are waited for: one batch of reads, one pack being
+written. A disk that needs longer for that hangs, and whoever stops the daemon shall not wait for it for ever."""
 
 
 class Cache:
-    """Owns everything of the daemon but gRPC. Loop thread only.
-
-    Changes (pin, unpin, evict, expiry, binding, attaching) run one at a time, so that no decision is taken
-    on a state that an awaited ledger write has meanwhile made old. They run to their end even when the caller leaves: a
-    ledger write cannot be called back, and memory has to follow it.
-    """
+    """Owns everything of the daemon but gRPC; what operators ask, it leaves to `pins`. Loop thread only."""
 
     def __init__(self, config: DaemonConfig, stores: Stores) -> None:
         self.config = config
         self.stores = stores
         self.started_unix_s = time.time()
         self.prompts = PromptBook()
-        self.pin_watch = PinWatch(self.prompts, self.state_of, stores.timings.durable)
         self.namespaces: dict[str, Namespace] = {}
         self.room = Room(stores, self.namespaces)
         self.compactor = Compactor(stores, lambda: list(self.namespaces.values()))
         self.scrubber = Scrubber(stores, lambda: list(self.namespaces.values()), config.disk.disk_dir / CURSOR_FILE)
         self._tasks = Tasks()
-        self._changing = asyncio.Lock()
+        self.changes = Changes(self._tasks)
         self._draining = False
         self._ending: list[Namespace] = []  # ephemeral ones that are being closed, by a task that a stop cancels
         self._verified = asyncio.Event()  # nothing of a dead daemon's memory comes to be served from now on
+        self.pins = Pins(
+            stores, self.prompts, self.namespaces, lambda: self.live_sessions, self.changes, self._verified
+        )
 
     @classmethod
     async def open(cls, config: DaemonConfig) -> "Cache":
@@ -113,16 +86,17 @@ class Cache:
         ops = ObservedFileOps(counters, timings.fsync)
         disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level, ops=ops)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
-        _refuse_packs_without_ledger(ledger_path, disk)
+        refuse_packs_without_ledger(ledger_path, disk)
         cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path), counters, timings))
         await recover(cache)
         adoption = Adoption(cache.stores, cache.namespaces, cache.prompts)
         await adoption.open(config.host.arena_dir)
         cache._tasks.start("adoption", cache._adopt(adoption))
-        cache._tasks.start("expiry", cache._expire())
+        cache._tasks.start("expiry", cache.pins.expire())
         cache._tasks.start("room", cache._keep_room())
+        cache._tasks.start("spare-rows", SpareRows(cache.stores, cache.namespaces.values).run())
         cache._tasks.start("probe", cache.stores.disk_health.run())
-        cache._tasks.start("pin-watch", cache.pin_watch.run())
+        cache._tasks.start("pin-watch", cache.pins.watch.run())
         cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))
         if config.disk.compact_bytes_per_s:
             cache.stores.holes.set()  # an earlier run may have left packs with holes
@@ -199,7 +173,7 @@ class Cache:
         for namespace in list(self.namespaces.values()):
             if not self._is_over(namespace):
                 continue
-            async with self._changing:
+            async with self.changes.lock:
                 if self._is_over(namespace):
                     await self._forget_namespace(namespace)
 
@@ -233,7 +207,7 @@ class Cache:
             ArenaError: No arena can be had.
             TierIOError: The session's lock file cannot be made.
         """
-        async with self._changing:
+        async with self.changes.lock:
             if self._draining:
                 raise DrainingError
             namespace = await self._namespace_of(hello)
@@ -296,45 +270,9 @@ class Cache:
         except OSError as error:  # what it is for, a lost ledger, has not happened
             log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=str(error))
 
-    async def exclusively(self, name: str, change: Callable[[], Awaitable[T]]) -> T:
-        """Run a change as the only one, and to its end even when the caller leaves meanwhile.
-
-        Raises:
-            DrainingError: The daemon is stopping.
-        """
-
-        async def alone() -> T:
-            async with self._changing:
-                return await change()
-
-        return await self._tasks.complete(name, alone())
-
-    async def to_end(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end even when the caller leaves meanwhile; not exclusively.
-
-        Raises:
-            DrainingError: The daemon is stopping.
-        """
-        return await self._tasks.complete(name, coroutine)
-
     def pins_for(self, session: Session) -> list[PromptRow]:
         """Return the prompts that the engine shall recognize."""
         return [prompt for prompt in self.prompts if session.serves(prompt)]
-
-    def differences(self, session: Session) -> list[NamespaceDifference]:
-        """Explain an empty namespace: others of the same model that hold chunks, and what differs."""
-        mine = session.namespace
-        if any(chunk.held for chunk in mine.table):
-            return []
-        return [
-            NamespaceDifference(
-                namespace_id=other.namespace_id,
-                fields=tuple(differing_fields(mine.fingerprint, other.fingerprint)),
-                num_prompts=sum(self.prompts.binding(p.pin_id, other.namespace_id) is not None for p in self.prompts),
-            )
-            for other in self.namespaces.values()
-            if other is not mine and other.row.model in session.hello.model_names and any(c.held for c in other.table)
-        ]
 
     async def bind(
         self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str
@@ -345,13 +283,13 @@ class Cache:
             InvalidArgumentError: A key is of no group of the namespace.
             LedgerError: The ledger refused.
         """
-        await self._tasks.complete("bind", self._bind(session, pin_id, keys, covered_tokens, error))
+        await self.changes.to_end("bind", self._bind(session, pin_id, keys, covered_tokens, error))
 
     async def _bind(
         self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str
     ) -> None:
         namespace = session.namespace
-        async with self._changing:
+        async with self.changes.lock:
             prompt = self.prompts.by_pin_id(pin_id)
             if prompt is None or session.ended:
                 return
@@ -384,10 +322,11 @@ class Cache:
         """The stream is gone; its slots are freed when the engine's processes let go."""
         if session.ended:
             return
-        counters, had_some = self.stores.counters, session.num_leases or session.num_store_grants
+        counters, was_busy = self.stores.counters, session.is_busy
         session.lost()
-        counters.sessions_lost += bool(had_some)
+        counters.sessions_lost += was_busy and how in (SessionEnd.CUT, SessionEnd.REFUSED)
         counters.sessions_closed += how is SessionEnd.CLOSED
+        counters.sessions_gone += how is SessionEnd.GONE
         counters.sessions_cut += how is SessionEnd.CUT
         counters.sessions_refused += how is SessionEnd.REFUSED
         counters.sessions_drained += how is SessionEnd.DRAINED
@@ -415,214 +354,40 @@ class Cache:
         self.stores.budget.give_back(namespace.slots.num_backed * namespace.layout.row_bytes)
         self._top_up_all()
 
-    # Operators
-
-    async def pin(self, wish: PinWish) -> PromptView:
-        """Make a prompt a pinned one; durable on return.
-
-        Raises:
-            PromptExistsError: The name is taken.
-            QuotaExceededError: It would not fit on disk.
-        """
-        await self._tasks.complete("pin", self._pin(wish))
-        return self.view(wish.name)
-
-    async def _pin(self, wish: PinWish) -> None:
-        async with self._changing:
-            prompt, old = self.prompts.draft(wish, time.time())
-            check_quota(self.prompts, self.namespaces, prompt, self.config.disk.disk_bytes)
-            await self.stores.in_ledger(self.stores.ledger.put_prompt, prompt)
-            self.take_in(prompt, old)
-        log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
-
-    def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
-        """A pin is in the ledger, in place of `old`: make memory follow, and tell engines."""
-        if old is not None and old.pin_id != prompt.pin_id:
-            self._let_go(old)
-        elif old is not None and not old.pinned:
-            self._count_pins(prompt, pinned=True)
-        self.prompts.put(prompt)
-        self.pin_watch.pinned(prompt.pin_id)
-        if old != prompt:
-            self._announce(prompt)
-
-    async def unpin(self, name: str) -> PromptView:
-        """End the promise; the chunks stay as evictable cache.
-
-        Raises:
-            PromptNotFoundError: There is no such prompt.
-        """
-        await self._tasks.complete("unpin", self._unpin_named(name))
-        return self.view(name)
-
-    async def _unpin_named(self, name: str) -> None:
-        async with self._changing:
-            await self._unpin(self.prompts.get(name))
-
-    async def _unpin(self, prompt: PromptRow) -> None:
-        if prompt.pinned:
-            unpinned = replace(prompt, pinned=False, expires_unix_s=0.0)
-            await self.stores.in_ledger(self.stores.ledger.put_prompt, unpinned)
-            self.prompts.put(unpinned)
-            self._count_pins(unpinned, pinned=False)
-            self._announce(unpinned)
-            self._retry_refused()
-            log_event(logger, "pin_ended", name=prompt.name)
-
-    def _retry_refused(self) -> None:
-        """What the disk quota refused may fit now."""
-        for namespace in self.namespaces.values():
-            namespace.spiller.retry_refused()
-
-    async def evict(self, name: str, *, force: bool, tier: EvictTier = EvictTier.ANY) -> EvictionView:
-        """Drop a prompt's chunks from the tier, except what other pinned prompts share.
-
-        Raises:
-            PromptNotFoundError: There is no such prompt.
-            PromptPinnedError: It is pinned, its chunks would leave the last tier, and `force` is not set.
-            LedgerError: The ledger refused.
-        """
-        return await self._tasks.complete("evict", self._evict(name, force=force, tier=tier))
-
-    async def _evict(self, name: str, *, force: bool, tier: EvictTier) -> EvictionView:
-        await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
-        done = Evicted()
-        async with self._changing:
-            prompt = self.prompts.get(name)
-            if prompt.pinned and not force and tier is not EvictTier.HOST:
-                raise PromptPinnedError(name)
-            for row in self.prompts.bindings_of(prompt.pin_id):
-                namespace = self.namespaces.get(row.namespace_id)
-                if namespace is None:  # ephemeral, and ended while the one before was dealt with
-                    continue
-                chunks = [chunk for key in row.keys if (chunk := namespace.table.get(key)) is not None and chunk.held]
-                dropped = [chunk.key for chunk in chunks if chunk.num_pins <= prompt.pinned]
-                done.num_shared_chunks += len(chunks) - len(dropped)
-                await evict_chunks(namespace, dropped, tier, done)
-            if not prompt.pinned and tier is EvictTier.ANY:
-                await self._forget_prompt(prompt)
-            self._retry_refused()
-        log_event(logger, "prompt_evicted", name=name, tier=tier.name, chunks=done.num_chunks, forced=force)
-        return EvictionView(**asdict(done))
-
-    async def evict_all(self, *, force: bool, tier: EvictTier = EvictTier.ANY) -> EvictionView:
-        """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too.
-
-        Raises:
-            LedgerError: The ledger refused; what was dropped until then stays dropped.
-        """
-        return await self._tasks.complete("evict", self._evict_all(force=force, tier=tier))
-
-    async def _evict_all(self, *, force: bool, tier: EvictTier) -> EvictionView:
-        await self._verified.wait()  # see _evict
-        done = Evicted()
-        async with self._changing:
-            for namespace in list(self.namespaces.values()):
-                chunks = [chunk for chunk in namespace.table if chunk.held]
-                dropped = [chunk.key for chunk in chunks if force or not chunk.num_pins]
-                done.num_shared_chunks += len(chunks) - len(dropped)
-                await evict_chunks(namespace, dropped, tier, done)
-            if tier is EvictTier.ANY:
-                for prompt in [prompt for prompt in self.prompts if not prompt.pinned]:
-                    await self._forget_prompt(prompt)
-            self._retry_refused()
-        log_event(logger, "all_evicted", tier=tier.name, chunks=done.num_chunks, forced=force)
-        return EvictionView(**asdict(done))
-
-    async def _forget_prompt(self, prompt: PromptRow) -> None:
-        await self.stores.in_ledger(self.stores.ledger.delete_prompt, prompt.name)
-        self._let_go(prompt)
-
-    def view(self, name: str) -> PromptView:
-        """Return a prompt's status.
-
-        Raises:
-            PromptNotFoundError: There is no such prompt.
-        """
-        prompt = self.prompts.get(name)
-        bindings = [view_binding(namespace, row) for namespace, row in self._bound(prompt)]
-        return view_prompt(prompt, bindings, self.live_sessions)
-
-    def state_of(self, prompt: PromptRow) -> PromptState:
-        """Return a prompt's state alone; quicker than `view`."""
-        serving = [session for session in self.live_sessions if session.serves(prompt)]
-        return state_of(prompt, [durability_of(namespace, row) for namespace, row in self._bound(prompt)], serving)
-
-    def _bound(self, prompt: PromptRow) -> list[tuple[Namespace, BindingRow]]:
-        """Return a prompt's bindings, that in the namespace used last at the end."""
-        rows = self.prompts.bindings_of(prompt.pin_id)
-        bound = [(self.namespaces[row.namespace_id], row) for row in rows if row.namespace_id in self.namespaces]
-        return sorted(bound, key=lambda each: each[0].row.seen_unix_s)
-
-    def _let_go(self, prompt: PromptRow) -> None:
-        """A prompt's row is gone from the ledger: forget it, and tell engines."""
-        if prompt.pinned:
-            self._count_pins(prompt, pinned=False)
-        self.prompts.forget(prompt)
-        for session in self.live_sessions:
-            session.bound.discard(prompt.pin_id)
-            session.bind_errors.pop(prompt.pin_id, None)
-            session.peer.pin_removed(prompt.pin_id)
-
-    def _count_pins(self, prompt: PromptRow, *, pinned: bool) -> None:
-        for row in self.prompts.bindings_of(prompt.pin_id):
-            namespace = self.namespaces[row.namespace_id]
-            if pinned:
-                namespace.table.pin(row.keys)
-                namespace.spiller.add(row.keys)  # what lost its place on disk while it was not pinned
-            else:
-                namespace.table.unpin(row.keys)
-
-    def _announce(self, prompt: PromptRow) -> None:
-        for session in self.live_sessions:
-            if session.serves(prompt):
-                session.peer.pin_added(prompt)
-
-    async def _expire(self) -> None:
-        while True:
-            await asyncio.sleep(_EXPIRY_POLL_S)
-            await self._end_expired()
-
-    async def _end_expired(self) -> None:
-        for prompt in self.prompts.expired(time.time()):
-            async with self._changing:
-                if self.prompts.by_pin_id(prompt.pin_id) == prompt:
-                    await self._try_to_unpin(prompt)
-
-    async def _try_to_unpin(self, prompt: PromptRow) -> None:
-        try:
-            await self._unpin(prompt)
-        except LedgerError as error:  # the next turn tries again
-            log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
-
     # The end
 
     async def close(self) -> None:
         """Take no new engines, make durable what is committed (within the drain timeout), free everything.
 
         With `host.keep_arena` the arenas stay, and with them the locks of sessions whose engines may still use them.
+
+        Raises:
+            StuckError: A call of the operating system does not return. What it may touch is left as it is: the process
+                has to end without an orderly exit, which would wait for the call's thread.
         """
         self._draining = True
-        keep_arena = self.config.host.keep_arena
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.server.drain_timeout_s):
                 for namespace in list(self.namespaces.values()):  # ephemeral ones may end meanwhile
                     await namespace.tasks.settle()
                     await namespace.spiller.flush()
+        ending = asyncio.create_task(self._end(), name="end")
+        await asyncio.wait([ending], timeout=STUCK_AFTER_S)
+        if not ending.done():
+            self.stores.give_up()  # first, or who is cancelled now, or with the loop's end, would wait for its call
+            ending.cancel()
+            with suppress(ArenaError):  # the next start sweeps
+                self._sweep_arenas()
+            raise StuckError(STUCK_AFTER_S, self.stores.busy_pools)
+        ending.result()
+        self._sweep_arenas()
+
+    async def _end(self) -> None:
         await self._tasks.close()
         for namespace in [*self.namespaces.values(), *self._ending]:
-            await namespace.close(keep_arena=keep_arena)
-        self.stores.close()
-        if not keep_arena:
+            await namespace.close(keep_arena=self.config.host.keep_arena)
+        await self.stores.close()
+
+    def _sweep_arenas(self) -> None:
+        if not self.config.host.keep_arena:
             sweep_arena_directory(self.config.host.arena_dir)
-
-
-def _refuse_packs_without_ledger(ledger_path: Path, disk: PackTier) -> None:
-    """A start sweeps packs that the ledger does not know: a lost ledger must not mean that all of them are deleted."""
-    # An empty file is a new database to SQLite; a ledger has had a page since before its first pack.
-    is_empty = ledger_path.exists() and not ledger_path.stat().st_size
-    if (is_empty or not ledger_path.exists()) and (num_packs := len(disk.list_packs())):
-        raise LedgerError(
-            f"{ledger_path} is {'empty' if is_empty else 'missing'}, but {disk.directory} holds {num_packs} packs; put "
-            "the ledger back, rebuild it with `kvtier fsck --offline --repair`, or move the packs away to begin anew"
-        )

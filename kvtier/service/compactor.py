@@ -19,13 +19,12 @@ from kvtier.service.namespace import Namespace
 from kvtier.service.pacing import Pace
 from kvtier.service.stores import Stores
 from kvtier.tiers.base import PackRecord, StoredChunk
-from kvtier.tiers.pack_format import reserve_bytes
+from kvtier.tiers.pack_format import data_offset_of, reserve_bytes
 
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 1.0  # drops come in groups: wait for the rest of one before looking
 _RETRY_S = 10.0
-_SLACK_BYTES = 4096
 _GIVEN_UP_S = 3600.0
 
 
@@ -60,8 +59,6 @@ class Compactor:
     ) -> None:
         self._stores, self._namespaces, self._sleep, self._now_s = stores, namespaces, sleep, now_s
         self._pace = pace or Pace(stores.config.disk.compact_bytes_per_s)
-        # A pack of ours that looks as if it had holes (small chunks, padding) is not rewritten until it lost something.
-        self._written: dict[str, int] = {}
         self._alone: set[str] = set()
         self._given_up: dict[str, float] = {}
 
@@ -113,10 +110,9 @@ class Compactor:
         holey = [
             pack_id
             for pack_id in packs
-            # The first says what most packs are told by, without a forecast of the header.
+            # The first says what most packs are told by, without the length of a header.
             if usage.file_bytes(pack_id) - packs.live_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
             and dead_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
-            and self._written.get(pack_id) != packs.live_bytes(pack_id)
             and self._may_try(pack_id)
         ]
         holey.sort(key=namespace.packs.live_bytes)
@@ -145,15 +141,22 @@ class Compactor:
         return dead_bytes
 
     def _new_bytes(self, namespace: Namespace, pack_ids: Sequence[str]) -> int:
-        """Return about how long a pack of their live chunks is."""
-        num_chunks = sum(map(namespace.packs.num_chunks, pack_ids))
-        live_bytes = sum(map(namespace.packs.live_bytes, pack_ids))
-        sizes = [(bytes(36), live_bytes // max(1, num_chunks))] * num_chunks
-        return reserve_bytes(namespace.namespace_id, sizes) + live_bytes
+        """Return how long a pack of their live chunks is, to the byte.
+
+        An estimate made packs with small chunks look as if they had holes for ever. What was rewritten was remembered,
+        so it was rewritten once, and after every start again.
+        """
+        lives = [namespace.packs.live(pack_id) for pack_id in pack_ids]
+        data_offset = data_offset_of(
+            namespace.namespace_id,
+            num_chunks=sum(live.num_chunks for live in lives),
+            key_bytes=max(live.key_bytes for live in lives),
+            raw_bytes=sum(live.raw_bytes for live in lives),
+        )
+        return data_offset + sum(live.stored_bytes for live in lives)
 
     def _fits(self, namespace: Namespace, pack_ids: Sequence[str]) -> bool:
-        slack_bytes = _SLACK_BYTES * len(pack_ids)  # the header is only forecast here
-        return self._stores.disk_usage.fits(self._new_bytes(namespace, pack_ids) + slack_bytes)
+        return self._stores.disk_usage.fits(self._new_bytes(namespace, pack_ids))
 
     # Doing it
 
@@ -208,7 +211,6 @@ class Compactor:
             await namespace.delete_packs([record.pack_id])
             return False
         stores.disk_health.succeeded("write")
-        self._written[record.pack_id] = namespace.packs.live_bytes(record.pack_id)
         freed_bytes = sum(map(stores.disk_usage.file_bytes, emptied)) - record.file_bytes
         await namespace.delete_packs(emptied)
         self._forget_what_is_gone()
@@ -221,7 +223,6 @@ class Compactor:
     def _forget_what_is_gone(self) -> None:
         """Packs that went, by whatever way: evictions empty them too."""
         there = self._stores.disk_usage.packs
-        self._written = {pack_id: num_bytes for pack_id, num_bytes in self._written.items() if pack_id in there}
         self._given_up = {pack_id: until_s for pack_id, until_s in self._given_up.items() if pack_id in there}
         self._alone &= there.keys()
 

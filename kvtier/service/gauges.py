@@ -71,7 +71,7 @@ def _read_engines(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespac
 
 
 def _read_pins(gauges: Gauges, cache: "Cache") -> None:
-    watch, counts = cache.pin_watch, cache.pin_watch.counts()
+    watch, counts = cache.pins.watch, cache.pins.watch.counts()
     gauges.pins_unrendered, gauges.pins_waiting = counts[PromptState.UNRENDERED], counts[PromptState.WAITING]
     gauges.pins_capturing, gauges.pins_over_quota = counts[PromptState.CAPTURING], counts[PromptState.OVER_QUOTA]
     gauges.pins_durable = counts[PromptState.DURABLE]

@@ -40,6 +40,14 @@ class Dropped(NamedTuple):
     num_bytes: int
 
 
+class NewRows(NamedTuple):
+    """Slots that have their pages now, how many were refused theirs, and why, if it was not for want of memory."""
+
+    refs: list[SlotRef]
+    num_refused: int
+    error: ArenaError | None = None
+
+
 class RecomputeCost:
     """What the chunks of a namespace are worth: seconds of prefill saved per byte occupied."""
 
@@ -69,7 +77,7 @@ class Namespace:
     Args:
         row: What the ledger keeps of it (an ephemeral namespace has a row too, but it is never written).
         ephemeral: It dies with its last session and never reaches disk.
-        find_room: Asks other namespaces to give back up to n bytes of host memory; returns nothing, the budget tells.
+        find_room: Asks other namespaces to give back host memory until the budget has n free bytes, if it ever does.
         find_disk_room: Drops what is pinned no more until a pack of n bytes fits, or nothing is left to drop.
         top_up_all: Room appeared in host memory: grants it to sessions that are short of credits, in all namespaces.
     """
@@ -92,6 +100,7 @@ class Namespace:
         num_slots = stores.config.host.host_bytes // row.layout.row_bytes
         self.slots = SlotTable(num_slots, row.layout.row_bytes, stores.budget, self._uncommit)
         self.keep_pages = False  # a dead daemon's engine may be copying from any row
+        self._pages_stay = False  # the file system refused the last time that it was to take pages back
         self.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
         self.packs = PackIndex()
         self.table: ChunkTable[StoredChunk] = ChunkTable(
@@ -209,14 +218,17 @@ class Namespace:
 
     def ensure_takable(self, num_slots: int) -> None:
         """Ask other namespaces for room if fewer than `num_slots` slots could be taken now."""
-        num_short = num_slots - self.slots.num_takable
-        if num_short > 0:
-            self._find_room(self, num_short * self.layout.row_bytes)
+        if num_slots > self.slots.num_takable:
+            num_new = min(num_slots - self.slots.num_free, self.slots.num_unbacked)
+            if num_new > 0:
+                self._find_room(self, num_new * self.layout.row_bytes)
 
     def give_back_room(self, num_bytes: int) -> None:
         """Evict and unback rows until `num_bytes` were given back to the budget, or nothing is left to evict."""
         if self.keep_pages:
             return
+        if self._pages_stay:  # one row says whether it works again: no more chunks shall go for nothing
+            num_bytes = min(num_bytes, self.layout.row_bytes)
         num_slots = -(-num_bytes // self.layout.row_bytes)
         num_short = num_slots - self.slots.num_free
         if num_short > 0:
@@ -229,9 +241,22 @@ class Namespace:
         """Unback rows that hold nothing until `num_bytes` were given back to the budget, or none is left."""
         if self.keep_pages:
             return
-        freed = self.slots.take_back_free(-(-num_bytes // self.layout.row_bytes))
-        if freed:
-            self.arena.unback(freed)
+        taken = self.slots.take_back_free(-(-num_bytes // self.layout.row_bytes))
+        self.slots.keep_free(taken[self._unback(taken) :])
+
+    def _unback(self, slots: Sequence[int]) -> int:
+        """Give the pages of rows back, in order; return of how many. The others keep them, and serve on."""
+        for num_done, slot in enumerate(slots):
+            try:
+                self.arena.unback([slot])
+            except ArenaError as error:
+                self.stores.counters.io_errors_host_release += len(slots) - num_done
+                if not self._pages_stay:
+                    log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
+                self._pages_stay = True
+                return num_done
+            self._pages_stay = False
+        return len(slots)
 
     async def grant_slots(self, num_slots: int) -> list[SlotRef]:
         """Take up to `num_slots` slots for writing, backed and with their generation set in the arena.
@@ -258,25 +283,41 @@ class Namespace:
         return refs
 
     async def _grant_unbacked(self, num_slots: int) -> list[SlotRef]:
+        rows = await self.take_new(num_slots, SlotState.GRANTED, self._back)
+        if rows.error is not None:
+            log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(rows.error))
+        self.stores.counters.io_errors_host_back += rows.num_refused
+        if rows.num_refused:
+            log_event(logger, "arena_out_of_memory", level=logging.WARNING, path=self.arena.path, backed=len(rows.refs))
+        return rows.refs
+
+    def _back(self, slots: Sequence[int]) -> int:
+        return self.arena.back(slots)
+
+    async def take_new(self, num_slots: int, state: SlotState, back: Callable[[Sequence[int]], int]) -> NewRows:
+        """Take up to `num_slots` slots that have no pages, and have them made; those that get none are nobody's again.
+
+        Args:
+            num_slots: As many as budget and arena have are taken.
+            state: Of those taken.
+            back: As `Arena.back`; worker thread.
+        """
         refs: list[SlotRef] = []
-        while len(refs) < num_slots and (ref := self.slots.take_unbacked(SlotState.GRANTED)) is not None:
+        while len(refs) < num_slots and (ref := self.slots.take_unbacked(state)) is not None:
             refs.append(ref)
         if not refs:
-            return []
-        num_backed = 0
+            return NewRows([], 0)
+        num_backed, error = 0, None
         try:
-            num_backed = await self.stores.in_io(self.arena.back, [ref.slot for ref in refs])
-        except ArenaError as error:
-            log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(error))
+            num_backed = await self.stores.in_io(back, [ref.slot for ref in refs])
+        except ArenaError as exc:
+            error = exc
         for ref in refs[:num_backed]:
             self.slots.mark_backed(ref.slot)
             self.arena.set_generation(ref.slot, ref.generation)
         for ref in refs[num_backed:]:
             self.slots.free(ref.slot)
-        self.stores.counters.io_errors_host_back += len(refs) - num_backed
-        if num_backed < len(refs):
-            log_event(logger, "arena_out_of_memory", level=logging.WARNING, path=self.arena.path, backed=num_backed)
-        return refs[:num_backed]
+        return NewRows(refs[:num_backed], len(refs) - num_backed, error)
 
     # What engines know
 

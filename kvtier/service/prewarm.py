@@ -28,7 +28,7 @@ class Prewarmer:
         self._directory = directory
 
     async def run(self, namespaces: Iterable["Namespace"]) -> None:
-        """Promote what is pinned and only on disk: the namespace last used first, prompts newest first, heads first."""
+        """Promote what is pinned and only on disk: the namespace last used first, prompts by priority, heads first."""
         for namespace in sorted(namespaces, key=lambda namespace: namespace.row.seen_unix_s, reverse=True):
             keys = [key for key in self._prompts.pinned_keys(namespace.namespace_id) if _only_on_disk(namespace, key)]
             if namespace.ephemeral or not keys or not self._open(namespace):
@@ -57,5 +57,6 @@ def _only_on_disk(namespace: "Namespace", key: ChunkKey) -> bool:
 
 def _has_room(namespace: "Namespace") -> bool:
     budget, low_watermark = namespace.stores.budget, namespace.stores.config.host.low_watermark
-    used_bytes = budget.used_bytes + namespace.layout.row_bytes
+    # Its free rows, those made ahead of need too, are room.
+    used_bytes = budget.used_bytes - (namespace.slots.num_free - 1) * namespace.layout.row_bytes
     return namespace.slots.num_takable > 0 and used_bytes <= low_watermark * budget.limit_bytes

@@ -13,7 +13,7 @@ from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
 from kvtier.service.damage import drop_damaged
-from kvtier.service.promotion_batch import BATCH_BYTES, Batch, Outcome, Read
+from kvtier.service.promotion_batch import BATCH_BYTES, LONG_BATCH_BYTES, Batch, Outcome, Read
 from kvtier.service.rate import Rate
 from kvtier.service.tasks import Tasks
 
@@ -146,9 +146,8 @@ class Promoter:
         """Start batches while readers are free and something is queued; the first is short when reading `begins`."""
         self._mind_traffic()
         num_readers = self._namespace.stores.config.disk.io_threads
-        max_bytes = _FIRST_BATCH_BYTES if begins else BATCH_BYTES
-        while len(self._batches) < num_readers and (batch := self._next_batch(max_bytes)):
-            max_bytes = BATCH_BYTES
+        while len(self._batches) < num_readers and (batch := self._next_batch(begins=begins)):
+            begins = False
             self._batches.add(batch)
             self._reading |= dict.fromkeys(batch.unread, batch)
             self._tasks.start("promote", self._run(batch))
@@ -160,12 +159,26 @@ class Promoter:
         else:
             self._warm.set()
 
-    def _next_batch(self, max_bytes: int) -> Batch | None:
+    def _next_batch(self, *, begins: bool) -> Batch | None:
         while self._queue:
-            reads = [self._read_of(key) for key in self._queue.take(max_bytes)]
-            if batch := self._batch([read for read in reads if read is not None]):
+            if batch := self._batch(self._next_reads(begins=begins)):
                 return batch
         return self._next_background_batch()
+
+    def _next_reads(self, *, begins: bool) -> list[Read]:
+        """Take from the queue: a short batch while pages are to be made, which others overlap, or a long one alone."""
+        head = self._queue.head()
+        if head is not None and self._lacks_pages(head):
+            keys = self._queue.take(_FIRST_BATCH_BYTES if begins else BATCH_BYTES)
+        elif self._queue.num_askers == 1 and not self._batches:  # whoever comes meanwhile has the other readers soon
+            keys = self._queue.take(LONG_BATCH_BYTES, self._lacks_pages)
+        else:
+            keys = self._queue.take(BATCH_BYTES)
+        return [read for read in map(self._read_of, keys) if read is not None]
+
+    def _lacks_pages(self, key: ChunkKey) -> bool:
+        chunk = self._namespace.table.get(key)
+        return chunk is not None and chunk.slot is not None and self._namespace.slots.lacks_pages(chunk.slot.slot)
 
     def _read_of(self, key: ChunkKey) -> Read | None:
         """Return what to read for a chunk, None when it was dropped from disk while it waited."""
@@ -176,7 +189,13 @@ class Promoter:
             self._fail(key)
             return None
         namespace.arena.set_generation(chunk.slot.slot, chunk.slot.generation)
-        return Read(key, chunk.slot, chunk.location, namespace.payload(key, chunk.slot))
+        return Read(
+            key,
+            chunk.slot,
+            chunk.location,
+            namespace.payload(key, chunk.slot),
+            lacks_pages=namespace.slots.lacks_pages(chunk.slot.slot),
+        )
 
     def _next_background_batch(self) -> Batch | None:
         namespace, reads, num_bytes = self._namespace, list[Read](), 0
@@ -243,8 +262,9 @@ class Promoter:
         Without `retry` the batch broke in a way that nobody foresaw: better a miss than the same again.
         """
         left_out = list(batch.unread)
-        for read in batch.reads[: batch.num_backed]:
-            if read.key in batch.unread:
+        backed = set(batch.backed)
+        for read in batch.unread.values():
+            if read.ref.slot in backed:
                 self._namespace.slots.mark_backed(read.ref.slot)  # or its pages would be nobody's
         if batch.background and retry:
             self._background.extendleft(key for key in reversed(left_out) if not self._askers.get(key))

@@ -8,23 +8,27 @@ from dataclasses import dataclass
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
+from kvtier.obs import trace
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.base import ChunkRead, DiskTier, StoredChunk
 
 BATCH_BYTES = 8 * 1024**2
 """Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for whoever comes next."""
+LONG_BATCH_BYTES = 64 * 1024**2
+"""Of a batch while nobody else asks: what several at once cost in threads that wait for each other is a third of it."""
 _WORD_BYTES = 8 * 1024**2
 """A request waits for its last chunk, and each word costs the loop, Python's lock and the engine half a millisecond."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A chunk to be read into its slot."""
+    """A chunk to be read into its slot. `lacks_pages`: which is yet to be backed."""
 
     key: ChunkKey
     ref: SlotRef
     stored: StoredChunk
     into: Sequence[memoryview]
+    lacks_pages: bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Batch:
         unread: Reads whose outcome was not taken yet; after `run` and the last `take_outcomes`, those left out.
         stopped: Set to leave out what has not begun, wanted or not.
         cancelled: Something was left out.
-        num_backed: Of the reads, in order: their slots have pages, read or left out. Valid after `run`.
+        backed: Slots that have pages since, whether they were read into or left out. Valid after `run`.
         num_read: Chunks that were read well, of those taken.
         refused: A refusal of the operating system, of those taken.
     """
@@ -73,7 +77,7 @@ class Batch:
         self.unread = {read.key: read for read in reads}
         self.stopped = False
         self.cancelled = False
-        self.num_backed = 0
+        self.backed: Sequence[int] = ()
         self.num_read = 0
         self.refused: TierIOError | None = None
         self.reads = reads
@@ -90,7 +94,9 @@ class Batch:
 
     def run(self) -> None:
         """Back the slots and read into them. Worker thread; blocks."""
-        reads = {read.key: read for read in self._back()}
+        lacking = [read for read in self.reads if read.lacks_pages]
+        refused = self._back(lacking) if lacking else set()
+        reads = {read.key: read for read in self.reads if read.key not in refused}
         self._disk.read_chunks(
             [ChunkRead(chunk=read.stored, into=read.into) for read in reads.values()],
             lambda chunk_read, error: self._done(Outcome(reads[chunk_read.chunk.key], error)),
@@ -103,16 +109,20 @@ class Batch:
             self.cancelled = True  # for good: the tier may ask in several threads
         return self.cancelled
 
-    def _back(self) -> Sequence[Read]:
-        error: ArenaError | None = None
-        try:
-            self.num_backed = self._arena.back([read.ref.slot for read in self.reads])
-        except ArenaError as problem:
-            error = problem
-        self._arena.populate([read.ref.slot for read in self.reads[: self.num_backed]])
-        for read in self.reads[self.num_backed :]:
+    def _back(self, reads: Sequence[Read]) -> set[ChunkKey]:
+        """Make the pages of slots that have none; return the chunks for which there is no memory."""
+        slots, error = [read.ref.slot for read in reads], None
+        with trace.span("make pages", chunks=len(slots), background=self.background):
+            num_backed = 0
+            try:
+                num_backed = self._arena.back(slots)
+            except ArenaError as problem:
+                error = problem
+            self.backed = slots[:num_backed]
+            self._arena.populate(self.backed)
+        for read in reads[num_backed:]:
             self._done(Outcome(read, error, backed=False))
-        return self.reads[: self.num_backed]
+        return {read.key for read in reads[num_backed:]}
 
     def _done(self, outcome: Outcome) -> None:
         """Worker thread. The loop hears of small groups: a message per chunk would cost more than some chunks."""

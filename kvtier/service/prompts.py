@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
 _MAX_TOKENS = 4 * 1024**2
+_MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class PinWish:
     recipe_json: str = ""
     ttl_s: int = 0
     replace: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -49,6 +51,8 @@ class PinWish:
             raise InvalidArgumentError("tokens", f"{len(self.tokens)} ids", f"at most {_MAX_TOKENS} are supported")
         if bool(self.lora_name) != bool(self.lora_path):
             raise InvalidArgumentError("lora_path", self.lora_path, "lora_name and lora_path go together")
+        if abs(self.priority) > _MAX_PRIORITY:
+            raise InvalidArgumentError("priority", self.priority, f"use -{_MAX_PRIORITY} to {_MAX_PRIORITY}")
 
 
 def tokens_digest(tokens: Sequence[int]) -> str:
@@ -67,13 +71,17 @@ class PromptBook:
     def __init__(self) -> None:
         self._by_name: dict[str, PromptRow] = {}
         self._by_pin_id: dict[str, PromptRow] = {}
-        self._bindings: dict[tuple[str, str], BindingRow] = {}
+        self._bindings: dict[str, dict[str, BindingRow]] = {}  # by pin id and namespace
 
     def __iter__(self) -> Iterator[PromptRow]:
         return iter(sorted(self._by_name.values(), key=lambda prompt: prompt.name))
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+    def pinned(self) -> list[PromptRow]:
+        """Return the pinned ones, in no order: sorting ten thousand takes longer than looking at them."""
+        return [prompt for prompt in self._by_name.values() if prompt.pinned]
 
     def get(self, name: str) -> PromptRow:
         """Return the prompt.
@@ -91,22 +99,22 @@ class PromptBook:
 
     def bindings_of(self, pin_id: str) -> list[BindingRow]:
         """Return the prompt's bindings, over all namespaces."""
-        return [row for (bound_id, _), row in self._bindings.items() if bound_id == pin_id]
+        return list(self._bindings.get(pin_id, {}).values())
 
     def bindings_in(self, namespace_id: str) -> list[BindingRow]:
         """Return the bindings in a namespace, over all prompts."""
-        return [row for (_, bound_in), row in self._bindings.items() if bound_in == namespace_id]
+        return [rows[namespace_id] for rows in self._bindings.values() if namespace_id in rows]
 
     def pinned_keys(self, namespace_id: str) -> Iterator[ChunkKey]:
-        """Yield the chunk keys of a namespace's pinned prompts, the newest prompt first, heads first."""
-        for prompt in sorted(self._by_name.values(), key=lambda prompt: prompt.created_unix_s, reverse=True):
+        """Yield the chunk keys of a namespace's pinned prompts: by priority, then the newest first, heads first."""
+        for prompt in sorted(self._by_name.values(), key=_importance, reverse=True):
             row = self.binding(prompt.pin_id, namespace_id)
             if prompt.pinned and row is not None:
                 yield from row.keys
 
     def binding(self, pin_id: str, namespace_id: str) -> BindingRow | None:
         """Return the prompt's binding in a namespace."""
-        return self._bindings.get((pin_id, namespace_id))
+        return self._bindings.get(pin_id, {}).get(namespace_id)
 
     def draft(self, wish: PinWish, now_unix_s: float) -> tuple[PromptRow, PromptRow | None]:
         """Return the prompt as it will be, and the one whose place it takes.
@@ -120,7 +128,11 @@ class PromptBook:
         expires_unix_s = now_unix_s + wish.ttl_s if wish.ttl_s else 0.0
         if old is not None and (differs_in := _difference(old, wish)) is None:
             return replace(
-                old, pinned=True, expires_unix_s=expires_unix_s, recipe_json=wish.recipe_json or old.recipe_json
+                old,
+                pinned=True,
+                expires_unix_s=expires_unix_s,
+                priority=wish.priority,
+                recipe_json=wish.recipe_json or old.recipe_json,
             ), old
         if old is not None and old.tokens and not wish.replace:
             raise PromptExistsError(wish.name, differs_in or "content")
@@ -136,6 +148,7 @@ class PromptBook:
             recipe_json=wish.recipe_json,
             created_unix_s=now_unix_s,
             expires_unix_s=expires_unix_s,
+            priority=wish.priority,
         ), old
 
     def put(self, prompt: PromptRow) -> None:
@@ -147,21 +160,24 @@ class PromptBook:
         """Drop a prompt and its bindings."""
         self._by_name.pop(prompt.name, None)
         self._by_pin_id.pop(prompt.pin_id, None)
-        for row in self.bindings_of(prompt.pin_id):
-            del self._bindings[row.pin_id, row.namespace_id]
+        self._bindings.pop(prompt.pin_id, None)
 
     def bind(self, row: BindingRow) -> None:
         """Take in a binding, in place of an older one."""
-        self._bindings[row.pin_id, row.namespace_id] = row
+        self._bindings.setdefault(row.pin_id, {})[row.namespace_id] = row
 
     def forget_namespace(self, namespace_id: str) -> None:
         """Drop the bindings in a namespace that has ended."""
-        for row in self.bindings_in(namespace_id):
-            del self._bindings[row.pin_id, namespace_id]
+        for rows in self._bindings.values():
+            rows.pop(namespace_id, None)
 
     def expired(self, now_unix_s: float) -> list[PromptRow]:
         """Return pinned prompts whose time is over."""
-        return [prompt for prompt in self if prompt.pinned and 0 < prompt.expires_unix_s <= now_unix_s]
+        return [prompt for prompt in self.pinned() if 0 < prompt.expires_unix_s <= now_unix_s]
+
+
+def _importance(prompt: PromptRow) -> tuple[int, float]:
+    return prompt.priority, prompt.created_unix_s
 
 
 def _difference(old: PromptRow, wish: PinWish) -> str | None:

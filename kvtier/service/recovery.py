@@ -2,18 +2,32 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.collector import collector_off
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import StoredChunk
+from kvtier.errors import LedgerError
 from kvtier.ledger import LedgerSnapshot
 from kvtier.obs.log import log_event
 
 if TYPE_CHECKING:
     from kvtier.service.cache import Cache
+    from kvtier.tiers.packs import PackTier
 
 logger = logging.getLogger(__name__)
+
+
+def refuse_packs_without_ledger(ledger_path: Path, disk: "PackTier") -> None:
+    """A start sweeps packs that the ledger does not know: a lost ledger must not mean that all of them are deleted."""
+    # An empty file is a new database to SQLite; a ledger has had a page since before its first pack.
+    is_empty = ledger_path.exists() and not ledger_path.stat().st_size
+    if (is_empty or not ledger_path.exists()) and (num_packs := len(disk.list_packs())):
+        raise LedgerError(
+            f"{ledger_path} is {'empty' if is_empty else 'missing'}, but {disk.directory} holds {num_packs} packs; put "
+            "the ledger back, rebuild it with `kvtier fsck --offline --repair`, or move the packs away to begin anew"
+        )
 
 
 async def recover(cache: "Cache") -> None:

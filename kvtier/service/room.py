@@ -45,7 +45,7 @@ class Room:
     # On demand
 
     def find_host_room(self, asker: "Namespace", num_bytes: int) -> None:
-        """Make other namespaces give back host memory: rows that hold nothing, then chunks.
+        """Make other namespaces give back host memory until `num_bytes` are free: rows that hold nothing, then chunks.
 
         One with an engine loses chunks only to an asker that has none in memory, or none that is worth less.
         """

@@ -16,6 +16,7 @@ from kvtier.core.slots import SlotRef, SlotState
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.ledger import PromptRow
+from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer, PromotionForecast
 from kvtier.tiers.base import checksum_of
@@ -36,9 +37,11 @@ class SessionEnd(Enum):
     """How a session's stream ended."""
 
     CLOSED = auto()
-    """The engine ended it in order."""
+    """The engine said goodbye."""
+    GONE = auto()
+    """It broke while nothing was under way: vLLM was stopped, and killed its engine process; or it began anew."""
     CUT = auto()
-    """It broke: the engine died, or gave it up to begin anew."""
+    """It broke in the middle of a load or a store, or the daemon ended it because the engine did not read."""
     REFUSED = auto()
     """The engine made a mistake."""
     DRAINED = auto()
@@ -107,6 +110,11 @@ class Session:
         """Slots that this session may write."""
         return len(self._credits) + len(self._writing)
 
+    @property
+    def is_busy(self) -> bool:
+        """A load or a store is under way; idle credits are neither."""
+        return bool(self._leases or self._writing)
+
     def serves(self, prompt: PromptRow) -> bool:
         """Say whether the engine shall recognize the prompt."""
         return bool(prompt.tokens) and (not prompt.model or prompt.model in self.hello.model_names)
@@ -137,7 +145,9 @@ class Session:
             namespace.promoter.want(self, acquire_id, pending)
         self.peer.acquire_answered(acquire_id, plan.leased, self._forecast(acquire_id, lease))
         namespace.forget_lost(plan.lost)
-        namespace.stores.timings.acquire.observe(time.monotonic() - began_s)
+        ended_s = time.monotonic()
+        namespace.stores.timings.acquire.observe(ended_s - began_s)
+        trace.record("acquire", began_s, ended_s, chunks=len(keys), leased=len(plan.leased), from_disk=len(pending))
         self._count(plan, lease, keys, from_disk=from_disk)
 
     def _count(
@@ -187,12 +197,14 @@ class Session:
             self.peer.promotion_advanced(acquire_id, still_leased, failed, self._forecast(acquire_id, lease))
 
     def _time_promotion(self, lease: _Lease, *, any_ready: bool) -> None:
-        timings, seconds = self.namespace.stores.timings, time.monotonic() - lease.asked_s
+        timings, now_s = self.namespace.stores.timings, time.monotonic()
+        seconds = now_s - lease.asked_s
         if any_ready and not lease.any_ready:
             lease.any_ready = True
             timings.first_chunk.observe(seconds)
         if lease.any_ready and not lease.pending:
             timings.promotion.observe(seconds)
+            trace.record("promotion", lease.asked_s, now_s, of=f"{self.session_id}/{id(lease)}")
 
     def release(self, acquire_id: int, indexes: Iterable[int] | None) -> None:
         """End leases of an acquire: all (None), or those of these indexes. What is unknown is ignored."""

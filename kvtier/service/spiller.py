@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvtier.core.chunk import Chunk, HostCopy
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
+from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.service.tasks import Tasks
 from kvtier.tiers.base import ChunkPayload, PackRecord, StoredChunk
@@ -23,6 +24,8 @@ _RETRY_S = 1.0
 _MAX_QUEUED_PACKS = 4
 _MAX_QUEUED_HOST_SHARE = 4
 _MAX_LINGER_RATIO = 5
+_ORDINARY_LINGER_RATIO = 10
+"""Nobody waits until an ordinary chunk is durable, and each pack costs a thread, two fsyncs and a ledger commit."""
 
 
 class Spiller:
@@ -33,6 +36,7 @@ class Spiller:
     and evictable) until there is room. While the disk tier is latched, chunks wait.
 
     Pinned and ordinary chunks never share a pack: ordinary ones are evicted, and would leave holes between promises.
+    Ordinary ones linger longer.
 
     When the disk does not keep up, memory does not grow with it: ordinary chunks beyond `max_queued_bytes` are passed
     over, stay evictable, and are taken up when it has caught up, if they are still there; and while more than that
@@ -47,9 +51,9 @@ class Spiller:
         self._passed_over: dict[ChunkKey, None] = {}  # at most one per arena slot; some may be gone by now
         self._num_bytes = 0
         self._last_pack_s = 0.0
-        self._oldest_s = 0.0
+        self._pinned_since_s = self._ordinary_since_s = 0.0  # when the oldest that waits came
         self._wake = asyncio.Event()
-        self._full = asyncio.Event()  # a pack is full, or the daemon drains: no reason to linger
+        self._full = asyncio.Event()  # a pack is full, or the daemon drains, or a pinned chunk came: linger anew, if so
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -89,7 +93,7 @@ class Spiller:
             if host.spilling:
                 if chunk.num_pins and key in self._ordinary:
                     del self._ordinary[key]
-                    self._pinned[key] = None
+                    self._queue_pinned(key)
             elif self._namespace.ephemeral:
                 host.volatile = True
             else:
@@ -102,11 +106,19 @@ class Spiller:
             host.volatile = True
             self._pass_over(chunk.key)
             return
-        if not self._pinned and not self._ordinary:
-            self._oldest_s = asyncio.get_running_loop().time()
         host.spilling, host.volatile = True, False
-        (self._pinned if chunk.num_pins else self._ordinary)[chunk.key] = None
+        if chunk.num_pins:
+            self._queue_pinned(chunk.key)
+        else:
+            self._ordinary_since_s = self._ordinary_since_s if self._ordinary else asyncio.get_running_loop().time()
+            self._ordinary[chunk.key] = None
         self._count_bytes(num_bytes)
+
+    def _queue_pinned(self, key: ChunkKey) -> None:
+        if not self._pinned:
+            self._pinned_since_s = asyncio.get_running_loop().time()
+            self._full.set()
+        self._pinned[key] = None
 
     def _pass_over(self, key: ChunkKey) -> None:
         self._namespace.stores.counters.chunks_not_spilled += 1
@@ -143,7 +155,7 @@ class Spiller:
             self._tasks.start(f"spill-{self._namespace.namespace_id[:8]}", self._run())
         self._idle.clear()
         self._wake.set()
-        if self._draining or self._num_bytes >= self._namespace.stores.config.disk.pack_bytes:
+        if not self._may_linger:
             self._full.set()
 
     def retry_refused(self) -> None:
@@ -188,19 +200,29 @@ class Spiller:
             if batch and not await self._write(batch):
                 await asyncio.sleep(_RETRY_S)
 
-    async def _linger(self) -> None:
-        """Let more chunks come, counted from the oldest that waits, unless a pack is full or the daemon drains.
+    @property
+    def _may_linger(self) -> bool:
+        # A small host tier is not to be full of chunks that could be evicted if they were on disk.
+        enough_bytes = min(self._namespace.stores.config.disk.pack_bytes, self.max_queued_bytes // 2)
+        return self._num_bytes < enough_bytes and not self._draining
 
-        On a slow device a pack costs its fsync, whatever is in it: then wait about as long as the last one took.
-        """
-        linger_s = self._namespace.stores.config.disk.pack_linger_s
-        linger_s = max(linger_s, min(self._last_pack_s, _MAX_LINGER_RATIO * linger_s))
-        if self._num_bytes < self._namespace.stores.config.disk.pack_bytes and not self._draining:
+    async def _linger(self) -> None:
+        """Let more chunks come, counted from the oldest that waits, unless a pack is full or the daemon drains."""
+        loop = asyncio.get_running_loop()
+        while self._may_linger and loop.time() < (until_s := self._linger_until_s()):
             self._full.clear()
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the event.
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(self._oldest_s + linger_s):
+                async with asyncio.timeout_at(until_s):
                     await self._full.wait()
+
+    def _linger_until_s(self) -> float:
+        """On a slow device a pack costs its fsync, whatever is in it: then wait about as long as the last one took."""
+        linger_s = self._namespace.stores.config.disk.pack_linger_s
+        slow_s = min(self._last_pack_s, _MAX_LINGER_RATIO * linger_s)
+        if self._pinned:
+            return self._pinned_since_s + max(linger_s, slow_s)
+        return self._ordinary_since_s + max(_ORDINARY_LINGER_RATIO * linger_s, slow_s)
 
     def _take_batch(self) -> list[Chunk[StoredChunk]]:
         batch: list[Chunk[StoredChunk]] = []
@@ -214,7 +236,10 @@ class Spiller:
             assert chunk.spilling, "nothing takes a slot from a chunk that is spilling"
             batch.append(chunk)
             num_bytes += self._namespace.payload_bytes(key)
-        self._oldest_s = asyncio.get_running_loop().time()
+        if queue is self._pinned:
+            self._pinned_since_s = asyncio.get_running_loop().time()
+        else:
+            self._ordinary_since_s = asyncio.get_running_loop().time()
         return batch
 
     async def _write(self, batch: Sequence[Chunk[StoredChunk]]) -> bool:
@@ -247,7 +272,9 @@ class Spiller:
             self._abandon([chunk for chunk in batch if error.key in (None, chunk.key)])
             self._requeue(batch)
             return True
-        self._measure(record, asyncio.get_running_loop().time() - began_s)
+        ended_s = asyncio.get_running_loop().time()
+        self._measure(record, ended_s - began_s)
+        trace.record("pack", began_s, ended_s, of=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)
         await self._committed(batch, record, emptied)
         return True
 

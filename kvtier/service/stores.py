@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,14 @@ from kvtier.core.eviction import EvictionClock
 from kvtier.core.slots import HostBudget
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
+from kvtier.obs import trace
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.timings import Timings
 from kvtier.service.disk_health import DiskHealth
 from kvtier.service.disk_usage import DiskUsage
 from kvtier.service.pacing import Traffic
+from kvtier.service.pool import Pool
 from kvtier.tiers.base import DiskTier
 
 logger = logging.getLogger(__name__)
@@ -61,11 +64,12 @@ class Stores:
     disk_health: DiskHealth
     traffic: Traffic
     holes: asyncio.Event
-    ledger_thread: ThreadPoolExecutor
-    io_threads: ThreadPoolExecutor
-    read_threads: ThreadPoolExecutor
-    write_threads: ThreadPoolExecutor
-    background_thread: ThreadPoolExecutor
+    ledger_thread: Pool
+    io_threads: Pool
+    read_threads: Pool
+    write_threads: Pool
+    background_thread: Pool
+    check_thread: Pool
     host_clock: EvictionClock = field(default_factory=EvictionClock)
     disk_clock: EvictionClock = field(default_factory=EvictionClock)
 
@@ -86,10 +90,11 @@ class Stores:
         """Make the pools: a call never queues behind one of another kind.
 
         One thread for the ledger, `disk.io_threads` for promotions, two for packs being written, one for compaction,
-        scrub and probes, and `disk.io_threads` for the short rest (verifying stores, backing rows, unlinking).
+        scrub and probes, one for a fsck (which waits for what all others do), and `disk.io_threads` for the short rest
+        (verifying stores, backing rows, unlinking).
         """
         counters, num_threads = counters or Counters(), config.disk.io_threads
-        background = ThreadPoolExecutor(1, thread_name_prefix="kvtier-background")
+        background = Pool("background", 1)
         return cls(
             config=config,
             disk=disk,
@@ -98,42 +103,45 @@ class Stores:
             disk_usage=DiskUsage(config.disk.disk_bytes),
             counters=counters,
             timings=timings or Timings(),
-            disk_health=DiskHealth(lambda: _in_pool(background, disk.probe), counters),
+            disk_health=DiskHealth(lambda: background.run(disk.probe), counters),
             traffic=Traffic(),
             holes=asyncio.Event(),
-            ledger_thread=ThreadPoolExecutor(1, thread_name_prefix="kvtier-ledger"),
-            io_threads=ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-io"),
-            read_threads=ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-read"),
-            write_threads=ThreadPoolExecutor(_WRITERS, thread_name_prefix="kvtier-write"),
+            ledger_thread=Pool("ledger", 1),
+            io_threads=Pool("io", num_threads),
+            read_threads=Pool("read", num_threads),
+            write_threads=Pool("write", _WRITERS),
             background_thread=background,
+            check_thread=Pool("check", 1),
         )
 
     async def in_ledger(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a ledger call on the ledger's thread; calls run in the order they were made."""
         began_s = time.monotonic()
         try:
-            return await _in_pool(self.ledger_thread, lambda: call(*args, **kwargs))
+            return await self.ledger_thread.run(lambda: call(*args, **kwargs))
         except LedgerError:
             self.counters.io_errors_ledger += 1
             raise
         finally:
-            self.timings.ledger.observe(time.monotonic() - began_s)
+            ended_s = time.monotonic()
+            self.timings.ledger.observe(ended_s - began_s)
+            trace.record("ledger", began_s, ended_s, of=f"ledger/{began_s}", call=getattr(call, "__name__", ""))
 
     async def in_io(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a short blocking call."""
-        return await _in_pool(self.io_threads, lambda: call(*args, **kwargs))
+        return await self.io_threads.run(lambda: call(*args, **kwargs))
 
     async def in_read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a read that a request waits for."""
-        return await _in_pool(self.read_threads, lambda: call(*args, **kwargs))
+        return await self.read_threads.run(lambda: call(*args, **kwargs))
 
     async def in_write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the writing of a pack."""
-        return await _in_pool(self.write_threads, lambda: call(*args, **kwargs))
+        return await self.write_threads.run(lambda: call(*args, **kwargs))
 
     async def in_background(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run disk work that nobody waits for; one call at a time."""
-        return await _in_pool(self.background_thread, lambda: call(*args, **kwargs))
+        return await self.background_thread.run(lambda: call(*args, **kwargs))
 
     async def measure_disk(self) -> None:
         """Ask the file system of the packs what it has left; what cannot be asked is taken as it was."""
@@ -141,13 +149,54 @@ class Stores:
             free_bytes = await self.in_io(_free_bytes, self.config.disk.disk_dir)
             self.disk_usage.measured(free_bytes - self.config.disk.reserve_bytes)
 
-    def close(self) -> None:
-        """Wait for running calls, end the threads, remove what a stop cut off left behind, close the ledger."""
-        for pool in (self.read_threads, self.write_threads, self.background_thread, self.io_threads):
+    async def close(self) -> None:
+        """Wait for running calls, end the threads, remove what a stop cut off left behind, close the ledger.
+
+        Waits for ever when a call never returns; whoever is cancelled in that leaves everything as it stands.
+        """
+        # In a thread that nobody waits for at the end of the process: on the loop, a read that hangs would stop it, and
+        # with it the second signal that is to end a daemon at once.
+        closed: Future[None] = Future()
+        closed.set_running_or_notify_cancel()  # who is cancelled leaves, the thread goes on
+
+        def close() -> None:
+            try:
+                self._close()
+            except BaseException as exc:  # raised where it is waited for
+                closed.set_exception(exc)
+            else:
+                closed.set_result(None)
+
+        threading.Thread(target=close, name="kvtier-close", daemon=True).start()
+        await asyncio.wrap_future(closed)
+
+    def give_up(self) -> None:
+        """See `Pool.give_up`."""
+        for pool in self._pools:
+            pool.give_up()
+
+    def _close(self) -> None:
+        for pool in self._pools:
             pool.shutdown(wait=True)
-        self.ledger_thread.shutdown(wait=True)
         self._sweep()
         self.ledger.close()
+
+    @property
+    def _pools(self) -> tuple[Pool, ...]:
+        """All of them; the ledger's last, since what the others do is recorded there."""
+        return (
+            self.check_thread,
+            self.read_threads,
+            self.write_threads,
+            self.background_thread,
+            self.io_threads,
+            self.ledger_thread,
+        )
+
+    @property
+    def busy_pools(self) -> list[str]:
+        """Kinds of calls of which one is running."""
+        return [pool.name for pool in self._pools if pool.is_busy]
 
     def _sweep(self) -> None:
         """A pack copied, or emptied, by a task that the stop has cancelled would count until the next start."""
@@ -161,18 +210,3 @@ def _free_bytes(folder: Path) -> int:
     """Worker thread: what an unprivileged process may still write."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-async def _in_pool(pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-    """Run a call in a pool. A caller that is cancelled waits for a call that has begun.
-
-    A thread cannot be cancelled: it would go on with an arena that its namespace has closed meanwhile.
-    """
-    running = pool.submit(call)
-    try:
-        return await asyncio.wrap_future(running)
-    except asyncio.CancelledError:
-        if not running.cancelled():
-            with suppress(Exception):
-                await asyncio.wrap_future(running)
-        raise

@@ -19,6 +19,7 @@ from kvtier.core.arena_format import (
     WORD_BYTES,
     ArenaGeometry,
     SlotEntry,
+    has_pages,
     key_tag_of,
     mark_of,
     pack_header,
@@ -121,13 +122,21 @@ class Arena:
         try:
             geometry = _left_geometry(fd, path)
             _check_layout(geometry, layout, path)
-            return cls(path, layout, geometry, fd, pages or PageOps())
+            arena = cls(path, layout, geometry, fd, pages or PageOps())
         except (OSError, ValueError, OverflowError) as exc:
             os.close(fd)
             raise ArenaError(f"cannot map {path}, left by an earlier daemon: {exc}") from exc
         except ArenaError:
             os.close(fd)
             raise
+        arena._doubt_locked_pages()
+        return arena
+
+    def _doubt_locked_pages(self) -> None:
+        """Have workers page-lock rows anew: the dead daemon may have dropped a row's pages and not said so."""
+        for slot in range(self.geometry.num_slots):
+            word = self.geometry.backed_word(slot)
+            self._words[word] += 2 * has_pages(self._words[word])
 
     def entries(self) -> list[SlotEntry]:
         """Return what the slot table says of every slot, in order. Takes about 1 us a slot; worker thread."""
@@ -145,11 +154,14 @@ class Arena:
         """
         for num_backed, slot in enumerate(slots):
             word = self.geometry.backed_word(self._checked(slot))
-            was_backed, self._words[word] = self._words[word], 1  # before the pages exist: they are never forgotten
+            is_new = not has_pages(self._words[word])
+            self._words[word] += is_new  # before the pages exist: they are never forgotten
             try:
                 self._pages.allocate(self._fd, self._row_offset(slot), self.geometry.row_bytes)
             except OSError as exc:
-                self._words[word] = was_backed
+                self._words[word] += (
+                    is_new  # not back to what it was: a worker may have locked what was there meanwhile
+                )
                 if exc.errno in _FULL:
                     return num_backed
                 raise ArenaError(f"cannot allocate row {slot} of {self.path}: {exc.strerror}") from exc
@@ -165,12 +177,12 @@ class Arena:
             self._pages.populate(self._bytes[row : row + self.geometry.row_bytes])
 
     def unback(self, slots: Sequence[int]) -> None:
-        """Give the pages of rows back to the system; no reader may hold a lease on them. Worker thread.
+        """Give the pages of rows back to the system, in order; no reader may hold a lease on them.
 
         The slot's generation ends first. The next one is the same number that the slot table gives out next.
 
         Raises:
-            ArenaError: The file system cannot release pages.
+            ArenaError: The file system refused; the row at which it did, and those after it, keep their pages.
         """
         for slot in slots:
             self.set_generation(slot, self.generation(slot) + 1)
@@ -180,7 +192,8 @@ class Arena:
                 raise ArenaError(
                     f"cannot release row {slot} of {self.path}: {exc.strerror}; put the arena directory on tmpfs"
                 ) from exc
-            self._words[self.geometry.backed_word(slot)] = 0
+            word = self.geometry.backed_word(slot)
+            self._words[word] += has_pages(self._words[word])
 
     def generation(self, slot: int) -> int:
         """Return the slot's generation, 0 before its first use."""

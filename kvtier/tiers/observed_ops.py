@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from kvtier.obs import trace
 from kvtier.obs.counters import Counters
 from kvtier.obs.histogram import Histogram
 from kvtier.tiers.file_ops import FileOps
@@ -62,8 +63,10 @@ class ObservedFileOps(FileOps):
         began_s = time.monotonic()
         with self._counted("fsync"):
             yield
+        ended_s = time.monotonic()
+        trace.record("fsync", began_s, ended_s)
         with self._observing:
-            self._fsync_s.observe(time.monotonic() - began_s)
+            self._fsync_s.observe(ended_s - began_s)
 
     @contextmanager
     def _counted(self, operation: Operation) -> Iterator[None]:

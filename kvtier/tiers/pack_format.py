@@ -62,9 +62,21 @@ def reserve_bytes(namespace_id: str, sizes: Sequence[tuple[ChunkKey, int]]) -> i
         namespace_id: The pack's namespace.
         sizes: Key and raw bytes of each chunk.
     """
-    key_bytes = max(len(key) for key, _ in sizes)
-    one, two = (len(_header_json(namespace_id, _longest_entries(number, key_bytes, sizes))) for number in (1, 2))
-    needed = LENGTH_PREFIX.size + one + len(sizes) * (two - one)
+    key_bytes, raw_bytes = max(len(key) for key, _ in sizes), sum(raw_bytes for _, raw_bytes in sizes)
+    return data_offset_of(namespace_id, len(sizes), key_bytes, raw_bytes)
+
+
+def data_offset_of(namespace_id: str, num_chunks: int, key_bytes: int, raw_bytes: int) -> int:
+    """Return the same from what is known of a pack without going through its chunks.
+
+    Args:
+        namespace_id: The pack's namespace.
+        num_chunks: How many chunks.
+        key_bytes: Length of the longest key.
+        raw_bytes: Of all of them.
+    """
+    one, two = (len(_header_json(namespace_id, _longest_entries(number, key_bytes, raw_bytes))) for number in (1, 2))
+    needed = LENGTH_PREFIX.size + one + num_chunks * (two - one)
     return -(-needed // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
 
 
@@ -186,14 +198,13 @@ def _header_json(namespace_id: str, entries: Sequence[PackEntry]) -> bytes:
     return json.dumps(tensors, separators=(",", ":")).encode()
 
 
-def _longest_entries(number: int, key_bytes: int, sizes: Sequence[tuple[ChunkKey, int]]) -> list[PackEntry]:
-    """Return entries of which the second is at least as long, in a header, as any of a pack with these sizes."""
-    total_bytes = sum(raw_bytes for _, raw_bytes in sizes)
+def _longest_entries(number: int, key_bytes: int, raw_bytes: int) -> list[PackEntry]:
+    """Return entries of which the second is at least as long, in a header, as any of a pack with so many raw bytes."""
     return [
         PackEntry(
             key=position.to_bytes(key_bytes, "big"),
-            stored_bytes=total_bytes,
-            raw_bytes=total_bytes,
+            stored_bytes=raw_bytes,
+            raw_bytes=raw_bytes,
             codec="x" * MAX_CODEC_NAME_BYTES,
             checksum=_MAX_CHECKSUM,
         )

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
+from kvtier.obs import trace
 from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.codecs.raw import RawCodec
 from kvtier.tiers.file_ops import MAX_PIECES, FileOps
@@ -27,6 +28,9 @@ from kvtier.tiers.scratch import ALIGNMENT_BYTES, Scratch, ScratchPool
 DIRECT_MIN_BYTES = 256 * 1024
 """A shorter read takes the page cache: its readahead serves the neighbours, which are likely to be wanted next."""
 MAX_OPEN_PACKS = 32
+RESIDENCY_BYTES = 32 * 1024**2
+"""The page cache is asked about windows of so many bytes, not about each span: asking takes 0.25 ms, while the device
+has nothing to do."""
 
 ReadError = ChunkDamagedError | TierIOError
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -68,6 +72,23 @@ class DirectReads:
         self.enabled = enabled and hasattr(os, "O_DIRECT")
 
 
+@dataclass(kw_only=True)
+class _OpenPack:
+    """A file of the batch, and what was asked about it once.
+
+    Attributes:
+        fd: Its descriptor.
+        length: Its length in bytes when it was opened.
+        direct: Whether it reads past the page cache now.
+        resident: By window of `RESIDENCY_BYTES`: whether at least half of it was in the page cache.
+    """
+
+    fd: int
+    length: int
+    direct: bool = False
+    resident: dict[int, bool] = field(default_factory=dict)
+
+
 class PackLoader:
     """Loads the spans of one batch, each pack opened once. Not thread-safe; a context manager that closes the files."""
 
@@ -93,7 +114,7 @@ class PackLoader:
         """
         self._reads, self._places, self._ops, self._pool = reads, places, ops, pool
         self._direct, self._straight = direct, straight
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, _OpenPack] = OrderedDict()
 
     def __enter__(self) -> "PackLoader":
         return self
@@ -104,8 +125,12 @@ class PackLoader:
 
     def load(self, span: Span) -> LoadedSpan:
         """Load a span; what goes wrong is in its `errors`."""
+        with trace.span("read", chunks=len(span.members), bytes=span.end - span.start):
+            return self._load(span)
+
+    def _load(self, span: Span) -> LoadedSpan:
         try:
-            length = self._ops.length(self._fd(span.pack_id))
+            length = self._pack(span.pack_id).length
         except (OSError, InvalidArgumentError) as exc:
             return self._failed(span, exc)
         if 0 <= span.start <= span.end <= length:
@@ -142,7 +167,7 @@ class PackLoader:
             return None
         num_bytes = span.end - span.start
         if not self._is_direct(span):
-            filled = self._ops.read_all(self._fd(span.pack_id), segments, span.start)
+            filled = self._read_cached(span.pack_id, segments, span.start)
         elif _aligned(span.start, segments):
             filled = self._read_direct(span.pack_id, segments, span.start, num_bytes)
         else:
@@ -158,7 +183,7 @@ class PackLoader:
             if self._is_direct(span):
                 filled = self._read_direct(span.pack_id, [view], base, span.end - base)
             else:
-                filled = self._ops.read_all(self._fd(span.pack_id), [view[: span.end - base]], base)
+                filled = self._read_cached(span.pack_id, [view[: span.end - base]], base)
         except BaseException:
             scratch.release()
             raise
@@ -171,25 +196,43 @@ class PackLoader:
         num_bytes = span.end - span.start
         if not self._direct.enabled or num_bytes < DIRECT_MIN_BYTES:
             return False
-        resident_bytes = self._ops.resident_bytes(self._fd(span.pack_id), span.start, num_bytes)
-        return 2 * resident_bytes < num_bytes
+        return not self._is_resident(self._pack(span.pack_id), span.start // RESIDENCY_BYTES)
+
+    def _is_resident(self, pack: _OpenPack, window: int) -> bool:
+        known = pack.resident.get(window)
+        if known is None:
+            start = window * RESIDENCY_BYTES
+            num_bytes = min(pack.length - start, RESIDENCY_BYTES)
+            known = 2 * self._ops.resident_bytes(pack.fd, start, num_bytes) >= num_bytes
+            pack.resident[window] = known
+        return known
 
     def _read_direct(self, pack_id: str, into: Sequence[memoryview], offset: int, needed: int) -> int:
         """Fill aligned views past the page cache; what that does not deliver comes through it."""
-        fd, filled = self._fd(pack_id), 0
+        pack, filled = self._pack(pack_id), 0
         try:
-            self._ops.set_direct(fd, True)
-            filled = self._ops.preadv(fd, into, offset)
+            self._set_direct(pack, True)
+            filled = self._ops.preadv(pack.fd, into, offset)
         except OSError as exc:
             if exc.errno not in _NO_DIRECT:
                 raise
             self._direct.enabled = False
-        finally:
-            self._ops.set_direct(fd, False)
         # A short direct read leaves an offset that O_DIRECT would not take.
         if filled < needed:
-            filled += self._ops.read_all(fd, _beyond(into, filled), offset + filled)
+            filled += self._read_cached(pack_id, _beyond(into, filled), offset + filled)
         return filled
+
+    def _read_cached(self, pack_id: str, into: Sequence[memoryview], offset: int) -> int:
+        """Fill views through the page cache, as far as the file reaches."""
+        pack = self._pack(pack_id)
+        self._set_direct(pack, False)
+        return self._ops.read_all(pack.fd, into, offset)
+
+    def _set_direct(self, pack: _OpenPack, direct: bool) -> None:
+        """Change the file's mode where it is another: most batches read in one mode, and the system is asked once."""
+        if pack.direct != direct:
+            self._ops.set_direct(pack.fd, direct)
+            pack.direct = direct
 
     # One by one, after a failure
 
@@ -216,7 +259,7 @@ class PackLoader:
         view = loaded.stored(chunk)
         assert view is not None
         try:
-            filled = self._ops.read_all(self._fd(chunk.pack_id), [view], chunk.offset)
+            filled = self._read_cached(chunk.pack_id, [view], chunk.offset)
         except OSError as exc:
             return TierIOError(self._places.pack_path(chunk.pack_id), "read", exc)
         return self._short(chunk, chunk.offset + filled) if filled < chunk.stored_bytes else None
@@ -243,20 +286,26 @@ class PackLoader:
 
     # Descriptors
 
-    def _fd(self, pack_id: str) -> int:
-        fd = self._open.get(pack_id)
-        if fd is None:
+    def _pack(self, pack_id: str) -> _OpenPack:
+        pack = self._open.get(pack_id)
+        if pack is None:
             fd = self._ops.open(self._places.pack_path(pack_id), os.O_RDONLY)
-            self._open[pack_id] = fd
+            try:
+                pack = _OpenPack(fd=fd, length=self._ops.length(fd))
+            except BaseException:
+                with suppress(OSError):
+                    self._ops.close(fd)
+                raise
+            self._open[pack_id] = pack
             if len(self._open) > MAX_OPEN_PACKS:
                 self._close_oldest()
         self._open.move_to_end(pack_id)
-        return fd
+        return pack
 
     def _close_oldest(self) -> None:
-        _, fd = self._open.popitem(last=False)
+        _, pack = self._open.popitem(last=False)
         with suppress(OSError):  # what was read is verified by its checksum, not by close
-            self._ops.close(fd)
+            self._ops.close(pack.fd)
 
 
 def scratch_pool() -> ScratchPool:

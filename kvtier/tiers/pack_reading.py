@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, TierIOError
+from kvtier.obs import trace
 from kvtier.tiers import pack_format
 from kvtier.tiers.base import ChunkRead, ReadDone, checksum_of
 from kvtier.tiers.codecs import CodecError, UnknownCodecError, codec_by_name
@@ -43,7 +44,10 @@ class PackReader:
         reads = list(reads)
 
         def finish(loaded: LoadedSpan) -> None:
-            with nullcontext() if loaded.scratch is None else self._decoding:
+            with (
+                nullcontext() if loaded.scratch is None else self._decoding,
+                trace.span("decode", chunks=len(loaded.span.members)),
+            ):
                 for member in loaded.span.members:
                     read = reads[member]
                     # Segments that were filled from the file are touched: such reads have begun, and end.

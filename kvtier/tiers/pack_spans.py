@@ -7,6 +7,8 @@ from kvtier.core.stored import StoredChunk
 
 SPAN_BYTES = 4 * 1024**2
 """Large enough that the device is the limit, small enough that the first chunks are usable soon."""
+FIRST_SPAN_BYTES = 1024**2
+"""The first of a batch, while nothing can be decoded yet; each next one may be twice as long."""
 MAX_WASTE_BYTES = 128 * 1024
 """Bytes of unwanted chunks that a read may pass over; about what the device delivers while it begins a new read."""
 
@@ -29,7 +31,10 @@ class Span:
 
 
 def plan_spans(
-    chunks: Sequence[StoredChunk], span_bytes: int = SPAN_BYTES, max_waste_bytes: int = MAX_WASTE_BYTES
+    chunks: Sequence[StoredChunk],
+    span_bytes: int = SPAN_BYTES,
+    max_waste_bytes: int = MAX_WASTE_BYTES,
+    first_bytes: int = FIRST_SPAN_BYTES,
 ) -> list[Span]:
     """Group neighbours in the batch that are neighbours in a pack, in whatever order; keep the batch's order.
 
@@ -37,12 +42,16 @@ def plan_spans(
         chunks: In the order in which they are wanted.
         span_bytes: A span is longer only when a single chunk is.
         max_waste_bytes: Unwanted bytes in a span.
+        first_bytes: As `span_bytes`, for the first span.
     """
     spans: list[Span] = []
+    limit = min(first_bytes, span_bytes)
     begun: _Begun | None = None
     for position, chunk in enumerate(chunks):
-        if begun is None or not begun.take(position, chunk, span_bytes, max_waste_bytes):
-            spans += [begun.span()] if begun else []
+        if begun is None or not begun.take(position, chunk, limit, max_waste_bytes):
+            if begun is not None:
+                spans.append(begun.span())
+                limit = min(2 * limit, span_bytes)
             begun = _Begun(position, chunk)
     return [*spans, begun.span()] if begun else []
 

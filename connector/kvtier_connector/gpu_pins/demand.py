@@ -1,0 +1,159 @@
+"""How many blocks vLLM may take out of its free queue: for one admission, and for running requests in the next step.
+
+With blocks of B tokens, S speculative tokens and L of lookahead, a request that has computed c tokens holds at least
+ceil(c / B) blocks, so that n more tokens take at most
+
+    ceil((c + n + L) / B) - ceil(c / B)  <=  floor(n / B) + 1 + ceil((S + L) / B)
+
+blocks, whether n is a chunk of its prompt or a decoded token with S more to verify. A step computes T tokens at the
+most, and of the prompts no more than is left of them, so R requests that have blocks take at most
+
+    N  =  R x (1 + ceil((S + L) / B)) + floor(min(T, tokens left of their prompts) / B).
+
+Those are the requests that vLLM schedules without asking the connector: the running ones, and those whose load is over.
+Every other one it asks for first, and then takes at most ceil((tokens cached + T + S + 1 + L) / B) blocks, those of its
+own prefix hit among them, or, where it loads, no more than the cached ones.
+
+Source: `Scheduler.schedule` and `KVCacheManager.allocate_slots` of vLLM 0.32.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """What of vLLM's configuration bounds its demand.
+
+    Attributes:
+        block_tokens: Tokens of a block.
+        max_step_tokens: Tokens of a step.
+        num_spec_tokens: Speculative tokens of a request and step.
+        num_lookahead_tokens: Tokens for which a request gets room beyond those.
+        watermark_ratio: Of the pool, what vLLM keeps free when it admits a request.
+        needs_room_for_all: vLLM admits a request only when its whole prompt fits.
+    """
+
+    block_tokens: int
+    max_step_tokens: int
+    num_spec_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    watermark_ratio: float = 0.0
+    needs_room_for_all: bool = True
+
+    @staticmethod
+    def of(config: "VllmConfig", block_tokens: int) -> "EngineShape":
+        """Read it from vLLM's configuration."""
+        scheduler = config.scheduler_config
+        max_tokens = scheduler.max_num_scheduled_tokens
+        return EngineShape(
+            block_tokens=block_tokens,
+            max_step_tokens=scheduler.max_num_batched_tokens if max_tokens is None else max_tokens,
+            num_spec_tokens=config.num_speculative_tokens or 0,
+            num_lookahead_tokens=config.num_lookahead_tokens,
+            watermark_ratio=scheduler.watermark,
+            needs_room_for_all=scheduler.scheduler_reserve_full_isl,
+        )
+
+    def blocks(self, num_tokens: int) -> int:
+        """Return the blocks of so many tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    @property
+    def extra_blocks(self) -> int:
+        """Blocks of a request and step beyond the whole ones of a prompt's chunk."""
+        return 1 + self.blocks(self.num_spec_tokens + self.num_lookahead_tokens)
+
+
+class Demand:
+    """The requests that have blocks. Scheduler thread only.
+
+    They leave when vLLM says that they are over, or preempted; one that is counted for too long makes the bound larger
+    than it need be, never too small.
+    """
+
+    def __init__(self, shape: EngineShape) -> None:
+        self.shape = shape
+        self._holders: dict[str, Any] = {}
+        self._prefilling: dict[str, Any] = {}
+
+    def allocated(self, request: Any) -> None:
+        """vLLM has given the request, which was waiting, its first blocks."""
+        self._holders[request.request_id] = self._prefilling[request.request_id] = request
+
+    def stepped(self, num_scheduled: Mapping[str, int], over: Collection[str], preempted: Collection[str]) -> int:
+        """A step is scheduled, and vLLM has not yet added its tokens to the requests.
+
+        Args:
+            num_scheduled: Tokens by request.
+            over: Requests that have ended since the last step.
+            preempted: Requests that lost their blocks since; some have others by now.
+
+        Returns:
+            How many blocks these requests may take in the next step.
+        """
+        for req_id in over:
+            self._forget(req_id)
+        for req_id in preempted:
+            request = self._holders.get(req_id)
+            if request is not None and request.status == RequestStatus.PREEMPTED:
+                self._forget(req_id)
+        tokens_left = self._tokens_left(num_scheduled)
+        chunk_tokens = min(self.shape.max_step_tokens, tokens_left)
+        return len(self._holders) * self.shape.extra_blocks + chunk_tokens // self.shape.block_tokens
+
+    def _forget(self, req_id: str) -> None:
+        self._holders.pop(req_id, None)
+        self._prefilling.pop(req_id, None)
+
+    def _tokens_left(self, num_scheduled: Mapping[str, int]) -> int:
+        """Return what is left of all prompts; requests that only decode from now on are not looked at again."""
+        num_left, done = 0, []
+        for req_id, request in self._prefilling.items():
+            if request.resumable:  # a streaming session: its next tokens are not known yet
+                num_left += self.shape.max_step_tokens
+                continue
+            left = request.num_tokens - request.num_computed_tokens - num_scheduled.get(req_id, 0)
+            num_left += max(0, left)
+            if left <= 0 and request.status == RequestStatus.RUNNING:
+                done.append(req_id)
+        for req_id in done:
+            del self._prefilling[req_id]
+        return num_left
+
+    def of_admission(self, request: Any, num_cached_tokens: int, *, is_load: bool) -> int:
+        """Return how many blocks vLLM may take for a request that it has asked for.
+
+        Args:
+            request: vLLM's.
+            num_cached_tokens: Of its own hit and of what is loaded.
+            is_load: Nothing is computed in this step.
+        """
+        shape = self.shape
+        if is_load:
+            return shape.blocks(num_cached_tokens)
+        beyond = max(1 + shape.num_spec_tokens, min(shape.max_step_tokens, request.num_tokens - num_cached_tokens))
+        return shape.blocks(num_cached_tokens + beyond + shape.num_lookahead_tokens)
+
+    def to_admit(self, request: Any, num_cached_tokens: int, num_pool_blocks: int, *, is_load: bool) -> int:
+        """Return how many blocks must be free at most, or vLLM does not admit the request.
+
+        Beyond what it takes: room for the whole prompt, the watermark, and for a load what others have yet to compute.
+        """
+        shape = self.shape
+        num_blocks = self.of_admission(request, num_cached_tokens, is_load=is_load)
+        if shape.needs_room_for_all:
+            num_blocks = max(num_blocks, shape.blocks(request.num_tokens))
+        num_blocks += int(shape.watermark_ratio * (num_pool_blocks + 1))
+        if is_load:
+            num_blocks += shape.blocks(1 + 2 * (shape.num_spec_tokens + shape.num_lookahead_tokens))
+            num_blocks += sum(
+                shape.blocks(other.num_tokens) + shape.extra_blocks for other in self._prefilling.values()
+            )
+        return num_blocks

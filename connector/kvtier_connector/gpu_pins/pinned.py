@@ -1,0 +1,91 @@
+"""Which of vLLM's blocks are pinned, and which of them are lost first when not all can stay.
+
+Blocks are named by the key under which vLLM caches them, whether it has them at the moment or not. The best is the
+first block of the oldest pin of the highest priority; what pins share counts for the best of them. So a pin of low
+priority is lost first, of equals the newest, and of each pin the tail before the head: what is left of a prefix is a
+prefix.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+GpuKey = bytes
+"""vLLM's block hash with the index of the KV cache group."""
+
+
+@dataclass(kw_only=True)
+class Ranking:
+    """The pinned blocks, best first; it may grow at its end, and is replaced when it changes otherwise.
+
+    Attributes:
+        keys: Each once.
+        ranks: Places in `keys`.
+    """
+
+    keys: list[GpuKey] = field(default_factory=list)
+    ranks: dict[GpuKey, int] = field(default_factory=dict)
+
+    def append(self, keys: Iterable[GpuKey], max_keys: int) -> None:
+        """Add what is not there yet, as long as there is room."""
+        for key in keys:
+            if len(self.keys) >= max_keys:
+                return
+            if self.ranks.setdefault(key, len(self.keys)) == len(self.keys):
+                self.keys.append(key)
+
+
+class _Pin(NamedTuple):
+    priority: int
+    keys: tuple[GpuKey, ...]
+
+
+class PinnedBlocks:
+    """What the pins of the current session, or of the last one while there is none, ask for. Scheduler thread only.
+
+    A new pin costs time linear in its own blocks; one that ends, or goes before others, in all that are ranked.
+
+    Attributes:
+        ranking: The blocks within the bound.
+    """
+
+    def __init__(self) -> None:
+        self._pins: dict[str, _Pin] = {}
+        self._lowest: int | None = None  # priority of the last pin in the ranking
+        self._max_blocks = 0
+        self.ranking = Ranking()
+
+    def bound(self, max_blocks: int) -> None:
+        """Rank at most so many blocks; before, none."""
+        self._max_blocks = max_blocks
+        self._rank_anew()
+
+    def add(self, pin_id: str, keys: Iterable[GpuKey], priority: int = 0) -> None:
+        """Take in a pin, its blocks in prefix order; one that was bound before keeps its age."""
+        known, pin = self._pins.get(pin_id), _Pin(priority, tuple(keys))
+        self._pins[pin_id] = pin
+        if known is None and (self._lowest is None or priority <= self._lowest):
+            self._append(pin)
+        elif known != pin:
+            self._rank_anew()
+
+    def remove(self, pin_id: str) -> None:
+        """Forget a pin, if it is known."""
+        if self._pins.pop(pin_id, None) is not None:
+            self._rank_anew()
+
+    def retain(self, pin_ids: Collection[str]) -> None:
+        """Forget all other pins: a new session has begun, and these stand."""
+        num_before = len(self._pins)
+        self._pins = {pin_id: pin for pin_id, pin in self._pins.items() if pin_id in pin_ids}
+        if len(self._pins) < num_before:
+            self._rank_anew()
+
+    def _rank_anew(self) -> None:
+        self.ranking, self._lowest = Ranking(), None
+        for pin in sorted(self._pins.values(), key=lambda pin: -pin.priority):  # of equals the oldest stays first
+            self._append(pin)
+
+    def _append(self, pin: _Pin) -> None:
+        self.ranking.append(pin.keys, self._max_blocks)
+        self._lowest = pin.priority

@@ -1,0 +1,94 @@
+"""vLLM's own API server, as the warm start asks it: its health, and completions of one token. Standard library only."""
+
+import http.client
+import json
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvtier.errors import KvtierError
+
+_ASK_TIMEOUT_S = 5.0
+_SHOWN_CHARS = 200
+
+
+class ApiRefusedError(KvtierError):
+    """The server answered with an error.
+
+    Attributes:
+        status: Of HTTP.
+    """
+
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(f"{status}: {said}")
+        self.status = status
+
+
+class ApiGoneError(KvtierError):
+    """Nobody answers, or not like a server of HTTP."""
+
+
+class OwnApi:
+    """One server. One thread asks; `close`, from any thread, ends what it waits for.
+
+    Straight to the server, whatever proxies the environment names: it is this vLLM's own.
+
+    Args:
+        url: Base URL, without /v1.
+        api_key: Bearer token; empty for none.
+    """
+
+    def __init__(self, url: str, api_key: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None, "settings are checked"
+        self._connects = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._open: http.client.HTTPConnection | None = None
+        self._is_closed = False
+
+    def is_healthy(self) -> bool:
+        """Say whether the server is there and ready."""
+        try:
+            self._ask("GET", "/health", None, _ASK_TIMEOUT_S)
+        except (ApiRefusedError, ApiGoneError):
+            return False
+        return True
+
+    def complete(self, body: Mapping[str, Any], timeout_s: float) -> None:
+        """Have a completion made and forget its text.
+
+        Raises:
+            ApiRefusedError: The server refused it.
+            ApiGoneError: It did not answer.
+        """
+        self._ask("POST", "/v1/completions", json.dumps(body), timeout_s)
+
+    def close(self) -> None:
+        """End what is being asked; later questions fail."""
+        self._is_closed = True
+        connection = self._open
+        if connection is not None and connection.sock is not None:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> None:
+        connection = self._connects(self._host, self._port, timeout=timeout_s)
+        self._open = connection
+        try:
+            if self._is_closed:
+                raise ApiGoneError("closed")
+            connection.request(method, self._path + path, body, self._headers)
+            response = connection.getresponse()
+            said = response.read()
+        except (OSError, http.client.HTTPException) as exc:
+            raise ApiGoneError(str(exc) or type(exc).__name__) from exc
+        finally:
+            self._open = None
+            connection.close()
+        if response.status != http.HTTPStatus.OK:
+            raise ApiRefusedError(response.status, said.decode(errors="replace")[:_SHOWN_CHARS])

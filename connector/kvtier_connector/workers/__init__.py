@@ -1,0 +1,24 @@
+"""The worker half: copies vLLM's KV blocks to and from arena rows, on the CPU platform and on CUDA."""
+
+from typing import TYPE_CHECKING
+
+from kvtier_connector.workers.base import KVTierWorker
+from kvtier_connector.workers.places import WorkerLayout, page_places
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+__all__ = ["KVTierWorker", "WorkerLayout", "make_worker", "page_places"]
+
+
+def make_worker(layout: WorkerLayout, caches: "CanonicalKVCaches") -> KVTierWorker:
+    """Return the worker for the device that the KV cache is on."""
+    device = caches.tensors[0].tensor.device
+    if device.type == "cpu":
+        from kvtier_connector.workers.cpu import KVTierCPUWorker
+
+        return KVTierCPUWorker(layout, caches)
+    from kvtier_connector.workers.cuda import KVTierCUDAWorker
+    from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory
+
+    return KVTierCUDAWorker(layout, caches, CudaCopies(device), CudaHostMemory(device))

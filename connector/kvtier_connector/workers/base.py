@@ -1,0 +1,207 @@
+"""What vLLM and the connector see of a worker, whatever copies.
+
+Invariants, which `tests/contract/test_workers.py` holds every worker to:
+
+- Every job is accepted, and reported once, as successful: that is all vLLM can take. A failed load is named by
+  `take_failed_loads`; a failed store is one that was not stamped, and the daemon believes stamps only.
+- From before a job touches a row until after its last byte has moved, it holds the lock of its session. So the daemon
+  gives the slots of an ended session to nobody while they may be written or read here.
+- A slot's generation is compared before the first byte moves and, for loads, after the last one has.
+- A chunk is stamped after all its bytes are in the row, never before.
+- An arena is unmapped after the last job that uses it.
+"""
+
+import logging
+import threading
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
+
+from kvtier.client.arena_map import ArenaMap
+from kvtier.errors import ArenaError, KvtierError
+from kvtier.obs import trace
+from kvtier_connector.transfer import ArenaChunk, ArenaSpec, plan_load, plan_store, split_groups
+from kvtier_connector.workers.copy_list import ChunkBlocks, CopyList, CopyLists
+from kvtier_connector.workers.places import WorkerLayout
+
+logger = logging.getLogger(__name__)
+
+
+class Job(NamedTuple):
+    """One load or store, as vLLM submits it."""
+
+    job_id: int
+    is_load: bool
+    arena: ArenaSpec
+    blocks: GPULoadStoreSpec
+
+    @property
+    def chunks(self) -> tuple[ArenaChunk, ...]:
+        """The chunks of the job."""
+        return self.arena.chunks
+
+
+class KVTierWorker(OffloadingWorker):
+    """The part that all workers share: how jobs come in, and what is said of them.
+
+    Args:
+        layout: Where this worker's bytes lie.
+        keepalive: The tensors whose addresses `layout` holds.
+    """
+
+    _copies_overlap = False
+    """Whether the copies of several jobs are under way at once."""
+
+    def __init__(self, layout: WorkerLayout, keepalive: object) -> None:
+        self._layout = layout
+        self._keepalive = keepalive
+        self._copy_lists = CopyLists(layout)
+        self._useful_bytes = tuple(layout.useful_bytes(position) for position in range(len(layout.pages)))
+        self._done: list[tuple[TransferResult, Job | None]] = []  # with the job, if it is a load that failed
+        self._changed = threading.Condition()  # protects _done, and what subclasses wait for
+        self._failed_loads: list[Job] = []
+
+    @override
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        assert isinstance(dst_spec, ArenaSpec)
+        self._submit(Job(job_id, False, dst_spec, src_spec))
+        return True
+
+    @override
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        # `expedited` (vLLM 0.33) is for loads within a step, which `sync_load_budget_bytes` asks for: a key we refuse,
+        # since a load that fails there can be told to nobody.
+        assert isinstance(src_spec, ArenaSpec)
+        self._submit(Job(job_id, True, src_spec, dst_spec))
+        return True
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        with self._changed:
+            done, self._done = self._done, []
+        self._failed_loads.extend(job for _, job in done if job is not None)
+        return [result for result, _ in done]
+
+    def take_failed_loads(self) -> set[str]:
+        """Return the requests whose loads failed among what `get_finished` has returned since the last call."""
+        return {job.arena.req_id for job in self._take_failed()}
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return vLLM's blocks that those loads were to fill, instead of the requests."""
+        return {int(block_id) for job in self._take_failed() for block_id in job.blocks.block_ids}
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until no job is open."""
+
+    @abstractmethod
+    def _submit(self, job: Job) -> None:
+        """Begin a job, or put it in a queue; a failure is reported by `_report`."""
+
+    def _report(self, job: Job, began_s: float, seconds: float, num_bytes: int, error: Exception | None) -> None:
+        """Say what became of a job. With an error it has moved nothing that anybody may rely on."""
+        _log_failure(job, error)
+        trace.record(
+            "copy in" if job.is_load else "copy out",
+            began_s,
+            began_s + seconds,
+            of=f"job/{job.job_id}" if self._copies_overlap else None,
+            request=job.arena.req_id,
+            chunks=len(job.chunks),
+            bytes=num_bytes,
+        )
+        result = TransferResult(job_id=job.job_id, success=True, transfer_size=num_bytes, transfer_time=seconds)
+        with self._changed:
+            self._done.append((result, job if error is not None and job.is_load else None))
+
+    def _take_failed(self) -> list[Job]:
+        failed, self._failed_loads = self._failed_loads, []
+        return failed
+
+    def _blocks_of_chunks(self, job: Job) -> dict[int, list[tuple[int, int]]]:
+        """Return, for each chunk that can be copied whole, its (block id, place) pairs in place order.
+
+        Raises:
+            TransferMismatchError: vLLM lists other blocks for a load than its chunks have.
+        """
+        positions = [self._position(chunk.group_idx) for chunk in job.chunks]
+        block_ids = [int(block_id) for block_id in job.blocks.block_ids]
+        groups = split_groups(block_ids, job.blocks.group_sizes, job.blocks.block_indices)
+        plan = plan_load if job.is_load else plan_store
+        chunks: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for copy in plan(positions, groups, self._layout.blocks_per_chunk):
+            chunks[copy.chunk].append((copy.block_id, copy.place))
+        return chunks
+
+    def _plan(self, job: Job, arena: ArenaMap) -> tuple[list[ArenaChunk], CopyList]:
+        """Return a job's chunks that can be copied whole, and their copies.
+
+        Raises:
+            TransferMismatchError: See `_blocks_of_chunks`.
+        """
+        blocks = self._blocks_of_chunks(job)
+        chunks = [job.chunks[number] for number in blocks]
+        return chunks, self._copy_lists.of(
+            ChunkBlocks(
+                self._position(chunk.group_idx),
+                arena.row_address(chunk.slot) + self._layout.region_offset,
+                blocks[number],
+            )
+            for number, chunk in zip(blocks, chunks, strict=True)
+        )
+
+    def _position(self, group_idx: int) -> int:
+        return self._layout.group_positions[group_idx]
+
+    def _check_layout(self, spec: ArenaSpec) -> None:
+        useful = self._useful_bytes
+        if spec.useful_bytes != useful or max(useful) > self._layout.rank_bytes:
+            raise ArenaError(
+                f"this worker's KV tensors take {useful} bytes per chunk and group, the engine announced "
+                f"{spec.useful_bytes} in regions of {self._layout.rank_bytes}; kvtier does not know this model's KV "
+                "layout: run without kvtier and report the model"
+            )
+
+    def _map(self, spec: ArenaSpec) -> ArenaMap:
+        """Map a job's arena; the caller owns it.
+
+        Raises:
+            ArenaError: It cannot be mapped, or has other regions than this worker.
+        """
+        arena = ArenaMap(spec.arena_path, spec.arena_id)
+        geometry, layout = arena.geometry, self._layout
+        if geometry.rank_bytes != layout.rank_bytes or geometry.num_ranks <= layout.region:
+            arena.close()
+            raise ArenaError(
+                f"arena {spec.arena_path} has {geometry.num_ranks} regions of {geometry.rank_bytes} bytes, this "
+                f"worker needs region {layout.region} of {layout.rank_bytes}; use one kvtier version"
+            )
+        return arena
+
+    def _stamp(self, arena: ArenaMap, chunk: ArenaChunk) -> None:
+        length = self._useful_bytes[self._position(chunk.group_idx)]
+        arena.stamp(chunk.slot, self._layout.region, chunk.key_tag, chunk.generation, length)
+
+
+def check_generations(arena: ArenaMap, chunks: Iterable[ArenaChunk]) -> None:
+    """Raise ArenaError if a slot was given out again since the scheduler named it."""
+    for chunk in chunks:
+        found = arena.generation(chunk.slot)
+        if found != chunk.generation:
+            raise ArenaError(
+                f"arena slot {chunk.slot} is at generation {found}, expected {chunk.generation}; it was given out again"
+            )
+
+
+def _log_failure(job: Job, error: Exception | None) -> None:
+    kind, req_id = "load" if job.is_load else "store", job.arena.req_id
+    if isinstance(error, KvtierError):
+        logger.warning("kvtier %s failed request=%s: %s", kind, req_id, error)
+    elif error is not None:  # a cache failure never reaches vLLM
+        logger.error("kvtier %s failed request=%s", kind, req_id, exc_info=error)

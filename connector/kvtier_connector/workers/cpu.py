@@ -1,0 +1,112 @@
+"""The worker on vLLM's CPU platform: one thread copies, off the engine's step."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+from typing_extensions import override
+
+from kvtier.client.arena_map import ArenaMap, session_lock
+from kvtier_connector.workers.base import Job, KVTierWorker, check_generations
+from kvtier_connector.workers.host_copies import host_copies
+from kvtier_connector.workers.places import WorkerLayout
+
+
+class KVTierCPUWorker(KVTierWorker):
+    """Copies chunks in one thread, first come first served. See the contract in `kvtier_connector.workers.base`."""
+
+    def __init__(self, layout: WorkerLayout, keepalive: object) -> None:
+        super().__init__(layout, keepalive)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._pending: set[int] = set()  # protected by _changed
+        self._arena: ArenaMap | None = None
+        self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
+        self._thread.start()
+
+    @override
+    def wait(self, job_ids: set[int]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending.isdisjoint(job_ids))
+
+    @override
+    def drain(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+
+    @override
+    def shutdown(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    @override
+    def _submit(self, job: Job) -> None:
+        with self._changed:
+            self._pending.add(job.job_id)
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        self._copy = host_copies()  # compiled while vLLM still starts
+        while (job := self._jobs.get()) is not None:
+            began_s = time.perf_counter()
+            num_bytes, error = self._attempt(job)
+            self._report(job, began_s, time.perf_counter() - began_s, num_bytes, error)
+            with self._changed:
+                self._pending.discard(job.job_id)
+                self._changed.notify_all()
+        self._unmap()
+
+    def _attempt(self, job: Job) -> tuple[int, Exception | None]:
+        """Run a job; return the bytes copied and why it failed."""
+        try:
+            return (self._load(job) if job.is_load else self._store(job)), None
+        except Exception as exc:
+            return 0, exc
+
+    def _load(self, job: Job) -> int:
+        """Copy all chunks of a job into vLLM's blocks; return the bytes.
+
+        Raises:
+            KvtierError: A chunk is not what the scheduler promised; the blocks may hold anything.
+        """
+        with self._opened(job) as arena:
+            chunks, copies = self._plan(job, arena)
+            check_generations(arena, chunks)
+            self._copy(copies.vllm, copies.arena, copies.sizes)
+            check_generations(arena, chunks)
+        return copies.num_bytes
+
+    def _store(self, job: Job) -> int:
+        """Copy chunks into their rows, then stamp each that was copied whole; return the bytes.
+
+        Raises:
+            KvtierError: The job is not what the scheduler promised; nothing was touched.
+        """
+        with self._opened(job) as arena:
+            chunks, copies = self._plan(job, arena)
+            check_generations(arena, chunks)
+            self._copy(copies.arena, copies.vllm, copies.sizes)
+            for chunk in chunks:
+                self._stamp(arena, chunk)
+        return copies.num_bytes
+
+    @contextlib.contextmanager
+    def _opened(self, job: Job) -> Iterator[ArenaMap]:
+        """Yield the job's arena, protected by the session's lock for the length of the block.
+
+        The lock is taken per job, not per session: a job of an ended session finds the file gone and touches nothing,
+        and between jobs the daemon may have the slots of an ended session back at once.
+        """
+        self._check_layout(job.arena)
+        with session_lock(job.arena.lock_path):
+            if self._arena is None or self._arena.arena_id != job.arena.arena_id:
+                # Jobs run one at a time, so nothing uses the old mapping any more.
+                self._unmap()
+                self._arena = self._map(job.arena)
+            yield self._arena
+
+    def _unmap(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None

@@ -1,0 +1,98 @@
+"""The device behind the CUDA worker: vLLM's batched copy on streams of our own, and the runtime's page locks.
+
+Source: `SingleDirectionOffloadingHandler` and `pin_mmap_region` of vLLM 0.32 (v1/kv_offload/cpu/gpu_worker.py): which
+streams wait for which, and what source order is safe. Not proven on a GPU yet.
+"""
+
+from typing import Any
+
+import torch
+from vllm._custom_ops import swap_blocks_batch
+
+from kvtier_connector.workers.copy_list import CopyList, Int64s
+from kvtier_connector.workers.device import PageLockError
+
+
+class CudaTicket:
+    """Two events around a job's copies."""
+
+    def __init__(self, began: Any, ended: Any, keepalive: object) -> None:
+        self._began, self._ended = began, ended
+        self._keepalive = keepalive
+
+    def is_done(self) -> bool:
+        """See `Ticket`."""
+        return bool(self._ended.query())
+
+    def wait(self) -> None:
+        """See `Ticket`."""
+        self._ended.synchronize()
+
+    def seconds(self) -> float:
+        """See `Ticket`."""
+        return float(self._began.elapsed_time(self._ended)) / 1000
+
+
+class CudaCopies:
+    """One stream per direction.
+
+    Both wait for the stream that the model runs on: a store for the KV that it writes, a load for its last use (and
+    zeroing) of the blocks. Never vLLM's Triton kernel, which reads host memory from the device: one row that is not
+    page-locked would end the engine.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stores, self._loads = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def begin(self, copies: CopyList, *, is_load: bool) -> CudaTicket:
+        """See `Copies`."""
+        stream = self._loads if is_load else self._stores
+        source, target = (copies.arena, copies.vllm) if is_load else (copies.vllm, copies.arena)
+        arguments = _tensor(source), _tensor(target), _tensor(copies.sizes)
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(stream):
+                began.record(stream)
+                if len(copies.sizes):
+                    # Nobody writes a row that a load reads, so its bytes may be fetched before the stream's turn. What
+                    # a store reads is being written until then.
+                    swap_blocks_batch(*arguments, is_src_access_order_any=is_load)
+                ended.record(stream)
+        except Exception:
+            stream.synchronize()  # some of the copies may be under way
+            raise
+        return CudaTicket(began, ended, arguments)
+
+
+class CudaHostMemory:
+    """cudaHostRegister of torch's runtime.
+
+    The runtime keeps the last error per thread, and torch raises it at the next launch there: one more reason to lock
+    in a thread that launches nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def enter_thread(self) -> None:
+        """See `HostMemory`: else the thread would make a context on the first device."""
+        torch.cuda.set_device(self._device)
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """See `HostMemory`."""
+        _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+
+    def unlock(self, address: int) -> None:
+        """See `HostMemory`."""
+        _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def _tensor(column: Int64s) -> torch.Tensor:
+    return torch.from_numpy(column)
+
+
+def _check(call: str, code: Any) -> None:
+    if int(code) != 0:
+        raise PageLockError(f"{call} fails with {int(code)}: {torch.cuda.cudart().cudaGetErrorString(code)}")

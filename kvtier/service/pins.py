@@ -1,0 +1,246 @@
+"""The operators' side: pins from their promise to its end, what is dropped on command, and how each prompt stands."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from kvtier.errors import LedgerError, PromptPinnedError
+from kvtier.ledger import BindingRow, PromptRow
+from kvtier.obs.log import log_event
+from kvtier.service.changes import Changes
+from kvtier.service.evicting import Evicted, EvictTier, evict_chunks
+from kvtier.service.pin_watch import PinWatch
+from kvtier.service.prompts import PinWish, PromptBook, check_quota
+from kvtier.service.stores import Stores
+from kvtier.service.views import (
+    EvictionView,
+    PromptState,
+    PromptView,
+    durability_of,
+    state_of,
+    view_binding,
+    view_prompt,
+)
+
+if TYPE_CHECKING:
+    from kvtier.service.namespace import Namespace
+    from kvtier.service.session import Session
+
+logger = logging.getLogger(__name__)
+
+_EXPIRY_POLL_S = 1.0
+
+
+class Pins:
+    """Carries out what operators ask. Loop thread only.
+
+    Args:
+        stores: Ledger, configuration and timings.
+        prompts: All prompts; the cache's own, which change.
+        namespaces: By id; the cache's own, which change.
+        live_sessions: Returns the engines attached now.
+        changes: The changes of the whole cache.
+        verified: Set once nothing of a dead daemon's memory comes to be served any more; no eviction runs before.
+
+    Attributes:
+        watch: How far each pin is durable, known ahead.
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        prompts: PromptBook,
+        namespaces: Mapping[str, "Namespace"],
+        live_sessions: Callable[[], Sequence["Session"]],
+        changes: Changes,
+        verified: asyncio.Event,
+    ) -> None:
+        self.watch = PinWatch(prompts, self.state_of, stores.timings.durable)
+        self._stores = stores
+        self._prompts = prompts
+        self._namespaces = namespaces
+        self._live_sessions = live_sessions
+        self._changes = changes
+        self._verified = verified
+
+    async def pin(self, wish: PinWish) -> PromptView:
+        """Make a prompt a pinned one; durable on return.
+
+        Raises:
+            PromptExistsError: The name is taken.
+            QuotaExceededError: It would not fit on disk.
+        """
+        await self._changes.to_end("pin", self._pin(wish))
+        return self.view(wish.name)
+
+    async def _pin(self, wish: PinWish) -> None:
+        async with self._changes.lock:
+            prompt, old = self._prompts.draft(wish, time.time())
+            check_quota(self._prompts, self._namespaces, prompt, self._stores.config.disk.disk_bytes)
+            await self._stores.in_ledger(self._stores.ledger.put_prompt, prompt)
+            self.take_in(prompt, old)
+        log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
+
+    def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
+        """A pin is in the ledger, in place of `old`: make memory follow, and tell engines."""
+        if old is not None and old.pin_id != prompt.pin_id:
+            self._let_go(old)
+        elif old is not None and not old.pinned:
+            self._count_pins(prompt, pinned=True)
+        self._prompts.put(prompt)
+        self.watch.pinned(prompt.pin_id)
+        if old != prompt:
+            self._announce(prompt)
+
+    async def unpin(self, name: str) -> PromptView:
+        """End the promise; the chunks stay as evictable cache.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+        """
+        await self._changes.to_end("unpin", self._unpin_named(name))
+        return self.view(name)
+
+    async def _unpin_named(self, name: str) -> None:
+        async with self._changes.lock:
+            await self._unpin(self._prompts.get(name))
+
+    async def _unpin(self, prompt: PromptRow) -> None:
+        if prompt.pinned:
+            unpinned = replace(prompt, pinned=False, expires_unix_s=0.0, priority=0)
+            await self._stores.in_ledger(self._stores.ledger.put_prompt, unpinned)
+            self._prompts.put(unpinned)
+            self._count_pins(unpinned, pinned=False)
+            self._announce(unpinned)
+            self._retry_refused()
+            log_event(logger, "pin_ended", name=prompt.name)
+
+    def _retry_refused(self) -> None:
+        """What the disk quota refused may fit now."""
+        for namespace in self._namespaces.values():
+            namespace.spiller.retry_refused()
+
+    async def expire(self) -> None:
+        """End pins whose time is over, for ever."""
+        while True:
+            await asyncio.sleep(_EXPIRY_POLL_S)
+            await self._end_expired()
+
+    async def _end_expired(self) -> None:
+        for prompt in self._prompts.expired(time.time()):
+            async with self._changes.lock:
+                if self._prompts.by_pin_id(prompt.pin_id) == prompt:
+                    await self._try_to_unpin(prompt)
+
+    async def _try_to_unpin(self, prompt: PromptRow) -> None:
+        try:
+            await self._unpin(prompt)
+        except LedgerError as error:  # the next turn tries again
+            log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
+
+    async def evict(self, name: str, *, force: bool, tier: EvictTier = EvictTier.ANY) -> EvictionView:
+        """Drop a prompt's chunks from the tier, except what other pinned prompts share.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+            PromptPinnedError: It is pinned, its chunks would leave the last tier, and `force` is not set.
+            LedgerError: The ledger refused.
+        """
+        return await self._changes.to_end("evict", self._evict(name, force=force, tier=tier))
+
+    async def _evict(self, name: str, *, force: bool, tier: EvictTier) -> EvictionView:
+        await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
+        done = Evicted()
+        async with self._changes.lock:
+            prompt = self._prompts.get(name)
+            if prompt.pinned and not force and tier is not EvictTier.HOST:
+                raise PromptPinnedError(name)
+            for row in self._prompts.bindings_of(prompt.pin_id):
+                namespace = self._namespaces.get(row.namespace_id)
+                if namespace is None:  # ephemeral, and ended while the one before was dealt with
+                    continue
+                chunks = [chunk for key in row.keys if (chunk := namespace.table.get(key)) is not None and chunk.held]
+                dropped = [chunk.key for chunk in chunks if chunk.num_pins <= prompt.pinned]
+                done.num_shared_chunks += len(chunks) - len(dropped)
+                await evict_chunks(namespace, dropped, tier, done)
+            if not prompt.pinned and tier is EvictTier.ANY:
+                await self._forget_prompt(prompt)
+            self._retry_refused()
+        log_event(logger, "prompt_evicted", name=name, tier=tier.name, chunks=done.num_chunks, forced=force)
+        return EvictionView(**asdict(done))
+
+    async def evict_all(self, *, force: bool, tier: EvictTier = EvictTier.ANY) -> EvictionView:
+        """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too.
+
+        Raises:
+            LedgerError: The ledger refused; what was dropped until then stays dropped.
+        """
+        return await self._changes.to_end("evict", self._evict_all(force=force, tier=tier))
+
+    async def _evict_all(self, *, force: bool, tier: EvictTier) -> EvictionView:
+        await self._verified.wait()  # see _evict
+        done = Evicted()
+        async with self._changes.lock:
+            for namespace in list(self._namespaces.values()):
+                chunks = [chunk for chunk in namespace.table if chunk.held]
+                dropped = [chunk.key for chunk in chunks if force or not chunk.num_pins]
+                done.num_shared_chunks += len(chunks) - len(dropped)
+                await evict_chunks(namespace, dropped, tier, done)
+            if tier is EvictTier.ANY:
+                for prompt in [prompt for prompt in self._prompts if not prompt.pinned]:
+                    await self._forget_prompt(prompt)
+            self._retry_refused()
+        log_event(logger, "all_evicted", tier=tier.name, chunks=done.num_chunks, forced=force)
+        return EvictionView(**asdict(done))
+
+    async def _forget_prompt(self, prompt: PromptRow) -> None:
+        await self._stores.in_ledger(self._stores.ledger.delete_prompt, prompt.name)
+        self._let_go(prompt)
+
+    def view(self, name: str) -> PromptView:
+        """Return a prompt's status.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+        """
+        prompt = self._prompts.get(name)
+        bindings = [view_binding(namespace, row) for namespace, row in self._bound(prompt)]
+        return view_prompt(prompt, bindings, self._live_sessions())
+
+    def state_of(self, prompt: PromptRow) -> PromptState:
+        """Return a prompt's state alone; quicker than `view`."""
+        serving = [session for session in self._live_sessions() if session.serves(prompt)]
+        return state_of(prompt, [durability_of(namespace, row) for namespace, row in self._bound(prompt)], serving)
+
+    def _bound(self, prompt: PromptRow) -> list[tuple["Namespace", BindingRow]]:
+        """Return a prompt's bindings, that in the namespace used last at the end."""
+        rows = self._prompts.bindings_of(prompt.pin_id)
+        bound = [(self._namespaces[row.namespace_id], row) for row in rows if row.namespace_id in self._namespaces]
+        return sorted(bound, key=lambda each: each[0].row.seen_unix_s)
+
+    def _let_go(self, prompt: PromptRow) -> None:
+        """A prompt's row is gone from the ledger: forget it, and tell engines."""
+        if prompt.pinned:
+            self._count_pins(prompt, pinned=False)
+        self._prompts.forget(prompt)
+        for session in self._live_sessions():
+            session.bound.discard(prompt.pin_id)
+            session.bind_errors.pop(prompt.pin_id, None)
+            session.peer.pin_removed(prompt.pin_id)
+
+    def _count_pins(self, prompt: PromptRow, *, pinned: bool) -> None:
+        for row in self._prompts.bindings_of(prompt.pin_id):
+            namespace = self._namespaces[row.namespace_id]
+            if pinned:
+                namespace.table.pin(row.keys)
+                namespace.spiller.add(row.keys)  # what lost its place on disk while it was not pinned
+            else:
+                namespace.table.unpin(row.keys)
+
+    def _announce(self, prompt: PromptRow) -> None:
+        for session in self._live_sessions():
+            if session.serves(prompt):
+                session.peer.pin_added(prompt)

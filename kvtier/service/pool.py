@@ -1,0 +1,54 @@
+"""Threads for calls that block."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads for one kind of call: it never queues behind one of another kind.
+
+    Attributes:
+        name: Of the kind.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        super().__init__(num_threads, thread_name_prefix=f"kvtier-{name}")
+        self.name = name
+        self._is_given_up = False
+        self._calls: set[Future[Any]] = set()  # taken from in the threads: each step is atomic
+
+    @property
+    def is_busy(self) -> bool:
+        """A call is running."""
+        return any(call.running() for call in list(self._calls))
+
+    def give_up(self) -> None:
+        """From now on who is cancelled does not wait: the process ends without its calls."""
+        self._is_given_up = True
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call whose caller does not wait for it, or not always; see `Executor.submit`."""
+        call = super().submit(fn, *args, **kwargs)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a call. A caller that is cancelled waits for a call that has begun, unless all are given up.
+
+        A thread cannot be cancelled: it would go on with an arena that its namespace has closed meanwhile.
+        """
+        running = self.submit(call)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            while not running.done() and not self._is_given_up:
+                with suppress(Exception, asyncio.CancelledError):  # cancelled again it waits too
+                    await asyncio.wrap_future(running)
+            raise
