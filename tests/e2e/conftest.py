@@ -17,6 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare our markers; make SIGTERM end a run as Ctrl-C does, with every fixture's clean-up."""
     config.addinivalue_line("markers", "timed: measures time, so it must not run beside another engine")
     config.addinivalue_line("markers", "models: of a rare kind; `make test-models` runs it")
+    config.addinivalue_line("markers", "restarts: starts a vLLM again and again; `make test-restarts` runs it")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -25,7 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.timeout(420))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(420))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

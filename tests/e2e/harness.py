@@ -16,7 +16,7 @@ from typing import Any
 import openai
 
 from benchmarks.processes import CliResult, Daemon, Engine, EngineOptions, run_cli, wait_until
-from kvtier._pb.cache_pb2 import PromptStatus
+from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.admin import AdminClient
 
 Tokens = list[int]
@@ -30,6 +30,8 @@ NUM_TAIL_TOKENS = 10
 # 0.25 s, and a promotion from disk longer than computing a small model's prompt. Both make a miss, rightly, but not the
 # one that a test is about.
 PATIENT = {"lookup_timeout_ms": 10_000, "prefill_tokens_per_s": 20}
+# For tests that flood vLLM until it has evicted a pinned prompt: by default it would keep it.
+EVICTING = PATIENT | {"gpu_pin": "off"}
 TIERS = ("host", "disk")
 
 
@@ -217,10 +219,14 @@ class Stack:
         """Return a client of the daemon; for polling, where starting the CLI takes too long."""
         return AdminClient(self.daemon.socket)
 
+    def status(self) -> DaemonStatus:
+        """Return the daemon's status."""
+        with self.admin() as client:
+            return client.status()
+
     def counters(self) -> dict[str, int]:
         """Return the daemon's counters."""
-        with self.admin() as client:
-            return dict(client.status().counters)
+        return dict(self.status().counters)
 
     def wait_durable(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait until a prompt is durable."""
@@ -233,8 +239,7 @@ class Stack:
         return wait_s + wait_until(self._is_bound, timeout_s, f"the engine to bind the pins\n{engine.log_tail()}")
 
     def _has_session(self) -> bool:
-        with self.admin() as client:
-            return any(not session.quarantined for session in client.status().sessions)
+        return any(not session.quarantined for session in self.status().sessions)
 
     def _is_bound(self) -> bool:
         with self.admin() as client:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.models import TINY, cached_model
 from benchmarks.processes import Engine, EngineOptions
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import EVICTING, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens
 
 BLOCK_TOKENS, BLOCKS_PER_CHUNK = 32, 4
 CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
@@ -42,7 +42,7 @@ def world() -> Iterator[World]:
         model=str(cached_model("tiny", TINY)),
         block_size=BLOCK_TOKENS,
         max_batched_tokens=192,
-        connector_config=PATIENT | {"blocks_per_chunk": BLOCKS_PER_CHUNK},
+        connector_config=EVICTING | {"blocks_per_chunk": BLOCKS_PER_CHUNK},
     )
     with running_stack(options) as stack, ExitStack() as engines:
         yield World(stack, engines, engines.enter_context(stack.engine()))

@@ -5,7 +5,6 @@ The tests run in order, on one engine.
 
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from benchmarks.processes import Engine, EngineOptions
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import Answer, Stack, ask, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.traffic import Client
 
 pytestmark = pytest.mark.timed
 
@@ -118,23 +118,11 @@ def test_stopped_daemon(world: World, compare: Comparisons, note: Note) -> None:
 
 
 def test_daemon_killed_again_and_again_under_load(world: World, compare: Comparisons, note: Note) -> None:
-    """Whatever a kill -9 hits, a store, a load or a lookup: every request is answered, and nothing durable is lost."""
+    """Whatever a kill -9 hits, a store, a load or a lookup: every request is answered right, nothing durable lost."""
     world.ensure_daemon()
     stack, engine = world.stack, world.engine
-    stored = stack.stored_checksums()
-    stop, answers, errors = threading.Event(), list[Answer](), list[BaseException]()
-
-    def load() -> None:
-        try:
-            while not stop.is_set():
-                forget_gpu(engine)
-                answers.append(ask(engine, PREFIX + tokens(next(world.questions), 20), max_tokens=4))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=load)
-    thread.start()
-    try:
+    stored, client = stack.stored_checksums(), Client(engine, PREFIX, QUESTION)
+    with client.asking() as answers:
         for round_ in range(4):
             # Something to store at the moment of the kill.
             stack.cli("evict", "small", "--force")
@@ -143,13 +131,7 @@ def test_daemon_killed_again_and_again_under_load(world: World, compare: Compari
             time.sleep(0.2 * round_)
             stack.daemon.start()
             stack.wait_attached(engine)
-    finally:
-        stop.set()
-        thread.join()
-    assert not errors, errors
-    restored = sum(answer.restored_tokens > 0 for answer in answers)
-    note(f"{len(answers)} requests through 4 kills, {restored} of them restored, none failed")
-    assert len(answers) > 0
+    note(f"through 4 kills {client.summary(answers)}")
     after = stack.stored_checksums()
     assert len(after) >= len(PREFIX) // engine.options.block_size
     compare.same_bytes({key: value for key, value in stored.items() if key in after}, after)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.models import TINY, cached_model
 from benchmarks.processes import EngineOptions, wait_until
-from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
+from kvtier._pb.cache_pb2 import PromptStatus
 from tests.e2e.conftest import Note
 from tests.e2e.harness import Stack, ask, forget_gpu, running_stack, tokens
 from tests.e2e.small_mounts import SmallMounts, may_mount, small_mounts
@@ -41,11 +41,6 @@ class World:
     client: Client
     mounts: SmallMounts | None
     attach_s: float
-
-    def status(self) -> DaemonStatus:
-        """Return the daemon's status."""
-        with self.stack.admin() as client:
-            return client.status()
 
     def start_with_rows(self, num_rows: int) -> None:
         """Start the daemon with host memory for so many chunks, and wait for the engine."""
@@ -118,7 +113,7 @@ def world() -> Iterator[World]:
 def test_started_together(world: World, note: Note) -> None:
     """Neither waits for the other."""
     note(f"attached {world.attach_s:.2f} s after vLLM's first /health")
-    assert world.status().namespaces[0].row_bytes == world.row_bytes
+    assert world.stack.status().namespaces[0].row_bytes == world.row_bytes
     world.stack.pin("prompt", PREFIX, world.client.engine)
     note(f"computed in {world.client.references[0].seconds:.2f} s; restored after {world.client.resume_s():.2f} s")
 
@@ -148,7 +143,7 @@ def test_another_host_bytes(world: World, note: Note, end: str) -> None:
             world.start_with_rows(num_rows)
             time.sleep(SECONDS)
         note(f"{num_rows} rows: {client.summary(answers)}")
-        host = world.status().host
+        host = world.stack.status().host
         assert host.used_bytes <= host.limit_bytes == num_rows * world.row_bytes
     note(f"hits again after {client.resume_s():.2f} s")
 
@@ -163,7 +158,7 @@ def test_pins_larger_than_host_memory(world: World, note: Note) -> None:
     with client.asking() as answers:
         time.sleep(SECONDS)
     note(f"the second prompt durable after {captured_s:.2f} s; {client.summary(answers)}")
-    host = world.status().host
+    host = world.stack.status().host
     assert host.used_bytes <= host.limit_bytes
     world.forget("other")
     daemon.stop()

@@ -41,15 +41,17 @@ def world() -> Iterator[World]:
         yield World(stack, engine)
 
 
-def settled(stack: Stack) -> None:
-    """Wait until everything in host memory is on disk too: stores are committed and written in the background."""
+def forget_when_written(world: World, num_tokens: int) -> None:
+    """Empty vLLM's own cache once so many tokens are on disk too: they are stored and written after the answer."""
+    forget_gpu(world.engine)  # returns when vLLM stores nothing any more
+    num_chunks = num_tokens // world.engine.options.block_size
 
     def all_written() -> bool:
-        with stack.admin() as client:
-            status = client.status()
-        return 0 < status.host.num_chunks <= status.disk.num_chunks and not status.counters["spill_queue_bytes"]
+        status = world.stack.status()
+        is_written = status.host.num_chunks <= status.disk.num_chunks and not status.counters["spill_queue_bytes"]
+        return is_written and status.disk.num_chunks >= num_chunks
 
-    wait_until(all_written, 30, "chunks to be written")
+    wait_until(all_written, 30, f"{num_chunks} chunks to be written")
 
 
 def reference_of(world: World, prefix: Tokens, question: Tokens) -> Answer:
@@ -68,8 +70,7 @@ def test_each_turn_of_a_chat_restores_its_history(world: World, compare: Compari
     references = {turn: reference_of(world, history(turn), TURNS[turn]) for turn in range(1, len(TURNS))}
     assert ask(engine, history(1), max_tokens=1).cached_tokens == 0
     for turn, reference in references.items():
-        settled(stack)
-        forget_gpu(engine)
+        forget_when_written(world, len(history(turn)))
         compare.restored_equals_own_hit(ask(engine, history(turn) + TURNS[turn]), reference, "host")
     note(f"{len(history(len(TURNS) - 1))} tokens of history restored without a pin")
 
@@ -95,12 +96,11 @@ def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comp
     stack, engine = world.stack, world.engine
     reference = reference_of(world, history(3), SHORT)
     ask(engine, history(3), max_tokens=1)
-    settled(stack)
+    forget_when_written(world, len(history(3)))
     stack.daemon.kill()
     stack.daemon.lose_memory()
     stack.daemon.start()
     stack.wait_attached(engine)
-    forget_gpu(engine)
     compare.restored_equals_own_hit(ask(engine, history(3) + SHORT), reference, "disk")
     forget_gpu(engine)  # returns when vLLM stores nothing any more
     assert stack.counters()["stores_committed"] <= len(SHORT) // engine.options.block_size

@@ -18,7 +18,7 @@ from benchmarks.models import TINY, ModelSpec, make_model
 from benchmarks.processes import Engine, EngineOptions, wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import EVICTING, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens
 from tests.e2e.traffic import Client
 
 PREFIX_TOKENS = 640
@@ -41,7 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A pinned prompt, stored by an engine that is gone."""
     model = tmp_path_factory.mktemp("model")
     make_model(model, TINY)
-    with running_stack(EngineOptions(model=str(model), connector_config=PATIENT)) as stack:
+    with running_stack(EngineOptions(model=str(model), connector_config=EVICTING)) as stack:
         with stack.engine() as engine:
             reference = own_hit(engine, PREFIX, QUESTION)
             stack.pin("prompt", PREFIX, engine)

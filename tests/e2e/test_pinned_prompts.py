@@ -18,7 +18,7 @@ from benchmarks.processes import Engine, EngineOptions, wait_until
 from benchmarks.prompts import system_prompt
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, ask_all, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import EVICTING, Answer, Stack, ask, ask_all, flood, forget_gpu, own_hit, running_stack, tokens
 from tests.fakes.promql import expressions, used_in
 
 PREFIX_TOKENS = 640
@@ -57,7 +57,7 @@ class World:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """Pin by token ids before there is an engine, then start one."""
-    options = EngineOptions(model=str(cached_model("tiny", TINY)), max_batched_tokens=256, connector_config=PATIENT)
+    options = EngineOptions(model=str(cached_model("tiny", TINY)), max_batched_tokens=256, connector_config=EVICTING)
     with running_stack(options) as stack, ExitStack() as engines:
         stack.pin("early", EARLY)
         assert stack.json("show", "early")["state"] == "WAITING"
@@ -159,6 +159,39 @@ def test_system_prompt_with_tools(world: World, note: Note) -> None:
     assert covered_tokens > 0.8 * completion.usage.prompt_tokens
     stack.cli("unpin", "chat")
     stack.cli("evict", "chat")
+
+
+def test_chat_template_kwargs(world: World, note: Note) -> None:
+    """Chats with `enable_thinking` false begin with other tokens: pinned with it, and rendered again, they hit."""
+    stack, engine = world.stack, world.engine
+    system, kwargs = system_prompt(1)[:1500], {"enable_thinking": False}
+    (stack.home / "system.md").write_text(system)
+    files = ("--system", str(stack.home / "system.md"), "--chat-template-kwargs", json.dumps(kwargs))
+    stack.cli("pin", "brief", *files, "--url", engine.url)
+    shown = stack.json("show", "brief")
+    stack.cli("pin", "brief", "--url", engine.url)
+    assert stack.json("show", "brief")["tokens_digest"] == shown["tokens_digest"]
+    assert f"chat_template_kwargs {json.dumps(kwargs)}" in stack.cli("show", "brief").stdout
+    covered_tokens = shown["bindings"][0]["covered_tokens"]
+    cached = [_chat_cached_tokens(engine, system, each) for each in (kwargs, {}, {"enable_thinking": True})]
+    note(f"{covered_tokens} tokens restored with the pinned kwargs, {cached[1:]} without and with others")
+    assert cached == [covered_tokens, 0, 0]
+    stack.cli("unpin", "brief")
+    stack.cli("evict", "brief")
+
+
+def _chat_cached_tokens(engine: Engine, system: str, kwargs: dict[str, bool]) -> int:
+    forget_gpu(engine)
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0) as client:
+        completion = client.chat.completions.create(
+            model="model",
+            messages=[{"role": "system", "content": system}, {"role": "user", "content": "Where is my order?"}],
+            max_tokens=4,
+            extra_body={"chat_template_kwargs": kwargs},
+        )
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens_details is not None
+    return completion.usage.prompt_tokens_details.cached_tokens or 0
 
 
 def test_several_requests_share_the_prefix_at_once(world: World, compare: Comparisons) -> None:

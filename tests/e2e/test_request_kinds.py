@@ -56,6 +56,14 @@ class World:
     references: dict[int, Answer]
     computed: dict[str, Completion]
 
+    def wait_attached(self) -> None:
+        """Wait until the engine's session is up and has slots for all of the prompt: one request stores it whole."""
+        self.stack.wait_attached(self.engine)
+        wait_until(lambda: self._num_credits() > NUM_BLOCKS, 20, "the session's store credits")
+
+    def _num_credits(self) -> int:
+        return sum(row.num_store_grants for row in self.stack.status().sessions if not row.quarantined)
+
     def restored(self, num_tokens: int = PREFIX_TOKENS) -> Answer:
         """Ask after a prefix that vLLM has forgotten."""
         forget_gpu(self.engine)
@@ -237,7 +245,7 @@ def test_reset_with_kvtier(world: World, compare: Comparisons) -> None:
     for _ in range(3):
         for _ in range(2):
             forget_gpu(world.engine, reset_external=True)
-        world.stack.wait_attached(world.engine)
+        world.wait_attached()
         assert ask(world.engine, PREFIX + QUESTION, max_tokens=1).cached_tokens == 0
     compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 
@@ -254,7 +262,7 @@ def test_weights_loaded_in_place(world: World) -> None:
     make_model(world.model, OTHER_WEIGHTS)
     world.engine.http.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
     forget_gpu(world.engine, reset_external=True)
-    world.stack.wait_attached(world.engine)
+    world.wait_attached()
     answer = ask(world.engine, PREFIX + QUESTION)
     assert answer.cached_tokens == 0
     assert answer.logprobs != world.references[PREFIX_TOKENS].logprobs
@@ -262,7 +270,7 @@ def test_weights_loaded_in_place(world: World) -> None:
 
 def _check_kept_anew(world: World, compare: Comparisons) -> None:
     """Check that the prompt is a miss once, and then restored right from what this computed."""
-    world.stack.wait_attached(world.engine)
+    world.wait_attached()
     assert ask(world.engine, PREFIX + QUESTION, max_tokens=1).cached_tokens == 0
     compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 

@@ -13,7 +13,7 @@ from tests.fakes.chunks import key_of, layout_of, soft
 LAYOUT = layout_of(useful_bytes=1000)
 
 
-def bundle_bytes(*, codec: str = "zstd", recipe_json: str = "") -> bytes:
+def bundle_bytes(*, codec: str = "zstd", recipe_json: str = "", priority: int = 0) -> bytes:
     """Return a bundle of three chunks."""
     chunks, data = [], b""
     for number in range(3):
@@ -38,6 +38,7 @@ def bundle_bytes(*, codec: str = "zstd", recipe_json: str = "") -> bytes:
         lora_path="",
         cache_salt="",
         recipe_json=recipe_json,
+        priority=priority,
     )
     bundle = Bundle(
         prompt=prompt,

@@ -4,6 +4,7 @@ It records what the engine says, answers Acquire from `held`, believes stamps li
 be silent, to refuse, or to die.
 """
 
+import fcntl
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +30,18 @@ def write_arena(path: Path, geometry: ArenaGeometry) -> None:
 
 def set_generation(path: Path, geometry: ArenaGeometry, slot: int, generation: int) -> None:
     """Give a slot out again, as the daemon would."""
+    _set_word(path, geometry.generation_word(slot), generation)
+
+
+def set_backing(path: Path, geometry: ArenaGeometry, slot: int, number: int) -> None:
+    """Say that a row has got pages (odd), or lost them, as the daemon would."""
+    _set_word(path, geometry.backed_word(slot), number)
+
+
+def _set_word(path: Path, word: int, value: int) -> None:
     with path.open("r+b") as file:
-        file.seek(HEADER_BYTES + geometry.generation_word(slot) * WORD_BYTES)
-        file.write(generation.to_bytes(8, "little"))
+        file.seek(HEADER_BYTES + word * WORD_BYTES)
+        file.write(value.to_bytes(8, "little"))
 
 
 class FakeSession:
@@ -181,3 +191,13 @@ class FakeDaemon(engine_pb2_grpc.EngineServiceServicer):
         stamps = [arena.stamp_of(store.slot.slot, rank) for rank in range(self.geometry.num_ranks)]
         expected = (key_tag_of(store.key), store.slot.generation)
         return all((stamp.key_tag, stamp.generation) == expected for stamp in stamps)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether somebody holds a session's lock."""
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -19,6 +19,7 @@ from unittest import mock
 
 import kvtier.service.adoption
 import kvtier.service.cache
+import kvtier.service.pins
 import kvtier.service.session
 import kvtier.service.spiller
 from kvtier.config import DaemonConfig
@@ -117,9 +118,10 @@ class LivingService:
     def _patch(self) -> None:
         """No loop of the service turns by itself; what waits for a while waits shortly."""
         for module, name, value in (
-            (kvtier.service.cache, "_EXPIRY_POLL_S", 1e6),
+            (kvtier.service.pins, "_EXPIRY_POLL_S", 1e6),
             (kvtier.service.cache, "_ROOM_POLL_S", 1e6),
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
+            (kvtier.service.pins, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.service.session, "_LOCK_POLL_S", 0.001),
             (kvtier.service.adoption, "_LOCK_POLL_S", 0.001),
             (kvtier.service.spiller, "_RETRY_S", 0.001),
@@ -168,7 +170,8 @@ class LivingService:
         """Nothing is going on but what goes on for ever, or waits for an engine's processes."""
         cache = self.cache
         going_on = [task.get_name() for task in cache._tasks._tasks]
-        waiting = ("expiry", "room", "probe", "pin-watch", "loop-lag", *(["adoption"] if self.orphans else []))
+        waiting = {"expiry", "room", "spare-rows", "probe", "pin-watch", "loop-lag"}
+        waiting |= {"adoption"} if self.orphans else set()
         return (
             not self.doing
             and (cache._verified.is_set())

@@ -107,7 +107,7 @@ class Rig:
         """Attach an engine."""
         peer = ListPeer()
         self._num_sessions += 1
-        return await self.cache.attach(_hello(f"engine-{self._num_sessions}"), peer), peer
+        return await self.cache.attach(hello_of(f"engine-{self._num_sessions}"), peer), peer
 
     def chunk(self, number: int) -> Chunk[StoredChunk]:
         """Return a chunk that is known."""
@@ -181,7 +181,7 @@ async def rig(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
     config = config_in(folder, **settings)
     cache = Cache(config, Stores.create(config, tier, Ledger.open(folder / "disk" / "ledger.sqlite")))
     try:
-        session = await cache.attach(_hello("first"), ListPeer())
+        session = await cache.attach(hello_of("first"), ListPeer())
         yield Rig(cache, tier, session.namespace)
     finally:
         await cache.close()
@@ -209,13 +209,14 @@ def _payload(number: int) -> ChunkPayload:
     return ChunkPayload(key=chunk_key(number), segments=segments, checksum=checksum_of(segments))
 
 
-def _hello(engine_id: str, layout: KVLayout = ONE_GROUP) -> EngineHello:
+def hello_of(engine_id: str, layout: KVLayout = ONE_GROUP, weights: str = "1") -> EngineHello:
+    """Return the Hello of an engine of the one namespace, or with other weights of another."""
     return EngineHello(
         engine_id=engine_id,
         pid=1,
         vllm_version="0",
         model_names=("model",),
-        fingerprint={"weights": "1"},
+        fingerprint={"weights": weights},
         layout=layout,
         store_credits=1,
         ephemeral=False,

@@ -34,15 +34,16 @@ def config_in(
     *,
     host_bytes: int = 1 << 20,
     disk_bytes: int = 1 << 30,
+    spare_bytes: int = 0,
     store: StoreMode = "pinned",
     **disk: Any,
 ) -> DaemonConfig:
-    """A small daemon whose files are all under `folder`."""
+    """A small daemon whose files are all under `folder`, without spare rows unless asked for."""
     for name in ("arena", "disk"):
         (folder / name).mkdir(exist_ok=True)
     return DaemonConfig(
         server=ServerConfig(socket=folder / "d.sock", drain_timeout_s=5),
-        host=HostConfig(arena_dir=folder / "arena", host_bytes=host_bytes, prewarm=False),
+        host=HostConfig(arena_dir=folder / "arena", host_bytes=host_bytes, spare_bytes=spare_bytes, prewarm=False),
         disk=DiskConfig(disk_dir=folder / "disk", disk_bytes=disk_bytes, pack_linger_s=0.01, **disk),
         cache=CacheConfig(store=store),
         metrics=MetricsConfig(listen=OFF),

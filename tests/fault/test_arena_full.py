@@ -1,32 +1,14 @@
 """Memory runs out while an arena is made or grows: no slot is ever given out unbacked, nothing is left behind."""
 
 import errno
-import os
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ArenaError, ArenaFullError
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.pages import PageOps
 from tests.fakes.chunks import layout_of
-
-
-class LimitedPages(PageOps):
-    """Fails once `room_bytes` are used up."""
-
-    def __init__(self, room_bytes: int, number: int = errno.ENOSPC) -> None:
-        self.room_bytes, self.number = room_bytes, number
-
-    def allocate(self, fd: int, offset: int, length: int) -> None:
-        if length > self.room_bytes:
-            raise OSError(self.number, os.strerror(self.number))
-        self.room_bytes -= length
-        super().allocate(fd, offset, length)
-
-    def punch(self, fd: int, offset: int, length: int) -> None:
-        self.room_bytes += length
-        super().punch(fd, offset, length)
+from tests.fakes.limited_pages import LimitedPages
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EDQUOT])

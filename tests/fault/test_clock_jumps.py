@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvtier.service.cache
+import kvtier.service.pins
 from kvtier._pb import cache_pb2
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import Stub, evict, make_durable, pin, prompt_of, status_of, until
@@ -30,7 +31,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "time", clock)
-    monkeypatch.setattr(kvtier.service.cache, "_EXPIRY_POLL_S", 0.01)
+    monkeypatch.setattr(kvtier.service.pins, "_EXPIRY_POLL_S", 0.01)
     monkeypatch.setattr(kvtier.service.cache, "_ROOM_POLL_S", 0.01)
     return clock
 

@@ -13,6 +13,8 @@ import pytest
 
 from kvtier.client.probe import socket_problem
 from kvtier.config import DaemonConfig
+from kvtier.rpc.server import serve
+from kvtier.service.cache import Cache
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import make_durable, status_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
@@ -67,3 +69,23 @@ def test_the_daemon_starts_anew_and_serves_what_is_durable(
             await assert_clean_online(stub)
 
     asyncio.run(scenario())
+
+
+def test_a_signal_during_the_drain_of_such_a_restart_ends_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost: the daemon drained, started anew, and served until somebody signalled again."""
+    config = config_in(tmp_path)
+    close = Cache.close
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+
+        async def signalled(cache: Cache) -> None:
+            stop.set()
+            await close(cache)
+
+        monkeypatch.setattr(Cache, "close", signalled)
+        assert await serve(config, stop=stop, ready=lambda: remove_socket(config)) is None
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

@@ -3,39 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import Stub, make_durable, status_of, until
+from tests.fakes.process_facts import Held, held
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
 from tests.fault.chaos import daemon
 
 NUM_RESTARTS = 50
 NUM_COMPARED = 10
 NUM_POOL_THREADS = 10
-
-
-class Held(NamedTuple):
-    """What a process holds, in numbers."""
-
-    num_fds: int
-    num_threads: int
-    num_maps: int
-    num_files: int
-
-
-def held(pid: int, arena_dir: Path) -> Held:
-    """Look into /proc, and at the files that engines share with the daemon."""
-    process = Path(f"/proc/{pid}")
-    return Held(
-        num_fds=len(list(process.joinpath("fd").iterdir())),
-        num_threads=len(list(process.joinpath("task").iterdir())),
-        num_maps=process.joinpath("maps").read_text().count(str(arena_dir)),
-        num_files=len(list(arena_dir.iterdir())),
-    )
 
 
 def check_for_leaks(found: Sequence[Held]) -> None:

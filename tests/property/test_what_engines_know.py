@@ -94,8 +94,8 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         cache, tier, namespace = self.rig.cache, self.rig.tier, self.rig.namespace
         drops: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             "nothing": lambda: asyncio.sleep(0),
-            "evict": lambda: cache.evict_all(force=True),
-            "disk": lambda: cache.evict_all(force=True, tier=EvictTier.DISK),
+            "evict": lambda: cache.pins.evict_all(force=True),
+            "disk": lambda: cache.pins.evict_all(force=True, tier=EvictTier.DISK),
             "cheapest": lambda: namespace.drop_cheapest(12_000),
         }
 
@@ -118,7 +118,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     @rule(force=st.booleans(), tier=st.sampled_from(EvictTier))
     def evict_by_command(self, force: bool, tier: EvictTier) -> None:
-        self.run(self.rig.cache.evict_all(force=force, tier=tier))
+        self.run(self.rig.cache.pins.evict_all(force=force, tier=tier))
 
     @rule(num_bytes=st.integers(1, 70_000))
     def make_room_on_disk(self, num_bytes: int) -> None:
@@ -128,7 +128,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
     def pin(self, chosen: list[int]) -> None:
         async def pinned() -> None:
             tokens = tuple(range(len(chosen) * ONE_GROUP.groups[0].chunk_tokens))
-            view = await self.rig.cache.pin(PinWish(name="p", tokens=tokens, cache_salt=str(chosen), replace=True))
+            view = await self.rig.cache.pins.pin(PinWish(name="p", tokens=tokens, cache_salt=str(chosen), replace=True))
             await self.rig.cache.bind(self.session, view.prompt.pin_id, keys_of(chosen), len(tokens), "")
 
         self.run(pinned())
@@ -137,7 +137,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
     def unpin(self) -> None:
         async def unpinned() -> None:
             for prompt in list(self.rig.cache.prompts):
-                await self.rig.cache.unpin(prompt.name)
+                await self.rig.cache.pins.unpin(prompt.name)
 
         self.run(unpinned())
 

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+import kvtier.service.spare_rows
 from kvtier.config import DaemonConfig
 from kvtier.config.model import StoreMode
 from kvtier.core.fingerprint import namespace_id
@@ -40,6 +41,7 @@ NUM_EXAMPLES = int(os.environ.get("KVTIER_CHAOS_EXAMPLES", "0"))
 """0: few, and always the same."""
 ROW_BYTES = 8192
 HOST_ROWS = 14
+SPARE_ROWS = 2
 DISK_BYTES = 140_000
 MAX_ENGINES = 4
 TWO_GROUPS = KVLayout(
@@ -114,7 +116,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
         async def pinned() -> None:
             wish = PinWish(name=name, tokens=tuple(prompt.tokens), model=SPACES[space], ttl_s=ttl_s, replace=True)
-            view = await self.service.cache.pin(wish)
+            view = await self.service.cache.pins.pin(wish)
             prompt.pin_id, prompt.pinned = view.prompt.pin_id, True
             if old is not None and old.pin_id == prompt.pin_id:
                 prompt.durable = old.durable and old.pinned is True
@@ -152,7 +154,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         as_before = self.let_go_of(prompt)
 
         async def unpinned() -> None:
-            await self.service.cache.unpin(name)
+            await self.service.cache.pins.unpin(name)
             prompt.pinned = False
 
         self.service.do(unpinned(), name, refused=as_before)
@@ -168,7 +170,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         prompts = self.model.prompts
 
         async def evicted() -> None:
-            await self.service.cache.evict(name, force=force, tier=tier)
+            await self.service.cache.pins.evict(name, force=force, tier=tier)
             if tier is EvictTier.ANY and prompt.pinned is False:
                 del prompts[name]
 
@@ -192,7 +194,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         prompts = self.model.prompts
 
         async def evicted() -> None:
-            await self.service.cache.evict_all(force=force, tier=tier)
+            await self.service.cache.pins.evict_all(force=force, tier=tier)
             if tier is EvictTier.ANY:
                 for prompt in [prompt for prompt in prompts.values() if prompt.pinned is False]:
                     del prompts[prompt.name]
@@ -205,7 +207,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         for prompt in self.service.cache.prompts.expired(self.service.clock.unix_s):
             if (known := self.model.prompts.get(prompt.name)) is not None:
                 self.let_go_of(known)
-        self.service.do(self.service.cache._end_expired(), ALL)
+        self.service.do(self.service.cache.pins._end_expired(), ALL)
 
     @rule()
     def keep_room(self) -> None:
@@ -408,7 +410,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def is_durable(self, prompt: Prompt) -> bool:
         space_id = namespace_id(fingerprint_of(prompt.space))
-        bindings = self.service.cache.view(prompt.name).bindings
+        bindings = self.service.cache.pins.view(prompt.name).bindings
         return any(binding.durable for binding in bindings if binding.namespace_id == space_id)
 
     def keep_promises(self) -> None:
@@ -468,6 +470,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
             namespace.slots.check()
         if not self.service.faults.is_calm:
             return
+        self.service.go_on()  # what its clocks have begun since the last rule, on a busy machine, ends too
         assert self.service.is_quiet()
         for namespace in self.service.cache.namespaces.values():
             namespace.table.check()
@@ -485,7 +488,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         assert counts[SlotState.GRANTED] == sum(session.num_store_grants for session in live)
         ended = sum(session.num_store_grants for session in sessions if session.ended)
         assert counts[SlotState.QUARANTINED] == ended or namespace.keep_pages
-        assert counts[SlotState.SEALING] == counts[SlotState.LOADING] == 0
+        assert counts[SlotState.SEALING] == counts[SlotState.LOADING] == counts[SlotState.BACKING] == 0
         assert sum(chunk.num_leases for chunk in namespace.table) == sum(session.num_leases for session in sessions)
         assert self.service.orphans or not any(session.ended for session in sessions)
 
@@ -586,7 +589,7 @@ def config_of(folder: Path, store: StoreMode, *, prewarm: bool, keep_arena: bool
     return replace(
         config,
         server=replace(config.server, drain_timeout_s=0.2),
-        host=replace(config.host, prewarm=prewarm, keep_arena=keep_arena),
+        host=replace(config.host, spare_bytes=SPARE_ROWS * ROW_BYTES, prewarm=prewarm, keep_arena=keep_arena),
         disk=replace(config.disk, pack_linger_s=0.001),
     )
 
@@ -608,6 +611,13 @@ def hello_of(space: int, num_credits: int, life: int) -> EngineHello:
 def keys_of(engine: InProcessEngine, chosen: Sequence[int]) -> list[ChunkKey]:
     keys = KEYS[LAYOUTS.index(engine.layout)]
     return [keys[number] for number in chosen]
+
+
+@pytest.fixture(autouse=True)
+def spare_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of so few rows, and at once."""
+    monkeypatch.setattr(kvtier.service.spare_rows, "_MAX_SHARE", HOST_ROWS // SPARE_ROWS)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_POLL_S", 0.002)
 
 
 TestWholeService = pytest.mark.timeout(120 + 3 * NUM_EXAMPLES)(WholeServiceMachine.TestCase)

@@ -96,8 +96,9 @@ class SimulatedLink:
         self._daemon, self._make_binder = daemon, binder
         self.probing = False
 
-    def wait_for_news(self, timeout_s: float) -> None:
+    def wait_for_news(self, timeout_s: float) -> bool:
         """Nothing to wait for in one thread."""
+        return False
 
     def poll(self) -> Iterator[Event]:
         """Yield what the daemon has said."""
@@ -140,6 +141,7 @@ class SimulatedEngine:
         blocks_per_chunk: vLLM blocks of one chunk.
         is_async: One step is scheduled ahead of the outputs.
         stores_all: The daemon keeps ordinary chunks too.
+        gpu_pin: As in `kv_connector_extra_config`.
 
     Attributes:
         num_received: Output tokens that clients got, by request.
@@ -156,6 +158,7 @@ class SimulatedEngine:
         blocks_per_chunk: int = 1,
         is_async: bool = False,
         stores_all: bool = False,
+        gpu_pin: str = "off",
     ) -> None:
         self.clock = Clock()
         self._windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
@@ -174,7 +177,7 @@ class SimulatedEngine:
         self.num_received: Counter[str] = Counter()
         self.aborted: set[str] = set()
         self.num_preemptions = 0
-        config = _vllm_config(num_blocks, blocks_per_chunk, is_async=is_async)
+        config = _vllm_config(num_blocks, blocks_per_chunk, gpu_pin, is_async=is_async)
         self.scheduler = self._make_scheduler(config, _kv_cache_config(specs, num_blocks), is_async=is_async)
 
     def _make_scheduler(self, config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_async: bool) -> Scheduler:
@@ -392,7 +395,7 @@ def _spans(scheduled: SchedulerOutput) -> dict[str, tuple[int, int, int]]:
 
 
 @functools.cache
-def _vllm_config(num_blocks: int, blocks_per_chunk: int, *, is_async: bool) -> VllmConfig:
+def _vllm_config(num_blocks: int, blocks_per_chunk: int, gpu_pin: str, *, is_async: bool) -> VllmConfig:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         config = EngineArgs(
@@ -409,7 +412,11 @@ def _vllm_config(num_blocks: int, blocks_per_chunk: int, *, is_async: bool) -> V
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 kv_connector_module_path="kvtier_connector.connector",
-                kv_connector_extra_config={"socket": "/nowhere", "blocks_per_chunk": blocks_per_chunk},
+                kv_connector_extra_config={
+                    "socket": "/nowhere",
+                    "blocks_per_chunk": blocks_per_chunk,
+                    "gpu_pin": gpu_pin,
+                },
             ),
         ).create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks

@@ -61,6 +61,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     blocks_per_chunk = 1
     is_async = False
     stores_all = False
+    gpu_pin = "off"
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize()
@@ -72,6 +73,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             blocks_per_chunk=self.blocks_per_chunk,
             is_async=self.is_async,
             stores_all=self.stores_all,
+            gpu_pin=self.gpu_pin,
         )
         self.daemon = self.engine.daemon
         self.num_requests = self.num_pins = 0
@@ -335,6 +337,34 @@ class HybridAsyncStoreAllMachine(HybridMachine):
     is_async = True
 
 
+class SoftPinsMachine(LifecycleMachine):
+    """Pinned blocks move in vLLM's free queue."""
+
+    gpu_pin = "soft"
+    num_blocks = 14
+
+
+class SoftPinsAsyncMachine(SoftPinsMachine):
+    """The same in a tiny pool, with async scheduling: preemption, and frees that come late."""
+
+    is_async = True
+    num_blocks = 10
+
+
+class HardPinsMachine(LifecycleMachine):
+    """Pinned blocks are held, until requests need the room."""
+
+    gpu_pin = "hard"
+    num_blocks = 14
+
+
+class HardPinsAsyncMachine(HardPinsMachine):
+    """The same in a tiny pool, with async scheduling."""
+
+    is_async = True
+    num_blocks = 10
+
+
 MACHINES = (
     LifecycleMachine,
     AsyncMachine,
@@ -344,6 +374,10 @@ MACHINES = (
     LongChunksMachine,
     HybridMachine,
     HybridAsyncStoreAllMachine,
+    SoftPinsMachine,
+    SoftPinsAsyncMachine,
+    HardPinsMachine,
+    HardPinsAsyncMachine,
 )
 
 

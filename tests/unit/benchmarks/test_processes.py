@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import Process, wait_until
+from benchmarks.usage import PROC, pids_of
 
 # Overhears SIGTERM, as vLLM does while it starts.
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
@@ -40,3 +41,33 @@ def test_an_interrupted_start_leaves_nothing_running(tmp_path: Path) -> None:
     assert process.started_pid
     with pytest.raises(ProcessLookupError):
         os.killpg(process.started_pid, 0)
+
+
+# A parent and a child that both count, each in its own line, until they are ended.
+COUNTING = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time\\nwhile True: print('c', flush=True); time.sleep(0.01)"])
+while True:
+    print("p", flush=True)
+    time.sleep(0.01)
+"""
+
+
+def states_of(group: int) -> set[str]:
+    """Return the scheduler states of a group's processes, as /proc has them."""
+    return {(PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] for pid in pids_of({group})}
+
+
+def test_a_paused_group_stands_still_goes_on_and_can_be_stopped(tmp_path: Path) -> None:
+    """Benchmarks let servers take turns; a pause of the leader alone would leave vLLM's EngineCore running."""
+    with Process("counting", [sys.executable, "-c", COUNTING], {}, tmp_path / "log") as process:
+        wait_until(lambda: {"p", "c"} <= set(process.log_text().split()), 30, "both to count")
+        process.pause()
+        wait_until(lambda: states_of(process.pid) == {"T"}, 10, "all to be stopped")
+        length = len(process.log_text())
+        process.resume()
+        wait_until(lambda: len(process.log_text()) > length + 100, 10, "both to count on")
+        process.pause()
+        group = process.pid
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)

@@ -65,8 +65,16 @@ def test_strange_files_are_named_as_such(tmp_path: Path) -> None:
 
 
 def test_a_newer_version_says_so(whole: bytes, tmp_path: Path) -> None:
-    newer = whole.replace(b'"kvtier.bundle":"1"', b'"kvtier.bundle":"2"')
-    assert "format version is 2" in refusal(newer, tmp_path)
+    newer = whole.replace(b'"kvtier.bundle":"1"', b'"kvtier.bundle":"3"')
+    assert "format version is 3" in refusal(newer, tmp_path)
+
+
+def test_an_older_kvtier_can_read_a_bundle_without_a_priority(tmp_path: Path) -> None:
+    plain, important = bundle_bytes(), bundle_bytes(priority=-3)
+    assert b'"kvtier.bundle":"1"' in plain
+    assert b"priority" not in plain
+    assert b'"kvtier.bundle":"2"' in important
+    assert (read_bundle(plain, tmp_path).prompt.priority, read_bundle(important, tmp_path).prompt.priority) == (0, -3)
 
 
 def test_a_codec_of_another_kvtier_says_so(tmp_path: Path) -> None:

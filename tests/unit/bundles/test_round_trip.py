@@ -55,7 +55,7 @@ async def refused(stub: Stub, data: bytes, code: Status, match: str, **start: An
 async def bundle_of(config: DaemonConfig, **hello: Any) -> bytes:
     """Pin, store and export in a daemon of its own."""
     async with running(config) as stub, ScriptedEngine(config, **hello) as engine:
-        await engine.bind(await pin(stub, cache_salt="s", recipe_json='{"kind": "text"}'), KEYS)
+        await engine.bind(await pin(stub, cache_salt="s", priority=4, recipe_json='{"kind": "text"}'), KEYS)
         await store_last_apart(stub, engine, KEYS)
         return await export(stub)
 
@@ -104,6 +104,7 @@ def test_a_bundle_travels(tmp_path: Path) -> None:
             assert status.bindings[0].covered_tokens == 80
             assert 0 < status.expires_unix_s - status.created_unix_s <= 3601
             assert status.recipe_json == '{"kind": "text"}'
+            assert status.priority == 4
             assert await export(stub) == data, "what was imported exports to the same bytes"
             await assert_clean_online(stub)
             assert not list((there.disk.disk_dir / "tmp").iterdir())

@@ -17,14 +17,23 @@ from kvtier._pb.cache_pb2 import (
     EvictRequest,
     EvictResponse,
     GetPromptRequest,
+    GetTokensRequest,
     ListPromptsResponse,
     PinRequest,
     PromptBinding,
     PromptStatus,
+    PromptTokens,
     TierStatus,
     UnpinRequest,
 )
-from kvtier.errors import InvalidArgumentError, KvtierError, PromptExistsError, PromptNotFoundError, PromptPinnedError
+from kvtier.errors import (
+    InvalidArgumentError,
+    KvtierError,
+    PromptExistsError,
+    PromptNotFoundError,
+    PromptPinnedError,
+    PromptUnrenderedError,
+)
 
 CHUNK_TOKENS = 16
 CHUNK_BYTES = 1 << 20
@@ -33,6 +42,7 @@ _STATUS = {
     PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
     PromptExistsError: grpc.StatusCode.ALREADY_EXISTS,
     PromptPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
+    PromptUnrenderedError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 
@@ -95,6 +105,11 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
             self._abort(context, PromptNotFoundError(request.name))
         return self.prompts[request.name]
 
+    def GetTokens(self, request: GetTokensRequest, context: Any) -> PromptTokens:
+        if not self.GetPrompt(GetPromptRequest(name=request.name), context).num_tokens:
+            self._abort(context, PromptUnrenderedError(request.name))
+        return PromptTokens(tokens=next(pin.tokens for pin in reversed(self.pins) if pin.name == request.name))
+
     def WatchPrompt(self, request: GetPromptRequest, context: Any) -> Iterator[PromptStatus]:
         sent = None
         while context.is_active():
@@ -151,6 +166,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
             expires_unix_s=time.time() + request.ttl_s if request.ttl_s else 0,
             recipe_json=request.recipe_json,
             num_engines=self.num_engines if request.tokens else 0,
+            priority=request.priority,
             error=self.bind_error if self.num_engines else "",
             tokens_digest="d" * 12,
         )

@@ -7,14 +7,14 @@ what a template writes and what a user says: that is what rendering has to survi
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MERGES = ("\nA", "\n7", " A", "\n\n")
 _FIRST_MERGE = 2_000_000
-Template = Callable[[list[dict[str, Any]], list[Any]], str]
+Template = Callable[..., str]  # messages, tools, and the kwargs of the request
 
 
 class RefusedError(Exception):
@@ -61,6 +61,11 @@ def folding_template(messages: list[dict[str, Any]], tools: list[Any]) -> str:
     return plain_template(turns, tools)
 
 
+def thinking_template(messages: list[dict[str, Any]], tools: list[Any], enable_thinking: bool = True) -> str:
+    """Say at the very beginning whether the model shall think, as SmolLM3's template does."""
+    return ("" if enable_thinking else "/no_think\n") + plain_template(messages, tools)
+
+
 @dataclass
 class FakeVllm:
     """Its knobs and what it was asked.
@@ -71,6 +76,7 @@ class FakeVllm:
         on_completion: Called with the body of each completion.
         api_key: Wanted, if any.
         metrics: What /metrics answers.
+        cached_tokens: What completions say of caches; None without --enable-prompt-tokens-details.
         statuses: Answer these paths with this status and an error.
         requests: Paths and bodies, in order.
         url: Base URL.
@@ -82,6 +88,7 @@ class FakeVllm:
     api_key: str = ""
     metrics: str = ""
     version: str = "0.32.0"
+    cached_tokens: int | None = None
     statuses: dict[str, int] = field(default_factory=dict)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     url: str = ""
@@ -103,6 +110,7 @@ class FakeVllm:
     def _routes(self) -> dict[str, Callable[[dict[str, Any]], dict[str, Any] | str]]:
         return {
             "/version": lambda body: {"version": self.version},
+            "/health": lambda body: "",
             "/metrics": lambda body: self.metrics,
             "/v1/models": lambda body: {"object": "list", "data": self.models},
             "/tokenize": self._tokenize,
@@ -113,14 +121,18 @@ class FakeVllm:
     def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         if "messages" in body:
             assert body["add_generation_prompt"] is True
-            tokens = encode(self.template(body["messages"], body.get("tools", [])))
+            kwargs = body.get("chat_template_kwargs", {})
+            tokens = encode(self.template(body["messages"], body.get("tools", []), **kwargs))
         else:
             tokens = encode(body["prompt"])
         return {"count": len(tokens), "max_model_len": 10_000, "tokens": tokens}
 
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         self.on_completion(body)
-        return {"choices": [{"text": "."}]}
+        usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": None}
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        return {"choices": [{"text": "."}], "usage": usage}
 
 
 @contextmanager
@@ -139,8 +151,9 @@ def serving(fake: FakeVllm) -> Iterator[FakeVllm]:
             payload = (value if isinstance(value, str) else json.dumps(value)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
+            with suppress(BrokenPipeError):  # who asked has left
+                self.end_headers()
+                self.wfile.write(payload)
 
         def log_message(self, *arguments: object) -> None:
             pass

@@ -82,6 +82,16 @@ def test_list_fits_80_columns(prompt: PromptStatus, kvtier: Kvtier) -> None:
     assert "…" in result.output, "a long model name is shortened at its beginning"
 
 
+def test_priorities_are_shown_when_there_are_any(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    assert "PRIO" not in kvtier("list").output
+    assert "priority" not in kvtier("show", "support-bot").output
+    prompt.priority = -42
+    listed = kvtier("list").output
+    assert_narrow(listed)
+    assert ("PRIO" in listed, "-42" in listed) == (True, True)
+    assert "-42" in kvtier("show", "support-bot").output
+
+
 def test_list_json(prompt: PromptStatus, kvtier: Kvtier) -> None:
     (entry,) = json.loads(kvtier("list", "--json").output)
     assert (entry["name"], entry["state"]) == ("support-bot", "CAPTURING")
@@ -202,6 +212,15 @@ def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDae
     output = " ".join(result.output.split())
     for said in ("write amplification 0.80", "3 packs fsynced", "0.25 s a pack", "SWITCHED OFF: off after"):
         assert said in output
+
+
+def test_status_says_where_the_metrics_are_and_why_they_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().show(daemon_details(DaemonStatus(metrics_url="http://127.0.0.1:9464/metrics")))
+    assert re.search(r"^metrics +http://127.0.0.1:9464/metrics *$", capsys.readouterr().out, re.MULTILINE)
+    Output().show(daemon_details(DaemonStatus(metrics_problem="cannot listen there")))
+    assert re.search(r"^metrics +NOT SERVED: cannot listen there *$", capsys.readouterr().out, re.MULTILINE)
+    Output().show(daemon_details(DaemonStatus()))
+    assert "metrics" not in capsys.readouterr().out, "switched off"
 
 
 def test_status_with_engines_fits_80_columns(kvtier: Kvtier, capsys: pytest.CaptureFixture[str]) -> None:

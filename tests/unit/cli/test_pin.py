@@ -9,7 +9,7 @@ import pytest
 from kvtier._pb.cache_pb2 import PromptStatus
 from tests.unit.cli.conftest import Kvtier
 from tests.unit.cli.fake_daemon import FakeDaemon
-from tests.unit.cli.fake_vllm import FakeVllm
+from tests.unit.cli.fake_vllm import FakeVllm, decode, thinking_template
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -46,6 +46,19 @@ def test_system_prompt_all_the_way(attached: FakeDaemon, vllm: FakeVllm, kvtier:
     assert json.loads(pinned.recipe_json)["content"] == "You are a parrot. " * 20
 
 
+def test_template_kwargs_are_kept_and_used_again(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    """Pinned before vLLM runs, rendered when it does, and once more with nothing said anew: the same tokens."""
+    vllm.template = thinking_template
+    kwargs = '{"enable_thinking": false}'
+    assert kvtier("pin", "bot", "--system", "s.txt", "--chat-template-kwargs", kwargs, "--url", NOBODY).exit_code == 1
+    for _ in range(2):
+        assert kvtier("pin", "bot", "--url", vllm.url).exit_code == 0
+        assert decode(list(attached.pins[-1].tokens)).startswith("/no_think\n[system]")
+        assert json.loads(attached.pins[-1].recipe_json)["chat_template_kwargs"] == {"enable_thinking": False}
+    shown = " ".join(kvtier("show", "bot").output.split())
+    assert 'source system with chat_template_kwargs {"enable_thinking": false}' in shown
+
+
 def test_json_is_the_only_thing_on_stdout(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--system", "-", "--url", vllm.url, "--json", stdin="You are a parrot, long enough.")
     assert result.exit_code == 0, result.output
@@ -80,7 +93,7 @@ def test_tokens_with_vllm_are_warmed(attached: FakeDaemon, vllm: FakeVllm, kvtie
 
 
 def test_a_source_without_vllm_is_kept_and_rendered_later(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
-    result = kvtier("pin", "bot", "--system", "s.txt", "--url", NOBODY, "--ttl", "1d")
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", NOBODY, "--ttl", "1d", "--priority", "7")
     assert result.exit_code == 1
     assert f"kvtier pin bot --url {NOBODY}" in result.output
     assert attached.prompts["bot"].state == PromptStatus.UNRENDERED
@@ -88,6 +101,10 @@ def test_a_source_without_vllm_is_kept_and_rendered_later(attached: FakeDaemon, 
     assert result.exit_code == 0, result.output
     assert attached.prompts["bot"].state == PromptStatus.DURABLE
     assert attached.pins[-1].ttl_s == pytest.approx(86400, abs=60), "a ttl that is not said anew stays"
+    assert attached.pins[-1].priority == 7, "nor does a priority change"
+    assert kvtier("pin", "bot", "--url", vllm.url, "--priority", "-3").exit_code == 0
+    assert attached.pins[-1].priority == -3
+    assert kvtier("pin", "bot", "--url", vllm.url, "--priority", "101").exit_code == 2
 
 
 @pytest.mark.parametrize("arguments", [[], ["--system", "s.txt"], ["--system", "s.txt", "--replace"]])
@@ -156,6 +173,10 @@ def test_another_prompt_of_that_name(attached: FakeDaemon, vllm: FakeVllm, kvtie
     [
         (["--system", "s.txt", "--text", "s.txt"], "give one source"),
         (["--text", "s.txt", "--tools", "t.json"], "goes with --system or --messages only"),
+        (["--text", "s.txt", "--chat-template-kwargs", "{}"], "goes with --system or --messages only"),
+        (["--chat-template-kwargs", "{}"], "goes with --system or --messages only"),
+        (["--system", "s.txt", "--chat-template-kwargs", "{no"], "is not valid JSON"),
+        (["--system", "s.txt", "--chat-template-kwargs", "1"], "is a number"),
         (["--system", "-", "--tools", "-"], "stdin can be read once"),
         (["--system", "none.txt"], "No such file"),
         (["--messages", "t.json"], "must be an object"),

@@ -11,7 +11,15 @@ from kvtier.cli.render import UNSTABLE, Rendering, common_prefix, render
 from kvtier.cli.sources import Recipe, SourceKind
 from kvtier.cli.vllm_http import VllmClient, VllmUnreachableError
 from kvtier.errors import InvalidArgumentError, RenderError
-from tests.unit.cli.fake_vllm import FakeVllm, decode, encode, folding_template, plain_template, strict_template
+from tests.unit.cli.fake_vllm import (
+    FakeVllm,
+    decode,
+    encode,
+    folding_template,
+    plain_template,
+    strict_template,
+    thinking_template,
+)
 
 SYSTEM = Recipe(kind=SourceKind.SYSTEM, content="You are a parrot.")
 
@@ -50,6 +58,25 @@ def test_tools_are_passed_through(client: VllmClient, vllm: FakeVllm) -> None:
     recipe = Recipe(kind=SourceKind.SYSTEM, content="You are a parrot.", tools=tools)
     assert '"name": "fly"' in text_of(render(recipe, client, "toy"))
     assert all(body["tools"] == tools for path, body in vllm.requests if path == "/tokenize")
+
+
+def test_template_kwargs_are_passed_through(client: VllmClient, vllm: FakeVllm) -> None:
+    """A chat with other kwargs begins with other tokens, and no pin could say them."""
+    vllm.template = thinking_template
+    kwargs = {"enable_thinking": False}
+    recipe = Recipe(kind=SourceKind.SYSTEM, content="You are a parrot.", chat_template_kwargs=kwargs)
+    assert text_of(render(recipe, client, "toy")) == "/no_think\n[system]\nYou are a parrot.\n[user]"
+    assert text_of(render(SYSTEM, client, "toy")).startswith("[system]")
+    sent = [body.get("chat_template_kwargs") for path, body in vllm.requests if path == "/tokenize"]
+    assert sent == 3 * [kwargs] + 3 * [None], "every rendering has them, or none"
+
+
+def test_a_date_in_the_template_kwargs_is_meant(client: VllmClient, vllm: FakeVllm) -> None:
+    """Llama's template takes `date_string`: who fixes the date so is not to be warned of it."""
+    today = datetime.now(tz=UTC).strftime("%d %b %Y")
+    vllm.template = lambda m, tools, date_string: f"Today: {date_string}\n" + plain_template(m, tools)
+    recipe = Recipe(kind=SourceKind.SYSTEM, content="Be brief.", chat_template_kwargs={"date_string": today})
+    assert render(recipe, client, "toy").warnings == ()
 
 
 def test_messages_up_to_an_answer_get_another_user_turn(client: VllmClient, vllm: FakeVllm) -> None:

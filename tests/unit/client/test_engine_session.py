@@ -163,7 +163,7 @@ def test_close_lets_what_is_enqueued_go_out(daemon: FakeDaemon, session: EngineS
     wait_for(lambda: bool(recorder.attached))
     recorder.attached[0].send(acquire(9))
     session.close()
-    assert daemon.session().kinds() == ["acquire"]
+    assert daemon.session().kinds() == ["acquire", "goodbye"], "or an engine that ends in order looks like one killed"
     assert recorder.detached == recorder.attached
 
 

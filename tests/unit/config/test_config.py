@@ -145,7 +145,7 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ("[hosts]\nbytes = 1", "did you mean host?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
-        ("nonsense = 3", "[server], [host], [disk], [cache], [metrics], [log]"),
+        ("nonsense = 3", "[server], [host], [disk], [cache], [metrics], [trace], [log]"),
     ],
 )
 def test_misplaced_keys(write: Callable[[str], Path], text: str, said: str) -> None:

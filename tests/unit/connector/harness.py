@@ -4,7 +4,7 @@ vLLM's own OffloadingConnectorScheduler runs underneath; only its configuration,
 """
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -55,9 +55,12 @@ class FakeLink:
         self.probing = False
         self.num_reopened = 0
         self.num_waits = 0
+        self.meanwhile: Callable[[], None] = lambda: None  # what happens while somebody waits
 
-    def wait_for_news(self, timeout_s: float) -> None:
+    def wait_for_news(self, timeout_s: float) -> bool:
         self.num_waits += 1
+        self.meanwhile()
+        return bool(self.events)
 
     def poll(self) -> Iterator[Event]:
         while self.events:
@@ -179,9 +182,13 @@ def vllm_config_of(extra: dict[str, Any] | None = None, world_size: int = 1) -> 
             get_total_num_kv_heads=lambda: 2 * world_size,
         ),
         load_config=SimpleNamespace(load_format="auto"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=64, max_num_scheduled_tokens=None, watermark=0.0, scheduler_reserve_full_isl=True
+        ),
         attention_config=SimpleNamespace(backend=None, hisparse_config=None),
         speculative_config=None,
+        num_speculative_tokens=0,
+        num_lookahead_tokens=0,
         kv_events_config=None,
         use_v2_model_runner=False,
     )

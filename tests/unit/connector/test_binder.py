@@ -79,6 +79,16 @@ def test_keys_are_vllms_offload_keys_reachable_chunks_only(binder: PinBinder, ha
     assert binding.message.covered_tokens == 24
     assert binding.bound is not None
     assert binding.bound.keys == tuple(full + window)
+    assert binding.bound.gpu_keys == (), "blocks of one group make no hit"
+
+
+def test_gpu_keys_are_every_block_of_the_covered_chunks(hasher: BlockHasher) -> None:
+    tokens = list(range(30))
+    binding = PinBinder((FULL,), lambda: hasher, AdapterDigests(Background("test")), max_model_len=1000).bind(
+        pin_of(tokens)
+    )
+    assert binding.bound is not None
+    assert binding.bound.gpu_keys == tuple(offload_key(block_hash, 0) for block_hash in vllm_hashes(hasher, tokens)[:6])
 
 
 def test_whole_chunks_are_covered_but_a_windows_end_is_one_token_before_the_prompts(hasher: BlockHasher) -> None:

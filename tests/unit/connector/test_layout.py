@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 from kvtier.errors import ConfigError
-from kvtier_connector.layout import check_layer_specs, engine_layout, group_block_bytes
+from kvtier_connector.keys import GroupShape
+from kvtier_connector.layout import check_layer_specs, engine_layout, group_block_bytes, store_credits
+from kvtier_connector.workers import page_places
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, sliding_spec, vllm_config_of
 
 SHAPE: dict[str, Any] = {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
@@ -112,3 +116,35 @@ def test_other_kinds_of_kv_cache_are_refused(spec: KVCacheSpec, in_uniform_group
     config = KVCacheConfig(1, [], [KVCacheGroupSpec(layer_names=["layer0"], kv_cache_spec=group)])
     with pytest.raises(ConfigError, match=f"{type(spec).__name__}.*run without kvtier"):
         check_layer_specs(config)
+
+
+def test_blocks_across_layers_of_an_old_vllm_are_announced_as_they_are_copied() -> None:
+    """vLLM 0.26 to 0.28 may keep one tensor whose page holds all layers; its scheduler does not say which it does."""
+    num_layers, page = 3, full_spec().page_size_bytes
+    config: Any = SimpleNamespace(
+        kv_cache_groups=[KVCacheGroupSpec([f"l{number}" for number in range(num_layers)], full_spec())],
+        kv_cache_tensors=[SimpleNamespace(shared_by=[f"l{number}"], block_stride=0) for number in range(num_layers)],
+    )
+    tensor = torch.zeros((NUM_BLOCKS, num_layers * page), dtype=torch.int8)
+    across = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, num_layers * page)], [[CanonicalKVCacheRef(0, num_layers * page)]]
+    )
+    (pages,) = page_places(across, blocks_per_chunk=2)
+    assert [(each.page_bytes, each.block_stride) for each in pages] == [(num_layers * page, num_layers * page)]
+    assert group_block_bytes(config, 0) == sum(each.page_bytes for each in pages)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "row_bytes", "num_credits"),
+    [
+        pytest.param(512, 4 << 20, 2 * 32, id="two steps"),
+        pytest.param(96, 4 << 20, 16, id="short steps"),
+        pytest.param(96, 64 << 10, 256, id="small chunks: 16 MiB of them"),
+        pytest.param(96, 4096, 512, id="tiny chunks"),
+        pytest.param(100_000, 4 << 20, 512, id="long steps"),
+    ],
+)
+def test_slots_asked_for_ahead(max_tokens: int, row_bytes: int, num_credits: int) -> None:
+    """Two steps' worth, and never less than what costs next to no memory."""
+    shape = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
+    assert store_credits(max_tokens, [shape], row_bytes) == num_credits

@@ -16,6 +16,7 @@ from kvtier_connector.keys import chunk_key
 from kvtier_connector.lease import AcquirePlan, Lease
 from kvtier_connector.link import PinBound
 from kvtier_connector.lora import Adapter
+from kvtier_connector.manager import IDLE_WAIT_S
 from kvtier_connector.pins import BoundPin
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, hashes_of, sliding_spec
@@ -93,21 +94,70 @@ def test_a_pin_of_which_the_daemon_has_yet_to_speak_is_asked_for(scheduler: Sche
     assert list(acquired(scheduler, scheduler.new_request("sys", 8, req_id="later")).keys) == keys[:2]
 
 
-def test_an_idle_engine_lets_the_sessions_threads_run_while_a_request_waits(scheduler: Scheduler) -> None:
-    """With TP=2 on a busy machine an answer took ten seconds: vLLM spun through empty steps and kept Python's lock."""
+def test_an_idle_engine_waits_for_the_answer(scheduler: Scheduler) -> None:
+    """An empty step of vLLM takes 2 ms; with TP=2 on a busy machine it kept the answer from it for 10 s."""
     scheduler.step()
     assert scheduler.link.num_waits == 0, "nobody waits for the daemon"
     request = scheduler.new_request("sys", 8)
-    acquire = acquired(scheduler, request)
-    scheduler.step()
+    scheduler.sent()
+    scheduler.link.meanwhile = lambda: scheduler.answer(scheduler.sent_one("acquire"), [HOST] * 6)
+    assert scheduler.ask(request) == 24, "settled in the step that asked"
     assert scheduler.link.num_waits == 1
+
+
+def test_an_idle_engine_waits_for_the_last_of_a_promotion(scheduler: Scheduler) -> None:
+    """Word that does not settle it is followed by more, as long as the step may wait."""
+    words = [[PROMOTING] * 6, [HOST] * 2 + [PROMOTING] * 4, [HOST] * 6]
+    request = scheduler.new_request("sys", 8)
+    scheduler.sent()
+    acquires: list[pb.Acquire] = []
+
+    def hear() -> None:
+        acquires.extend(message.acquire for message in scheduler.sent() if message.WhichOneof("kind") == "acquire")
+        scheduler.answer(acquires[0], words.pop(0), pending_bytes=1000, promote_bytes_per_s=1e6)
+
+    scheduler.link.meanwhile = hear
+    assert scheduler.ask(request) == 24
+    assert scheduler.link.num_waits == 3
+
+
+def test_an_idle_engine_waits_a_moment_per_step(scheduler: Scheduler) -> None:
+    """However many requests there are, and whatever else is heard."""
+    requests = [scheduler.new_request("sys", 8, req_id=str(number)) for number in range(3)]
+
+    def hear() -> None:
+        scheduler.clock.now_s += 0.6 * IDLE_WAIT_S
+        scheduler.hold(keys_of("other", 1))
+
+    scheduler.link.meanwhile = hear
+    for request in requests:
+        assert scheduler.ask(request) is None
+    assert scheduler.link.num_waits == 2, "only once all were asked for"
+    scheduler.step()
+    assert scheduler.ask(requests[0]) is None
+    assert scheduler.link.num_waits == 4
+
+
+def test_an_engine_with_work_does_not_wait(scheduler: Scheduler) -> None:
+    """A request that waits for nobody, or whose load the workers are to report, is not held up."""
+    other = scheduler.new_request("unknown", 8, req_id="other")
+    assert scheduler.ask(other) == 0
+    request = scheduler.new_request("sys", 8)
+    acquire = acquired(scheduler, request)
+    assert scheduler.link.num_waits == 0
+    scheduler.finish(other)
+    scheduler.link.num_waits = 0
     assert scheduler.ask(request) is None
-    scheduler.connector.manager.step_began(7)
-    assert scheduler.link.num_waits == 1, "others compute: no step waits"
+    assert scheduler.link.num_waits == 1
     scheduler.answer(acquire, [HOST] * 6)
     assert scheduler.ask(request) == 24
-    scheduler.step()
+    scheduler.allocate(request, 0, 24)
+    assert scheduler.ask(scheduler.new_request("sys", 8, req_id="later")) is None
     assert scheduler.link.num_waits == 1
+    scheduler.step()
+    assert scheduler.link.num_waits == 2, "a step over nothing gives the session's threads a moment all the same"
+    scheduler.step()
+    assert scheduler.link.num_waits == 2
 
 
 def test_hit_asked_again_for_many_steps_keeps_the_lease(scheduler: Scheduler) -> None:
@@ -463,7 +513,12 @@ def test_word_of_a_promotion_costs_what_it_names() -> None:
     keys = Keys(keys_of("long", 8))
     attachment: Any = None
     lease = Lease(
-        attachment=attachment, acquire_id=1, plan=AcquirePlan(keys, 6, 4, 0, 24), asked_s=0.0, answer_deadline_s=0.0
+        attachment=attachment,
+        acquire_id=1,
+        req_id="r",
+        plan=AcquirePlan(keys, 6, 4, 0, 24),
+        asked_s=0.0,
+        answer_deadline_s=0.0,
     )  # six of the prefix, two of a window
     chunks = [pb.ChunkResidency(index=index, state=pb.ChunkResidency.PROMOTING) for index in range(8)]
     lease.apply(pb.AcquireUpdate(chunks=chunks), 0.0)

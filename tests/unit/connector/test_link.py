@@ -71,6 +71,24 @@ def test_a_pin_is_known_before_the_daemon_speaks_of_its_chunks(daemon: FakeDaemo
     assert heard().index("PinBound") < heard().index("chunks_held")
 
 
+def test_whoever_waits_for_the_pins_of_a_session_is_told_when_they_are_bound(daemon: FakeDaemon) -> None:
+    background = Background("kvtier-test")
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
+    told: list[list[type]] = []
+
+    def on_bound(attachment: object) -> None:
+        told.append([type(event) for event in made.poll()])
+
+    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
+    made.start()
+    wait_for(lambda: len(told) == 1)
+    assert PinBound in told[0]
+    made.close()
+
+
 def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: EngineLink) -> None:
     events: list[Event] = []
     collect(link, PinBound, events)

@@ -8,10 +8,11 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
 import kvtier_connector
+from kvtier.doctor.engine_environment import supports
 from kvtier.errors import ConfigError
 from kvtier_connector import plugin
 from kvtier_connector.connector import KVTierConnector
-from kvtier_connector.settings import WeightsFingerprint, check_vllm_config, name_our_spec, parse_settings
+from kvtier_connector.settings import GpuPin, WeightsFingerprint, check_vllm_config, name_our_spec, parse_settings
 from kvtier_connector.supported import VLLM_SERIES
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, vllm_config_of
 
@@ -22,14 +23,25 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.socket == Path("/run/x.sock")
     assert (settings.blocks_per_chunk, settings.lookup_timeout_s) == (1, 0.25)
     assert settings.prefill_tokens_per_s is None
+    assert (settings.gpu_pin, settings.gpu_pin_max_ratio) == (GpuPin.SOFT, 0.5)
     assert settings.weights_fingerprint is WeightsFingerprint.SAMPLED
+    assert (settings.warm_url, settings.warm_max_ratio) == (None, 0.5)
 
 
 def test_the_package_asks_for_the_vllm_that_the_connector_says_it_supports() -> None:
-    major, minor = map(int, VLLM_SERIES.split("."))
+    first, last = VLLM_SERIES
+    major, minor = map(int, last.split("."))
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["vllm"] == [f"vllm>={VLLM_SERIES},<{major}.{minor + 1}"]
-    assert vllm.__version__.startswith(f"{VLLM_SERIES}.")
+    assert project["optional-dependencies"]["vllm"] == [f"vllm>={first},<{major}.{minor + 1}"]
+    assert supports(f"{first} to {last}", vllm.__version__)
+
+
+def test_one_variable_traces_daemon_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_settings({}).trace_folder is None
+    monkeypatch.setenv("KVTIER_TRACE_FOLDER", "/traces")
+    assert parse_settings({}).trace_folder == Path("/traces")
+    assert parse_settings({"trace_folder": "off"}).trace_folder is None
+    assert parse_settings({"trace_folder": "/other"}).trace_folder == Path("/other")
 
 
 def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
@@ -41,19 +53,36 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("cpu_bytes_to_use", 1, r"cpu_bytes_to_use = 1: unknown key; allowed are blocks_per_chunk, lookup_timeout_ms"),
+        ("cpu_bytes_to_use", 1, r"cpu_bytes_to_use = 1: unknown key; allowed are blocks_per_chunk, gpu_pin, "),
         ("blocks_per_chunk", 0, "blocks_per_chunk = 0: must be a positive whole number"),
         ("blocks_per_chunk", True, "must be a positive whole number"),
         ("lookup_timeout_ms", "250", "lookup_timeout_ms = '250': must be a positive whole number"),
         ("prefill_tokens_per_s", 0, "prefill_tokens_per_s = 0: must be a positive whole number"),
+        ("gpu_pin", "firm", "gpu_pin = 'firm': must be 'soft', 'hard' or 'off'"),
+        ("gpu_pin", True, "must be 'soft', 'hard' or 'off'"),
+        ("gpu_pin_max_ratio", 0, "gpu_pin_max_ratio = 0: must be a number above 0 and at most 1"),
+        ("gpu_pin_max_ratio", 1.5, "must be a number above 0 and at most 1"),
+        ("gpu_pin_max_ratio", "0.5", "must be a number above 0 and at most 1"),
         ("weights_fingerprint", "none", "must be 'sampled' or 'full'"),
+        ("warm_url", "127.0.0.1:8000", "must be the URL of vLLM's own API server, like http://127.0.0.1:8000"),
+        ("warm_url", "http://", "must be the URL"),
+        ("warm_url", "http://host:port", "must be the URL"),
+        ("warm_url", 8000, "must be the URL"),
+        ("warm_max_ratio", 1.5, "warm_max_ratio = 1.5: must be a number from 0 to 1"),
+        ("warm_max_ratio", True, "must be a number from 0 to 1"),
         ("socket", "", "must be the path of the daemon's unix socket"),
+        ("trace_folder", 1, 'must be the path of a folder, or "off"'),
         ("spec_name", "CPUOffloadingSpec", "set by kvtier itself; remove it"),
     ],
 )
 def test_bad_settings_name_key_value_and_remedy(key: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match="kv_connector_extra_config: .*" + message):
         parse_settings({key: value})
+
+
+def test_a_warm_url_is_taken_as_users_know_it() -> None:
+    assert parse_settings({"warm_url": "https://[::1]:8000/v1/"}).warm_url == "https://[::1]:8000"
+    assert parse_settings({"warm_max_ratio": 0}).warm_max_ratio == 0.0
 
 
 def test_prefix_caching_off_is_refused() -> None:
@@ -89,7 +118,7 @@ def test_other_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(NotImplementedError, match="CPU platform only"):
+    with pytest.raises(NotImplementedError, match="CPU platform and on CUDA, not on"):
         KVTierConnector(vllm_config_of(), KVConnectorRole.SCHEDULER, kv_cache_config_of([full_spec()]))
 
 

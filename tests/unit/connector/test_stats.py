@@ -6,9 +6,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.client.warm_requests import new_request_id
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.metrics import LOOKUP_ENDS, METRICS, LookupEnd
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, hashes_of, vllm_config_of
@@ -121,6 +123,24 @@ def test_every_other_end_of_a_round_has_its_reason(scheduler: Scheduler) -> None
     assert ends(scheduler) == {"no_session": 1}
     scheduler.ask(scheduler.new_request("sys", 8, req_id="alone"))
     assert ends(scheduler) == {"no_session": 1}
+
+
+def test_warm_requests_are_told_from_those_of_users(scheduler: Scheduler) -> None:
+    """vLLM writes before and behind the id that the API was given."""
+    counted(scheduler)
+    assert not scheduler.manager.serves_users()
+    warm, acquire = asked(scheduler, f"cmpl-{new_request_id()}-0-1234abcd")
+    scheduler.answer(acquire, [HOST] * 6)
+    assert scheduler.ask(warm) == 6 * BLOCK_TOKENS
+    scheduler.allocate(warm, 0, 6 * BLOCK_TOKENS)
+    found = counted(scheduler)
+    assert (found["warm_requests"], found["warmed_tokens"]) == (1, 6 * BLOCK_TOKENS)
+    assert not scheduler.manager.serves_users()
+    user = scheduler.new_request("other", 8)
+    assert scheduler.manager.serves_users()
+    user.status = RequestStatus.FINISHED_STOPPED
+    assert not scheduler.manager.serves_users(), "vLLM tells the connector with its next step only"
+    assert "warm_requests" not in counted(scheduler)
 
 
 def test_every_end_has_a_meaning() -> None:

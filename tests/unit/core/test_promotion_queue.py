@@ -91,3 +91,26 @@ def test_every_chunk_is_taken_as_often_as_somebody_waits_for_it(steps: list[tupl
         for taken in batch:
             assert waiting.pop(taken)
     assert not waiting
+
+
+def test_the_head_is_what_take_begins_with() -> None:
+    q, wanted = queue(), keys(1, 1, 1, 1, 1, 1)
+    assert q.head() is None
+    q.ask("a", wanted[:4])
+    q.ask("b", wanted[2:6])
+    assert q.head() == wanted[0]
+    q.discard(wanted[0])
+    q.leave("a", wanted[1])
+    assert q.head() == wanted[2], "what nobody waits for any more is passed over"
+    assert q.take(1) == [wanted[2]]
+    assert q.head() == wanted[3], "now it is the other's turn"
+    assert q.take(9) == wanted[3:6]
+    assert q.head() is None
+
+
+def test_taking_ends_before_what_is_not_wanted_now() -> None:
+    q, wanted = queue(), keys(1, 1, 1, 1, 1, 1)
+    q.ask("a", wanted[:6])
+    assert q.take(9, until=wanted[2:].__contains__) == wanted[:2]
+    assert q.take(9, until=wanted[2:].__contains__) == wanted[2:3], "the first is always taken"
+    assert q.take(9) == wanted[3:6]

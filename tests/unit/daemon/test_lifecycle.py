@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -14,7 +15,7 @@ import kvtier.rpc.server
 from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
 from kvtier.daemon import lifecycle
 from kvtier.daemon.folders import locked
-from kvtier.errors import AlreadyRunningError, ConfigError
+from kvtier.errors import AlreadyRunningError, ConfigError, StuckError
 from kvtier.tiers.codecs.split16 import Split16Codec
 from kvtier.tiers.codecs.words import NUMPY, WordKernels, use_kernels
 
@@ -92,6 +93,29 @@ def test_a_second_signal_does_not_wait_for_the_drain(
     serve_with(serve)
     lifecycle.run(config)
     assert codes == [128 + signal.SIGTERM]
+
+
+def test_a_disk_that_hangs_at_the_end_does_not_keep_the_process(
+    config: DaemonConfig,
+    serve_with: Callable[[Serve], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An orderly exit joins the thread in which the call is stuck."""
+
+    async def serve(given: DaemonConfig, *, ready: Callable[[], None], stop: asyncio.Event) -> None:
+        given.server.socket.touch()
+        raise StuckError(10.0, ["read"])
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    serve_with(serve)
+    with pytest.raises(SystemExit, match="1"):
+        lifecycle.run(config)
+    assert "stopped_stuck" in caplog.text
+    assert not config.server.socket.exists()
 
 
 def test_systemd_learns_that_we_are_ready(

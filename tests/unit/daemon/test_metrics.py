@@ -242,9 +242,19 @@ def test_a_port_in_use_is_said_and_the_daemon_serves(tmp_path: Path, used: tuple
         assert "name another address, or" in second.log
         assert "metrics_not_served" in second.log
         with AdminClient(second.socket) as client:
-            assert client.status().pid == second.process.pid
+            status = client.status()
+        assert status.pid == second.process.pid
+        assert status.metrics_url == ""
+        assert f"metrics.listen = '{address}'" in status.metrics_problem
+        assert "restart the daemon" in status.metrics_problem
+        asyncio.run(_use(tmp_path))
+        assert second.log.count("metrics_not_served") == 1
+    with AdminClient(used[0].socket) as client:
+        assert (client.status().metrics_url, client.status().metrics_problem) == (used[0].url, "")
 
 
 def test_metrics_may_be_off(tmp_path: Path) -> None:
     with daemon(tmp_path, "off") as served, AdminClient(served.socket) as client:
-        assert client.status().pid == served.process.pid
+        status = client.status()
+        assert status.pid == served.process.pid
+        assert (status.metrics_url, status.metrics_problem) == ("", "")

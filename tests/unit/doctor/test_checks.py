@@ -189,14 +189,16 @@ def engine(**fields: object) -> SessionStatus:
         (DaemonStatus(sessions=[engine(quarantined=True)]), "daemon.engines", WARN),
         (DaemonStatus(disk=TierStatus(latched="EIO")), "daemon.disk_tier", FAIL),
         (DaemonStatus(counters={"chunks_damaged": 2}), "daemon.damage", WARN),
+        (DaemonStatus(metrics_problem="cannot listen there"), "daemon.metrics", WARN),
     ],
 )
 def test_what_the_daemon_says(changed: DaemonStatus, check: str, status: Status) -> None:
-    healthy = DaemonStatus(version=__version__, sessions=[engine()])
+    healthy = DaemonStatus(version=__version__, sessions=[engine()], metrics_url="http://127.0.0.1:9464/metrics")
     healthy.MergeFrom(changed)
     found = {finding.id: finding.status for finding in daemon.check_daemon(healthy)}
     assert found == {name: status if name == check else OK for name in found}
     assert daemon.check_engines(DaemonStatus()).status is WARN
+    assert daemon.check_metrics(DaemonStatus()).status is SKIPPED
 
 
 def prompt(**fields: object) -> PromptStatus:
@@ -272,6 +274,8 @@ def test_versions_are_compared_by_series() -> None:
     assert supports("0.32", "0.32.1rc2")
     assert not supports("0.32", "0.320.1")
     assert not supports("0.32", "0.33.0")
+    assert all(supports("0.9 to 0.33", version) for version in ("0.9.1", "0.26.0", "0.33.7"))
+    assert not any(supports("0.9 to 0.33", version) for version in ("0.8.9", "0.34.0", "1.0.0", "nightly", ""))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The ledger's operations."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_delete_namespace_takes_all_of_it_and_nothing_else(ledger: Ledger) -> No
 
 def test_put_prompt_with_its_pin_id_keeps_the_bindings(ledger: Ledger) -> None:
     ledger.put_binding(binding_row())
-    changed = prompt_row(pinned=False, expires_unix_s=77.0)
+    changed = replace(prompt_row(pinned=False, expires_unix_s=77.0), priority=3)
     ledger.put_prompt(changed)
     assert ledger.load().prompts == (changed,)
     assert ledger.load().bindings == (binding_row(),)

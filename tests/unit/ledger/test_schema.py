@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from kvtier.errors import FormatVersionError, LedgerError
 from kvtier.ledger import Ledger
 from kvtier.ledger.checks import inspect_ledger
-from kvtier.ledger.row_checksums import altered_rows, row_checksum
+from kvtier.ledger.row_checksums import altered_rows, checked_rows, row_checksum
 from kvtier.ledger.schema import APPLICATION_ID, SCHEMA_VERSION, open_database
 from tests.fakes.rows import namespace_row, prompt_row
 
@@ -103,8 +104,8 @@ def test_a_row_that_makes_no_sense_is_said(path: Path, damage: str) -> None:
         connection.execute(damage)
         for table, rows in altered_rows(connection).items():  # as if we had written it so
             for rowid, _ in rows:
-                (_, *columns, _) = connection.execute(f"SELECT rowid, * FROM {table}").fetchone()
-                connection.execute(f"UPDATE {table} SET checksum = {row_checksum(columns)} WHERE rowid = {rowid}")
+                (row,) = (row for row in checked_rows(connection, table) if row.rowid == rowid)
+                connection.execute(f"UPDATE {table} SET checksum = {row_checksum(row.columns)} WHERE rowid = {rowid}")
         connection.commit()
     with pytest.raises(LedgerError, match="cannot load the ledger"):
         ledger.load()
@@ -127,12 +128,14 @@ def test_a_row_that_was_changed_is_refused_and_named_until_it_is_given_up(path: 
     ledger.close()
 
 
-def _copy_of_version_1(folder: Path) -> Path:
-    return Path(shutil.copy(Path(__file__).parents[2] / "data" / "ledgers" / "v1.sqlite", folder / "ledger.sqlite"))
+def _copy_of_version(version: int, folder: Path) -> Path:
+    origin = Path(__file__).parents[2] / "data" / "ledgers" / f"v{version}.sqlite"
+    return Path(shutil.copy(origin, folder / "ledger.sqlite"))
 
 
-def _check_version_1(ledger: Ledger) -> None:
+def _check_older(ledger: Ledger) -> None:
     snapshot = ledger.load()
+    assert {prompt.priority for prompt in snapshot.prompts} == {0}
     (namespace,), (gone, support) = snapshot.namespaces, snapshot.prompts
     assert (namespace.namespace_id, namespace.fingerprint) == ("ab" * 32, {"weights": "1", "dtype": "bf16"})
     assert (support.name, support.pinned, support.tokens, support.cache_salt) == (
@@ -149,19 +152,31 @@ def _check_version_1(ledger: Ledger) -> None:
     assert [(chunk.offset, chunk.checksum) for chunk in pack.chunks] == [(4096 + 128 * i, 2**63 + i) for i in range(3)]
 
 
-def test_a_ledger_of_version_1_is_brought_up_to_date(tmp_path: Path) -> None:
-    path = _copy_of_version_1(tmp_path)
+def _columns(path: Path) -> dict[str, list[str]]:
+    with closing(sqlite3.connect(path)) as sql:
+        tables = [name for (name,) in sql.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+        return {table: [row[1] for row in sql.execute(f"PRAGMA table_info({table})")] for table in tables}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_ledger_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
+    path = _copy_of_version(version, tmp_path)
     for _ in range(2):
         ledger = Ledger.open(path)
-        _check_version_1(ledger)
+        _check_older(ledger)
         ledger.close()
     with closing(sqlite3.connect(path)) as sql:
         assert sql.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+    new = tmp_path / "new.sqlite"
+    Ledger.open(new).close()
+    assert _columns(path) == _columns(new), "an old ledger and a new one are one format"
 
 
-@pytest.mark.parametrize("nth", range(4))
-def test_a_migration_that_fails_leaves_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
-    path = _copy_of_version_1(tmp_path)
+@pytest.mark.parametrize(("version", "nth"), [(1, nth) for nth in range(6)] + [(2, 0), (2, 1)])
+def test_a_migration_that_fails_leaves_the_older_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, nth: int
+) -> None:
+    path = _copy_of_version(version, tmp_path)
     calls = iter(range(100))
 
     def failing(columns: Sequence[object]) -> int:
@@ -170,19 +185,43 @@ def test_a_migration_that_fails_leaves_version_1(tmp_path: Path, monkeypatch: py
         return row_checksum(columns)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvtier.ledger.row_checksums.row_checksum", failing)
+        patch.setattr("kvtier.ledger.migrations.row_checksum", failing)
         with pytest.raises(LedgerError, match="disk I/O error"):
             Ledger.open(path)
     with closing(sqlite3.connect(path)) as sql:
-        assert sql.execute("PRAGMA user_version").fetchone() == (1,)
+        assert sql.execute("PRAGMA user_version").fetchone() == (version,)
     ledger = Ledger.open(path)
-    _check_version_1(ledger)
+    _check_older(ledger)
+    ledger.close()
+
+
+def test_a_row_that_was_altered_before_a_migration_is_refused_after_it(tmp_path: Path) -> None:
+    path = _copy_of_version(2, tmp_path)
+    with closing(sqlite3.connect(path)) as sql:
+        sql.execute("UPDATE prompts SET tokens = x'01000000' WHERE name = 'support'")
+        sql.commit()
+    assert inspect_ledger(path).altered == {"prompts": ["support"]}, "read as it is, before it is migrated"
+    ledger = Ledger.open(path)
+    with pytest.raises(LedgerError, match="prompts: support"):
+        ledger.load()
+    ledger.close()
+
+
+def test_a_priority_that_was_changed_is_refused(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.put_prompt(replace(prompt_row(), priority=-7))
+    assert [prompt.priority for prompt in ledger.load().prompts] == [-7]
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE prompts SET priority = 7")
+        connection.commit()
+    with pytest.raises(LedgerError, match="prompts: support"):
+        ledger.load()
     ledger.close()
 
 
 def test_no_flipped_bit_changes_a_promise(tmp_path: Path) -> None:
     """It is refused, or it is in what proves itself (rows of packs and chunks), or it changes nothing."""
-    path = _copy_of_version_1(tmp_path)
+    path = _copy_of_version(1, tmp_path)
     Ledger.open(path).close()
     content, rng = path.read_bytes(), random.Random(7)
     ledger = Ledger.open(path)

@@ -54,6 +54,7 @@ class State:
             recipe_json="",
             created_unix_s=1.0,
             expires_unix_s=0.0,
+            priority=7,
         )
         ledger.put_prompt(self.prompt)
         keys = tuple(self.data)

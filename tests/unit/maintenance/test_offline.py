@@ -238,6 +238,16 @@ def test_a_damaged_ledger_gives_up_nothing_that_can_be_read(state: State, seed: 
     assert aside.read_bytes() == bytes(data)
 
 
+def test_what_is_saved_of_a_damaged_ledger_keeps_its_priority(state: State) -> None:
+    state.sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    data = bytearray(state.ledger_path.read_bytes())
+    data[-4096 + 8 : -96] = b"\xa5" * (4096 - 104)  # of some other table: the prompts' page comes early
+    state.ledger_path.write_bytes(data)
+    assert Code.LEDGER_DAMAGED in {finding.code for finding in check(state.folder, repair=True).findings}
+    assert state.load().prompts == (state.prompt,)
+    assert state.prompt.priority == 7
+
+
 def test_a_ledger_that_is_no_database_is_moved_aside(state: State) -> None:
     state.ledger_path.write_bytes(b"nonsense" * 1000)
     assert codes(state) == {Code.LEDGER_DAMAGED}

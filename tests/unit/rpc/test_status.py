@@ -8,12 +8,13 @@ CLIENT_SIDE = (
     errors.SessionRefusedError,
     errors.RenderError,
 )
+AT_THE_END = {errors.StuckError}
 
 
 def test_the_table_is_complete() -> None:
     leaves = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.KvtierError)}
     client_side = {kind for kind in leaves if issubclass(kind, CLIENT_SIDE)}
-    assert leaves - set(STATUS_OF) - client_side == {errors.KvtierError}
+    assert leaves - set(STATUS_OF) - client_side - AT_THE_END == {errors.KvtierError}
 
 
 def test_subclasses_take_the_nearest_status() -> None:

@@ -14,7 +14,7 @@ ROW_BYTES = 8192
 async def _pin(made: Rig, numbers: list[int]) -> None:
     """Pin a prompt and bind it as an engine would."""
     tokens = tuple(range(len(numbers) * ONE_GROUP.groups[0].chunk_tokens))
-    view = await made.cache.pin(PinWish(name="p", tokens=tokens))
+    view = await made.cache.pins.pin(PinWish(name="p", tokens=tokens))
     session = made.namespace.sessions[0]
     await made.cache.bind(session, view.prompt.pin_id, keys_of(numbers), len(tokens), "")
 
@@ -55,7 +55,7 @@ def test_an_eviction_from_disk_keeps_the_promise_on_what_is_being_promoted(tmp_p
                 session.acquire(1, keys_of([0]))
                 await eventually(lambda: bool(made.tier.asked))
                 with made.tier.holding("delete_pack"):  # it is open for reading, and is read to its end
-                    evicting = asyncio.create_task(made.cache.evict("p", force=True, tier=EvictTier.DISK))
+                    evicting = asyncio.create_task(made.cache.pins.evict("p", force=True, tier=EvictTier.DISK))
                     await eventually(lambda: made.location(0) is None)
                     made.tier.allow(1)
                     await eventually(lambda: made.chunk(0).readable)
@@ -82,7 +82,7 @@ def test_what_leaves_host_memory_and_disk_is_counted_once_and_where_it_was(tmp_p
             assert made.counters.host_evictions == num_before - made.table.num_host > 0
             await eventually(lambda: made.table.num_host == 2 + num_before - made.counters.host_evictions)
             session.release(1, None)
-            await made.cache.evict_all(force=False, tier=EvictTier.ANY)
+            await made.cache.pins.evict_all(force=False, tier=EvictTier.ANY)
             assert made.counters.disk_evictions == 2
 
     asyncio.run(scenario())

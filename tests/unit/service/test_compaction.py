@@ -9,10 +9,13 @@ import pytest
 
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
+from kvtier.service.cache import Cache
 from kvtier.tiers.base import ChunkPayload, checksum_of
+from kvtier.tiers.pack_format import reserve_bytes
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import reached
-from tests.fakes.rig import Rig, content, eventually, keys_of, rig
+from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
+from tests.fakes.scripted_engine import config_in
 
 
 async def compacted(r: Rig) -> bool:
@@ -330,6 +333,42 @@ def test_compaction_waits_for_promotions_and_for_its_rate(tmp_path: Path) -> Non
             await eventually(lambda: r.counters.packs_compacted == 1)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_whole_pack_of_small_chunks_is_not_rewritten_after_every_start(tmp_path: Path) -> None:
+    """Its header has room for numbers as long as those before compression, and looked like a hole.
+
+    That it had been rewritten once, and was no smaller, was remembered until the next start.
+    """
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, compact_dead_ratio=0.0)
+        zeros = [memoryview(bytes(6000))]
+        payloads = [ChunkPayload(key=key, segments=zeros, checksum=checksum_of(zeros)) for key in keys_of(range(600))]
+        cache = await Cache.open(config)
+        namespace = (await cache.attach(hello_of("engine"), ListPeer())).namespace
+        record = cache.stores.disk.write_pack(namespace.namespace_id, payloads)
+        await cache.stores.in_ledger(cache.stores.ledger.commit_pack, record)
+        await cache.close()
+        estimated = reserve_bytes(namespace.namespace_id, [(chunk.key, chunk.stored_bytes) for chunk in record.chunks])
+        assert estimated < record.chunks[0].offset, "this pack does look as if rewriting it would give something back"
+        for _ in range(2):
+            cache = await Cache.open(config)
+            assert cache.compactor.next_job() is None
+            await cache.close()
+        # But what it does lose is found, after a start too.
+        cache = await Cache.open(config)
+        (namespace,) = cache.namespaces.values()
+        await namespace.drop_from_disk(keys_of(range(300)))
+        await cache.close()
+        cache = await Cache.open(config)
+        job = cache.compactor.next_job()
+        assert job is not None
+        assert await cache.compactor.compact(job)
+        assert cache.compactor.next_job() is None
+        await cache.close()
 
     asyncio.run(scenario())
 

@@ -1,6 +1,7 @@
 """An ephemeral namespace ends with its session, and nothing that outlives it stumbles over what it leaves."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,42 @@ def test_one_fingerprint_is_not_both_ephemeral_and_durable(tmp_path: Path, first
 
 def test_the_arena_is_closed_after_the_last_call_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cancelled task leaves its worker thread running: that one used a descriptor that meant another file by then."""
+    calls = record(monkeypatch)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        with gated(monkeypatch, Arena, "back") as gate:
+            async with running(config) as stub:
+                async with ScriptedEngine(config, ephemeral=True):
+                    await reached(gate.reached)
+                await asyncio.sleep(0.3)
+                assert calls == []
+                gate.open()
+                await gone(stub)
+
+    asyncio.run(scenario())
+    assert calls == ["back", "close"]
+
+
+def test_a_stop_does_not_close_the_arena_before_that_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of an ephemeral namespace that was being closed was cancelled once more, and left its thread behind."""
+    calls = record(monkeypatch)
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        with gated(monkeypatch, Arena, "back") as gate:
+            async with running(config):
+                async with ScriptedEngine(config, ephemeral=True):
+                    await reached(gate.reached)
+                await asyncio.sleep(0.3)
+                threading.Timer(0.5, gate.open).start()
+        assert calls == ["back", "close"]
+
+    asyncio.run(scenario())
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that takes up, as they end, the calls that get an arena pages or close it."""
     calls: list[str] = []
 
     def recorded(name: str) -> None:
@@ -91,21 +128,9 @@ def test_the_arena_is_closed_after_the_last_call_on_it(tmp_path: Path, monkeypat
 
         monkeypatch.setattr(Arena, name, call)
 
-    async def scenario() -> None:
-        config = config_in(tmp_path)
-        recorded("close")
-        recorded("back")
-        with gated(monkeypatch, Arena, "back") as gate:
-            async with running(config) as stub:
-                async with ScriptedEngine(config, ephemeral=True):
-                    await reached(gate.reached)
-                await asyncio.sleep(0.3)
-                assert calls == []
-                gate.open()
-                await gone(stub)
-
-    asyncio.run(scenario())
-    assert calls == ["back", "close"]
+    recorded("close")
+    recorded("back")
+    return calls
 
 
 def test_a_refused_ephemeral_engine_leaves_no_namespace(tmp_path: Path) -> None:

@@ -112,3 +112,23 @@ def test_what_is_unpinned_or_forgotten_counts_no_more() -> None:
     pins.book.forget(pins.book.get("p"))
     pins.look(1)
     assert not pins.watch.counts()
+
+
+def test_the_loop_has_its_turn_each_millisecond() -> None:
+    pins = Pins()
+    for number in range(100):
+        pins.put(f"p{number}", DURABLE)
+    num_turns = 0
+
+    async def turn(_: float) -> None:
+        nonlocal num_turns
+        num_turns += 1
+
+    def state_of(prompt: PromptRow) -> PromptState:
+        pins.now_s += 0.0003
+        return DURABLE
+
+    watch = PinWatch(pins.book, state_of, pins.durable, now_s=lambda: pins.now_s, sleep=turn)
+    asyncio.run(watch.look())
+    assert watch.counts() == {DURABLE: 100}
+    assert num_turns == 25

@@ -144,7 +144,7 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
             change = importing._Import(r.cache, r.namespace, bundle, PinWish(name="p", tokens=(1,)), no_spool, {})
             change._written.append(r.tier.write_pack(r.namespace.namespace_id, [payload(0)]))
             with pytest.raises(asyncio.CancelledError):
-                await r.cache.to_end("import", change.run())
+                await r.cache.changes.to_end("import", change.run())
             packs = r.stores.ledger.load().packs
             assert len(packs) == 1
             assert packs.keys() == r.tier.list_packs().keys()

@@ -8,13 +8,14 @@ import pytest
 import kvtier.service.promoter
 import kvtier.service.promotion_batch
 from kvtier.core.slots import SlotState
-from tests.fakes.rig import content, eventually, keys_of, rig
+from tests.fakes.rig import Rig, content, eventually, keys_of, rig
 
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of four chunks, a word per chunk."""
+    """Batches of four chunks, alone and where no pages are made of six; a word per chunk."""
     monkeypatch.setattr(kvtier.service.promoter, "BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.service.promoter, "LONG_BATCH_BYTES", 6 * 6000)
     monkeypatch.setattr(kvtier.service.promoter, "_FIRST_BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.service.promoter, "_BACKGROUND_BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.service.promotion_batch, "_WORD_BYTES", 6000)
@@ -52,6 +53,74 @@ def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.M
                 await eventually(lambda: len(r.tier.asked) == 2)
                 assert sorted(r.tier.asked) == sorted(keys_of([0, 1])), "the second reader has the next whole batch"
             await eventually(lambda: peer.num_ready() == 9)
+
+    asyncio.run(scenario())
+
+
+def have_pages(r: Rig, num_rows: int) -> None:
+    """Rows are free that have their pages."""
+    refs = [r.namespace.slots.take_unbacked(SlotState.GRANTED) for _ in range(num_rows)]
+    slots = [ref.slot for ref in refs if ref is not None]
+    assert r.namespace.arena.back(slots) == num_rows
+    for slot in slots:
+        r.namespace.slots.mark_backed(slot)
+        r.namespace.slots.free(slot)
+
+
+def test_alone_and_with_pages_a_prompt_is_one_long_batch(tmp_path: Path) -> None:
+    """Batches side by side waited for each other: with them a prompt of 24 MiB took half as long again."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=2) as r:
+            await r.on_disk(range(9))
+            session, peer = await r.session()
+            have_pages(r, 9)
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(9)))
+                await eventually(lambda: len(r.tier.asked) == 2)
+                assert sorted(r.tier.asked) == sorted(keys_of([0, 6]))
+            await eventually(lambda: peer.num_ready() == 9)
+            assert sorted(peer.all_ready()) == list(range(9))
+
+    asyncio.run(scenario())
+
+
+def test_others_that_ask_get_their_turn_as_before(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(20))
+            long, long_peer = await r.session()
+            short, short_peer = await r.session()
+            have_pages(r, 20)
+            with r.tier.stepping():
+                long.acquire(1, keys_of(range(18)))
+                short.acquire(1, keys_of(range(18, 20)))
+                r.tier.allow(6 + 4 + 2)  # the long batch that began alone, a turn of four, and the short prompt's
+                await eventually(lambda: r.counters.chunks_promoted == 12)
+                assert short_peer.num_ready() == 2
+            await eventually(lambda: long_peer.num_ready() == 18)
+
+    asyncio.run(scenario())
+
+
+def test_a_long_batch_ends_where_pages_are_to_be_made(tmp_path: Path) -> None:
+    """Its first chunks would wait for the pages of its last ones; what it does not take is read next, in order."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(12))
+            session, peer = await r.session()
+            have_pages(r, 3)
+            num_had = r.namespace.slots.num_free
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(12)))
+                await eventually(lambda: bool(r.tier.asked))
+                (batch,) = r.namespace.promoter._batches
+                assert [read.key for read in batch.reads] == keys_of(range(num_had))
+            await eventually(lambda: peer.num_ready() == 12)
+            assert peer.all_ready() == list(range(12))
+            assert [r.in_arena(number) for number in range(12)] == [content(number) for number in range(12)]
+            r.check()
 
     asyncio.run(scenario())
 
@@ -290,9 +359,13 @@ def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> N
                 session.release(1, None)
             await eventually(lambda: all(r.chunk(n).slot is None or r.chunk(n).readable for n in range(4)))
             assert r.counters.promotions_cancelled
-            backed = [entry for entry in r.namespace.arena.entries() if entry.backed]
-            assert len(backed) == r.namespace.slots.num_backed
-            assert r.stores.budget.used_bytes == len(backed) * r.namespace.layout.row_bytes
+
+            def num_backed() -> int:
+                return sum(entry.backed for entry in r.namespace.arena.entries())
+
+            # The release lets a session have its credit: a row that is counted, and gets its pages in a worker thread.
+            await eventually(lambda: num_backed() == r.namespace.slots.num_backed)
+            assert r.stores.budget.used_bytes == num_backed() * r.namespace.layout.row_bytes
             r.check()
 
     asyncio.run(scenario())

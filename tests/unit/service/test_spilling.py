@@ -135,6 +135,48 @@ def test_a_full_pack_is_written_without_lingering(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_ordinary_chunks_linger_longer_and_hold_up_no_pin(tmp_path: Path) -> None:
+    """Every fifth of a second a small pack of what nobody had asked to keep: a thread, two fsyncs, a ledger commit."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            object.__setattr__(r.stores.config.disk, "pack_linger_s", 0.1)
+            r.table.pin(keys_of([5, 6]))
+            began_s = asyncio.get_running_loop().time()
+            r.namespace.spiller.add(r.in_host([1, 2]))
+            await asyncio.sleep(0.3)
+            assert not r.tier.written, "nobody waits for these"
+            r.namespace.spiller.add(r.in_host([3, 5, 6]))
+            await eventually(lambda: r.tier.written == [keys_of([5, 6])])
+            await eventually(lambda: len(r.tier.written) == 2)
+            assert r.tier.written[1] == keys_of([1, 2, 3])
+            assert asyncio.get_running_loop().time() - began_s >= 0.9
+            r.table.pin(keys_of([8]))
+            r.namespace.spiller.add(r.in_host([7, 8]))
+            r.table.pin(keys_of([7]))
+            r.namespace.spiller.add(keys_of([7]))  # pinned while it lingered
+            await eventually(lambda: len(r.tier.written) == 3)
+            assert sorted(r.tier.written[2]) == sorted(keys_of([7, 8]))
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_small_host_tier_is_not_full_of_what_lingers(tmp_path: Path) -> None:
+    """What could be evicted if it were on disk is written when it is an eighth of host memory."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=64 * 8192) as r:
+            object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
+            r.namespace.spiller.add(r.in_host(range(5)))
+            await asyncio.sleep(0.05)
+            assert not r.tier.written
+            r.namespace.spiller.add(r.in_host(range(5, 12)))
+            await eventually(lambda: bool(r.tier.written))
+
+    asyncio.run(scenario())
+
+
 def test_a_ledger_that_refuses_leaves_no_pack_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each try left its pack on disk, counted by nobody, until the next start: a full disk for a locked ledger."""
     monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.0)

@@ -1,15 +1,18 @@
 """An arena that outlives its daemon: what it states of its rows, and which files are taken over at all."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvtier.client.arena_map import ArenaMap
 from kvtier.core.arena_format import FORMAT_VERSION, HEADER_BYTES, pack_header
 from kvtier.core.layout import KVLayout
 from kvtier.errors import ArenaError
 from kvtier.tiers.arena import Arena, left_arenas, left_header
+from kvtier.tiers.pages import PageOps
 from tests.fakes.chunks import key_of, layout_of
 
 LAYOUT = layout_of(num_ranks=2)
@@ -61,6 +64,39 @@ def test_pages_go_after_mark_and_generation(left: Path) -> None:
     arena.close(unlink=True)
 
 
+def test_a_row_has_another_number_whenever_its_pages_may_be_others(tmp_path: Path) -> None:
+    """A device goes on to write into pages that it has locked: a worker must be able to tell that they went."""
+    arena = Arena.create(tmp_path, LAYOUT, 4, namespace_id=NAMESPACE)
+    with ArenaMap(arena.path, arena.geometry.arena_id) as seen:
+        assert seen.backings().tolist() == [0, 0, 0, 0]
+        arena.back([1, 2])
+        arena.back([1])
+        assert seen.backings().tolist() == [0, 1, 1, 0]
+        arena.unback([1])
+        arena.unback([1])
+        assert [seen.backing(slot) for slot in range(4)] == [0, 2, 1, 0]
+        arena.back([1])
+        assert seen.backings().tolist() == [0, 3, 1, 0]
+        arena.close(unlink=False)
+        # A daemon killed between taking pages and saying so.
+        Arena.reopen(arena.path, LAYOUT).close(unlink=True)
+        assert seen.backings().tolist() == [0, 5, 3, 0]
+
+
+def test_a_number_is_not_used_again_when_memory_ran_out(tmp_path: Path) -> None:
+    class Full(PageOps):
+        def allocate(self, fd: int, offset: int, length: int) -> None:
+            if offset >= arena.geometry.rows_offset:
+                raise OSError(errno.ENOSPC, "no space")
+
+    arena = Arena.create(tmp_path, LAYOUT, 2, namespace_id=NAMESPACE)
+    arena._pages = Full()
+    assert arena.back([0]) == 0
+    with ArenaMap(arena.path, arena.geometry.arena_id) as seen:
+        assert seen.backings().tolist() == [2, 0]
+    arena.close(unlink=True)
+
+
 def rewrite(path: Path, offset: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
@@ -95,7 +131,7 @@ def replace_by(make: Callable[[Path], None]) -> Callable[[Path], None]:
     ("damage", "said"),
     [
         (lambda path: rewrite(path, 0, b"X"), "not a kvtier arena"),
-        (lambda path: rewrite(path, 8, bytes([FORMAT_VERSION - 1])), "arena format is 1"),
+        (lambda path: rewrite(path, 8, bytes([FORMAT_VERSION - 1])), "arena format is 2"),
         (lambda path: rewrite(path, 32, b"\x05"), "header is damaged"),
         (lambda path: rewrite(path, 70, b"x"), "header is damaged"),
         (lambda path: os.truncate(path, HEADER_BYTES - 4000), "not a kvtier arena"),

@@ -45,6 +45,11 @@ def test_a_chunk_longer_than_a_span_is_one_of_its_own() -> None:
     assert spans_of(chunk_at(0, 10), chunk_at(10, 5000), chunk_at(5010, 10)) == [(0,), (1,), (2,)]
 
 
+def test_the_first_spans_are_short_so_that_decoding_begins_soon() -> None:
+    spans = plan_spans([chunk_at(100 * n, 100) for n in range(30)], span_bytes=800, first_bytes=200)
+    assert [len(span.members) for span in spans] == [2, 4, 8, 8, 8]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 1500), st.integers(0, 1)), max_size=40),
     st.integers(1, 3000),

@@ -1,6 +1,11 @@
-"""The worker's copies against an oracle that knows the documented layout only, with tensors as vLLM makes them."""
+"""What every worker promises: that of the CPU platform, and that of CUDA over a device that copies at once or late.
 
+The oracle knows the documented layout only; tensors are as vLLM makes them.
+"""
+
+import enum
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,18 +21,60 @@ from vllm.v1.kv_offload.base import (
 from kvtier.client.arena_map import ArenaMap, Stamp
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec
-from kvtier_connector.worker import KVTierCPUWorker, WorkerLayout, page_places
-from tests.fakes.fake_daemon import set_generation, write_arena
+from kvtier_connector.workers import KVTierWorker, WorkerLayout, page_places
+from kvtier_connector.workers import cpu as cpu_worker
+from kvtier_connector.workers.copy_list import Int64s
+from kvtier_connector.workers.cpu import KVTierCPUWorker
+from kvtier_connector.workers.cuda import KVTierCUDAWorker
+from kvtier_connector.workers.host_copies import host_copies, interpreted_copies
+from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
+from tests.fakes.fake_daemon import is_locked, set_generation, write_arena
 from tests.fakes.waiting import wait_for
 
 NUM_BLOCKS, PAGE, PADDED = 24, 96, 128
 NUM_RANKS = 2
 
 
+class Kind(enum.Enum):
+    """Who copies."""
+
+    CPU = "cpu"
+    CPU_INTERPRETED = "cpu, without numba"
+    CUDA_EARLY = "cuda, bytes move at submit"
+    CUDA_LATE = "cuda, bytes move at the end"
+
+
+class Gate:
+    """Holds copies up: those of the CPU worker before their first byte, those of a device until they count as done."""
+
+    def __init__(self, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies = FakeCopies(early=kind is Kind.CUDA_EARLY)
+        self.begun = threading.Event()
+        self.copies.on_begin = lambda _: self.begun.set()
+        copy = host_copies() if kind is Kind.CPU else interpreted_copies
+
+        def gated(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
+            self.begun.set()
+            assert self.copies.running.wait(10)
+            copy(destinations, sources, sizes)
+
+        monkeypatch.setattr(cpu_worker, "host_copies", lambda: gated)
+
+    def shut(self) -> None:
+        """From now on no copy comes to an end."""
+        self.begun.clear()
+        self.copies.running.clear()
+
+    def open(self) -> None:
+        """Copies come to an end."""
+        self.copies.running.set()
+
+
 class Bench:
     """One rank's worker with two groups: group 3 has two tensors, group 5 one, padded and aliasing the first."""
 
-    def __init__(self, folder: Path, rank: int, blocks_per_chunk: int) -> None:
+    def __init__(self, folder: Path, kind: Kind, gate: Gate, rank: int, blocks_per_chunk: int) -> None:
+        self.gate = gate
         self.rank, self.blocks_per_chunk = rank, blocks_per_chunk
         self.rank_bytes = 2 * PADDED * blocks_per_chunk
         self.geometry = ArenaGeometry(
@@ -55,7 +102,11 @@ class Bench:
             group_positions={3: 0, 5: 1},
             pages=page_places(self.caches, blocks_per_chunk),
         )
-        self.worker = KVTierCPUWorker(layout, self.caches)
+        self.worker: KVTierWorker = (
+            KVTierCPUWorker(layout, self.caches)
+            if kind in (Kind.CPU, Kind.CPU_INTERPRETED)
+            else KVTierCUDAWorker(layout, self.caches, gate.copies, FakeHostMemory())
+        )
 
     def spec(self, chunks: Sequence[tuple[int, int]], generation: int = 1) -> ArenaSpec:
         """Return a job's arena side for (slot, group) pairs, as it arrives in a worker."""
@@ -95,15 +146,23 @@ class Bench:
 MakeBench = Callable[..., Bench]
 
 
-@pytest.fixture
-def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
+def num_mappings(path: Path) -> int:
+    """Return how often this process has a file mapped, also after its name is gone."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(line.removesuffix(" (deleted)").endswith(f" {path}") for line in lines)
+
+
+@pytest.fixture(params=list(Kind), ids=lambda kind: kind.name)
+def make_bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
     benches: list[Bench] = []
+    gate = Gate(request.param, monkeypatch)
 
     def make(rank: int = 0, blocks_per_chunk: int = 1) -> Bench:
-        benches.append(Bench(tmp_path, rank, blocks_per_chunk))
+        benches.append(Bench(tmp_path, request.param, gate, rank, blocks_per_chunk))
         return benches[-1]
 
     yield make
+    gate.open()
     for bench in benches:
         bench.worker.shutdown()
 
@@ -170,6 +229,14 @@ def test_a_store_with_skipped_blocks_is_not_stamped(make_bench: MakeBench) -> No
     assert bench.stamp(8) == Stamp(0, 0, 0)
 
 
+def test_a_store_of_which_nothing_adds_up_is_done_at_once(make_bench: MakeBench) -> None:
+    bench = make_bench(0, blocks_per_chunk=2)
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert bench.finish(1) == set()
+    assert bench.stamp(4) == Stamp(0, 0, 0)
+    assert not is_locked(bench.lock)
+
+
 def test_a_slot_given_out_again_fails_the_load(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
     bench = make_bench()
     set_generation(bench.path, bench.geometry, 4, 2)
@@ -204,13 +271,13 @@ def test_the_same_arena_under_a_new_session_is_not_mapped_again_and_old_jobs_are
     bench = make_bench()
     bench.worker.submit_load(1, bench.spec([(2, 5)]), GPULoadStoreSpec([1], [0, 1], [0, 0]))
     assert bench.finish(1) == set()
-    mapped, old = bench.worker._arena, bench.spec([(2, 5)])
+    mapped, old = num_mappings(bench.path), bench.spec([(2, 5)])
     bench.lock.unlink()
     bench.lock = tmp_path / "new-lock"
     bench.lock.touch()
     bench.worker.submit_load(2, bench.spec([(2, 5)]), GPULoadStoreSpec([1], [0, 1], [0, 0]))
     assert bench.finish(2) == set()
-    assert bench.worker._arena is mapped
+    assert num_mappings(bench.path) == mapped == 1
     bench.worker.submit_load(3, old, GPULoadStoreSpec([1], [0, 1], [0, 0]))
     assert bench.finish(3) == {"r"}
     bench.worker.submit_store(4, GPULoadStoreSpec([1], [0, 1], [0, 0]), old)
@@ -233,6 +300,7 @@ def test_a_new_arena_is_mapped_and_a_vanished_one_is_a_failed_load(make_bench: M
     assert bench.finish(2) == set()
     bench.worker.submit_load(3, old, GPULoadStoreSpec([5], [1, 0], [0, 0]))
     assert bench.finish(3) == {"r"}
+    wait_for(lambda: not num_mappings(Path(old.arena_path)))
 
 
 def test_a_layout_other_than_announced_moves_nothing(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,8 +333,97 @@ def test_wait_returns_for_unknown_jobs_and_jobs_run_in_order(make_bench: MakeBen
     assert bench.row_region(4) == bench.expected(3, [4])
 
 
+def test_nothing_is_stamped_or_reported_before_its_bytes_are_there(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.gate.shut()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5, 6], [2, 0], [0, 0]), bench.spec([(4, 3), (8, 3)]))
+    assert bench.gate.begun.wait(10)
+    assert bench.worker.get_finished() == []
+    assert [bench.stamp(slot) for slot in (4, 8)] == [Stamp(0, 0, 0)] * 2
+    bench.gate.open()
+    bench.finish(1)
+    assert [bench.stamp(slot).generation for slot in (4, 8)] == [1, 1]
+
+
+def test_the_session_is_locked_as_long_as_a_job_is_open(make_bench: MakeBench) -> None:
+    """The daemon gives slots of an ended session out again when it gets this lock."""
+    bench = make_bench()
+    bench.gate.shut()
+    for job_id in (1, 2):
+        bench.worker.submit_store(job_id, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    bench.worker.submit_load(3, bench.spec([(8, 3)]), GPULoadStoreSpec([7], [1, 0], [0, 0]))
+    assert bench.gate.begun.wait(10)
+    assert is_locked(bench.lock)
+    bench.gate.open()
+    bench.worker.wait({1, 2, 3})
+    assert len(bench.worker.get_finished()) == 3
+    assert not is_locked(bench.lock)
+
+
+def test_failed_jobs_leave_the_session_unlocked(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    set_generation(bench.path, bench.geometry, 4, 2)
+    bench.worker.submit_load(1, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    bench.worker.submit_load(2, bench.spec([(8, 3)]), GPULoadStoreSpec([5, 6], [2, 0], [0, 0]))
+    bench.worker.wait({1, 2})
+    assert len(bench.worker.get_finished()) == 2
+    assert not is_locked(bench.lock)
+
+
+def test_a_slot_given_out_again_during_the_copy_fails_the_load(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.gate.shut()
+    bench.worker.submit_load(1, bench.spec([(4, 3), (8, 3)]), GPULoadStoreSpec([5, 6], [2, 0], [0, 0]))
+    assert bench.gate.begun.wait(10)
+    set_generation(bench.path, bench.geometry, 4, 2)
+    bench.gate.open()
+    assert bench.finish(1) == {"r"}
+
+
+def test_a_new_arena_waits_for_the_jobs_in_the_old_one(make_bench: MakeBench, tmp_path: Path) -> None:
+    bench = make_bench()
+    bench.gate.shut()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert bench.gate.begun.wait(10)
+    old_path, old_arena = bench.path, ArenaMap(bench.path, bench.geometry.arena_id)
+    bench.path.unlink()
+    bench.geometry = ArenaGeometry(
+        arena_id=b"B" * 16, num_slots=4, row_bytes=4096, num_ranks=NUM_RANKS, rank_bytes=bench.rank_bytes
+    )
+    bench.path = tmp_path / "arena2"
+    write_arena(bench.path, bench.geometry)
+    submits = threading.Thread(
+        target=bench.worker.submit_load,
+        args=(2, bench.spec([(1, 3)], generation=0), GPULoadStoreSpec([9], [1, 0], [0, 0])),
+    )
+    submits.start()
+    assert old_arena.stamp_of(4, 0) == Stamp(0, 0, 0)
+    bench.gate.open()
+    submits.join(10)
+    bench.worker.wait({1, 2})
+    assert {result.job_id for result in bench.worker.get_finished()} == {1, 2}
+    assert old_arena.stamp_of(4, 0).generation == 1
+    old_arena.close()
+    wait_for(lambda: not num_mappings(old_path))
+    assert num_mappings(bench.path) == 1
+
+
+def test_a_shutdown_ends_open_jobs_and_unmaps(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.gate.shut()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert bench.gate.begun.wait(10)
+    ends = threading.Thread(target=bench.worker.shutdown)
+    ends.start()
+    bench.gate.open()
+    ends.join(10)
+    assert not ends.is_alive()
+    assert (bench.stamp(4).generation, num_mappings(bench.path)) == (1, 0)
+    assert not is_locked(bench.lock)
+
+
 def test_tensors_of_another_device_are_refused() -> None:
     meta = torch.empty((2, 8), dtype=torch.int8, device="meta")
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(meta, 8)], [[CanonicalKVCacheRef(0, 8)]])
-    with pytest.raises(NotImplementedError, match="CPU platform only, not on meta"):
+    with pytest.raises(NotImplementedError, match="CPUs and CUDA devices only, not of meta"):
         page_places(caches, 1)

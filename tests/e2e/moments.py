@@ -1,0 +1,82 @@
+"""Stopping a vLLM at a moment at which the daemon says that it holds something: in mid-store, in mid-load."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import openai
+import pytest
+
+from benchmarks.processes import Engine, wait_until
+from kvtier._pb.cache_pb2 import SessionStatus
+from tests.e2e.harness import Stack, Tokens
+from tests.e2e.traffic import HANG_S, Client
+
+NUM_TRIES = 200
+SETTLE_S = 0.1
+EVICT_PERIOD_S = 0.2
+
+
+def session_of(stack: Stack, engine: Engine) -> SessionStatus:
+    """Return the engine's session; the process that opened it is a child of the engine's leader."""
+    (found,) = (each for each in stack.status().sessions if os.getpgid(each.pid) == engine.pid)
+    return found
+
+
+def standing_credits(stack: Stack, engine: Engine) -> int:
+    """Return how many slots an idle engine may write; credits are topped up as stores begin, so more is in use."""
+    wait_until(lambda: session_of(stack, engine).num_store_grants > 0, HANG_S, "standing credits")
+    return session_of(stack, engine).num_store_grants
+
+
+def stop_while(stack: Stack, engine: Engine, client: Client, condition: Callable[[SessionStatus], bool]) -> None:
+    """Stop (SIGSTOP) an engine that is asked by `client` at a moment at which its session meets a condition."""
+    session_id = session_of(stack, engine).session_id
+
+    def meets() -> bool:
+        return any(each.session_id == session_id and condition(each) for each in stack.status().sessions)
+
+    stop = threading.Event()
+    thread = threading.Thread(target=_ask_until, args=(stop, client), daemon=True)  # its last request is never answered
+    thread.start()
+    try:
+        for _ in range(NUM_TRIES):
+            wait_until(meets, HANG_S, "the moment")
+            os.killpg(engine.pid, signal.SIGSTOP)
+            time.sleep(SETTLE_S)
+            if meets():
+                return
+            os.killpg(engine.pid, signal.SIGCONT)
+        pytest.fail(f"the moment was gone {NUM_TRIES} times")
+    finally:
+        stop.set()
+
+
+def _ask_until(stop: threading.Event, client: Client) -> None:
+    with suppress(openai.OpenAIError, httpx.HTTPError, TimeoutError):
+        while not stop.is_set():
+            client.ask()
+
+
+@contextmanager
+def storing_again(stack: Stack, name: str, prompt: Tokens) -> Iterator[None]:
+    """Pin a prompt and drop it again and again, so that every request for it stores it."""
+    stack.pin(name, prompt, None, "--no-warm")
+    stop = threading.Event()
+
+    def evict() -> None:
+        with stack.admin() as client:
+            while not stop.wait(EVICT_PERIOD_S):
+                client.evict(name, force=True)
+
+    thread = threading.Thread(target=evict)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,41 @@
+"""One request that comes from disk, followed through every process by its spans."""
+
+import json
+from pathlib import Path
+
+from benchmarks.models import TINY, cached_model
+from benchmarks.processes import EngineOptions, wait_until
+from tests.e2e.harness import PATIENT, ask, forget_gpu, running_stack, tokens
+
+PREFIX = tokens(1, 320)
+PROMISED = {
+    "daemon": {"acquire", "ledger", "write", "fsync", "pack", "make pages", "read", "decode", "promotion"},
+    "engine": {"step", "answer", "wait for promotion", "load"},
+    "worker": {"copy in", "copy out"},
+}
+
+
+def test_every_stage_of_a_hit_from_disk_is_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    variable = {"KVTIER_TRACE_FOLDER": str(folder)}
+    options = EngineOptions(model=str(cached_model("tiny", TINY)), connector_config=PATIENT, extra_env=variable)
+    with running_stack(options, daemon_settings=variable) as stack, stack.engine() as engine:
+        stack.wait_attached(engine)
+        stack.pin("prefix", PREFIX, engine)
+        stack.wait_durable("prefix")
+        stack.cli("evict", "prefix", "--tier", "host")
+        forget_gpu(engine)
+        answer = ask(engine, [*PREFIX, 20, 21])
+        assert answer.by_source["disk"] == len(PREFIX)
+        worker = next(folder.glob("worker-*"))  # vLLM may kill it
+        wait_until(lambda: "copy in" in worker.read_text(), 10, "the worker to write its spans")
+    rows = json.loads(stack.cli("trace", str(folder), "--json").stdout)
+    for process, stages in PROMISED.items():
+        seen = {row["stage"] for row in rows if row["process"].startswith(f"{process} ")}
+        assert seen == stages, process
+    merged = tmp_path / "all.json"
+    print("\n" + stack.cli("trace", str(folder), "--merge", str(merged)).stdout)
+    events = json.loads(merged.read_text())["traceEvents"]
+    began, ended = (next(each for each in events if (each["name"], each["ph"]) == ("load", ph)) for ph in "be")
+    copy = next(each for each in events if each["name"] == "copy in")
+    assert began["ts"] <= copy["ts"] <= copy["ts"] + copy["dur"] <= ended["ts"], "one clock for all"

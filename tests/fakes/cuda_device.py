@@ -1,0 +1,115 @@
+"""A device that copies when the test says so, and a driver that locks pages or refuses to."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+from kvtier_connector.workers.copy_list import CopyList
+from kvtier_connector.workers.device import PageLockError
+
+
+class FakeTicket:
+    """Copies that are done once the device runs."""
+
+    def __init__(self, device: "FakeCopies", copies: CopyList, is_load: bool) -> None:
+        self._device, self._copies, self._is_load = device, copies, is_load
+        self._moved = False
+
+    def move(self) -> None:
+        """Move the bytes, once."""
+        source, target = self._copies.vllm, self._copies.arena
+        if self._is_load:
+            source, target = target, source
+        if not self._moved:
+            for to, origin, size in zip(target.tolist(), source.tolist(), self._copies.sizes.tolist(), strict=True):
+                ctypes.memmove(to, origin, size)
+        self._moved = True
+
+    def is_done(self) -> bool:
+        """See `Ticket`."""
+        return self._device.running.is_set() and self._over()
+
+    def wait(self) -> None:
+        """See `Ticket`."""
+        assert self._device.running.wait(10)
+        self._over()
+
+    def seconds(self) -> float:
+        """See `Ticket`."""
+        return 0.001
+
+    def _over(self) -> bool:
+        if self._device.failure is not None:
+            raise self._device.failure
+        self.move()
+        return True
+
+
+class FakeCopies:
+    """See `Copies`.
+
+    Attributes:
+        running: Copies come to an end while it is set.
+        failure: What the device reports of copies under way.
+        refusal: What it says to new ones.
+        on_begin: Called with each list of copies.
+    """
+
+    def __init__(self, *, early: bool) -> None:
+        """With `early` bytes move at once, else when the copies come to an end."""
+        self._early = early
+        self.running = threading.Event()
+        self.running.set()
+        self.failure: Exception | None = None
+        self.refusal: Exception | None = None
+        self.on_begin: Callable[[CopyList], object] = lambda _: None
+
+    def begin(self, copies: CopyList, *, is_load: bool) -> FakeTicket:
+        """See `Copies`."""
+        if self.refusal is not None:
+            raise self.refusal
+        self.on_begin(copies)
+        ticket = FakeTicket(self, copies, is_load)
+        if self._early:
+            ticket.move()
+        return ticket
+
+
+class FakeHostMemory:
+    """See `HostMemory`.
+
+    Attributes:
+        locked: Length by address.
+        room: Ranges that may still be locked.
+        calls: All of them, with the address.
+        stuck: Nothing can be unlocked.
+    """
+
+    def __init__(self, room: int = 1000) -> None:
+        self.locked: dict[int, int] = {}
+        self.room = room
+        self.calls: list[tuple[str, int]] = []
+        self.stuck = False
+        self._threads: set[int] = set()
+
+    def enter_thread(self) -> None:
+        """See `HostMemory`."""
+        self._threads.add(threading.get_ident())
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """See `HostMemory`."""
+        assert threading.get_ident() in self._threads
+        assert address % 4096 == num_bytes % 4096 == 0
+        for other, length in self.locked.items():
+            assert address + num_bytes <= other or other + length <= address, "locked twice"
+        if len(self.locked) >= self.room:
+            raise PageLockError("cudaHostRegister fails with 2: out of memory")
+        self.calls.append(("lock", address))
+        self.locked[address] = num_bytes
+
+    def unlock(self, address: int) -> None:
+        """See `HostMemory`."""
+        if self.stuck:
+            raise PageLockError("cudaHostUnregister fails with 700: an illegal memory access was encountered")
+        self.calls.append(("unlock", address))
+        del self.locked[address]

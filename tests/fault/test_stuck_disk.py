@@ -1,0 +1,87 @@
+"""A read that never returns, in a real daemon: it serves what it can, and ends when it is told to."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier._pb import cache_pb2
+from kvtier._pb import engine_pb2 as pb
+from tests.fakes.fsck import assert_clean
+from tests.fakes.operator import evict, make_durable, until
+from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
+from tests.fault import chaos
+
+KEYS = [chunk_key(number) for number in range(4)]
+# Nobody ever writes to the FIFO, so to open it takes for ever. The daemon says that it does, and gives up sooner.
+HANGING = """
+import os, pathlib, kvtier.service.cache
+kvtier.service.cache.STUCK_AFTER_S = 0.5
+open_file = os.open
+def open_slowly(name, *args, **kwargs):
+    path = pathlib.Path(os.fsdecode(name))
+    if path.is_fifo():
+        path.parents[2].joinpath("hangs").touch()
+    return open_file(name, *args, **kwargs)
+os.open = open_slowly
+"""
+
+
+async def _load(engine: ScriptedEngine, stub: chaos.Stub) -> None:
+    await engine.send(acquire=pb.Acquire(acquire_id=1, keys=KEYS))
+
+
+async def _check(engine: ScriptedEngine, stub: chaos.Stub) -> None:
+    with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):  # it is never answered
+        await stub.Fsck(cache_pb2.FsckRequest(deep=True))
+
+
+async def _export(engine: ScriptedEngine, stub: chaos.Stub) -> None:
+    with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+        async for _ in stub.Export(cache_pb2.ExportRequest(name="p")):
+            pass
+
+
+@pytest.mark.parametrize("read", [_load, _check, _export])
+def test_sigterm_while_a_read_hangs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    read: Callable[[ScriptedEngine, chaos.Stub], Coroutine[Any, Any, None]],
+) -> None:
+    """It was never obeyed: the loop stood still until the read returned, so that a second one was not heard either."""
+    config = config_in(tmp_path)
+    for folder in (config.disk.disk_dir, config.host.arena_dir):
+        folder.chmod(0o700)
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(chaos, "COMMAND", HANGING + chaos.COMMAND)
+            async with chaos.daemon(config) as (process, stub), ScriptedEngine(config) as engine:
+                await make_durable(stub, engine, KEYS)
+                await evict(stub, "p", tier=cache_pb2.TIER_HOST)
+                (pack,) = (config.disk.disk_dir / "packs").glob("*.kvpack")
+                pack.rename(tmp_path / "pack")
+                os.mkfifo(pack)
+                reading = asyncio.create_task(read(engine, stub))
+
+                async def hangs() -> bool:
+                    return (tmp_path / "hangs").exists()
+
+                await until(hangs)
+                await engine.barrier()  # everybody else is served
+                process.send_signal(signal.SIGTERM)
+                assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 1
+                await reading
+        assert list(config.host.arena_dir.glob("arena-*")) == []
+        (tmp_path / "pack").rename(pack)
+        assert_clean(config.disk.disk_dir)
+        async with chaos.daemon(config), ScriptedEngine(config) as engine:
+            assert sorted(await engine.acquire(1, KEYS)) == [0, 1, 2, 3]
+
+    asyncio.run(scenario())

@@ -1,0 +1,200 @@
+"""What the suite sends is the same for every system, and what it prints is what was measured."""
+
+import socket
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.bench_serve import BenchServe
+from benchmarks.records import Records
+from benchmarks.serving_cost_report import ALONE, KVTIER
+from benchmarks.serving_cost_report import report as cost_report
+from benchmarks.suite.__main__ import DEFAULT_SYSTEMS, Plan
+from benchmarks.suite.load import KILLED, UNDISTURBED
+from benchmarks.suite.matrix import Condition
+from benchmarks.suite.plots import draw_plots
+from benchmarks.suite.profiles import PROFILES, LoadShape
+from benchmarks.suite.report import report
+from benchmarks.suite.tables import percentile
+from benchmarks.suite.texts import SystemPrompt
+from benchmarks.suite.traffic import Traffic, plan
+
+SETUP = {"hardware": "2 x CPU", "versions": "kvtier 1", "profile": "short", "dtype": "bfloat16"}
+SHAPE = LoadShape(users=3, turns=7)
+PROMPTS = [SystemPrompt(variant=number, tokens=9, text=f"You are number {number}.") for number in range(4)]
+
+
+@pytest.fixture
+def add_to(tmp_path: Path) -> tuple[Records, Callable[..., None]]:
+    records = Records(tmp_path / "r.jsonl", SETUP, resume=False)
+
+    def add(kind: str, **fields: object) -> None:
+        case = str(len(list(records.rows(kind)))) + kind
+        records.begin(case)
+        records.add(case, kind, **fields)
+        records.done(case)
+
+    return records, add
+
+
+def ttft(system: str, condition: Condition, ttft_s: float, cached: int = 2976) -> dict[str, object]:
+    return {
+        "system": system, "matrix": "8x512", "tokens": 3000, "round": 0, "variant": 0, "condition": condition.value,
+        "ttft_s": ttft_s, "prompt_tokens": 3020, "cached_tokens": cached,
+        "by_source": {"host": cached} if cached else {}, "server_cpu_s": 0.0, "engine_cpu_s": 0.0,
+    }  # fmt: skip
+
+
+def turn(ttft_s: float, error: str = "") -> dict[str, object]:
+    return {
+        "user": 0, "began_s": 0.0, "ttft_s": None if error else ttft_s, "gaps_s": [0.02], "prompt_tokens": 1000,
+        "cached_tokens": 900, "error": error,
+    }  # fmt: skip
+
+
+def load(mode: str, turns: list[dict[str, object]]) -> dict[str, object]:
+    return {
+        "system": "kvtier", "mode": mode, "round": 0, "wall_s": 2.0, "killed_at_turn": 2, "answer_tokens": 16,
+        "by_source": {"device": 1000, "host": 2000, "disk": 0}, "engine_cpu_s": 1.0, "server_cpu_s": 0.1,
+        "turns": turns,
+    }  # fmt: skip
+
+
+def test_all_systems_hear_the_same_and_other_seeds_something_else() -> None:
+    assert plan(SHAPE, PROMPTS, 1) == plan(SHAPE, PROMPTS, 1)
+    assert plan(SHAPE, PROMPTS, 1) != plan(SHAPE, PROMPTS, 2)
+
+
+def test_every_user_sends_as_many_turns_and_each_turn_goes_on_with_the_last_or_begins_anew() -> None:
+    for turns in plan(SHAPE, PROMPTS, 5):
+        assert len(turns) == SHAPE.turns
+        for earlier, later in pairwise(turns):
+            assert len(later) == 2 or later[: len(earlier)] == earlier
+        assert {turn[0]["content"] for turn in turns} <= {prompt.text for prompt in PROMPTS}
+
+
+def test_percentiles_are_samples() -> None:
+    assert [percentile([3, 1, 2, 4], percent) for percent in (50, 95, 100)] == [2, 4, 4]
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
+def test_every_case_has_a_name_of_its_own_and_systems_take_turns(profile: object, tmp_path: Path) -> None:
+    found = Plan(profile=profile, systems=DEFAULT_SYSTEMS, dtype="bfloat16", home=tmp_path)  # type: ignore[arg-type]
+    names = [case.name for case in found.cases()]
+    assert len(set(names)) == len(names)
+    for number, round_names in (
+        (n, [x for x in names if x.startswith("matrix/8x512") and x.endswith(f"/{n}")]) for n in (0, 1)
+    ):
+        if round_names:
+            assert [name.split("/")[2] for name in round_names] == [
+                *DEFAULT_SYSTEMS[number:],
+                *DEFAULT_SYSTEMS[:number],
+            ]
+
+
+def test_a_hit_is_shown_beside_own_hit_and_floor(add_to: tuple[Records, Callable[..., None]]) -> None:
+    records, add = add_to
+    add("floor", memcpy=[10e9], device=[1e9])
+    add("ttft", **ttft("vLLM alone", Condition.OWN_HIT, 0.050))
+    add("kept", system="kvtier", matrix="8x512", tokens=3000, round=0, variant=0, disk_bytes=10**7, server_cpu_s=0.1)
+    add("ttft", **ttft("kvtier", Condition.HOST, 0.100))
+    add("ttft", **ttft("kvtier", Condition.DISK, 0.200))
+    text = report(records)
+    # 2976 tokens of 8 KiB at 10 GB/s are 2.4 ms; 10 MB at 1 GB/s are 10 ms.
+    assert (
+        "| kvtier | GPU cache emptied | 100 (100..100) | 2.0 (2.0..2.0) | 1.91 | 1 of 1 | 2976 of 3020 | host |" in text
+    )
+    assert "| 200 (200..200) | 4.0 (4.0..4.0) | 3.20 |" in text
+
+
+def test_a_miss_has_no_ratio_to_the_floor_of_hits(add_to: tuple[Records, Callable[..., None]]) -> None:
+    records, add = add_to
+    add("floor", memcpy=[10e9], device=[1e9])
+    add("ttft", **ttft("vLLM alone", Condition.OWN_HIT, 0.050))
+    add("ttft", **ttft("vLLM alone", Condition.PRESSURE, 1.0, cached=0))
+    assert "| vLLM alone | after GPU pressure | 1000 (1000..1000) | 20.0 (20.0..20.0) |  | 0 of 1 |" in report(records)
+
+
+def test_a_picture_is_drawn_for_each_length_and_for_the_load(
+    add_to: tuple[Records, Callable[..., None]], tmp_path: Path
+) -> None:
+    records, add = add_to
+    add("ttft", **ttft("kvtier", Condition.HOST, 0.1))
+    add("load", **load(UNDISTURBED, [turn(0.1)]))
+    draw_plots(records, tmp_path / "plots")
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["load.png", "ttft-8x512-3000.png"]
+
+
+def test_under_load_failed_turns_are_told_and_left_out(add_to: tuple[Records, Callable[..., None]]) -> None:
+    records, add = add_to
+    add("load", **load(UNDISTURBED, [turn(0.1), turn(0.2), turn(0.3), turn(9.0, "ReadTimeout: ")]))
+    text = report(records)
+    rates, waits = "3 of 4 | 1.50 (1.50..1.50) | 24 (24..24)", "0.20 | 0.30 | 0.30 | 0.30 | 20 | 20"
+    assert f"| kvtier | undisturbed | {rates} | {waits} | 90% |" in text
+    assert "device 33%, host 67%" in text
+
+
+def test_around_a_kill_before_and_after_are_apart(add_to: tuple[Records, Callable[..., None]]) -> None:
+    records, add = add_to
+    add("load", **load(KILLED, [turn(0.1), turn(0.1), turn(2.0), turn(0.2)]))
+    assert "| kvtier | 0.10 | 2.00 | 0.20 | 90% | 0 | 2 (2..2) |" in report(records)
+
+
+def test_turns_that_a_kill_left_without_an_answer_are_told(add_to: tuple[Records, Callable[..., None]]) -> None:
+    records, add = add_to
+    add("load", **load(KILLED, [turn(0.1), turn(0.1), turn(0.1, "ReadTimeout: "), turn(0.1, "ReadTimeout: ")]))
+    assert "| kvtier | 0.10 |  |  |  | 2: ReadTimeout | 2 (2..2) |" in report(records)
+
+
+def test_what_failed_and_what_there_was_no_time_for_is_said(add_to: tuple[Records, Callable[..., None]]) -> None:
+    records, _ = add_to
+    records.begin("matrix/x")
+    records.failed("matrix/x", "no venv")
+    text = report(records, ["load/kvtier/0"])
+    assert "- matrix/x: no venv" in text
+    assert "- load/kvtier/0" in text
+
+
+def test_bench_serve_sends_no_prompt_twice() -> None:
+    # A warm-up or a ready check would put the first prompt into vLLM's own cache.
+    shape = BenchServe(model=Path("/m"), num_requests=4, input_tokens=8, output_tokens=2, concurrency=1)
+    argv = shape.argv("http://127.0.0.1:1", 7, Path("/tmp/r.json"))
+    flags = dict(pairwise(argv))
+    assert (flags["--num-warmups"], flags["--ready-check-timeout-sec"], flags["--seed"]) == ("0", "0", "7")
+
+
+def test_ratios_of_serving_cost_are_within_pairs(tmp_path: Path) -> None:
+    setup = SETUP | dict.fromkeys(
+        ("store", "pins", "pin_tokens", "requests", "input_tokens", "output_tokens", "concurrency"), 1
+    )
+    records = Records(tmp_path / "c.jsonl", setup, resume=False)
+    for pair in range(6):
+        records.begin(f"pair-0-{pair}")
+        for side, factor in ((ALONE, 1.0), (KVTIER, 1.01)):
+            # The machine gets slower and slower; the ratio stays.
+            numbers = dict.fromkeys(_NUMBERS, factor * 10 / (pair + 1))
+            records.add(f"pair-0-{pair}", "run", start=0, pair=pair, side=side, **numbers)
+        records.done(f"pair-0-{pair}")
+    text = cost_report(records)
+    assert "+1.0 % (+1.0..+1.0)" in text
+    assert "96.9 %" in text
+
+
+_NUMBERS = (
+    "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "median_itl_ms",
+    "p99_itl_ms", "EngineCore_cpu_s", "Worker_cpu_s", "engine_cpu_s", "daemon_cpu_s", "stored_mib", "hit_tokens",
+)  # fmt: skip
+
+
+def test_a_user_without_an_answer_leaves() -> None:
+    """Each of his turns waited anew: a peer that hung after its server was killed took a quarter of an hour."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, and says nothing
+        engine: Any = SimpleNamespace(url=f"http://127.0.0.1:{server.getsockname()[1]}")
+        traffic = Traffic(engine, [[[], [], []]], answer_tokens=1, timeout_s=0.1)
+        traffic.start()
+        traffic.finish()
+    assert [turn.error.partition(":")[0] for turn in traffic.turns] == ["ReadTimeout", "not sent", "not sent"]

@@ -1,0 +1,142 @@
+"""The order of calls that the CUDA worker's copies rest on, over a runtime that writes them down."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier_connector.workers import cuda_device
+from kvtier_connector.workers.copy_list import CopyList
+from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory
+from kvtier_connector.workers.device import PageLockError
+
+DEVICE = torch.device("cuda", 1)
+COPIES = CopyList(np.array([10, 20]), np.array([30, 40]), np.array([5, 6]))
+
+
+class Runtime:
+    """Writes down what it is asked for.
+
+    Attributes:
+        calls: In order.
+        code: What the page lock calls answer.
+        failure: What the copy raises.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.code = 0
+        self.failure: Exception | None = None
+        self._num_streams = 0
+
+    def stream(self) -> "FakeStream":
+        self._num_streams += 1
+        return FakeStream(self, "ab"[self._num_streams - 1])
+
+    def swap(self, source: Any, target: Any, sizes: Any, *, is_src_access_order_any: bool) -> None:
+        self.calls.append(("copy", source.tolist(), target.tolist(), sizes.tolist(), is_src_access_order_any))
+        if self.failure is not None:
+            raise self.failure
+
+    @contextlib.contextmanager
+    def using(self, stream: "FakeStream") -> Iterator[None]:
+        self.calls.append(("use", stream.name))
+        yield
+
+    def cudaHostRegister(self, *arguments: int) -> int:
+        self.calls.append(("register", *arguments))
+        return self.code
+
+    def cudaHostUnregister(self, *arguments: int) -> int:
+        self.calls.append(("unregister", *arguments))
+        return self.code
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return {2: "out of memory"}[code]
+
+
+class FakeStream:
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self.runtime, self.name = runtime, name
+
+    def wait_stream(self, other: str) -> None:
+        self.runtime.calls.append((self.name, "waits for", other))
+
+    def synchronize(self) -> None:
+        self.runtime.calls.append((self.name, "drained"))
+
+
+class FakeEvent:
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: FakeStream) -> None:
+        stream.runtime.calls.append(("event", stream.name))
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: object) -> float:
+        return 250.0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: runtime.stream())
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", runtime.using)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the model's on {device}")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: runtime.calls.append(("device", device)))
+    monkeypatch.setattr(cuda_device, "swap_blocks_batch", runtime.swap)
+    return runtime
+
+
+def test_a_store_waits_for_the_model_and_reads_in_stream_order(runtime: Runtime) -> None:
+    ticket = CudaCopies(DEVICE).begin(COPIES, is_load=False)
+    assert runtime.calls == [
+        ("a", "waits for", "the model's on cuda:1"),
+        ("use", "a"),
+        ("event", "a"),
+        ("copy", [10, 20], [30, 40], [5, 6], False),
+        ("event", "a"),
+    ]
+    assert ticket.is_done()
+    assert ticket.seconds() == 0.25
+
+
+def test_a_load_has_its_own_stream_and_may_read_early(runtime: Runtime) -> None:
+    CudaCopies(DEVICE).begin(COPIES, is_load=True)
+    assert runtime.calls[0] == ("b", "waits for", "the model's on cuda:1")
+    assert runtime.calls[3] == ("copy", [30, 40], [10, 20], [5, 6], True)
+
+
+def test_a_refused_copy_leaves_nothing_under_way(runtime: Runtime) -> None:
+    runtime.failure = RuntimeError("CUDA error")
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        CudaCopies(DEVICE).begin(COPIES, is_load=False)
+    assert runtime.calls[-1] == ("a", "drained")
+
+
+def test_no_copies_are_no_call(runtime: Runtime) -> None:
+    empty = np.zeros(0, np.int64)
+    CudaCopies(DEVICE).begin(CopyList(empty, empty, empty), is_load=False)
+    assert not any(call[0] == "copy" for call in runtime.calls if isinstance(call, tuple))
+
+
+def test_page_locks_are_the_runtimes(runtime: Runtime) -> None:
+    memory = CudaHostMemory(DEVICE)
+    memory.enter_thread()
+    memory.lock(4096, 8192)
+    memory.unlock(4096)
+    assert runtime.calls == [("device", DEVICE), ("register", 4096, 8192, 0), ("unregister", 4096)]
+
+
+def test_a_refused_page_lock_says_what_the_driver_says(runtime: Runtime) -> None:
+    runtime.code = 2
+    with pytest.raises(PageLockError, match="cudaHostRegister fails with 2: out of memory"):
+        CudaHostMemory(DEVICE).lock(0, 4096)

@@ -1,0 +1,174 @@
+"""Free rows get their pages ahead of need: below the watermark, only for engines, and nobody waits for them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtier.service.spare_rows
+from kvtier.core.slots import SlotState
+from kvtier.service.namespace import Namespace
+from kvtier.service.spare_rows import SpareRows
+from tests.fakes.limited_pages import LimitedPages
+from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
+
+SPARE_ROWS = 16
+OTHER = hello_of("other", weights="2")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtier.service.spare_rows, "_POLL_S", 0.002)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_RETRY_S", 0.002)
+
+
+@asynccontextmanager
+async def spare_rig(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
+    """A rig of 128 rows whose spare rows are made in the background."""
+    async with rig(folder, spare_bytes=1 << 30, **settings) as r:
+        running = asyncio.create_task(SpareRows(r.stores, r.cache.namespaces.values).run())
+        try:
+            yield r
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def num_backed(namespace: Namespace) -> int:
+    """Return how many rows have pages, as the arena says."""
+    return sum(entry.backed for entry in namespace.arena.entries())
+
+
+async def settled(r: Rig) -> None:
+    """Return when rows and budget agree, with the spare rows free."""
+    await eventually(lambda: r.namespace.slots.num_free == SPARE_ROWS)
+    await eventually(lambda: num_backed(r.namespace) == r.namespace.slots.num_backed)
+    assert r.stores.budget.used_bytes == num_backed(r.namespace) * r.namespace.layout.row_bytes
+    r.check()
+
+
+def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making them took as long as reading what goes there. What was taken is made up for."""
+
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            await r.on_disk(range(6))
+            session, peer = await r.session()
+            await settled(r)
+            made: list[int] = []
+            back = r.namespace.arena.back
+
+            def note(slots: Sequence[int]) -> int:
+                made.extend(slots)
+                return back(slots)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(r.namespace.arena, "back", note)
+                with r.tier.stepping():
+                    session.acquire(1, keys_of(range(6)))
+                    taken = {r.chunk(number).slot for number in range(6)}
+                await eventually(lambda: peer.num_ready() == 6)
+                await settled(r)
+            assert [r.in_arena(number) for number in range(6)] == [content(number) for number in range(6)]
+            assert not {ref.slot for ref in taken if ref is not None} & set(made)
+            assert made, "the next ones"
+
+    asyncio.run(scenario())
+
+
+def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            await settled(r)
+            (session,) = r.namespace.sessions
+            r.cache.end(session)
+            await eventually(lambda: not r.namespace.sessions)
+            num_free = r.namespace.slots.num_free
+            r.namespace.give_back_free(1 << 30)
+            assert num_free >= SPARE_ROWS
+            await asyncio.sleep(0.05)
+            assert r.namespace.slots.num_free == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            row_bytes, limit_bytes = r.namespace.layout.row_bytes, r.stores.budget.limit_bytes
+            num_rows = int(0.9 * limit_bytes) // row_bytes
+            r.in_host(range(num_rows - r.namespace.slots.num_backed - 2))
+            await eventually(lambda: r.stores.budget.used_bytes > 0.9 * limit_bytes - row_bytes)
+            await asyncio.sleep(0.05)
+            assert 0.9 * limit_bytes - row_bytes < r.stores.budget.used_bytes <= 0.9 * limit_bytes
+
+    asyncio.run(scenario())
+
+
+def test_another_namespace_gets_their_memory(tmp_path: Path) -> None:
+    """They are free rows like any other, and are not made again at the other's cost."""
+
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            await settled(r)
+            other = (await r.cache.attach(OTHER, ListPeer())).namespace
+            await eventually(lambda: other.slots.num_free == SPARE_ROWS)
+            other.ensure_takable(other.slots.num_slots)
+            assert r.namespace.slots.num_free == 0
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            await settled(r)
+            r.stores.traffic.began()
+            r.namespace.give_back_free(1 << 30)
+            await asyncio.sleep(0.05)
+            assert r.namespace.slots.num_free == 0
+            r.stores.traffic.ended()
+            await settled(r)
+
+    asyncio.run(scenario())
+
+
+def test_a_full_file_system(tmp_path: Path) -> None:
+    """What is there is used, the rest is nobody's, and it is tried again."""
+
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            await settled(r)
+            r.namespace.give_back_free(1 << 30)
+            r.namespace.arena._pages = pages = LimitedPages(3 * r.namespace.layout.row_bytes)
+            await eventually(lambda: r.namespace.slots.num_free == 3)
+            await asyncio.sleep(0.05)
+            assert r.namespace.slots.num_free == 3
+            assert r.namespace.slots.counts()[SlotState.BACKING] <= SPARE_ROWS
+            pages.room_bytes = 1 << 30
+            await settled(r)
+
+    asyncio.run(scenario())
+
+
+def test_a_namespace_that_is_closed_meanwhile(tmp_path: Path) -> None:
+    """The call that makes its pages is waited for, and the others go on getting theirs."""
+
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            await settled(r)
+            hello = replace(OTHER, ephemeral=True)
+            for _ in range(20):
+                session = await r.cache.attach(hello, ListPeer())
+                await asyncio.sleep(0.003)
+                r.cache.end(session)
+                await eventually(lambda: len(r.cache.namespaces) == 1)
+            r.namespace.give_back_free(1 << 30)
+            await settled(r)
+
+    asyncio.run(scenario())

@@ -1,0 +1,89 @@
+"""A call of the operating system that does not return, and a daemon that is to stop."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import LedgerError, StuckError
+from kvtier.service import cache
+from tests.fakes.gates import Gate
+from tests.fakes.operator import reached
+from tests.fakes.rig import eventually, keys_of, rig
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "STUCK_AFTER_S", 0.2)
+
+
+def test_a_stop_does_not_wait_for_a_read_that_never_returns(tmp_path: Path) -> None:
+    """It did, for ever: the drain has a deadline, but what came after it waited for every running call."""
+
+    async def scenario() -> None:
+        made = rig(tmp_path)
+        r = await made.__aenter__()
+        with r.tier.stepping():
+            await r.on_disk([0])
+            session, _ = await r.session()
+            session.acquire(1, keys_of([0]))
+            await eventually(lambda: bool(r.tier.asked))
+            with pytest.raises(StuckError, match=r"calls \(read\) have not returned within 0.2 s"):
+                await made.__aexit__(None, None, None)
+        assert list(r.cache.config.host.arena_dir.iterdir()) == [], "shared memory is given back all the same"
+
+    asyncio.run(scenario())
+
+
+def test_the_loop_turns_while_the_last_calls_are_waited_for(tmp_path: Path) -> None:
+    """The end of the pools was waited for on the loop: no signal was heard, no watchdog fed, no timeout kept."""
+
+    async def scenario() -> None:
+        gate = Gate()
+        async with rig(tmp_path) as r:
+            call = asyncio.create_task(r.stores.in_read(gate.wait))
+            await reached(gate.reached)
+            asyncio.get_running_loop().call_later(0.05, gate.open)  # on a loop that stands still it would never open
+        await call
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_does_not_wait_for_a_read_and_a_write_that_never_return(tmp_path: Path) -> None:
+    """One hung call was given up; the end of the loop then waited for the other one, for ever."""
+    gates = [Gate(), Gate()]
+
+    async def scenario() -> None:
+        made = rig(tmp_path)
+        r = await made.__aenter__()
+        r.cache._tasks.start("hangs", r.stores.in_read(gates[0].wait))
+        r.namespace.tasks.start(
+            "hangs too", r.stores.in_write(gates[1].wait)
+        )  # of another owner, which is closed later
+        for gate in gates:
+            await reached(gate.reached)
+        with pytest.raises(StuckError, match="read, write"):
+            await made.__aexit__(None, None, None)
+
+    asyncio.run(scenario())
+    for gate in gates:
+        gate.open()
+
+
+def test_an_error_of_closing_is_raised_and_not_taken_for_a_call_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        made = rig(tmp_path)
+        r = await made.__aenter__()
+        original = r.stores.ledger.close
+
+        def refuse() -> None:
+            original()
+            raise LedgerError("the disk is gone")
+
+        monkeypatch.setattr(r.stores.ledger, "close", refuse)
+        with pytest.raises(LedgerError, match="the disk is gone"):
+            await made.__aexit__(None, None, None)
+
+    asyncio.run(scenario())
