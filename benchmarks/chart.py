@@ -21,6 +21,8 @@ _VALUE_WIDTH = 150
 _FOOTER_HEIGHT = 72
 _FOOTER_LINE = 18
 _MIN_BAR = 4
+SHORT_S = 0.1
+"""Below it milliseconds are written."""
 
 _CARD, _TEXT, _MUTED, _TRACK = "#111827", "#f3f4f6", "#a3adbd", "#1f2937"
 
@@ -75,7 +77,7 @@ class _Canvas:
         half = _BAR_HEIGHT / 2
         self.box(left, middle - half, left + room, middle + half, _TRACK, radius=6)
         self.box(left, middle - half, left + length, middle + half, bar.color, radius=min(6, length / 2))
-        value = f"{bar.value_s:.2f} s"
+        value = _duration(bar.value_s)
         self.text(left + length + 12, middle, value, 17, _TEXT)
         self.text(left + length + 12 + self._width(value, 17) + 10, middle, f"{bar.value_s / first_s:.0%}", 15, _MUTED)
 
@@ -90,6 +92,12 @@ class _Canvas:
 
     def _width(self, text: str, size: int) -> float:
         return self._draw.textlength(text, font=_font(size)) / _SCALE
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= SHORT_S:
+        return f"{seconds:.2f} s"
+    return f"{1000 * seconds:.0f} ms" if seconds >= SHORT_S / 10 else f"{1000 * seconds:.1f} ms"
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

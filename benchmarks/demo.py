@@ -8,7 +8,6 @@ import argparse
 import os
 import platform
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
@@ -27,13 +27,14 @@ from rich.table import Table
 from benchmarks.chart import Bar, draw_chart
 from benchmarks.machine import fast_dtype, hardware, machine_line, versions
 from benchmarks.models import DEMO, cached_model
-from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, run_cli, wait_until
+from benchmarks.peers.asking import forget_device_cache
+from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, interrupt_on_signals, run_cli
 from benchmarks.prompts import QUESTIONS, system_prompt
 
 PROMPT_NAME = "harbour-support"
 PINNED_VARIANT = 0
 MAX_MODEL_LEN = 4096
-POOL_BLOCKS = 144
+POOL_BLOCKS = 288  # a pin may have half of them, and a prompt of the flood needs as many beside it
 BLOCK_TOKENS = 32
 FLOOD_RATIO = 1.2
 ANSWER_TOKENS = 8
@@ -125,7 +126,9 @@ class Demo:
                 self.pin(engine)
                 self.record(engine, "right after kvtier pin", "device", QUESTIONS[0])
                 self.flood(engine)
-                self.record(engine, "flooded until vLLM had evicted it", "host", QUESTIONS[1])
+                self.record(engine, "flooded with other prompts", "device", QUESTIONS[1])
+                forget_device_cache(engine)
+                self.record(engine, "vLLM's own cache emptied", "host", QUESTIONS[5])
             with self.engine() as engine:
                 self.record(engine, "vLLM restarted", "host", QUESTIONS[2])
                 self.measure_cold(engine)
@@ -190,7 +193,7 @@ class Demo:
         done = run_cli(self.daemon.socket, "evict", PROMPT_NAME, "--tier", "host", "--force", timeout_s=60)
         if done.returncode:
             raise DemoError(f"kvtier evict ended with status {done.returncode}: {done.stderr}")
-        wait_until(lambda: bool(engine.http.post("/reset_prefix_cache").json()["success"]), 30, "vLLM to forget")
+        forget_device_cache(engine)
 
     def unseen(self, question: str) -> list[ChatCompletionMessageParam]:
         """Return a conversation that shares no system prompt with any before."""
@@ -317,7 +320,7 @@ def run_demo(model: str, dtype: str, console: Console) -> int:
         demo = Demo(model, dtype, home, console)
         try:
             demo.run()
-        except (DemoError, StartError, openai.OpenAIError) as error:
+        except (DemoError, StartError, TimeoutError, httpx.HTTPError, openai.OpenAIError) as error:
             console.print(f"[bold red]demo failed:[/bold red] {escape(str(error))}", highlight=False)
             for log in sorted(home.glob("*.log")):
                 console.print(f"[dim]--- the end of {log.name}[/dim]")
@@ -333,21 +336,13 @@ def run_demo(model: str, dtype: str, console: Console) -> int:
         return 1 if problems else 0
 
 
-def _raise_interrupt(number: int, frame: object) -> None:
-    # A second signal must not cut the clean-up short.
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--model", default="", help="model for vLLM; default: a small one, made here")
     parser.add_argument("--dtype", default="", help="default: bfloat16 where the CPU is fast at it, else float32")
     arguments = parser.parse_args()
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, _raise_interrupt)
+    interrupt_on_signals()
     console = Console()
     if not console.is_terminal:
         console = Console(width=OUTPUT_COLUMNS)

@@ -6,19 +6,23 @@ All sides take turns in one run, so that drift of the machine hits all of them. 
 the tier's own span size and one thread, as the tier reads:
 
 - `device`: O_DIRECT reads of the same packs, end to end, into one aligned buffer, decoding nothing;
-- `decode`: the stored bytes, in memory already, decoded and verified into the same arena rows, in one thread.
+- `decode`: the stored bytes, in memory already, decoded and verified into the same arena rows, in one thread;
+- `both`: `device` and `decode` at once, each in a process of its own, until the later one ends. They share nothing but
+  the machine: what a reader that overlaps both could reach here.
 
 Where chunks are decoded, all but `device` is measured with numpy's kernels and with the compiled ones, in turns.
 
-The aim of a cold read is 0.8 of min(device x ratio, decode). Cold means: fsynced, dropped from the page cache
-(POSIX_FADV_DONTNEED), and mincore found at most 1 % of the bytes resident; a run that was not cold is an error. The
-cache of the device itself, or of the host of a virtual machine, is beyond reach: it serves `device` and `cold` alike.
+The aim of a cold read is 0.8 of min(device x ratio, decode); how near it comes to `both` is printed beside that. Cold
+means: fsynced, dropped from the page cache (POSIX_FADV_DONTNEED), and mincore found at most 1 % of the bytes resident;
+a run that was not cold is an error. The cache of the device itself, or of the host of a virtual machine, is beyond
+reach: it serves `device` and `cold` alike.
 All rates are payload bytes per second, except `device`, which is stored bytes. A throttled disk gives more to whoever
-comes after a pause: so there is one before each `device` and each `cold`.
+comes after a pause: so there is one before each `device`, `both` and `cold`.
 """
 
 import argparse
 import mmap
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -112,26 +116,28 @@ def measure_reads(case: Case, num_runs: int, kernels: Mapping[str, WordKernels],
     """Print one row for each of the kernels."""
     in_memory = [_stored_in_memory(path) for path in case.paths]
     device: list[float] = []
-    rates: dict[str, dict[str, list[float]]] = {name: {"decode": [], "cold": [], "warm": []} for name in kernels}
+    steps = ("decode", "both", "cold", "warm")
+    rates: dict[str, dict[str, list[float]]] = {name: {step: [] for step in steps} for name in kernels}
     for run in range(num_runs + 1):
         seconds = {"device": _cold(case, lambda: _read_device(case), pause_s)}
         names = list(kernels)
         for name in names if run % 2 else reversed(names):
             use_kernels(kernels[name])
             seconds[f"{name} decode"] = _timed(lambda: _decode(case, in_memory))
+            seconds[f"{name} both"] = _both(case, in_memory, pause_s)
             seconds[f"{name} cold"] = _cold(case, lambda: _read_tier(case), pause_s)
             seconds[f"{name} warm"] = _warm(case)
         if run:  # the first round warms buffers and code
             device.append(case.stored_bytes / seconds["device"] / 1e9)
-            for name, steps in rates.items():
-                for step, values in steps.items():
+            for name, by_step in rates.items():
+                for step, values in by_step.items():
                     values.append(case.raw_bytes / seconds[f"{name} {step}"] / 1e9)
     codecs = "+".join(sorted({read.chunk.codec for read in case.reads}))
     ratio = case.raw_bytes / case.stored_bytes
     print(f"\n{case.name}: {len(case.reads)} chunks, {case.raw_bytes >> 20} MiB, {codecs}, ratio {ratio:.2f}")
     print(f"  device  {spread(device, 'GB/s')}")
-    for name, steps in rates.items():
-        _print_rates(name, steps, [rate * ratio for rate in device])
+    for name, by_step in rates.items():
+        _print_rates(name, by_step, [rate * ratio for rate in device])
 
 
 def _print_rates(name: str, steps: Mapping[str, list[float]], device: Sequence[float]) -> None:
@@ -144,6 +150,11 @@ def _print_rates(name: str, steps: Mapping[str, list[float]], device: Sequence[f
         read / min(given, decoded) for read, given, decoded in zip(steps["cold"], device, steps["decode"], strict=True)
     ]
     print(f"  {name:9} cold / min(device x ratio, decode): {cold / limit:.2f} of medians, by run {spread(per_run)}")
+    together = [read / given for read, given in zip(steps["cold"], steps["both"], strict=True)]
+    print(
+        f"  {name:9} cold / both: {statistics.median(steps['cold']) / statistics.median(steps['both']):.2f} of medians,"
+        f" by run {spread(together)}"
+    )
     print(f"  {name:9} warm / decode: {statistics.median(steps['warm']) / decode:.2f}")
 
 
@@ -203,6 +214,33 @@ def _cold(case: Case, step: Callable[[], None], pause_s: float) -> float:
             raise SystemExit(f"{path}: {resident_bytes} of {length} bytes are still in the page cache")
     time.sleep(pause_s)
     return _timed(step)
+
+
+def _both(case: Case, in_memory: Sequence[memoryview], pause_s: float) -> float:
+    """Return the seconds until the device was read here and all was decoded in another process, begun together."""
+    fork = multiprocessing.get_context("fork")  # the kernels that are in use, and the packs' bytes, go with it
+    ready, begin, end = fork.Event(), fork.Event(), fork.Value("d", 0.0)
+
+    def decode() -> None:
+        _decode(case, in_memory)  # a new process finds no page mapped
+        ready.set()
+        if begin.wait(60):
+            _decode(case, in_memory)
+            end.value = time.monotonic()
+
+    process = fork.Process(target=decode)
+    process.start()
+    ready.wait(60)
+
+    _cold(case, lambda: None, pause_s)
+    began_s = time.monotonic()
+    begin.set()
+    _read_device(case)
+    read_s = time.monotonic()
+    process.join(60)
+    if process.exitcode != 0:
+        raise SystemExit(f"the decoding process ended with {process.exitcode}")
+    return max(read_s, float(end.value)) - began_s
 
 
 def _warm(case: Case) -> float:

@@ -16,6 +16,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ LAYOUT = KVLayout(
 FINGERPRINT = {"weights": "1"}
 CHUNKS_PER_PACK = 1000
 LOOKUP_KEYS = 2000
+HEADER = ("chunks", "exec to ready", "resident", "index bytes a chunk", "lookup of 2,000", "over gRPC")
 STATE = "state"  # as `Daemon` names it
 
 
@@ -152,31 +154,56 @@ async def round_trips(config: DaemonConfig, keys: Sequence[ChunkKey], rounds: in
     return seconds
 
 
-def measure(num_chunks: int, rounds: int) -> str:
-    """Return one row of the table."""
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What was measured with so many chunks.
+
+    Attributes:
+        index_bytes: What the service's memory grew by.
+        lookup_s: In the service; empty with fewer chunks than a lookup asks for.
+        round_trip_s: The same over gRPC.
+    """
+
+    num_chunks: int
+    ready_s: Sequence[float]
+    resident: int
+    index_bytes: int
+    lookup_s: Sequence[float]
+    round_trip_s: Sequence[float]
+
+    def cells(self) -> tuple[str, ...]:
+        """Return a row of the table."""
+        return (
+            f"{self.num_chunks:,}",
+            spread(self.ready_s, "s"),
+            f"{self.resident / 2**20:.0f} MiB",
+            f"{self.index_bytes / max(1, self.num_chunks):.0f}",
+            *(_with_p90(samples) for samples in (self.lookup_s, self.round_trip_s)),
+        )
+
+
+def _with_p90(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return ""
+    return f"{statistics.median(seconds) * 1e3:.2f} ms (p90 {statistics.quantiles(seconds, n=10)[-1] * 1e3:.2f})"
+
+
+def measure(num_chunks: int, rounds: int) -> Samples:
+    """Measure one number of chunks."""
     with tempfile.TemporaryDirectory(prefix="kvg-") as name, tempfile.TemporaryDirectory(dir="/dev/shm") as arena:
         home = Path(name)
         keys = fill(home / STATE, num_chunks)
         ready, resident = start_times(home, rounds)
         config = config_of(home, Path(arena))
-        used = asyncio.run(index_bytes(config))
-        cells = [
-            f"{num_chunks:,}",
-            spread(ready, "s"),
-            f"{resident / 2**20:.0f} MiB",
-            f"{used / max(1, num_chunks):.0f}",
-        ]
-        if num_chunks >= LOOKUP_KEYS:
-            few = keys[:: num_chunks // LOOKUP_KEYS][:LOOKUP_KEYS]
-            for samples in (
-                asyncio.run(lookup_times(config, few, 10 * rounds)),
-                asyncio.run(round_trips(config, few, 10 * rounds)),
-            ):
-                p90 = statistics.quantiles(samples, n=10)[-1]
-                cells.append(f"{statistics.median(samples) * 1e3:.2f} ms (p90 {p90 * 1e3:.2f})")
-        else:
-            cells += ["", ""]
-    return "| " + " | ".join(cells) + " |"
+        few = keys[:: num_chunks // LOOKUP_KEYS][:LOOKUP_KEYS] if num_chunks >= LOOKUP_KEYS else []
+        return Samples(
+            num_chunks=num_chunks,
+            ready_s=ready,
+            resident=resident,
+            index_bytes=asyncio.run(index_bytes(config)),
+            lookup_s=asyncio.run(lookup_times(config, few, 10 * rounds)) if few else (),
+            round_trip_s=asyncio.run(round_trips(config, few, 10 * rounds)) if few else (),
+        )
 
 
 def main() -> None:
@@ -186,10 +213,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     print(machine_line())
-    print("| chunks | exec to ready | resident | index bytes a chunk | lookup of 2,000 | over gRPC |")
-    print("|---|---|---|---|---|---|")
+    print("| " + " | ".join(HEADER) + " |")
+    print("|" + "---|" * len(HEADER))
     for count in options.chunks.split(","):
-        print(measure(int(count), options.rounds), flush=True)
+        print("| " + " | ".join(measure(int(count), options.rounds).cells()) + " |", flush=True)
 
 
 if __name__ == "__main__":

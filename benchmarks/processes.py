@@ -21,6 +21,7 @@ import httpx
 BIN = Path(sys.executable).parent
 POLL_S = 0.02
 KILL_TIMEOUT_S = 10
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The kernel sends SIGTERM to what we start when the thread that started it ends, so a kill -9 of us ends it too (but
 # for vLLM 0.32 while it starts: it overhears the signal). A launcher asks for that, because a preexec_fn would fork
 # this process with gRPC's threads in it.
@@ -58,6 +59,24 @@ def _group_exists(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def interrupt_on_signals() -> None:
+    """Have the first signal that ends a program raise KeyboardInterrupt, so that all that was started is ended too."""
+    for each in _ENDS:
+        signal.signal(each, _raise_interrupt)
+
+
+def _raise_interrupt(number: int, frame: object) -> None:
+    # A second signal must not cut the clean-up short.
+    for each in _ENDS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 class Process:
@@ -122,7 +141,7 @@ class Process:
         if self._popen is None:
             return
         if self.is_running:
-            self.signal(signal.SIGCONT)
+            self.resume()
             self.signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(grace_s)
@@ -154,6 +173,14 @@ class Process:
         """Send a signal to the leader."""
         assert self._popen is not None, f"{self.name} was not started"
         self._popen.send_signal(number)
+
+    def pause(self) -> None:
+        """Stop the whole group where it is (SIGSTOP): it keeps its memory and uses no CPU."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the whole group go on."""
+        os.killpg(self.pid, signal.SIGCONT)
 
     def log_text(self) -> str:
         """Return everything that it wrote."""
@@ -200,12 +227,15 @@ class Daemon(Process):
 
     def start(self) -> None:
         """Start it and wait until it answers."""
+        self._num_logged = len(self.log_text())
         super().start()
         self.ready_s = self.wait_ready(self._answers, timeout_s=15)
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
-        url = self.log_text().rpartition("metrics_served url=")[2].split()[0]
+        announced = "metrics_served url="
+        wait_until(lambda: announced in self.log_text()[self._num_logged :], 10, "the daemon to serve metrics")
+        url = self.log_text().rpartition(announced)[2].split()[0]
         return _sum_of_samples(httpx.get(url).raise_for_status().text, name, labels)
 
     def set_variable(self, name: str, value: str) -> None:
@@ -240,6 +270,19 @@ class Daemon(Process):
         shutil.rmtree(self.arena_dir, ignore_errors=True)
 
 
+def wait_attached(daemon: Daemon, num_engines: int = 1, timeout_s: float = 60) -> None:
+    """Wait until so many engines have a session.
+
+    Raises:
+        TimeoutError: They have not.
+    """
+
+    def attached() -> bool:
+        return daemon.metric("kvtier_sessions", state="attached") == num_engines
+
+    wait_until(attached, timeout_s, f"{num_engines} engine(s) to be attached")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How to run `vllm serve`.
@@ -248,6 +291,7 @@ class EngineOptions:
         pool_blocks: Size of vLLM's KV cache in blocks; small pools make floods short.
         kvtier_socket: Socket of the daemon, None for a vLLM without kvtier.
         connector_config: Further `kv_connector_extra_config`.
+        warm_start: Have the connector ask this engine's own API server for pinned prompts after a start.
         by_plugin_name: Leave the connector's module out: vLLM then finds it through its plugin entry points.
     """
 
@@ -260,6 +304,7 @@ class EngineOptions:
     tensor_parallel: int = 1
     kvtier_socket: Path | None = None
     connector_config: Mapping[str, object] = field(default_factory=dict)
+    warm_start: bool = False
     by_plugin_name: bool = False
     extra_args: Sequence[str] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
@@ -281,18 +326,19 @@ class EngineOptions:
         if self.max_batched_tokens is not None:
             argv += ["--max-num-batched-tokens", str(self.max_batched_tokens)]
         if self.kvtier_socket is not None:
-            argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
+            argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config(port))]
         return [*argv, *self.extra_args]
 
-    def kv_transfer_config(self) -> dict[str, object]:
+    def kv_transfer_config(self, port: int) -> dict[str, object]:
         """Return the value of `--kv-transfer-config`."""
+        warm_url = {"warm_url": f"http://127.0.0.1:{port}"} if self.warm_start else {}
         module = {} if self.by_plugin_name else {"kv_connector_module_path": "kvtier_connector"}
         return {
             "kv_connector": "KVTierConnector",
             **module,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"socket": str(self.kvtier_socket), **self.connector_config},
+            "kv_connector_extra_config": {"socket": str(self.kvtier_socket), **warm_url, **self.connector_config},
         }
 
     def env(self) -> dict[str, str]:

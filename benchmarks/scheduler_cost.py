@@ -1,6 +1,6 @@
 """CPU time that the connector costs vLLM's scheduler, per step and per request, beside vLLM's own offloading connector.
 
-usage: python -m benchmarks.scheduler_cost [--rounds 200]
+usage: python -m benchmarks.scheduler_cost [--rounds 200] [--pins 0,100,10000]
 
 vLLM's OffloadingConnectorScheduler runs underneath in both columns, driven through the calls of one request's life as
 the scheduler makes them (stand-ins for requests and blocks: tests/unit/connector/harness.py). `vLLM` has a manager that
@@ -146,16 +146,20 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--pins", default="0,100,10000", help="numbers of pinned prompts; default: %(default)s")
+    arguments = parser.parse_args()
+    rounds, pins = arguments.rounds, [int(number) for number in arguments.pins.split(",")]
     print(machine_line())
     print(f"prompt of {PROMPT_CHUNKS} + {QUESTION_CHUNKS} chunks; medians of {rounds} rounds, thread CPU time")
     with pytest.MonkeyPatch.context() as patch:
-        for num_pins in (0, 100, 1000):
+        for num_pins in pins:
             sides = {"vLLM": Side(patch, num_pins=0, ours=False), "kvtier": Side(patch, num_pins=num_pins, ours=True)}
             _print(f"{num_pins} pins: request that matches no pin", _requests(sides, rounds, "other"))
             _print(f"{num_pins} pins: step with {NUM_RUNNING} running requests", _steps(sides, rounds))
         ours = {"kvtier": sides["kvtier"]}
-        _print("1000 pins: request restored from the host tier", _requests(ours, rounds, "pin7", hit=True))
+        if num_pins:
+            title = f"{num_pins} pins: request restored from the host tier"
+            _print(title, _requests(ours, rounds, f"pin{num_pins // 2}", hit=True))
         for num_held in (1000, 200_000):
             sides = {"vLLM": Side(patch, ours=False), "kvtier": Side(patch, ours=True, num_held=num_held)}
             storing = {"vLLM": Side(patch, ours=False, num_held=num_held), "kvtier": sides["kvtier"]}

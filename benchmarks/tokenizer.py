@@ -13,8 +13,10 @@ BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT)
 
+# With `enable_thinking` false a chat begins with other tokens, as those of many models do.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if enable_thinking is defined and not enable_thinking %}/no_think\n{% endif %}"
     "{% if messages and messages[0]['role'] == 'system' %}"
     "{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
     "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"

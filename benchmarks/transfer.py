@@ -31,7 +31,8 @@ from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.session_locks import SessionLock
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec
-from kvtier_connector.worker import KVTierCPUWorker, WorkerLayout, page_places
+from kvtier_connector.workers import WorkerLayout, page_places
+from kvtier_connector.workers.cpu import KVTierCPUWorker
 
 SHM = Path("/dev/shm")
 

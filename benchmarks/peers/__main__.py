@@ -10,7 +10,6 @@ vLLM and size of host memory, and with their defaults otherwise.
 
 import argparse
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,8 +26,8 @@ from benchmarks.models import DEMO, TINY, ModelSpec, cached_model
 from benchmarks.peers.files import is_in_memory
 from benchmarks.peers.measure import Results, measure_frame, measure_restarts, store
 from benchmarks.peers.report import table
-from benchmarks.peers.systems import PEER_VENVS, SYSTEMS, SetupError, System, VLLMAlone
-from benchmarks.processes import EngineOptions, StartError
+from benchmarks.peers.systems import OFF_DEVICE_CONFIG, PEER_VENVS, SYSTEMS, SetupError, System, VLLMAlone
+from benchmarks.processes import EngineOptions, StartError, interrupt_on_signals, say
 
 SMALL = ModelSpec(
     num_layers=8, hidden=512, intermediate=1024, num_heads=8, num_kv_heads=4, vocab_size=8192, max_positions=8192
@@ -39,11 +38,6 @@ BLOCK_TOKENS = 32
 POOL_BLOCKS = 288
 # What one system may fail with, without ending the measurement of the others.
 FAILURES = (SetupError, StartError, TimeoutError, OSError, httpx.HTTPError, openai.OpenAIError)
-
-
-def say(text: str) -> None:
-    """Print a line of progress."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def make_systems(names: Sequence[str], home: Path, options: EngineOptions, stack: ExitStack) -> dict[str, System]:
@@ -98,13 +92,6 @@ def peer_versions() -> str:
     return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _raise_interrupt(number: int, frame: object) -> None:
-    # A second signal must not cut the clean-up short.
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     """Parse the command line, run and print."""
     parser = argparse.ArgumentParser(
@@ -121,8 +108,7 @@ def main() -> int:
         parser.error(f"--systems: {', '.join(sorted(unknown))} unknown, choose from {', '.join(SYSTEMS)}")
     if arguments.rounds < 1:
         parser.error(f"--rounds: {arguments.rounds} is less than 1")
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, _raise_interrupt)
+    interrupt_on_signals()
     start_s = time.monotonic()
     try:
         with ExitStack() as stack:
@@ -137,6 +123,7 @@ def main() -> int:
                 pool_blocks=POOL_BLOCKS,
                 max_batched_tokens=MAX_MODEL_LEN,
                 dtype=arguments.dtype,
+                connector_config=OFF_DEVICE_CONFIG,
             )
             systems = make_systems(names, home, options, stack)
             results = run(systems, VLLMAlone(home / "alone", options), arguments.rounds)

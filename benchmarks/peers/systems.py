@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.peers.asking import PINNED_VARIANT, ask_pinned
 from benchmarks.peers.files import snapshot
-from benchmarks.processes import Daemon, Engine, EngineOptions, Process, free_port, run_cli, wait_until
+from benchmarks.processes import Daemon, Engine, EngineOptions, Process, free_port, run_cli, wait_attached, wait_until
 from benchmarks.prompts import system_prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +27,8 @@ LMCACHE_CHUNK_TOKENS = 256
 SETTLE_S = 2.0
 SETTLE_TIMEOUT_S = 120
 SERVER_START_S = 120
+OFF_DEVICE_CONFIG: Mapping[str, object] = {"gpu_pin": "off"}
+"""For kvtier's connector where rows are to show host memory and disk: pins stay out of vLLM's own cache."""
 
 
 class SetupError(Exception):
@@ -48,15 +50,21 @@ class System(ABC):
     Attributes:
         name: For people.
         endings: What to measure restarts after, from `Ending.STOPPED` on.
+        keeps: Whether it keeps prompts anywhere but in vLLM's own cache.
+        has_server: Whether something runs beside vLLM that can be restarted without it.
+        host_gib: Host memory for KV.
     """
 
     name: str
     endings: tuple[Ending, ...] = tuple(Ending)
+    keeps = True
+    has_server = False
 
-    def __init__(self, home: Path, options: EngineOptions) -> None:
+    def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet."""
         self.home = home
         self.options = options
+        self.host_gib = host_gib
         home.mkdir(parents=True)
         self._num_sessions = 0
 
@@ -68,16 +76,29 @@ class System(ABC):
     @contextmanager
     def serving(self) -> Iterator[tuple[Engine, list[Process]]]:
         """Run the system; gives vLLM and every process that belongs to it. Ended with SIGTERM unless killed before."""
-        self._num_sessions += 1
-        with self._server() as servers, self._engine() as engine:
+        with self.server() as servers, self.engine() as engine:
             yield engine, [*servers, engine]
 
     @contextmanager
-    def _server(self) -> Iterator[list[Process]]:
-        """Run what it needs beside vLLM; vLLM alone needs nothing."""
+    def server(self) -> Iterator[list[Process]]:
+        """Run what it needs beside vLLM; vLLM alone needs nothing. Several engines may follow each other in it."""
+        self._num_sessions += 1
         yield []
 
-    def _engine(self) -> Engine:
+    def revive(self, server: Process, engine: Engine) -> None:
+        """Start a killed server again and wait until it serves `engine`, which has run on, as far as that can be told.
+
+        Raises:
+            StartError: It did not come up.
+            TimeoutError: The engine did not find it again.
+        """
+        raise NotImplementedError(f"{self.name} has no server")
+
+    def prewarm(self, wanted: bool) -> None:  # noqa: B027 - most have nothing to set
+        """Whether it shall read prompts from disk after a start before anybody asks, where it does so."""
+
+    def engine(self) -> Engine:
+        """Return its vLLM, not started yet."""
         return Engine(self._engine_options(), self._log("vllm"))
 
     def _log(self, name: str) -> Path:
@@ -94,8 +115,16 @@ class System(ABC):
         )
 
     def store(self, engine: Engine) -> None:
-        """Bring the long prompt to disk: by a plain request, until the files stay as they are."""
+        """Bring the long prompt to disk, after a plain request with it."""
         ask_pinned(engine, [], number=0)
+        self.keep(engine, "benchmark", system_prompt(PINNED_VARIANT))
+
+    def keep(self, engine: Engine, name: str, system: str) -> None:
+        """Make sure that a system prompt which was just asked is on disk: here, wait until files stay as they are.
+
+        Raises:
+            SetupError: It did not get there.
+        """
         self._wait_settled(engine)
 
     def log_tails(self, num_lines: int = 15) -> str:
@@ -139,6 +168,7 @@ class VLLMAlone(System):
     """vLLM without any connector: the frame, cold and with its own prefix cache."""
 
     name = "vLLM alone"
+    keeps = False
 
     def _engine_options(self) -> EngineOptions:
         return self.options
@@ -151,11 +181,12 @@ class KVTier(System):
     """kvtier with its default settings; the prompt is pinned with the CLI, which returns when it is durable."""
 
     name = "kvtier"
+    has_server = True
 
-    def __init__(self, home: Path, options: EngineOptions) -> None:
+    def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet."""
-        super().__init__(home, options)
-        self.daemon = Daemon(home, host_bytes=f"{HOST_GIB}GiB")
+        super().__init__(home, options, host_gib)
+        self.daemon = Daemon(home, host_bytes=f"{host_gib}GiB")
 
     @property
     def disk_dir(self) -> Path:
@@ -163,7 +194,9 @@ class KVTier(System):
         return self.daemon.disk_dir
 
     @contextmanager
-    def _server(self) -> Iterator[list[Process]]:
+    def server(self) -> Iterator[list[Process]]:
+        """Run the daemon."""
+        self._num_sessions += 1
         # Not the daemon's own context: leaving that removes the arena's folder for good.
         try:
             self.daemon.start()
@@ -171,21 +204,27 @@ class KVTier(System):
         finally:
             self.daemon.stop()
 
+    def revive(self, server: Process, engine: Engine) -> None:
+        """Start the daemon again; the engine attaches by itself."""
+        self.daemon.start()
+        wait_attached(self.daemon)
+
+    def prewarm(self, wanted: bool) -> None:
+        """Set `host.prewarm` for the next start."""
+        self.daemon.set_variable("KVTIER_HOST_PREWARM", str(wanted).lower())
+
     def _engine_options(self) -> EngineOptions:
         return replace(self.options, kvtier_socket=self.daemon.socket)
 
-    def store(self, engine: Engine) -> None:
+    def keep(self, engine: Engine, name: str, system: str) -> None:
         """Pin the prompt, after the request that makes the others store it.
 
         So all systems store the KV of the same computation, and their logprobs can be compared: a pin alone computes a
         shorter prompt, which rounds differently.
         """
-        ask_pinned(engine, [], number=0)
-        path = self.home / "system.md"
-        path.write_text(system_prompt(PINNED_VARIANT))
-        done = run_cli(
-            self.daemon.socket, "pin", "benchmark", "--system", str(path), "--url", engine.url, timeout_s=600
-        )
+        path = self.home / f"{name}.md"
+        path.write_text(system)
+        done = run_cli(self.daemon.socket, "pin", name, "--system", str(path), "--url", engine.url, timeout_s=600)
         if done.returncode:
             raise SetupError(f"kvtier pin ended with status {done.returncode}: {done.stdout}{done.stderr}")
 
@@ -203,9 +242,10 @@ class LMCache(System):
     """LMCache's multi-process server with its `fs` adapter, in a virtual environment of its own."""
 
     name = "LMCache fs"
+    has_server = True
     prefetch_policy = "default"
 
-    def __init__(self, home: Path, options: EngineOptions) -> None:
+    def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet.
 
         Raises:
@@ -214,12 +254,14 @@ class LMCache(System):
         self.python = PEER_VENVS / "lmcache" / "bin" / "python"
         if not self.python.exists():
             raise SetupError(f"{self.python} is missing: make peers-venv")
-        super().__init__(home, options)
+        super().__init__(home, options, host_gib)
         self.shm_name = f"kvtier_benchmark_{os.getpid()}_{self.prefetch_policy}"
         self._port = self._http_port = 0
 
     @contextmanager
-    def _server(self) -> Iterator[list[Process]]:
+    def server(self) -> Iterator[list[Process]]:
+        """Run its server."""
+        self._num_sessions += 1
         self._port, self._http_port = free_port(), free_port()
         self.disk_dir.mkdir(exist_ok=True)
         flags = {
@@ -228,7 +270,7 @@ class LMCache(System):
             "--http-host": "127.0.0.1",
             "--http-port": str(self._http_port),
             "--chunk-size": str(LMCACHE_CHUNK_TOKENS),
-            "--l1-size-gb": str(HOST_GIB),
+            "--l1-size-gb": str(self.host_gib),
             # vLLM on a CPU shares memory with the server in no other mode.
             "--supported-transfer-mode": "auto",
             "--shm-name": self.shm_name,
@@ -247,8 +289,16 @@ class LMCache(System):
         argv.append("--disable-metrics")
         env = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}
         with Process("lmcache server", argv, env, self._log("server")) as server:
-            server.wait_ready(lambda: self._get("/healthcheck") is not None, SERVER_START_S)
+            self._wait_serving(server)
             yield [server]
+
+    def revive(self, server: Process, engine: Engine) -> None:
+        """Start the server again. Nothing tells whether vLLM has found it."""
+        server.start()
+        self._wait_serving(server)
+
+    def _wait_serving(self, server: Process) -> None:
+        server.wait_ready(lambda: self._get("/healthcheck") is not None, SERVER_START_S)
 
     def _get(self, path: str) -> httpx.Response | None:
         with suppress(httpx.TransportError):
@@ -256,8 +306,9 @@ class LMCache(System):
             return answer if answer.status_code == httpx.codes.OK else None
         return None
 
-    def _engine(self) -> Engine:
-        engine = super()._engine()
+    def engine(self) -> Engine:
+        """Return its vLLM, in its own environment."""
+        engine = super().engine()
         engine.argv = [str(self.python), "-m", "vllm.entrypoints.cli.main", *engine.argv[1:]]
         return engine
 
@@ -296,9 +347,9 @@ class VLLMTiering(System):
 
     name = "vLLM fs tier"
 
-    def __init__(self, home: Path, options: EngineOptions) -> None:
+    def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet."""
-        super().__init__(home, options)
+        super().__init__(home, options, host_gib)
         self.engine_id = f"kvtier_benchmark_{os.getpid()}"
 
     def _engine_options(self) -> EngineOptions:
@@ -309,7 +360,7 @@ class VLLMTiering(System):
             "kv_connector_extra_config": {
                 "spec_name": "CPUTieringSpec",
                 "spec_module_path": "benchmarks.peers.tiering_cpu",
-                "cpu_bytes_to_use": HOST_GIB * 2**30,
+                "cpu_bytes_to_use": self.host_gib * 2**30,
                 "secondary_tiers": [{"type": "fs", "root_dir": str(self.disk_dir)}],
             },
         }

@@ -1,0 +1,159 @@
+"""One prompt from a tier to the first token, stage by stage: where a hit's time goes.
+
+usage: python -m benchmarks.hit_stages [--tier disk] [--tokens 3008] [--rounds 6]
+
+A real vLLM and daemon, both writing spans. From disk: first everything is restarted, with memory and page cache gone,
+and the prompt is asked for. Then, each round, it is dropped from vLLM's cache (from disk: from host memory and page
+cache too) and asked for again, and once more for vLLM's own hit. For each request a row: when each stage began and
+ended, in ms after the request was sent. Stages of one kind are put together, from the first one's beginning to the last
+one's end; in brackets how many there were and the longest.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.machine import fast_dtype, machine_line
+from benchmarks.many_pins import wait_durable
+from benchmarks.models import SERVED, cached_model
+from benchmarks.peers.asking import forget_device_cache, greet
+from benchmarks.peers.files import drop_page_cache
+from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, interrupt_on_signals, run_cli, wait_attached
+from benchmarks.suite.tables import table
+from kvtier.cli.trace import read_trace, spans_of
+from kvtier.client.warm_requests import warm_body
+
+STAGES = ("answer", "acquire", "make pages", "read", "decode", "wait for promotion", "load", "step")
+NAME = "prompt"
+QUESTION_TOKENS = 40
+# A process writes its spans within a second.
+SPANS_S = 2.0
+Span = tuple[str, float, float]
+
+
+class Bench:
+    """The stack, and the spans of what was asked."""
+
+    def __init__(self, home: Path, num_tokens: int) -> None:
+        self._home, self._random = home, random.Random(1)
+        self._prompt = self._tokens(num_tokens)
+        variable = {"KVTIER_TRACE_FOLDER": str(home / "traces")}
+        self.daemon = Daemon(home / "daemon", settings={**variable, "KVTIER_HOST_PREWARM": "false"})
+        self._options = EngineOptions(
+            model=str(cached_model("served", SERVED)),
+            kvtier_socket=self.daemon.socket,
+            connector_config={"gpu_pin": "off", "lookup_timeout_ms": 5000},
+            extra_env=variable,
+            max_model_len=num_tokens + 1024,
+            block_size=32,
+            pool_blocks=num_tokens // 32 + 64,
+            max_batched_tokens=4096,
+            dtype=fast_dtype(),
+        )
+        self._num_engines = 0
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(300, 2000) for _ in range(count)]
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """Run a vLLM that has answered something."""
+        self._num_engines += 1
+        with Engine(self._options, self._home / f"vllm-{self._num_engines}.log") as engine:
+            wait_attached(self.daemon)
+            greet(engine)
+            yield engine
+
+    def pin(self, engine: Engine) -> None:
+        """Pin the prompt, and wait until it is on disk."""
+        path = self._home / "prompt.json"
+        path.write_text(json.dumps(self._prompt))
+        self._cli("pin", NAME, "--tokens", str(path), "--url", engine.url)
+        wait_durable(self.daemon, 1)
+
+    def forget(self, engine: Engine, tier: str) -> None:
+        """Leave the prompt in host memory and on disk, or only there."""
+        forget_device_cache(engine)
+        if tier == "disk":
+            self._cli("evict", NAME, "--tier", "host")
+            drop_page_cache(self.daemon.disk_dir)
+
+    def ask(self, engine: Engine, source: str) -> tuple[float, float]:
+        """Ask a new question; return when it was sent and answered."""
+        cached = engine.cached_by_source()[source]
+        began_s = time.monotonic()
+        body = warm_body("model", [*self._prompt, *self._tokens(QUESTION_TOKENS)], "", "")
+        engine.http.post("/v1/completions", json=body).raise_for_status()
+        ended_s = time.monotonic()
+        if engine.cached_by_source()[source] - cached < 0.9 * len(self._prompt):
+            raise SystemExit(f"the prompt did not come from {source}: {engine.cached_by_source()}")
+        return began_s, ended_s
+
+    def spans(self) -> list[Span]:
+        """Return stage, beginning and end, in monotonic seconds, of everything so far."""
+        time.sleep(SPANS_S)
+        files = (self._home / "traces").iterdir()
+        found = spans_of(event for path in files for event in read_trace(path))
+        return [(span.stage, span.began_us / 1e6, span.ended_us / 1e6) for span in found]
+
+    def _cli(self, *args: str) -> None:
+        done = run_cli(self.daemon.socket, *args)
+        if done.returncode:
+            raise StartError(done.stderr)
+
+
+def row(title: str, window: tuple[float, float], spans: Sequence[Span]) -> list[str]:
+    """Return a request's row."""
+    began_s, ended_s = window
+    inside: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if began_s <= span[1] <= ended_s:
+            inside[span[0]].append(span)
+    return [title, *(_cell(inside[stage], began_s) for stage in STAGES), f"{1e3 * (ended_s - began_s):.0f}"]
+
+
+def _cell(spans: Sequence[Span], zero_s: float) -> str:
+    if not spans:
+        return ""
+    first, last = (1e3 * (each - zero_s) for each in (min(span[1] for span in spans), max(span[2] for span in spans)))
+    longest = 1e3 * max(span[2] - span[1] for span in spans)
+    more = f" ({len(spans)}, {longest:.0f})" if len(spans) > 1 else ""
+    return f"{first:.0f}..{last:.0f}{more}"
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tier", choices=("disk", "host"), default="disk")
+    parser.add_argument("--tokens", type=int, default=3008)
+    parser.add_argument("--rounds", type=int, default=6)
+    options = parser.parse_args()
+    interrupt_on_signals()
+    windows: list[tuple[str, tuple[float, float]]] = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-hit-") as home:
+        bench = Bench(Path(home), options.tokens)
+        with bench.daemon:
+            with bench.engine() as engine:
+                bench.pin(engine)
+            bench.daemon.kill()
+            bench.daemon.lose_memory()
+            bench.daemon.start()
+            with bench.engine() as engine:
+                windows.append(("everything restarted: disk", bench.ask(engine, "disk")))
+                for number in range(options.rounds):
+                    bench.forget(engine, options.tier)
+                    windows.append((f"{options.tier}, {number + 1}", bench.ask(engine, options.tier)))
+                    windows.append((f"own hit, {number + 1}", bench.ask(engine, "device")))
+                spans = bench.spans()
+    print(machine_line())
+    print(table(("request", *STAGES, "answered"), [row(title, window, spans) for title, window in windows]))
+
+
+if __name__ == "__main__":
+    main()

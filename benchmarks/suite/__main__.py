@@ -1,0 +1,247 @@
+"""Everything that kvtier is measured by, beside its peers, in one run that can be interrupted and gone on with.
+
+`make bench` runs the short profile, `make bench PROFILE=long` the one for numbers to quote. Cases are measured
+one after the other, systems taking turns round by round, each in its own environment: vLLM alone, kvtier, LMCache in
+multi-process mode (`make peers-venv`) and vLLM's OffloadingConnector with its fs tier. Raw samples go to a file of JSON
+lines as they are measured; `--resume` measures only what is missing in it, `--report` nothing.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+
+from benchmarks.machine import fast_dtype, hardware, versions
+from benchmarks.models import SERVED, cached_model
+from benchmarks.peers.files import is_in_memory
+from benchmarks.peers.systems import OFF_DEVICE_CONFIG, SYSTEMS, SetupError, System, VLLMAlone
+from benchmarks.processes import EngineOptions, StartError, interrupt_on_signals, say
+from benchmarks.records import Records, RecordsError
+from benchmarks.suite import service
+from benchmarks.suite.floor import device_rates, memcpy_rates
+from benchmarks.suite.load import LoadRun
+from benchmarks.suite.matrix import MatrixRun, first_line
+from benchmarks.suite.plots import draw_plots
+from benchmarks.suite.profiles import BLOCK_TOKENS, PROFILES, LoadShape, MatrixShape, Profile
+from benchmarks.suite.report import report
+
+ALL_SYSTEMS: dict[str, type[System]] = {"alone": VLLMAlone, **SYSTEMS}
+DEFAULT_SYSTEMS = ("alone", "kvtier", "lmcache", "vllm-fs")
+OUT = Path("bench-results")
+# Room in a context beside the system prompt: a conversation.
+TURN_TOKENS = 1024
+FLOOR_RUNS = 5
+FAILURES = (
+    SetupError,
+    StartError,
+    AssertionError,
+    EOFError,
+    LookupError,
+    OSError,
+    TimeoutError,
+    grpc.RpcError,
+    httpx.HTTPError,
+    openai.OpenAIError,
+)
+
+Add = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The smallest piece that is measured as a whole; `measure` hands samples to the function it is given."""
+
+    name: str
+    measure: Callable[[Add], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a profile comes to."""
+
+    profile: Profile
+    systems: Sequence[str]
+    dtype: str
+    home: Path
+
+    def cases(self) -> Iterator[Case]:
+        """Yield all, in the order in which they are measured: what matters most first, rounds outermost."""
+        for number in range(max((shape.rounds for shape in self.profile.matrices), default=0)):
+            yield Case(name=f"floor/{number}", measure=self._floor)
+            for shape in self.profile.matrices:
+                if number < shape.rounds:
+                    for name in _in_turns(self.systems, number):
+                        yield self._matrix(name, shape, number)
+        if load := self.profile.load:
+            for number in range(load.rounds):
+                for name in _in_turns(self.systems, number):
+                    yield self._load(name, load, number)
+        yield from self._growth()
+
+    def _floor(self, add: Add) -> None:
+        add("floor", memcpy=memcpy_rates(FLOOR_RUNS), device=device_rates(self.home, FLOOR_RUNS))
+
+    def _matrix(self, name: str, shape: MatrixShape, number: int) -> Case:
+        def measure(add: Add) -> None:
+            model = cached_model(f"suite-{shape.name}", shape.model)
+            options = self._options(model, shape.pool_blocks, max(shape.lengths) + TURN_TOKENS)
+            options = replace(options, connector_config=OFF_DEVICE_CONFIG)
+            with _system(name, self.home, options, shape.host_gib) as system:
+                MatrixRun(system=system, shape=shape, model=model, round=number, add=add).measure()
+
+        return Case(name=f"matrix/{shape.name}/{name}/{number}", measure=measure)
+
+    def _load(self, name: str, shape: LoadShape, number: int) -> Case:
+        def measure(add: Add) -> None:
+            model = cached_model("suite-8x512", SERVED)
+            options = self._options(model, shape.pool_blocks, shape.prompt_tokens + TURN_TOKENS)
+            with _system(name, self.home, options, 1) as system:
+                LoadRun(system=system, shape=shape, model=model, round=number, add=add).measure()
+
+        return Case(name=f"load/{name}/{number}", measure=measure)
+
+    def _growth(self) -> Iterator[Case]:
+        shape = self.profile.growth
+        if shape is None or "kvtier" not in self.systems:
+            return
+        mib, rounds = shape.service_mib, shape.rounds
+        yield Case(name="moved", measure=partial(service.bytes_moved, mib))
+        for count in shape.pins:
+            yield Case(name=f"pins/{count}", measure=partial(service.pins, count, rounds))
+        for count in shape.sessions:
+            yield Case(name=f"sessions/{count}", measure=partial(service.sessions, count))
+        for count in shape.chunks:
+            yield Case(name=f"chunks/{count}", measure=partial(service.chunks, count, rounds))
+
+    def _options(self, model: Path, pool_blocks: int, max_model_len: int) -> EngineOptions:
+        return EngineOptions(
+            model=str(model),
+            max_model_len=max_model_len,
+            block_size=BLOCK_TOKENS,
+            pool_blocks=pool_blocks,
+            max_batched_tokens=4096,
+            dtype=self.dtype,
+        )
+
+
+def _in_turns(systems: Sequence[str], number: int) -> list[str]:
+    """Return the systems, another one first in every round."""
+    turn = number % len(systems)
+    return [*systems[turn:], *systems[:turn]]
+
+
+@contextmanager
+def _system(name: str, home: Path, options: EngineOptions, host_gib: int) -> Iterator[System]:
+    """Make a system in a folder of its own; both are gone afterwards."""
+    system = ALL_SYSTEMS[name](home / name, options, host_gib)
+    try:
+        yield system
+    except Exception:
+        say(system.log_tails())
+        raise
+    finally:
+        system.clean_up()
+        shutil.rmtree(home / name, ignore_errors=True)
+
+
+def run(cases: Sequence[Case], records: Records, limit_s: float) -> list[str]:
+    """Measure what the records lack; return the names of the cases for which there was no time."""
+    began_s = time.monotonic()
+    left = [case for case in cases if not records.is_done(case.name)]
+    for number, case in enumerate(left):
+        if time.monotonic() - began_s > limit_s:
+            return [each.name for each in left[number:]]
+        say(f"{case.name} ({number + 1} of {len(left)})")
+        _measure(case, records)
+    return []
+
+
+def _measure(case: Case, records: Records) -> None:
+    def add(kind: str, **fields: object) -> None:
+        records.add(case.name, kind, **fields)
+
+    records.begin(case.name)
+    began_s = time.monotonic()
+    try:
+        case.measure(add)
+    except FAILURES as error:
+        say(f"{case.name} failed: {error}")
+        records.failed(case.name, first_line(error))
+        return
+    add("took", seconds=time.monotonic() - began_s)
+    records.done(case.name)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", choices=PROFILES, default="short")
+    parser.add_argument("--systems", default=",".join(DEFAULT_SYSTEMS), help=f"of {', '.join(ALL_SYSTEMS)}")
+    parser.add_argument(
+        "--only", default="", help="measure only cases whose name begins so, for example matrix or load/kvtier"
+    )
+    parser.add_argument("--dtype", default=fast_dtype(), help="default: bfloat16 where the CPU is fast at it")
+    parser.add_argument("--limit-min", type=float, help="begin no case after so many minutes; default: the profile's")
+    parser.add_argument(
+        "--dir", type=Path, help="where caches lie while measured; default: the system's temporary folder"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=OUT, help="folder of samples, report and plots; default: %(default)s"
+    )
+    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write report and plots anew")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.systems.split(",")) - set(ALL_SYSTEMS):
+        parser.error(f"--systems: {', '.join(sorted(unknown))} unknown, choose from {', '.join(ALL_SYSTEMS)}")
+    return arguments
+
+
+def main() -> int:
+    """Measure, then write report and plots."""
+    arguments = parse_arguments()
+    profile, systems = PROFILES[arguments.profile], arguments.systems.split(",")
+    interrupt_on_signals()
+    path = arguments.out / f"{profile.name}.jsonl"
+    setup = {"hardware": hardware(), "versions": versions(), "profile": profile.name, "dtype": arguments.dtype}
+    home = Path(tempfile.mkdtemp(prefix="kvtier-suite-", dir=arguments.dir))
+    if is_in_memory(home):
+        home.rmdir()
+        print(f"--dir: {home.parent} is held in memory (tmpfs); name a folder on a disk", file=sys.stderr)
+        return 2
+    skipped: list[str] = []
+    try:
+        records = Records(path, setup, resume=arguments.resume or arguments.report)
+        if not arguments.report:
+            plan = Plan(profile=profile, systems=systems, dtype=arguments.dtype, home=home)
+            cases = [case for case in plan.cases() if case.name.startswith(arguments.only)]
+            limit_min = profile.limit_min if arguments.limit_min is None else arguments.limit_min
+            skipped = run(cases, records, 60 * limit_min)
+    except RecordsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started is stopped; go on with --resume", file=sys.stderr)
+        return 130
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    text = report(records, skipped)
+    (arguments.out / f"{profile.name}.md").write_text(text + "\n")
+    draw_plots(records, arguments.out / "plots")
+    print(text)
+    return 1 if records.failures() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Many users, and system prompts that the pool has no room for: throughput, waiting times, and which tier served.
+
+Two runs on one start of a system, each with users of its own seed: undisturbed, and with the server beside vLLM killed
+(-9) and started again when half of the turns are answered.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.peers.asking import ask, greet, question
+from benchmarks.peers.systems import System
+from benchmarks.processes import Engine, Process, wait_until
+from benchmarks.suite.profiles import LoadShape
+from benchmarks.suite.texts import SystemPrompt, make_prompt
+from benchmarks.suite.traffic import Traffic, plan
+from benchmarks.usage import cpu_s
+
+UNDISTURBED, KILLED = "undisturbed", "server killed in the middle"
+HALF_TIMEOUT_S = 180
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRun:
+    """One system in one round; `add` takes the samples."""
+
+    system: System
+    shape: LoadShape
+    model: Path
+    round: int
+    add: Callable[..., None]
+
+    def measure(self) -> None:
+        """Store the prompts, then let the users work."""
+        prompts = [
+            make_prompt(self.model, self.shape.prompt_tokens, number) for number in range(self.shape.system_prompts)
+        ]
+        with self.system.server() as servers, self.system.engine() as engine:
+            greet(engine)
+            for number, prompt in enumerate(prompts):
+                ask(engine, [], prompt.messages(question(number)))
+                if self.system.keeps:
+                    self.system.keep(engine, prompt.name, prompt.text)
+            self._work(UNDISTURBED, servers, engine, prompts, seed=2 * self.round)
+            if self.system.has_server:
+                self._work(KILLED, servers, engine, prompts, seed=2 * self.round + 1)
+
+    def _work(
+        self, mode: str, servers: list[Process], engine: Engine, prompts: list[SystemPrompt], *, seed: int
+    ) -> None:
+        traffic = Traffic(engine, plan(self.shape, prompts, seed), self.shape.answer_tokens)
+        sources, engine_s, servers_s = engine.cached_by_source(), cpu_s({engine.pid}), _cpu_s(servers)
+        traffic.start()
+        killed_at = 0
+        if mode == KILLED:
+            wait_until(lambda: 2 * len(traffic.turns) >= traffic.num_planned, HALF_TIMEOUT_S, "half of the turns")
+            killed_at = len(traffic.turns)
+            servers_s -= _cpu_s(servers)  # what it has used goes with it
+            for server in servers:
+                server.kill()
+                self.system.revive(server, engine)
+        wall_s = traffic.finish()
+        try:
+            after = engine.cached_by_source()
+        except httpx.HTTPError:  # vLLM did not live on: its turns say so
+            after = sources
+        self.add(
+            "load",
+            system=self.system.name,
+            mode=mode,
+            round=self.round,
+            wall_s=wall_s,
+            killed_at_turn=killed_at,
+            answer_tokens=self.shape.answer_tokens,
+            by_source={source: after[source] - sources[source] for source in after},
+            engine_cpu_s=cpu_s({engine.pid}) - engine_s,
+            server_cpu_s=_cpu_s(servers) - servers_s,
+            turns=[asdict(turn) for turn in traffic.turns],
+        )
+
+
+def _cpu_s(processes: list[Process]) -> float:
+    return cpu_s({process.pid for process in processes})

@@ -1,0 +1,211 @@
+"""Time to first token of system prompts by what has happened to them, for one system at a time.
+
+A round of a system has three lives. In the first vLLM computes every prompt, asks each again, is flooded, and asks each
+again with its own cache emptied; in the second vLLM was restarted while the server beside it ran on, and that server is
+then killed and started under the running vLLM; before the third everything was stopped, host memory given up and the
+page cache dropped, so that the disk is all there is. Every question is new: only the system prompt can come from
+a cache.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import httpx
+import openai
+
+from benchmarks.peers.asking import ask, forget_device_cache, greet, question
+from benchmarks.peers.files import allocated_bytes, drop_page_cache
+from benchmarks.peers.systems import System
+from benchmarks.processes import Engine, Process
+from benchmarks.suite.profiles import BLOCK_TOKENS, MatrixShape
+from benchmarks.suite.texts import SystemPrompt, make_prompt
+from benchmarks.usage import cpu_s, memory_of, pids_of
+
+FLOOD_RATIO = 1.3
+# Of other prompts than those that are asked: they share no first word.
+FLOOD_VARIANT = 500
+# How a vLLM that ended, or does not answer, shows.
+LOST = (httpx.HTTPError, openai.OpenAIError, TimeoutError)
+
+
+def first_line(error: BaseException) -> str:
+    """Return what fits into a table of an error."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+class Condition(Enum):
+    """What has happened to the prompt before it is asked."""
+
+    COLD = "cold"
+    OWN_HIT = "own hit"
+    PRESSURE = "after GPU pressure"
+    HOST = "GPU cache emptied"
+    ENGINE_RESTARTED = "engine restarted"
+    SERVER_RESTARTED = "server killed, started"
+    DISK = "everything restarted, disk only"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRun:
+    """One system in one round.
+
+    Attributes:
+        add: Takes the samples: a kind and its fields.
+    """
+
+    system: System
+    shape: MatrixShape
+    model: Path
+    round: int
+    add: Callable[..., None]
+
+    def measure(self) -> None:
+        """Go through the three lives; vLLM alone has one."""
+        system = self.system
+        prompts, questions = self._prompts(), map(question, itertools.count())
+        system.prewarm(True)
+        with system.server() as servers:
+            with system.engine() as engine:
+                self._first_life([*servers, engine], engine, prompts, questions)
+            if system.keeps:
+                with system.engine() as engine:
+                    self._second_life(servers, engine, prompts, questions)
+        if system.keeps:
+            self._third_life(prompts, questions)
+
+    def _prompts(self) -> list[SystemPrompt]:
+        """Return those of this round; no other round has them, so that they are cold."""
+        # Of different lengths too they differ from the first words on: none is the head of another.
+        texts = list(itertools.product(range(self.shape.prompts), self.shape.lengths))
+        first = self.round * len(texts)
+        return [make_prompt(self.model, tokens, variant) for variant, (_, tokens) in enumerate(texts, first)]
+
+    def _first_life(
+        self, processes: Sequence[Process], engine: Engine, prompts: Sequence[SystemPrompt], questions: Iterator[str]
+    ) -> None:
+        greet(engine)
+        self._note_memory(processes, "before the first prompt")
+        for prompt in prompts:
+            self._compute_and_keep(prompt, engine, processes, questions)
+            self._ask(Condition.OWN_HIT, prompt, engine, processes, questions)
+        self._flood(engine, questions)
+        self._ask_all(Condition.PRESSURE, prompts, engine, processes, questions)
+        if self.system.keeps:
+            forget_device_cache(engine)
+            self._ask_all(Condition.HOST, prompts, engine, processes, questions)
+        self._note_memory(processes, "after all prompts")
+
+    def _second_life(
+        self, servers: Sequence[Process], engine: Engine, prompts: Sequence[SystemPrompt], questions: Iterator[str]
+    ) -> None:
+        greet(engine)
+        self._ask_all(Condition.ENGINE_RESTARTED, prompts, engine, [*servers, engine], questions)
+        if not servers:
+            return
+        try:
+            for server in servers:
+                server.kill()
+                self.system.revive(server, engine)
+            greet(engine)
+            forget_device_cache(engine)
+            self._ask_all(Condition.SERVER_RESTARTED, prompts, engine, [*servers, engine], questions)
+        except LOST as error:  # a result too: vLLM did not live on
+            for prompt in prompts:
+                self.add(
+                    "lost", **self._labels(prompt), condition=Condition.SERVER_RESTARTED.value, reason=first_line(error)
+                )
+
+    def _third_life(self, prompts: Sequence[SystemPrompt], questions: Iterator[str]) -> None:
+        self.system.forget_host_memory()
+        drop_page_cache(self.system.disk_dir)
+        self.system.prewarm(False)
+        with self.system.serving() as (engine, processes):
+            greet(engine)
+            self._ask_all(Condition.DISK, prompts, engine, processes, questions)
+
+    def _compute_and_keep(
+        self, prompt: SystemPrompt, engine: Engine, processes: Sequence[Process], questions: Iterator[str]
+    ) -> None:
+        bytes_before, cpu_before_s = allocated_bytes(self.system.disk_dir), self._servers_cpu_s(processes)
+        self._ask(Condition.COLD, prompt, engine, processes, questions)
+        if not self.system.keeps:
+            return
+        self.system.keep(engine, prompt.name, prompt.text)
+        self.add(
+            "kept",
+            **self._labels(prompt),
+            disk_bytes=allocated_bytes(self.system.disk_dir) - bytes_before,
+            server_cpu_s=self._servers_cpu_s(processes) - cpu_before_s,
+        )
+
+    def _flood(self, engine: Engine, questions: Iterator[str]) -> None:
+        wanted = int(FLOOD_RATIO * self.shape.pool_blocks * BLOCK_TOKENS)
+        tokens = min(2000, max(self.shape.lengths))
+        for number in range(-(-wanted // tokens)):
+            variant = FLOOD_VARIANT + 100 * self.round + number
+            ask(engine, [], make_prompt(self.model, tokens, variant).messages(next(questions)))
+
+    def _ask_all(
+        self,
+        condition: Condition,
+        prompts: Sequence[SystemPrompt],
+        engine: Engine,
+        processes: Sequence[Process],
+        questions: Iterator[str],
+    ) -> None:
+        for prompt in prompts:
+            self._ask(condition, prompt, engine, processes, questions)
+
+    def _ask(
+        self,
+        condition: Condition,
+        prompt: SystemPrompt,
+        engine: Engine,
+        processes: Sequence[Process],
+        questions: Iterator[str],
+    ) -> None:
+        servers_s, engine_s = self._servers_cpu_s(processes), cpu_s({engine.pid})
+        answer = ask(engine, processes, prompt.messages(next(questions)))
+        self.add(
+            "ttft",
+            **self._labels(prompt),
+            condition=condition.value,
+            ttft_s=answer.ttft_s,
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached_tokens,
+            by_source=answer.by_source,
+            read_bytes=answer.read.calls,
+            device_bytes=answer.read.device,
+            server_cpu_s=self._servers_cpu_s(processes) - servers_s,
+            engine_cpu_s=cpu_s({engine.pid}) - engine_s,
+        )
+
+    def _note_memory(self, processes: Sequence[Process], when: str) -> None:
+        for process in processes:
+            memory = memory_of(list(pids_of({process.pid})))
+            self.add(
+                "memory",
+                system=self.system.name,
+                matrix=self.shape.name,
+                process=process.name,
+                when=when,
+                resident=memory.resident,
+                proportional=memory.proportional,
+                anonymous=memory.anonymous,
+            )
+
+    @staticmethod
+    def _servers_cpu_s(processes: Sequence[Process]) -> float:
+        return cpu_s({process.pid for process in processes if not isinstance(process, Engine)})
+
+    def _labels(self, prompt: SystemPrompt) -> dict[str, object]:
+        return {
+            "system": self.system.name,
+            "matrix": self.shape.name,
+            "tokens": prompt.tokens,
+            "round": self.round,
+            "variant": prompt.variant,
+        }

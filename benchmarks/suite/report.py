@@ -1,0 +1,31 @@
+"""The report of a run, in Markdown, from the records alone."""
+
+from collections.abc import Sequence
+
+from benchmarks.records import Records
+from benchmarks.suite.report_load import load_tables
+from benchmarks.suite.report_matrix import matrix_tables
+from benchmarks.suite.report_service import service_tables
+
+
+def report(records: Records, not_measured: Sequence[str] = ()) -> str:
+    """Return all tables, and what is missing in them.
+
+    Args:
+        records: What was measured.
+        not_measured: Cases for which there was no time.
+    """
+    setup = records.setup
+    parts = [
+        f"# Results, profile {setup['profile']}",
+        f"{setup['hardware']}, {setup['versions']}; {setup['dtype']}. Cells: median (min..max).",
+        *matrix_tables(records),
+        *load_tables(records),
+        *service_tables(records),
+    ]
+    if failures := records.failures():
+        parts += ["## Failed", "\n".join(f"- {case}: {reason}" for case, reason in failures.items())]
+    if not_measured:
+        parts += ["## Not measured, for lack of time", "\n".join(f"- {case}" for case in not_measured)]
+    seconds = sum(float(row["seconds"]) for row in records.rows("took"))
+    return "\n\n".join(part for part in [*parts, f"{seconds / 60:.1f} minutes of measuring."] if part)

@@ -1,0 +1,85 @@
+"""What processes use: CPU time and memory, of the groups that `benchmarks.processes` starts."""
+
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+# CPUCLOCK_SCHED of a process, see clock_getcpuclockid(3): nanoseconds, where /proc/PID/stat counts hundredths.
+_CPUCLOCK_SCHED = 2
+_GONE = (FileNotFoundError, ProcessLookupError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes in memory.
+
+    Attributes:
+        resident: Every page mapped (RSS): what several processes share counts in each.
+        proportional: Shared pages divided by those who share them (PSS): sums of it are true.
+        anonymous: The proportional part that belongs to no file: what a process has allocated.
+        shared_memory: The proportional part in /dev/shm and the like, an arena among it.
+    """
+
+    resident: int
+    proportional: int
+    anonymous: int
+    shared_memory: int
+
+
+def pids_of(groups: Collection[int]) -> Iterator[int]:
+    """Yield the processes that now belong to these process groups."""
+    for folder in PROC.iterdir():
+        if folder.name.isdecimal():
+            with suppress(*_GONE):
+                if os.getpgid(int(folder.name)) in groups:
+                    yield int(folder.name)
+
+
+def cpu_s(groups: Collection[int]) -> float:
+    """Return CPU seconds of the processes that now belong to these groups; one that has ended takes its own along."""
+    return cpu_of(pids_of(groups))
+
+
+def cpu_of(pids: Iterable[int]) -> float:
+    """Return CPU seconds of these processes, without those that have ended."""
+    total = 0.0
+    for pid in pids:
+        with suppress(OSError):  # it ended meanwhile
+            total += time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
+    return total
+
+
+def memory_of(pids: Collection[int]) -> Memory:
+    """Return the sum of the memory of these processes.
+
+    Raises:
+        OSError: One of them has ended, or belongs to somebody else.
+    """
+    totals = dict.fromkeys(("Rss", "Pss", "Pss_Anon", "Pss_Shmem"), 0)
+    for pid in pids:
+        for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in totals:
+                totals[name] += int(value.split()[0]) * 1024
+    resident, proportional, anonymous, shared_memory = totals.values()
+    return Memory(resident=resident, proportional=proportional, anonymous=anonymous, shared_memory=shared_memory)
+
+
+def titled(group: int, title: str) -> list[int]:
+    """Return the processes of a group whose title begins so, as vLLM names its own: `VLLM::EngineCore`, `VLLM::Worker`.
+
+    Raises:
+        LookupError: There is none in this group.
+    """
+    found = []
+    for pid in pids_of([group]):
+        with suppress(*_GONE):
+            if (PROC / str(pid) / "cmdline").read_bytes().startswith(title.encode()):
+                found.append(pid)
+    if not found:
+        raise LookupError(f"process group {group}: no {title} in it")
+    return found
