@@ -3,20 +3,26 @@ BIN := .venv/bin
 # Engines that run at once; starting one keeps one core busy for half a minute.
 E2E_WORKERS ?= 2
 KILLS ?= 120
+RESTARTS ?= 50
 
-.PHONY: help venv peers-venv demo test check test-fast test-e2e test-models chaos clean
+# short fits 20 minutes; long is for numbers to quote; smoke shows that everything runs.
+PROFILE ?= short
+
+.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-restarts chaos clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
+	@echo "make bench      kvtier beside vLLM alone, LMCache and vLLM's fs tier, to bench-results/ (PROFILE=smoke|short|long, ARGS=--resume)"
 	@echo "make test       everything: check, test-fast, test-e2e"
 	@echo "make check      ruff, mypy, import-linter, generated code, references and docs"
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make test-models the rarer models and setups of vLLM that docs/compatibility.md lists"
+	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon (half a minute each, a minute on a busy machine)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call, damaged files, the whole service"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
-	@echo "make peers-venv set up .venv-peers: LMCache, for python -m benchmarks.peers"
-	@echo "make clean      remove .venv, models and caches"
+	@echo "make peers-venv set up .venv-peers: LMCache, for make bench and python -m benchmarks.peers"
+	@echo "make clean      remove .venv, models, caches and bench-results"
 
 venv:
 	@PYTHON="$(PYTHON)" scripts/make_venv.sh
@@ -26,6 +32,9 @@ peers-venv: venv
 
 demo: venv
 	@exec $(BIN)/python -m benchmarks.demo $(if $(MODEL),--model "$(MODEL)")
+
+bench: peers-venv
+	@exec $(BIN)/python -m benchmarks.suite --profile $(PROFILE) $(ARGS)
 
 test: check test-fast test-e2e
 
@@ -47,10 +56,13 @@ chaos: venv
 
 test-e2e: venv
 	$(BIN)/pytest -q -m timed tests/e2e
-	$(BIN)/pytest -q -m "e2e and not timed and not models" -n $(E2E_WORKERS) --dist loadfile --durations=10 tests/e2e
+	$(BIN)/pytest -q -m "e2e and not timed and not models and not restarts" -n $(E2E_WORKERS) --dist loadfile --durations=10 tests/e2e
 
 test-models: venv
 	$(BIN)/pytest -q -m models -n $(E2E_WORKERS) --durations=10 tests/e2e
 
+test-restarts: venv
+	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
+
 clean:
-	rm -rf .venv .venv-proto .venv-peers .models .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-peers .models .demo bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -26,6 +26,10 @@ case "$version" in
   *) fail "$python is Python $version; vLLM's CPU wheel needs 3.11, 3.12 or 3.13: PYTHON=/path/to/python make venv" ;;
 esac
 
+# Two that install at once break each other. The lock ends with this script, whatever becomes of it.
+exec 9<scripts/make_venv.sh
+flock --nonblock 9 || { echo "Waiting for another make venv ..." && flock 9; }
+
 wanted=$(cat requirements/*.txt pyproject.toml scripts/make_venv.sh | sha256sum | cut -d' ' -f1)-$version-$PWD
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0

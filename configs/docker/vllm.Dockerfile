@@ -1,4 +1,4 @@
-# vLLM with the connector. From the repository's root, with a vLLM 0.32 image of your platform:
+# vLLM with the connector. From the repository's root, with a vLLM image of your platform:
 #
 #   docker build -f configs/docker/vllm.Dockerfile --build-arg VLLM_IMAGE=IMAGE:TAG -t vllm-kvtier:0.1.0 .
 
