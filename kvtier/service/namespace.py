@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLICE_CHUNKS = 2000
-
+_MAKING_TIMEOUT_S = 0.1
+"""Ten times what a slice of spare rows takes: threads may be held up by a disk that hangs."""
 
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
 """Assumed of engines that have not measured it: it only weighs namespaces against each other."""
@@ -106,6 +108,7 @@ class Namespace:
         self.table: ChunkTable[StoredChunk] = ChunkTable(
             self.slots, RecomputeCost(self), stores.host_clock, stores.disk_clock, self._chunk_moved
         )
+        self.making_rows = asyncio.Lock()  # held while free rows get their pages ahead of need, and look taken
         self.relocating = asyncio.Lock()  # held while rows of chunks come, go or move, and memory follows
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
@@ -261,12 +264,17 @@ class Namespace:
     async def grant_slots(self, num_slots: int) -> list[SlotRef]:
         """Take up to `num_slots` slots for writing, backed and with their generation set in the arena.
 
-        First what is free, then new pages, then what eviction frees.
+        First what is free, then new pages, then rows that are free in a moment, then what eviction frees.
         """
         refs = self._grant_free(num_slots)
         if len(refs) < num_slots:
             self.ensure_takable(num_slots - len(refs))
             refs += await self._grant_unbacked(num_slots - len(refs))
+        if len(refs) < num_slots:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_MAKING_TIMEOUT_S), self.making_rows:
+                    pass
+            refs += self._grant_free(num_slots - len(refs))
         if len(refs) < num_slots:
             evicted = self.table.make_room(num_slots - len(refs))
             self.stores.counters.host_evictions += evicted.num_slots

@@ -70,8 +70,10 @@ class SpareRows:
         return max(0, min(wanted_bytes // row_bytes, room_bytes // row_bytes, namespace.slots.num_unbacked))
 
     async def _make(self, namespace: "Namespace") -> bool:
-        num_rows = min(self._num_short(namespace), max(1, _SLICE_BYTES // namespace.layout.row_bytes))
-        arena = namespace.arena
+        slots, arena = namespace.slots, namespace.arena
+        # An acquire, which waits for nobody, is to find most of what could be taken.
+        num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, slots.num_takable // _MAX_SHARE))
+        num_rows = min(num_rows, self._num_short(namespace))
 
         def back(slots: Sequence[int]) -> int:
             with trace.span("make pages", chunks=len(slots), background=True):
@@ -80,7 +82,8 @@ class SpareRows:
                 return num_backed
 
         # Whoever needs a row that is refused meets the same, and says so.
-        rows = await namespace.take_new(num_rows, SlotState.BACKING, back)
-        for ref in rows.refs:
-            namespace.slots.free(ref.slot)
+        async with namespace.making_rows:
+            rows = await namespace.take_new(num_rows, SlotState.BACKING, back)
+            for ref in rows.refs:
+                slots.free(ref.slot)
         return not rows.num_refused

@@ -1,6 +1,7 @@
 """Free rows get their pages ahead of need: below the watermark, only for engines, and nobody waits for them."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import kvtier.service.namespace
 import kvtier.service.spare_rows
 from kvtier.core.slots import SlotState
 from kvtier.service.namespace import Namespace
@@ -106,6 +108,35 @@ def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
             await eventually(lambda: r.stores.budget.used_bytes > 0.9 * limit_bytes - row_bytes)
             await asyncio.sleep(0.05)
             assert 0.9 * limit_bytes - row_bytes < r.stores.budget.used_bytes <= 0.9 * limit_bytes
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_evicted_for_rows_that_get_their_pages_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To who stores they are free rows, a moment later."""
+
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            await settled(r)
+            slots = r.namespace.slots
+            r.in_host(range(slots.num_takable - 2 * SPARE_ROWS))
+            go_on, back = threading.Event(), r.namespace.arena.back
+
+            def held_up(slots: Sequence[int]) -> int:
+                assert go_on.wait(10)
+                return back(slots)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(kvtier.service.namespace, "_MAKING_TIMEOUT_S", 10.0)
+                patch.setattr(r.namespace.arena, "back", held_up)
+                r.namespace.give_back_free(1 << 30)
+                await eventually(lambda: slots.counts()[SlotState.BACKING] > 0)
+                assert slots.counts()[SlotState.BACKING] <= slots.num_takable // 4, "an acquire finds the most"
+                granting = asyncio.create_task(r.namespace.grant_slots(2 * SPARE_ROWS))
+                await asyncio.sleep(0.02)
+                go_on.set()
+                assert len(await granting) == 2 * SPARE_ROWS
+            assert r.stores.counters.host_evictions == 0
 
     asyncio.run(scenario())
 
