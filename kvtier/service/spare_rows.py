@@ -17,6 +17,8 @@ _SLICE_BYTES = 8 * 1024**2
 _POLL_S = 0.1
 _PAUSE_S = 0.015
 """Between two slices: a fifth of one core."""
+_CALM_S = 0.25
+"""After a promotion: its engine copies the chunks and computes the question, and wants the cores for that."""
 _RETRY_S = 30.0
 _MAX_SHARE = 8
 
@@ -50,7 +52,7 @@ class SpareRows:
 
     async def _made(self, namespace: "Namespace") -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""
-        await self._stores.traffic.until_quiet()
+        await self._stores.traffic.until_quiet(for_s=_CALM_S)
         try:
             return await namespace.tasks.complete("spare-rows", self._make(namespace))
         except DrainingError:

@@ -6,6 +6,8 @@ compiling half a second. Nothing is cached on disk: that second is not worth cod
 
 import importlib
 
+import numpy as np
+
 from kvtier.tiers.codecs.words import WordKernels, Words
 
 
@@ -20,10 +22,15 @@ def compile_kernels() -> WordKernels:
     read = numba.types.Array(numba.types.uint16, 1, "C", readonly=True)
     write = numba.types.Array(numba.types.uint16, 1, "C")
     # With a signature it is compiled here and not at the first call.
-    return WordKernels(
+    kernels = WordKernels(
         split=numba.njit(numba.void(read, write, write, write), nogil=True)(_split),
         merge=numba.njit(numba.void(read, read, write), nogil=True)(_merge),
     )
+    nothing = np.zeros(0, np.uint16)
+    # numba's first call takes some ms more, which a request would wait for.
+    kernels.split(nothing, nothing, nothing, nothing)
+    kernels.merge(nothing, nothing, nothing)
+    return kernels
 
 
 def _split(values: Words, high: Words, low: Words, _: Words) -> None:

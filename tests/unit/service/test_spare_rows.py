@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtier.service.spare_rows, "_POLL_S", 0.002)
     monkeypatch.setattr(kvtier.service.spare_rows, "_PAUSE_S", 0.001)
     monkeypatch.setattr(kvtier.service.spare_rows, "_RETRY_S", 0.002)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_CALM_S", 0.02)
 
 
 @asynccontextmanager
@@ -163,8 +165,10 @@ def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
             r.namespace.give_back_free(1 << 30)
             await asyncio.sleep(0.05)
             assert r.namespace.slots.num_free == 0
+            ended_s = time.monotonic()
             r.stores.traffic.ended()
             await settled(r)
+            assert time.monotonic() - ended_s >= kvtier.service.spare_rows._CALM_S, "their engine is at work then"
 
     asyncio.run(scenario())
 
