@@ -264,7 +264,8 @@ def _read_tier(case: Case) -> None:
 
 
 def _read_device(case: Case) -> None:
-    with mmap.mmap(-1, SPAN_BYTES) as buffer:
+    with mmap.mmap(-1, SPAN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as buffer:
+        buffer.madvise(mmap.MADV_HUGEPAGE)  # the device is faster into few large pages
         for path in case.paths:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
             try:

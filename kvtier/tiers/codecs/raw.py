@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvtier.tiers.codecs.base import CodecError
 
 
@@ -19,7 +21,7 @@ class RawCodec:
         room = sum(segment.nbytes for segment in into)
         if stored.nbytes != room:
             raise CodecError(f"raw: {stored.nbytes} bytes are stored, the payload has {room}")
-        source, offset = stored.cast("B"), 0
+        source, offset = np.frombuffer(stored, np.uint8), 0
         for segment in into:
-            segment.cast("B")[:] = source[offset : offset + segment.nbytes]
+            np.copyto(np.frombuffer(segment, np.uint8), source[offset : offset + segment.nbytes])  # gives up the lock
             offset += segment.nbytes

@@ -142,7 +142,7 @@ def test_no_descriptor_is_left_open(tier: PackTier) -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)  # noqa: PTH208
 
 
-# Reading past the page cache, straight into the segments, ahead of the decoder
+# Reading past the page cache, ahead of the decoder
 
 
 class WatchedOps(FileOps):
@@ -169,6 +169,13 @@ class WatchedOps(FileOps):
         return super().preadv(fd, into, offset)
 
 
+class WarmOps(WatchedOps):
+    """Where everything is in the page cache."""
+
+    def resident_bytes(self, fd: int, offset: int, length: int) -> int:
+        return length
+
+
 def read_all(tier: PackTier, chunks: Sequence[StoredChunk]) -> list[memoryview]:
     """Read a batch into page-aligned memory; every read must succeed."""
     rooms = [memoryview(mmap.mmap(-1, chunk.raw_bytes)) for chunk in chunks]
@@ -193,18 +200,14 @@ def test_a_cold_batch_is_read_directly_in_few_reads(tmp_path: Path, make: Callab
         assert all(direct for direct, _ in ops.reads)
 
 
-def test_raw_chunks_that_are_aligned_need_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = PackTier(tmp_path, ops=WatchedOps())
+def test_raw_chunks_in_the_page_cache_need_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = PackTier(tmp_path, ops=WarmOps())
     record = tier.write_pack("ns", [payload_of(n, noise(65536, n)) for n in range(20)])
     monkeypatch.setattr(ScratchPool, "take", lambda *_: pytest.fail("scratch was taken"))
     assert [bytes(room) for room in read_all(tier, record.chunks)] == [noise(65536, n) for n in range(20)]
 
 
 def test_what_is_in_the_page_cache_is_read_through_it(tmp_path: Path) -> None:
-    class WarmOps(WatchedOps):
-        def resident_bytes(self, fd: int, offset: int, length: int) -> int:
-            return length
-
     ops = WarmOps()
     tier = PackTier(tmp_path, ops=ops)
     record = tier.write_pack("ns", [payload_of(n, soft(300_000, n)) for n in range(3)])
