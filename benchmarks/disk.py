@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import machine_line, spread
+from benchmarks.machine import machine_line, read_buffer, spread
 from kvtier.core.stored import PackRecord
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.tiers import page_cache
@@ -264,8 +264,7 @@ def _read_tier(case: Case) -> None:
 
 
 def _read_device(case: Case) -> None:
-    with mmap.mmap(-1, SPAN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as buffer:
-        buffer.madvise(mmap.MADV_HUGEPAGE)  # the device is faster into few large pages
+    with read_buffer(SPAN_BYTES) as buffer:
         for path in case.paths:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
             try:

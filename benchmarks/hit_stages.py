@@ -6,18 +6,21 @@ A real vLLM and daemon, both writing spans. From disk: first everything is resta
 and the prompt is asked for. Then, each round, it is dropped from vLLM's cache (from disk: from host memory and page
 cache too) and asked for again, and once more for vLLM's own hit. For each request a row: when each stage began and
 ended, in ms after the request was sent. Stages of one kind are put together, from the first one's beginning to the last
-one's end; in brackets how many there were and the longest.
+one's end; in brackets how many there were and the longest. Then what each process did meanwhile: CPU time, and time in
+which its threads were ready to run and had no core.
 """
 
 import argparse
 import json
 import random
+import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.machine import fast_dtype, machine_line
 from benchmarks.many_pins import wait_durable
@@ -26,6 +29,7 @@ from benchmarks.peers.asking import forget_device_cache, greet
 from benchmarks.peers.files import drop_page_cache
 from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, interrupt_on_signals, run_cli, wait_attached
 from benchmarks.suite.tables import table
+from benchmarks.usage import cpu_of, pids_of, titled, waited_s
 from kvtier.cli.trace import read_trace, spans_of
 from kvtier.client.warm_requests import warm_body
 
@@ -35,6 +39,15 @@ QUESTION_TOKENS = 40
 # A process writes its spans within a second.
 SPANS_S = 2.0
 Span = tuple[str, float, float]
+
+
+class Asked(NamedTuple):
+    """A request: where its prefix came from, when it was sent and answered, and per process seconds of CPU and of
+    waiting for a core, summed over threads."""
+
+    source: str
+    window: tuple[float, float]
+    processes: Mapping[str, tuple[float, float]]
 
 
 class Bench:
@@ -84,6 +97,22 @@ class Bench:
             self._cli("evict", NAME, "--tier", "host")
             drop_page_cache(self.daemon.disk_dir)
 
+    def processes(self, engine: Engine) -> dict[str, list[int]]:
+        """Return the processes that a request concerns, by what they are."""
+        daemon = list(pids_of([self.daemon.pid]))
+        core, worker = (titled(engine.pid, f"VLLM::{name}") for name in ("EngineCore", "Worker"))
+        api = sorted({*pids_of([engine.pid])} - {*core, *worker})
+        return {"daemon": daemon, "vLLM's API server": api, "EngineCore": core, "Worker": worker}
+
+    def watched(self, engine: Engine, source: str) -> Asked:
+        """Ask; return what the processes did meanwhile, too."""
+        processes = self.processes(engine)
+        before = {name: (cpu_of(pids), waited_s(pids)) for name, pids in processes.items()}
+        window = self.ask(engine, source)
+        after = {name: (cpu_of(pids), waited_s(pids)) for name, pids in processes.items()}
+        changes = {name: (cpu - before[name][0], wait - before[name][1]) for name, (cpu, wait) in after.items()}
+        return Asked(source, window, changes)
+
     def ask(self, engine: Engine, source: str) -> tuple[float, float]:
         """Ask a new question; return when it was sent and answered."""
         cached = engine.cached_by_source()[source]
@@ -127,6 +156,22 @@ def _cell(spans: Sequence[Span], zero_s: float) -> str:
     return f"{first:.0f}..{last:.0f}{more}"
 
 
+def shares(asked: Sequence[Asked]) -> str:
+    """Return a table of what the processes did during requests of each kind: medians."""
+    kinds = dict.fromkeys(each.source for each in asked)
+    names = dict.fromkeys(name for each in asked for name in each.processes)
+    rows = []
+    for kind in kinds:
+        of_kind = [each for each in asked if each.source == kind]
+        cells = []
+        for name in names:
+            cpu, wait = (1e3 * statistics.median(each.processes[name][field] for each in of_kind) for field in (0, 1))
+            cells.append(f"{cpu:.0f} + {wait:.0f}")
+        answered = statistics.median(1e3 * (each.window[1] - each.window[0]) for each in of_kind)
+        rows.append([kind, f"{answered:.0f}", *cells])
+    return table(("prefix from", "answered", *names), rows)
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -136,6 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     interrupt_on_signals()
     windows: list[tuple[str, tuple[float, float]]] = []
+    asked: list[Asked] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-hit-") as home:
         bench = Bench(Path(home), options.tokens)
         with bench.daemon:
@@ -148,11 +194,14 @@ def main() -> None:
                 windows.append(("everything restarted: disk", bench.ask(engine, "disk")))
                 for number in range(options.rounds):
                     bench.forget(engine, options.tier)
-                    windows.append((f"{options.tier}, {number + 1}", bench.ask(engine, options.tier)))
-                    windows.append((f"own hit, {number + 1}", bench.ask(engine, "device")))
+                    for title, source in ((options.tier, options.tier), ("own hit", "device")):
+                        asked.append(bench.watched(engine, source))
+                        windows.append((f"{title}, {number + 1}", asked[-1].window))
                 spans = bench.spans()
     print(machine_line())
     print(table(("request", *STAGES, "answered"), [row(title, window, spans) for title, window in windows]))
+    print("\nms of CPU + ms of waiting for a core, over all threads, medians without the request after the restart:\n")
+    print(shares(asked))
 
 
 if __name__ == "__main__":

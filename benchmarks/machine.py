@@ -1,10 +1,12 @@
 """What this machine is, and how numbers measured on it are printed."""
 
 import importlib.metadata
+import mmap
 import os
 import platform
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -44,6 +46,17 @@ def versions() -> str:
     """Return the versions of Python and of the packages that matter."""
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     return f"Python {platform.python_version()}, {packages}"
+
+
+def read_buffer(num_bytes: int) -> mmap.mmap:
+    """Return memory for O_DIRECT reads that measure a device: private, in huge pages where the kernel gives them.
+
+    A virtual disk fills them almost twice as fast as small ones.
+    """
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 2) -> str:

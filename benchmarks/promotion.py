@@ -14,7 +14,6 @@ the pages of as many rows of a new arena. Rows of a full arena keep their pages,
 
 import argparse
 import asyncio
-import mmap
 import os
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import machine_line, spread
+from benchmarks.machine import machine_line, read_buffer, spread
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.ledger import Ledger
@@ -124,7 +123,7 @@ async def promote(engine: ScriptedEngine, keys: Sequence[ChunkKey]) -> tuple[flo
 def read_direct(packs: Sequence[Path]) -> float:
     """Return the seconds that reading the files past the page cache takes."""
     longest = max(path.stat().st_size for path in packs)
-    with mmap.mmap(-1, -(-longest // ALIGNMENT) * ALIGNMENT) as buffer:
+    with read_buffer(-(-longest // ALIGNMENT) * ALIGNMENT) as buffer:
         view = memoryview(buffer)
         view[::ALIGNMENT] = bytes(len(view[::ALIGNMENT]))  # pages
         began_s = time.perf_counter()

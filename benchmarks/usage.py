@@ -53,6 +53,20 @@ def cpu_of(pids: Iterable[int]) -> float:
     return total
 
 
+def waited_s(pids: Iterable[int]) -> float:
+    """Return the seconds that the threads which these processes have now were ready to run and had no core.
+
+    Source: /proc/PID/task/TID/schedstat, second field, nanoseconds; nothing where the kernel keeps none.
+    """
+    total_ns = 0
+    for pid in pids:
+        with suppress(OSError):  # it ended meanwhile
+            for thread in (PROC / str(pid) / "task").iterdir():
+                with suppress(OSError):
+                    total_ns += int((thread / "schedstat").read_text().split()[1])
+    return total_ns / 1e9
+
+
 def memory_of(pids: Collection[int]) -> Memory:
     """Return the sum of the memory of these processes.
 

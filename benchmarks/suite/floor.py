@@ -1,13 +1,14 @@
 """What the machine itself can do: copying memory, and reading its disk past the page cache."""
 
 import ctypes
-import mmap
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.machine import read_buffer
 
 MEMCPY_BYTES = 64 << 20
 FILE_BYTES = 256 << 20
@@ -47,7 +48,7 @@ def device_rates(folder: Path, runs: int) -> list[float]:
 def _read_s(path: Path) -> float:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        with mmap.mmap(-1, READ_BYTES) as buffer:  # aligned, as O_DIRECT wants it
+        with read_buffer(READ_BYTES) as buffer:
             began_s = time.perf_counter()
             for offset in range(0, FILE_BYTES, READ_BYTES):
                 os.preadv(descriptor, [buffer], offset)

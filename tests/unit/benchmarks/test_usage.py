@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.usage import cpu_s, memory_of, pids_of, titled
+from benchmarks.usage import cpu_s, memory_of, pids_of, titled, waited_s
 
 # A parent with a child that has worked; both then wait to be told to end.
 BUSY = """
@@ -59,3 +59,21 @@ def test_processes_are_found_by_their_titles(group: int) -> None:
     assert sorted(titled(group, sys.executable)) == sorted(pids_of({group}))
     with pytest.raises(LookupError, match="no VLLM::EngineCore"):
         titled(group, "VLLM::EngineCore")
+
+
+def test_who_shares_a_core_waits_for_it() -> None:
+    work = "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    work += "\nwhile time.process_time() < 0.2: pass\nprint('up', flush=True); input()"
+    argv = [sys.executable, "-c", work]
+    with (
+        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one,
+        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+    ):
+        for process in (one, other):
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert waited_s([one.pid]) + waited_s([other.pid]) > 0.1
+        assert waited_s([one.pid]) > 0.0
+        one.kill()
+        other.kill()
+    assert waited_s([one.pid]) == 0
