@@ -18,7 +18,8 @@ _POLL_S = 0.1
 _PAUSE_S = 0.015
 """Between two slices: a fifth of one core."""
 _CALM_S = 0.25
-"""After a promotion: its engine copies the chunks and computes the question, and wants the cores for that."""
+"""After a promotion: its engine copies the chunks and computes the question, and wants the cores for that. Not waited
+for when less than half of the spare rows are left: where promotions follow each other, it might never be calm."""
 _RETRY_S = 30.0
 _MAX_SHARE = 8
 
@@ -52,7 +53,8 @@ class SpareRows:
 
     async def _made(self, namespace: "Namespace") -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""
-        await self._stores.traffic.until_quiet(for_s=_CALM_S)
+        is_urgent = 2 * namespace.slots.num_free * namespace.layout.row_bytes < self._spare_bytes
+        await self._stores.traffic.until_quiet(for_s=0.0 if is_urgent else _CALM_S)
         try:
             return await namespace.tasks.complete("spare-rows", self._make(namespace))
         except DrainingError:

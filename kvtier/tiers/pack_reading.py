@@ -44,8 +44,9 @@ class PackReader:
         reads = list(reads)
 
         def finish(loaded: LoadedSpan) -> None:
+            is_coded = any(reads[member].chunk.codec != RawCodec.name for member in loaded.span.members)
             with (
-                nullcontext() if loaded.scratch is None else self._decoding,
+                self._decoding if is_coded else nullcontext(),
                 trace.span("decode", chunks=len(loaded.span.members)),
             ):
                 for member in loaded.span.members:
