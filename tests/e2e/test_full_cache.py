@@ -41,17 +41,28 @@ def world() -> Iterator[World]:
         yield World(stack, engine)
 
 
-def forget_when_written(world: World, num_tokens: int) -> None:
-    """Empty vLLM's own cache once so many tokens are on disk too: they are stored and written after the answer."""
-    forget_gpu(world.engine)  # returns when vLLM stores nothing any more
-    num_chunks = num_tokens // world.engine.options.block_size
+def forget_when_written(world: World, prefix: Tokens) -> None:
+    """Empty vLLM's own cache once a prefix is on disk: it is stored and written after the answer.
+
+    On a busy machine not all of it: what finds no slot in a request's last step is not stored, but the next request
+    with that prefix offers it again.
+    """
+    num_chunks = len(prefix) // world.engine.options.block_size
 
     def all_written() -> bool:
         status = world.stack.status()
         is_written = status.host.num_chunks <= status.disk.num_chunks and not status.counters["spill_queue_bytes"]
         return is_written and status.disk.num_chunks >= num_chunks
 
-    wait_until(all_written, 30, f"{num_chunks} chunks to be written")
+    for _ in range(5):
+        try:
+            wait_until(all_written, 5, f"{num_chunks} chunks to be written")
+            break
+        except TimeoutError:
+            ask(world.engine, prefix, max_tokens=1)
+    else:
+        wait_until(all_written, 5, f"{num_chunks} chunks to be written")
+    forget_gpu(world.engine)
 
 
 def reference_of(world: World, prefix: Tokens, question: Tokens) -> Answer:
@@ -70,7 +81,7 @@ def test_each_turn_of_a_chat_restores_its_history(world: World, compare: Compari
     references = {turn: reference_of(world, history(turn), TURNS[turn]) for turn in range(1, len(TURNS))}
     assert ask(engine, history(1), max_tokens=1).cached_tokens == 0
     for turn, reference in references.items():
-        forget_when_written(world, len(history(turn)))
+        forget_when_written(world, history(turn))
         compare.restored_equals_own_hit(ask(engine, history(turn) + TURNS[turn]), reference, "host")
     note(f"{len(history(len(TURNS) - 1))} tokens of history restored without a pin")
 
@@ -96,7 +107,7 @@ def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comp
     stack, engine = world.stack, world.engine
     reference = reference_of(world, history(3), SHORT)
     ask(engine, history(3), max_tokens=1)
-    forget_when_written(world, len(history(3)))
+    forget_when_written(world, history(3))
     stack.daemon.kill()
     stack.daemon.lose_memory()
     stack.daemon.start()
