@@ -22,6 +22,9 @@ _CALM_S = 0.25
 for when less than half of the spare rows are left: where promotions follow each other, it might never be calm."""
 _RETRY_S = 30.0
 _MAX_SHARE = 8
+"""At most an eighth of host memory is kept so."""
+_SLICE_SHARE = 8
+"""At most an eighth of what could be taken is made at once: an acquire, which waits for nobody, is to find the rest."""
 
 
 class SpareRows:
@@ -75,8 +78,7 @@ class SpareRows:
 
     async def _make(self, namespace: "Namespace") -> bool:
         slots, arena = namespace.slots, namespace.arena
-        # An acquire, which waits for nobody, is to find most of what could be taken.
-        num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, slots.num_takable // _MAX_SHARE))
+        num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, slots.num_takable // _SLICE_SHARE))
         num_rows = min(num_rows, self._num_short(namespace))
 
         def back(slots: Sequence[int]) -> int:
