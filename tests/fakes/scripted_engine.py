@@ -149,6 +149,21 @@ class ScriptedEngine:
                 return message
             self._unread.append(message)
 
+    async def cut(self) -> None:
+        """Wait until the daemon has ended the stream.
+
+        What was on its way to the daemon then breaks the connection before the last word arrives, as any client sees.
+        """
+        try:
+            await self.receive("pong")
+        except EOFError:
+            return
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return
+        raise AssertionError("the daemon goes on")
+
     def _take_in(self, message: pb.DaemonMessage) -> None:
         if message.WhichOneof("kind") == "store_credits":
             self.credits += message.store_credits.slots

@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
-from kvtier.client.probe import socket_problem
 from kvtier.config import DaemonConfig
 from kvtier.rpc.server import serve
 from kvtier.service.cache import Cache
@@ -53,14 +53,19 @@ def test_the_daemon_starts_anew_and_serves_what_is_durable(
         async with daemon(config) as (process, stub):
             async with ScriptedEngine(config) as engine:
                 pin_id = await make_durable(stub, engine, KEYS)
+                before = await status_of(stub)
                 remove(config)
-                with pytest.raises(EOFError):  # the stream ends, and the engine attaches again
-                    await engine.receive("pong")
+                await engine.cut()
 
-            async def listens() -> bool:
-                return socket_problem(config.server.socket) is None
+            async def starts_anew() -> bool:  # until then the old socket may still be there, or none
+                try:
+                    return (await status_of(stub)).started_unix_s != before.started_unix_s
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+                    return False
 
-            await until(listens)
+            await until(starts_anew)
             async with ScriptedEngine(config) as again:
                 await again.bind(pin_id, KEYS)
                 chunks = await again.acquire(1, KEYS)
