@@ -46,8 +46,9 @@ check: venv
 	PYTHON="$(PYTHON)" scripts/gen_proto.sh --check
 	$(BIN)/python scripts/gen_docs.py --check
 
+# Properties are tried with the same examples every time: a change is judged by what it changes. Plain pytest tries others.
 test-fast: venv
-	$(BIN)/pytest -q -m "not e2e" -n $(E2E_WORKERS)
+	$(BIN)/pytest -q -m "not e2e" -n $(E2E_WORKERS) --hypothesis-profile=ci
 
 chaos: venv
 	KVTIER_CHAOS_KILLS=$(KILLS) KVTIER_CHAOS_FAULTS=1000 KVTIER_CHAOS_DAMAGES=20 KVTIER_CHAOS_EXAMPLES=1000 \

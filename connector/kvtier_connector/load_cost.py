@@ -36,7 +36,7 @@ class LoadCost:
             return 0.0
         fastest_s, least = min((seconds, chunks) for chunks, seconds in self._samples)
         if num_chunks <= least:
-            return fastest_s * num_chunks / least
+            return fastest_s * (num_chunks / least)
         further = [(seconds - fastest_s) / (chunks - least) for chunks, seconds in self._samples if chunks > least]
         return fastest_s + (num_chunks - least) * min(further, default=0.0)
 

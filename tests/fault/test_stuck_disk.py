@@ -65,9 +65,10 @@ def test_sigterm_while_a_read_hangs(
             async with chaos.daemon(config) as (process, stub), ScriptedEngine(config) as engine:
                 await make_durable(stub, engine, KEYS)
                 await evict(stub, "p", tier=cache_pb2.TIER_HOST)
-                (pack,) = (config.disk.disk_dir / "packs").glob("*.kvpack")
-                pack.rename(tmp_path / "pack")
-                os.mkfifo(pack)
+                packs = list((config.disk.disk_dir / "packs").glob("*.kvpack"))
+                for pack in packs:
+                    pack.rename(tmp_path / pack.name)
+                    os.mkfifo(pack)
                 reading = asyncio.create_task(read(engine, stub))
 
                 async def hangs() -> bool:
@@ -79,7 +80,8 @@ def test_sigterm_while_a_read_hangs(
                 assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 1
                 await reading
         assert list(config.host.arena_dir.glob("arena-*")) == []
-        (tmp_path / "pack").rename(pack)
+        for pack in packs:
+            (tmp_path / pack.name).rename(pack)
         assert_clean(config.disk.disk_dir)
         async with chaos.daemon(config), ScriptedEngine(config) as engine:
             assert sorted(await engine.acquire(1, KEYS)) == [0, 1, 2, 3]

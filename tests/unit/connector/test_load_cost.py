@@ -1,7 +1,7 @@
 """Loads that take longer than computing are left out, but never for good."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier._pb import engine_pb2 as pb
@@ -51,6 +51,7 @@ def test_some_load_is_made_all_the_same() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(1e-6, 1e3)), max_size=50), st.integers(1, 2000))
+@example([(1, 161.0), (1, 161.0), (1, 161.0), (205, 160.38055259875367)], 205)  # 205 * x / 205 was more than x
 def test_a_forecast_is_never_negative_and_grows_with_the_chunks(loads: list[tuple[int, float]], num: int) -> None:
     cost = LoadCost()
     for num_chunks, seconds in loads:
