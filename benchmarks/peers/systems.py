@@ -178,7 +178,7 @@ class VLLMAlone(System):
 
 
 class KVTier(System):
-    """kvtier with its default settings; the prompt is pinned with the CLI, which returns when it is durable."""
+    """kvtier; the prompt is pinned with the CLI, which returns when it is durable."""
 
     name = "kvtier"
     has_server = True
@@ -186,7 +186,9 @@ class KVTier(System):
     def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet."""
         super().__init__(home, options, host_gib)
-        self.daemon = Daemon(home, host_bytes=f"{host_gib}GiB")
+        # All pages are made when the engine attaches, as a GPU's driver does and as the peers fill theirs.
+        settings = {"KVTIER_HOST_SPARE_BYTES": f"{host_gib}GiB"}
+        self.daemon = Daemon(home, host_bytes=f"{host_gib}GiB", settings=settings)
 
     @property
     def disk_dir(self) -> Path:

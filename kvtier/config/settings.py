@@ -26,6 +26,8 @@ from kvtier.config.units import (
 AUTO = "auto"
 AUTO_HOST_RATIO = 0.25
 AUTO_DISK_CAP_BYTES = 256 * 1024 * MIB
+AUTO_SPARE_CAP_BYTES = 256 * MIB
+AUTO_SPARE_SHARE = 8
 MIN_TIER_BYTES = MIB
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -143,6 +145,14 @@ def _bytes_or_nothing(value: object, context: ParseContext) -> int:
     return 0 if value in (0, "0") and not isinstance(value, bool) else _size(value)
 
 
+def _spare_bytes(value: object, context: ParseContext) -> int:
+    if value == AUTO:
+        host_bytes = context.resolved["host.bytes"]
+        assert isinstance(host_bytes, int)
+        return min(AUTO_SPARE_CAP_BYTES, host_bytes // AUTO_SPARE_SHARE)
+    return _bytes_or_nothing(value, context)
+
+
 def _number(kind: type[int] | type[float], low: float, high: float) -> Parser:
     problem = f"must be a{' whole' if kind is int else ''} number from {low:g} to {high:g}"
 
@@ -220,7 +230,7 @@ SETTINGS = (
     _row("host.arena_dir", "arena_dir", _arena_dir, AUTO),
     _row("host.bytes", "host_bytes", _host_bytes, AUTO),
     _row("host.keep_arena", "keep_arena", _switch, False),
-    _row("host.spare_bytes", "spare_bytes", _bytes_or_nothing, "256MiB"),
+    _row("host.spare_bytes", "spare_bytes", _spare_bytes, AUTO),
     _row("host.prewarm", "prewarm", _switch, True),
     _row("host.high_watermark", "high_watermark", _number(float, 0.01, 1), 0.95),
     _row("host.low_watermark", "low_watermark", _low_watermark("host.high_watermark"), 0.90),

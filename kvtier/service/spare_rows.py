@@ -21,8 +21,6 @@ _CALM_S = 0.25
 """After a promotion: its engine copies the chunks and computes the question, and wants the cores for that. Not waited
 for when less than half of the spare rows are left: where promotions follow each other, it might never be calm."""
 _RETRY_S = 30.0
-_MAX_SHARE = 8
-"""At most an eighth of host memory is kept so."""
 _SLICE_SHARE = 8
 """At most an eighth of what could be taken is made at once: an acquire, which waits for nobody, is to find the rest."""
 
@@ -42,7 +40,7 @@ class SpareRows:
     def __init__(self, stores: "Stores", namespaces: Callable[[], Iterable["Namespace"]]) -> None:
         self._stores, self._namespaces = stores, namespaces
         host = stores.config.host
-        self._spare_bytes = min(host.spare_bytes, host.host_bytes // _MAX_SHARE)
+        self._spare_bytes = host.spare_bytes
         self._most_bytes = int(host.low_watermark * host.host_bytes)
 
     async def run(self) -> None:

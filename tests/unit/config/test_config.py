@@ -124,6 +124,17 @@ def test_automatic_sizes_respect_small_file_systems_and_the_cap(monkeypatch: pyt
     assert load_config(environ={}).config.disk.disk_bytes == 256 * GIB
 
 
+def test_spare_rows_are_a_share_of_little_memory_unless_somebody_says_how_many() -> None:
+    def spare(**environ: str) -> int:
+        return load_config(environ=environ).config.host.spare_bytes
+
+    assert spare() == GIB // 4
+    assert spare(KVTIER_HOST_BYTES="1GiB") == GIB // 8
+    assert spare(KVTIER_HOST_BYTES="1GiB", KVTIER_HOST_SPARE_BYTES="1GiB") == GIB
+    assert spare(KVTIER_HOST_SPARE_BYTES="0") == 0
+    assert failure(environ={"KVTIER_HOST_SPARE_BYTES": "much"}).key == "host.spare_bytes"
+
+
 def test_available_bytes_counts_own_files_as_free(tmp_path: Path) -> None:
     """Otherwise each restart of the daemon would halve what is left."""
     before = available_bytes(tmp_path / "not yet there")

@@ -19,6 +19,7 @@ from kvtier.service.spare_rows import SpareRows
 from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
 
+ROW_BYTES = 8192
 SPARE_ROWS = 16
 OTHER = hello_of("other", weights="2")
 
@@ -32,9 +33,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def spare_rig(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
-    """A rig of 128 rows whose spare rows are made in the background."""
-    async with rig(folder, spare_bytes=1 << 30, **settings) as r:
+async def spare_rig(folder: Path, spare_rows: int = SPARE_ROWS, **settings: Any) -> AsyncIterator[Rig]:
+    """A rig of 128 rows of 8 KiB, of which some are made in the background while they are free."""
+    async with rig(folder, spare_bytes=spare_rows * ROW_BYTES, **settings) as r:
         running = asyncio.create_task(SpareRows(r.stores, r.cache.namespaces.values).run())
         try:
             yield r
@@ -110,6 +111,21 @@ def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
             await eventually(lambda: r.stores.budget.used_bytes > 0.9 * limit_bytes - row_bytes)
             await asyncio.sleep(0.05)
             assert 0.9 * limit_bytes - row_bytes < r.stores.budget.used_bytes <= 0.9 * limit_bytes
+
+    asyncio.run(scenario())
+
+
+def test_all_rows_can_be_made_at_once_and_are_free_to_everybody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with spare_rig(tmp_path, spare_rows=128) as r:
+            num_rows = int(0.9 * 128)
+            await eventually(lambda: r.namespace.slots.num_backed == num_rows)
+            num_takable = r.namespace.slots.num_takable
+            assert num_takable > num_rows - 16, "but for store credits"
+            assert len(await r.namespace.grant_slots(num_takable)) == num_takable
+            assert r.namespace.slots.num_free == 0
+            assert r.stores.counters.host_evictions == 0
+            r.check()
 
     asyncio.run(scenario())
 
