@@ -101,14 +101,15 @@ PROFILES = {
         ),
         Profile(
             name="long",
-            limit_min=240,
+            limit_min=150,
+            # Nine samples a cell.
             matrices=(
-                _small((1000, 3000, 8000), prompts=3, rounds=4, pool_blocks=320),
+                _small((1000, 3000, 8000), prompts=3, rounds=3, pool_blocks=320),
                 MatrixShape(
-                    name="16x1024", model=DEMO, lengths=(3000,), prompts=2, rounds=4, pool_blocks=144, host_gib=2
+                    name="16x1024", model=DEMO, lengths=(3000,), prompts=3, rounds=3, pool_blocks=144, host_gib=2
                 ),
             ),
-            load=LoadShape(prompt_tokens=3000, turns=20, rounds=3),
+            load=LoadShape(rounds=3),
             growth=GrowthShape(
                 pins=(1, 10, 100, 1000), chunks=(1000, 10_000, 100_000, 200_000), rounds=7, service_mib=1024
             ),

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NEW_ARENA = "kvtier_new_arena"
+"""Attribute of the metadata of a step: the arena of a session that has begun."""
+
 
 class KVTierConnector(OffloadingConnector):
     """The connector that `--kv-transfer-config` names.
@@ -134,8 +137,17 @@ class KVTierConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
         self.manager.step_began(scheduler_output.total_num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
+        if (arena := self.manager.new_arena()) is not None:
+            setattr(meta, _NEW_ARENA, arena)
         self.gpu_pins.after_step(scheduler_output)
         return meta
+
+    @override
+    def bind_connector_metadata(self, connector_metadata: "KVConnectorMetadata") -> None:
+        super().bind_connector_metadata(connector_metadata)
+        arena = getattr(connector_metadata, _NEW_ARENA, None)
+        if arena is not None and self._worker is not None:
+            self._worker.prepare(arena)
 
     @override
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

@@ -99,6 +99,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._pinned_blocks = PinnedBlocks()
         self._rate = PrefillRate()
         self._attachment: Attachment | None = None
+        self._told_attachment: Attachment | None = None  # whose arena the workers have been told of
         self._idle_until_s: float | None = None  # this step has begun to wait for word, and waits no longer than that
         self._awaits_word = False  # since the last step a request was told to ask again
         self._told_rate: float | None = None
@@ -181,6 +182,13 @@ class KVTierOffloadingManager(OffloadingManager):
             self._waits_for_news()
         self._awaits_word, self._idle_until_s = False, None
         self._rate.step_began(num_tokens, self._clock())
+
+    def new_arena(self) -> ArenaSpec | None:
+        """Return the session's arena, naming no chunks, for the workers to prepare; once for each session."""
+        if self._attachment is self._told_attachment:
+            return None
+        self._told_attachment = self._attachment
+        return None if self._attachment is None else self._arena_spec("", [])
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

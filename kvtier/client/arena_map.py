@@ -15,6 +15,11 @@ import numpy.typing as npt
 from kvtier.core.arena_format import HEADER_BYTES, STAMP_WORDS, WORD_BYTES, ArenaGeometry, unpack_header
 from kvtier.errors import ArenaError
 
+_MADV_POPULATE_READ = 22
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 class Stamp(NamedTuple):
     """A rank's statement that it has written its region of a slot."""
@@ -75,6 +80,13 @@ class ArenaMap:
     def backings(self) -> npt.NDArray[np.uint64]:
         """Return that number of every slot, copied."""
         return np.array(self._words[self.geometry.backed_word(0) :: self.geometry.entry_words], np.uint64)
+
+    def map_pages(self, address: int, num_bytes: int) -> bool:
+        """Bring whole pages into this process's page tables, without Python's lock; say whether the system can.
+
+        Pages that the file does not have are made: ask for rows that have them (`backing`). Linux 5.14 and later.
+        """
+        return not _libc.madvise(address, num_bytes, _MADV_POPULATE_READ)
 
     def stamp(self, slot: int, rank: int, key_tag: int, generation: int, length: int) -> None:
         """State that `rank` has written its region of the slot, all of it.

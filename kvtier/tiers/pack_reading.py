@@ -21,14 +21,17 @@ from kvtier.tiers.read_ahead import ReadAhead
 SPANS_AHEAD = 2
 """Spans loaded, or being loaded, beside the one that is decoded: one would wait for every slow read of the device."""
 
+TURN_MAX_BYTES = 512 * 1024
+"""Chunks up to that long are decoded by one call at a time."""
+
 StoredBytes = Callable[[StoredChunk, memoryview], None]
 
 
 class PackReader:
     """Reads chunks of any packs of a directory. Thread-safe; each call has its own files and its own thread.
 
-    One call decodes at a time, while the others read ahead: a decoder gives up Python's lock at every numpy call, and
-    two with chunks of 64 KiB are half as fast as one.
+    One call at a time decodes short chunks, while the others read ahead: a decoder gives up Python's lock at every numpy
+    call, and two with chunks of 64 KiB are half as fast as one. Long ones keep every core busy that has nothing to do.
 
     A call holds `SPANS_AHEAD` + 1 buffers of `SPAN_BYTES`, or of its largest chunk.
     """
@@ -44,9 +47,12 @@ class PackReader:
         reads = list(reads)
 
         def finish(loaded: LoadedSpan) -> None:
-            is_coded = any(reads[member].chunk.codec != RawCodec.name for member in loaded.span.members)
+            takes_turns = any(
+                chunk.codec != RawCodec.name and chunk.raw_bytes <= TURN_MAX_BYTES
+                for chunk in (reads[member].chunk for member in loaded.span.members)
+            )
             with (
-                self._decoding if is_coded else nullcontext(),
+                self._decoding if takes_turns else nullcontext(),
                 trace.span("decode", chunks=len(loaded.span.members)),
             ):
                 for member in loaded.span.members:

@@ -303,6 +303,26 @@ def test_a_new_arena_is_mapped_and_a_vanished_one_is_a_failed_load(make_bench: M
     wait_for(lambda: not num_mappings(Path(old.arena_path)))
 
 
+def test_an_arena_is_prepared_before_the_first_job_and_instead_of_the_last_one(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    bench = make_bench()
+    bench.worker.prepare(bench.spec([]))
+    wait_for(lambda: num_mappings(bench.path) == 1)
+    assert not is_locked(bench.lock)
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert bench.finish(1) == set()
+    assert bench.stamp(4).generation == num_mappings(bench.path) == 1
+    old_path, bench.path = bench.path, tmp_path / "arena2"
+    bench.worker.prepare(bench.spec([]))  # no such file
+    bench.geometry = ArenaGeometry(
+        arena_id=b"B" * 16, num_slots=4, row_bytes=4096, num_ranks=NUM_RANKS, rank_bytes=bench.rank_bytes
+    )
+    write_arena(bench.path, bench.geometry)
+    bench.worker.prepare(bench.spec([]))
+    wait_for(lambda: (num_mappings(old_path), num_mappings(bench.path)) == (0, 1))
+
+
 def test_a_layout_other_than_announced_moves_nothing(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
     bench = make_bench()
     bench.useful_bytes = (1, 2)

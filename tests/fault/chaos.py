@@ -318,7 +318,10 @@ async def _check_usage(config: DaemonConfig, stub: Stub) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             status = await stub.GetStatus(cache_pb2.GetStatusRequest())
-            on_disk = sum(path.stat().st_size for path in packs_of(config))
+            try:
+                on_disk = sum(path.stat().st_size for path in packs_of(config))
+            except FileNotFoundError:
+                continue
             again = await stub.GetStatus(cache_pb2.GetStatusRequest())
             if status.disk.used_bytes == again.disk.used_bytes == on_disk:
                 return

@@ -615,8 +615,7 @@ def keys_of(engine: InProcessEngine, chosen: Sequence[int]) -> list[ChunkKey]:
 
 @pytest.fixture(autouse=True)
 def spare_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of so few rows, and at once."""
-    monkeypatch.setattr(kvtier.service.spare_rows, "_MAX_SHARE", HOST_ROWS // SPARE_ROWS)
+    """Made at once."""
     monkeypatch.setattr(kvtier.service.spare_rows, "_POLL_S", 0.002)
 
 

@@ -88,6 +88,16 @@ class KVTierWorker(OffloadingWorker):
         self._failed_loads.extend(job for _, job in done if job is not None)
         return [result for result, _ in done]
 
+    def prepare(self, arena: ArenaSpec) -> None:
+        """Get an arena's rows ready in the background, before the first job names any: `arena` names no chunks.
+
+        Called in the thread that submits jobs. A failure is that of the first job, which meets it as well.
+        """
+        try:
+            self._prepare(arena)
+        except Exception:  # a cache failure never reaches vLLM
+            logger.debug("kvtier: arena %s is not prepared", arena.arena_path, exc_info=True)
+
     def take_failed_loads(self) -> set[str]:
         """Return the requests whose loads failed among what `get_finished` has returned since the last call."""
         return {job.arena.req_id for job in self._take_failed()}
@@ -103,6 +113,10 @@ class KVTierWorker(OffloadingWorker):
     @abstractmethod
     def _submit(self, job: Job) -> None:
         """Begin a job, or put it in a queue; a failure is reported by `_report`."""
+
+    @abstractmethod
+    def _prepare(self, arena: ArenaSpec) -> None:
+        """See `prepare`; may raise anything."""
 
     def _report(self, job: Job, began_s: float, seconds: float, num_bytes: int, error: Exception | None) -> None:
         """Say what became of a job. With an error it has moved nothing that anybody may rely on."""

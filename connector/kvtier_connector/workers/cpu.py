@@ -1,4 +1,4 @@
-"""The worker on vLLM's CPU platform: one thread copies, off the engine's step."""
+"""The worker on vLLM's CPU platform: one thread copies, off the engine's step, and maps rows while it has no job."""
 
 import contextlib
 import queue
@@ -9,9 +9,15 @@ from collections.abc import Iterator
 from typing_extensions import override
 
 from kvtier.client.arena_map import ArenaMap, session_lock
+from kvtier_connector.transfer import ArenaSpec
 from kvtier_connector.workers.base import Job, KVTierWorker, check_generations
 from kvtier_connector.workers.host_copies import host_copies
+from kvtier_connector.workers.mapped_rows import MappedRows
 from kvtier_connector.workers.places import WorkerLayout
+
+_PAUSE_S = 0.003
+"""Between two slices of rows: mapping takes a tenth of one core."""
+_LOOK_EVERY_S = 0.5
 
 
 class KVTierCPUWorker(KVTierWorker):
@@ -19,9 +25,10 @@ class KVTierCPUWorker(KVTierWorker):
 
     def __init__(self, layout: WorkerLayout, keepalive: object) -> None:
         super().__init__(layout, keepalive)
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | ArenaSpec | None] = queue.SimpleQueue()
         self._pending: set[int] = set()  # protected by _changed
         self._arena: ArenaMap | None = None
+        self._rows: MappedRows | None = None  # of _arena
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
         self._thread.start()
 
@@ -41,6 +48,10 @@ class KVTierCPUWorker(KVTierWorker):
         self._thread.join()
 
     @override
+    def _prepare(self, arena: ArenaSpec) -> None:
+        self._jobs.put(arena)
+
+    @override
     def _submit(self, job: Job) -> None:
         with self._changed:
             self._pending.add(job.job_id)
@@ -48,7 +59,7 @@ class KVTierCPUWorker(KVTierWorker):
 
     def _run(self) -> None:
         self._copy = host_copies()  # compiled while vLLM still starts
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             began_s = time.perf_counter()
             num_bytes, error = self._attempt(job)
             self._report(job, began_s, time.perf_counter() - began_s, num_bytes, error)
@@ -56,6 +67,22 @@ class KVTierCPUWorker(KVTierWorker):
                 self._pending.discard(job.job_id)
                 self._changed.notify_all()
         self._unmap()
+
+    def _next(self) -> Job | None:
+        """Wait for a job, None at the end; map rows meanwhile."""
+        more = False
+        while True:
+            try:
+                item = self._jobs.get(timeout=(_PAUSE_S if more else _LOOK_EVERY_S) if self._rows else None)
+            except queue.Empty:
+                assert self._rows is not None
+                more = self._rows.map_some()
+                continue
+            if not isinstance(item, ArenaSpec):
+                return item
+            with contextlib.suppress(Exception):  # the first job meets it as well
+                self._open(item)
+            more = True
 
     def _attempt(self, job: Job) -> tuple[int, Exception | None]:
         """Run a job; return the bytes copied and why it failed."""
@@ -100,13 +127,22 @@ class KVTierCPUWorker(KVTierWorker):
         """
         self._check_layout(job.arena)
         with session_lock(job.arena.lock_path):
-            if self._arena is None or self._arena.arena_id != job.arena.arena_id:
-                # Jobs run one at a time, so nothing uses the old mapping any more.
-                self._unmap()
-                self._arena = self._map(job.arena)
-            yield self._arena
+            yield self._open(job.arena)
+
+    def _open(self, spec: ArenaSpec) -> ArenaMap:
+        """Return an arena, mapped instead of the last one if it is another.
+
+        Raises:
+            ArenaError: It cannot be mapped.
+        """
+        if self._arena is None or self._arena.arena_id != spec.arena_id:
+            # Jobs run one at a time, so nothing uses the old mapping any more.
+            self._unmap()
+            self._arena = self._map(spec)
+            self._rows = MappedRows(self._arena, self._layout.region_offset)
+        return self._arena
 
     def _unmap(self) -> None:
         if self._arena is not None:
             self._arena.close()
-            self._arena = None
+            self._arena = self._rows = None

@@ -90,6 +90,10 @@ class KVTierCUDAWorker(KVTierWorker):
         self._retired.clear()
 
     @override
+    def _prepare(self, arena: ArenaSpec) -> None:
+        self._arena_of(arena)  # which begins to lock its rows
+
+    @override
     def _submit(self, job: Job) -> None:
         began_s = time.perf_counter()
         try:

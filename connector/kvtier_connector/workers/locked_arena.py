@@ -24,6 +24,7 @@ from kvtier.client.arena_map import ArenaMap
 from kvtier.core.arena_format import has_pages
 from kvtier.errors import ArenaError
 from kvtier_connector.workers.device import HostMemory, PageLockError
+from kvtier_connector.workers.mapped_rows import whole_pages
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class LockedArena:
     def __init__(self, arena: ArenaMap, region_offset: int, memory: HostMemory) -> None:
         self.map = arena
         self._memory = memory
-        self._first, self._length = _whole_pages(region_offset, arena.geometry.rank_bytes)
+        self._first, self._length = whole_pages(region_offset, arena.geometry.rank_bytes)
         self._locked: npt.NDArray[np.uint64] = np.zeros(arena.geometry.num_slots, np.uint64)  # number when locked, or 0
         self._holders: npt.NDArray[np.int32] = np.zeros(arena.geometry.num_slots, np.int32)
         self._mutex = threading.Lock()  # protects _locked and _holders
@@ -187,10 +188,3 @@ class LockedArena:
             logger.warning("kvtier: arena %s stays mapped: %s", self.map.path, exc)
             return
         self.map.close()
-
-
-def _whole_pages(offset: int, length: int) -> tuple[int, int]:
-    """Return the first byte and the length of the pages that hold a range."""
-    first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    end = -(-(offset + length) // mmap.PAGESIZE) * mmap.PAGESIZE
-    return first, end - first

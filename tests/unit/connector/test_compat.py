@@ -15,6 +15,7 @@ from kvtier_connector import connector as connector_module
 from kvtier_connector.compat import TensorPlacement
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.settings import parse_settings
+from kvtier_connector.transfer import ArenaSpec
 from kvtier_connector.workers import KVTierWorker
 from tests.unit.connector.harness import full_spec, kv_cache_config_of
 
@@ -103,6 +104,9 @@ class FailingWorker(KVTierWorker):
     def _submit(self, job: object) -> None:
         raise AssertionError
 
+    def _prepare(self, arena: object) -> None:
+        raise ValueError("a cache failure never reaches vLLM")
+
     def wait(self, job_ids: set[int]) -> None:
         raise AssertionError
 
@@ -122,6 +126,11 @@ def test_failed_loads_are_named_by_block_to_an_old_vllm_only(monkeypatch: pytest
     monkeypatch.setattr(connector_module, "names_failed_requests", lambda: False)
     assert connector.get_block_ids_with_load_errors() == {5, 6}
     assert connector.get_block_ids_with_load_errors() == set()
+
+
+def test_an_arena_that_cannot_be_prepared_is_nobodys_failure() -> None:
+    spec = ArenaSpec(req_id="", arena_id=b"A", arena_path="/a", lock_path="/l", useful_bytes=(), chunks=())
+    FailingWorker().prepare(spec)
 
 
 def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.codecs import CodecChooser
 from kvtier.tiers.codecs.zstd import ZstdCodec
 from kvtier.tiers.file_ops import FileFacts, FileOps
+from kvtier.tiers.pack_reading import TURN_MAX_BYTES
 from kvtier.tiers.packs import PackTier
 from kvtier.tiers.scratch import ScratchPool
 from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft
@@ -283,6 +284,30 @@ def test_one_call_decodes_while_another_reads_ahead(tmp_path: Path) -> None:
     first.join(10)
     second.join(10)
     assert done_in == ["first", "second"]
+
+
+def test_calls_decode_long_chunks_at_once(tmp_path: Path) -> None:
+    tier = PackTier(tmp_path, codecs=CodecChooser([ZstdCodec()]))
+    (chunk,) = tier.write_pack("ns", [payload_of(1, soft(TURN_MAX_BYTES + 1))]).chunks
+    assert chunk.codec == "zstd"
+    both, outcomes = threading.Barrier(2), list[object]()
+
+    def done(_: ChunkRead, error: object) -> None:
+        both.wait(10)  # each waits for the other within its own turn
+        outcomes.append(error)
+
+    readers = [
+        threading.Thread(
+            target=tier.read_chunks,
+            args=([ChunkRead(chunk=chunk, into=[memoryview(bytearray(chunk.raw_bytes))])], done, lambda: False),
+        )
+        for _ in range(2)
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(20)
+    assert outcomes == [None, None]
 
 
 def test_rewriting_copies_stored_bytes_without_encoding_them(tier: PackTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,134 @@
+"""Which rows are mapped when, as the system's page tables say."""
+
+import mmap
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.client import arena_map
+from kvtier.client.arena_map import ArenaMap
+from kvtier.core.layout import GroupLayout, KVLayout
+from kvtier.tiers.arena import Arena
+from kvtier_connector.workers import mapped_rows
+from kvtier_connector.workers.mapped_rows import MappedRows
+from tests.unit.connector.harness import Scheduler
+from tests.unit.connector.test_leases import keys_of
+
+NUM_ROWS = 6
+LAYOUT = KVLayout(
+    num_ranks=2,
+    rank_bytes=2 * mmap.PAGESIZE,
+    num_writers=2,
+    groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=2 * mmap.PAGESIZE),),
+)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        arena = Arena.create(Path(folder), LAYOUT, NUM_ROWS)
+        yield arena
+        arena.close(unlink=True)
+
+
+@pytest.fixture
+def mapped(arena: Arena) -> Iterator[ArenaMap]:
+    with ArenaMap(arena.path, arena.geometry.arena_id) as mapped:
+        yield mapped
+
+
+def is_mapped(address: int) -> bool:
+    """Say whether the page table has this address's page."""
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(address // mmap.PAGESIZE * 8)
+        return bool(file.read(8)[7] & 0x80)
+
+
+def in_page_table(arena: ArenaMap, offset: int) -> list[int]:
+    """Return the rows whose page at an offset is mapped."""
+    return [slot for slot in range(NUM_ROWS) if is_mapped(arena.row_address(slot) + offset)]
+
+
+def num_pages(arena: Arena) -> int:
+    return arena.path.stat().st_blocks * 512 // mmap.PAGESIZE
+
+
+def test_rows_that_have_pages_are_mapped_and_no_others(
+    arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row without pages would get some, which nobody accounts for."""
+    monkeypatch.setattr(mapped_rows, "_SLICE_BYTES", 2 * LAYOUT.rank_bytes)
+    rows = MappedRows(mapped, LAYOUT.rank_bytes)
+    assert not rows.map_some()
+    arena.back([0, 2, 3, 5])
+    before = num_pages(arena)
+    assert in_page_table(mapped, LAYOUT.rank_bytes) == []
+    assert rows.map_some()
+    assert rows.num_mapped == 2
+    rows.map_some()
+    assert not rows.map_some()
+    assert in_page_table(mapped, LAYOUT.rank_bytes) == in_page_table(mapped, LAYOUT.rank_bytes + mmap.PAGESIZE)
+    assert in_page_table(mapped, LAYOUT.rank_bytes) == [0, 2, 3, 5]
+    assert (rows.num_mapped, num_pages(arena)) == (4, before)
+
+
+def test_a_row_with_new_pages_is_mapped_again(arena: Arena, mapped: ArenaMap) -> None:
+    rows = MappedRows(mapped, 0)
+    arena.back([1, 2])
+    rows.map_some()
+    arena.unback([1])
+    assert (rows.map_some(), rows.num_mapped, in_page_table(mapped, 0)) == (False, 1, [2])
+    arena.back([1])
+    rows.map_some()
+    assert (rows.num_mapped, in_page_table(mapped, 0)) == (2, [1, 2])
+
+
+def test_a_row_that_loses_its_pages_meanwhile_gets_none(
+    arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_rows, "_SLICE_BYTES", 1)
+    rows = MappedRows(mapped, 0)
+    arena.back([1, 2])
+    assert rows.map_some()
+    arena.unback([1, 2])
+    before = num_pages(arena)
+    assert not rows.map_some()
+    assert (num_pages(arena), in_page_table(mapped, 0)) == (before, [])
+
+
+def test_an_older_system_is_asked_once(arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(address: int, *_: int) -> int:
+        asked.append(address)
+        return -1
+
+    libc: Any = SimpleNamespace(madvise=refuse)
+    monkeypatch.setattr(arena_map, "_libc", libc)
+    arena.back([1])
+    rows = MappedRows(mapped, 0)
+    assert [rows.map_some() for _ in range(3)] == [False, False, False]
+    assert len(asked) == 1
+
+
+def test_workers_hear_of_each_sessions_arena_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(monkeypatch)
+
+    def told() -> list[bytes]:
+        scheduler.ask(scheduler.new_request("sys", 2))
+        arenas = [getattr(scheduler.step(), "kvtier_new_arena", None) for _ in range(2)]
+        assert all(not arena.chunks for arena in arenas if arena is not None)
+        return [arena.arena_id for arena in arenas if arena is not None]
+
+    assert told() == []
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 1))
+    assert told() == [b"A" * 16]
+    scheduler.detach()
+    assert told() == []
+    scheduler.attach()
+    assert told() == [b"A" * 16]
