@@ -30,8 +30,8 @@ StoredBytes = Callable[[StoredChunk, memoryview], None]
 class PackReader:
     """Reads chunks of any packs of a directory. Thread-safe; each call has its own files and its own thread.
 
-    One call at a time decodes short chunks, while the others read ahead: a decoder gives up Python's lock at every numpy
-    call, and two with chunks of 64 KiB are half as fast as one. Long ones keep every core busy that has nothing to do.
+    One call at a time decodes short chunks, while the others read ahead: a decoder gives up Python's lock at every
+    numpy call, and two with chunks of 64 KiB are half as fast as one. Long chunks are decoded by all calls at once.
 
     A call holds `SPANS_AHEAD` + 1 buffers of `SPAN_BYTES`, or of its largest chunk.
     """

@@ -17,6 +17,10 @@ _FIRST_MERGE = 2_000_000
 Template = Callable[..., str]  # messages, tools, and the kwargs of the request
 
 
+class HangUpError(Exception):
+    """The connection is closed instead of an answer."""
+
+
 class RefusedError(Exception):
     """The template raised, as Jinja's raise_exception does."""
 
@@ -147,7 +151,11 @@ def serving(fake: FakeVllm) -> Iterator[FakeVllm]:
             self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _reply(self, body: dict[str, Any]) -> None:
-            status, value = fake.answer(self.path, body, self.headers.get("Authorization", ""))
+            try:
+                status, value = fake.answer(self.path, body, self.headers.get("Authorization", ""))
+            except HangUpError:
+                self.close_connection = True
+                return
             payload = (value if isinstance(value, str) else json.dumps(value)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(payload)))

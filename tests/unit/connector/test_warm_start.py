@@ -236,10 +236,9 @@ def test_without_a_daemon_it_says_so_and_ends(rig: Rig, said: Said) -> None:
     assert rig.completions() == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is how it goes away
 def test_a_server_that_goes_away_ends_the_round(rig: Rig, said: Said) -> None:
     def hang_up(body: dict[str, Any]) -> None:
-        raise SystemExit
+        raise fake_vllm.HangUpError
 
     rig.pin("a")
     rig.pin("b")
