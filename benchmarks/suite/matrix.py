@@ -90,6 +90,7 @@ class MatrixRun:
         self._note_memory(processes, "before the first prompt")
         for prompt in prompts:
             self._compute_and_keep(prompt, engine, processes, questions)
+            greet(engine)  # a vLLM that has idled is slower, and not all systems take their time to keep a prompt
             self._ask(Condition.OWN_HIT, prompt, engine, processes, questions)
         self._flood(engine, questions)
         self._ask_all(Condition.PRESSURE, prompts, engine, processes, questions)

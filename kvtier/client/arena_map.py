@@ -81,12 +81,17 @@ class ArenaMap:
         """Return that number of every slot, copied."""
         return np.array(self._words[self.geometry.backed_word(0) :: self.geometry.entry_words], np.uint64)
 
-    def map_pages(self, address: int, num_bytes: int) -> bool:
-        """Bring whole pages into this process's page tables, without Python's lock; say whether the system can.
+    def map_pages(self, address: int, num_bytes: int) -> None:
+        """Bring whole pages into this process's page tables, without Python's lock.
 
-        Pages that the file does not have are made: ask for rows that have them (`backing`). Linux 5.14 and later.
+        Pages that the file does not have are made: ask for rows that have them (`backing`).
+
+        Raises:
+            OSError: They cannot be had; with EINVAL, the system is older than Linux 5.14.
         """
-        return not _libc.madvise(address, num_bytes, _MADV_POPULATE_READ)
+        if _libc.madvise(address, num_bytes, _MADV_POPULATE_READ):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def stamp(self, slot: int, rank: int, key_tag: int, generation: int, length: int) -> None:
         """State that `rank` has written its region of the slot, all of it.

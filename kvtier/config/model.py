@@ -68,7 +68,7 @@ class DiskConfig:
     zstd_level: int = 1
     """zstd level of new packs, 1..22. Higher levels hardly shrink KV and cost a lot of time."""
     io_threads: int = 3
-    """Threads that read packs for requests: one decodes, the others read ahead. Other disk work has its own."""
+    """Threads that read packs for requests; one at a time decodes short chunks. Other disk work has its own."""
     compact_dead_ratio: float = 0.5
     """Packs of which more than this share is read no more are rewritten; 1: only when the disk is nearly full."""
     compact_bytes_per_s: int = 64 * MIB

@@ -36,8 +36,12 @@ class Traffic:
             self._ended_s = self._now_s()
             self._quiet.set()
 
+    def served(self) -> None:
+        """A request got chunks that were in memory already."""
+        self._ended_s = self._now_s()
+
     async def until_quiet(self, for_s: float = 0.0) -> None:
-        """Return when no request waits for the disk, and none did for so long: what was read is being used then."""
+        """Return when no request waits for the disk, and none got anything for so long: that is being used then."""
         await self._quiet.wait()
         while (left_s := self._ended_s + for_s - self._now_s()) > 0:
             await asyncio.sleep(left_s)

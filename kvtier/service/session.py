@@ -144,6 +144,8 @@ class Session:
             lease.promoted = True
             namespace.promoter.want(self, acquire_id, pending)
         self.peer.acquire_answered(acquire_id, plan.leased, self._forecast(acquire_id, lease))
+        if plan.leased and not pending:
+            namespace.stores.traffic.served()
         namespace.forget_lost(plan.lost)
         ended_s = time.monotonic()
         namespace.stores.timings.acquire.observe(ended_s - began_s)

@@ -1,6 +1,7 @@
 """Rows that have their pages before somebody needs them: making pages costs as much time as reading what goes there."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,12 @@ _SLICE_BYTES = 8 * 1024**2
 """Made at once: 4 ms of one core."""
 _POLL_S = 0.1
 _PAUSE_S = 0.015
-"""Between two slices: a fifth of one core."""
+_PAUSE_RATIO = 4
+"""Between two slices, and at least so many times what the last one took: a fifth of one core."""
 _CALM_S = 0.25
-"""After a promotion: its engine copies the chunks and computes the question, and wants the cores for that. Not waited
-for when less than half of the spare rows are left: where promotions follow each other, it might never be calm."""
+"""After a hit: its engine copies the chunks and computes the question, and wants the cores for that. Not waited for
+when less than half of the spare rows are left, and little: where hits follow each other, it might never be calm."""
+_URGENT_BYTES = 128 * 1024**2
 _RETRY_S = 30.0
 _SLICE_SHARE = 8
 """At most an eighth of what could be taken is made at once: an acquire, which waits for nobody, is to find the rest."""
@@ -49,13 +52,19 @@ class SpareRows:
             await asyncio.sleep(_POLL_S)
             for namespace in list(self._namespaces()):
                 while self._num_short(namespace):
+                    await self._wait_for_calm(namespace)
+                    began_s = time.monotonic()
                     has_memory = await self._made(namespace)
-                    await asyncio.sleep(_PAUSE_S if has_memory else _RETRY_S)
+                    pause_s = max(_PAUSE_S, _PAUSE_RATIO * (time.monotonic() - began_s))
+                    await asyncio.sleep(pause_s if has_memory else _RETRY_S)
+
+    async def _wait_for_calm(self, namespace: "Namespace") -> None:
+        free_bytes = namespace.slots.num_free * namespace.layout.row_bytes
+        is_urgent = free_bytes < min(_URGENT_BYTES, self._spare_bytes / 2)
+        await self._stores.traffic.until_quiet(for_s=0.0 if is_urgent else _CALM_S)
 
     async def _made(self, namespace: "Namespace") -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""
-        is_urgent = 2 * namespace.slots.num_free * namespace.layout.row_bytes < self._spare_bytes
-        await self._stores.traffic.until_quiet(for_s=0.0 if is_urgent else _CALM_S)
         try:
             return await namespace.tasks.complete("spare-rows", self._make(namespace))
         except DrainingError:

@@ -314,10 +314,12 @@ def test_an_arena_is_prepared_before_the_first_job_and_instead_of_the_last_one(
     assert bench.finish(1) == set()
     assert bench.stamp(4).generation == num_mappings(bench.path) == 1
     old_path, bench.path = bench.path, tmp_path / "arena2"
-    bench.worker.prepare(bench.spec([]))  # no such file
     bench.geometry = ArenaGeometry(
         arena_id=b"B" * 16, num_slots=4, row_bytes=4096, num_ranks=NUM_RANKS, rank_bytes=bench.rank_bytes
     )
+    bench.worker.prepare(bench.spec([]))  # no such file
+    bench.worker.submit_load(2, bench.spec([(1, 3)], generation=0), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(2) == {"r"}
     write_arena(bench.path, bench.geometry)
     bench.worker.prepare(bench.spec([]))
     wait_for(lambda: (num_mappings(old_path), num_mappings(bench.path)) == (0, 1))

@@ -5,7 +5,8 @@ Invariants, which `tests/contract/test_workers.py` holds every worker to:
 - Every job is accepted, and reported once, as successful: that is all vLLM can take. A failed load is named by
   `take_failed_loads`; a failed store is one that was not stamped, and the daemon believes stamps only.
 - From before a job touches a row until after its last byte has moved, it holds the lock of its session. So the daemon
-  gives the slots of an ended session to nobody while they may be written or read here.
+  gives the slots of an ended session to nobody while they may be written or read here. (`prepare` maps or locks
+  rows without it: that touches no byte.)
 - A slot's generation is compared before the first byte moves and, for loads, after the last one has.
 - A chunk is stamped after all its bytes are in the row, never before.
 - An arena is unmapped after the last job that uses it.

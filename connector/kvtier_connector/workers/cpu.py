@@ -1,6 +1,7 @@
 """The worker on vLLM's CPU platform: one thread copies, off the engine's step, and maps rows while it has no job."""
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -15,9 +16,13 @@ from kvtier_connector.workers.host_copies import host_copies
 from kvtier_connector.workers.mapped_rows import MappedRows
 from kvtier_connector.workers.places import WorkerLayout
 
+logger = logging.getLogger(__name__)
+
 _PAUSE_S = 0.003
 """Between two slices of rows: mapping takes a tenth of one core."""
-_LOOK_EVERY_S = 0.5
+_LOOK_FIRST_S, _LOOK_LAST_S = 0.25, 8.0
+"""Pauses between two looks for rows, each twice as long as the last while there are none: a look at a million takes
+some 10 ms."""
 
 
 class KVTierCPUWorker(KVTierWorker):
@@ -29,6 +34,8 @@ class KVTierCPUWorker(KVTierWorker):
         self._pending: set[int] = set()  # protected by _changed
         self._arena: ArenaMap | None = None
         self._rows: MappedRows | None = None  # of _arena
+        self._look_at_s, self._look_every_s = 0.0, _LOOK_FIRST_S
+        self._has_found = False
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
         self._thread.start()
 
@@ -70,19 +77,36 @@ class KVTierCPUWorker(KVTierWorker):
 
     def _next(self) -> Job | None:
         """Wait for a job, None at the end; map rows meanwhile."""
-        more = False
         while True:
             try:
-                item = self._jobs.get(timeout=(_PAUSE_S if more else _LOOK_EVERY_S) if self._rows else None)
+                item = self._jobs.get(timeout=self._pause_s())
             except queue.Empty:
-                assert self._rows is not None
-                more = self._rows.map_some()
+                self._map_rows()
                 continue
             if not isinstance(item, ArenaSpec):
                 return item
             with contextlib.suppress(Exception):  # the first job meets it as well
                 self._open(item)
-            more = True
+
+    def _pause_s(self) -> float | None:
+        """Return how long to wait for a job before rows are mapped; None: for ever."""
+        if self._rows is None or not self._rows.is_able:
+            return None
+        return _PAUSE_S if self._has_found else max(0.0, self._look_at_s - time.monotonic())
+
+    def _map_rows(self) -> None:
+        """Look for rows, or map some of those that were found."""
+        assert self._rows is not None
+        try:
+            if self._has_found:
+                self._has_found = self._rows.map_some(lambda: not self._jobs.empty())
+            else:
+                self._has_found = self._rows.look()
+                self._look_every_s = _LOOK_FIRST_S if self._has_found else min(2 * self._look_every_s, _LOOK_LAST_S)
+            self._look_at_s = time.monotonic() + self._look_every_s
+        except Exception:  # copying goes on
+            logger.debug("kvtier: rows are not mapped ahead", exc_info=True)
+            self._rows = None
 
     def _attempt(self, job: Job) -> tuple[int, Exception | None]:
         """Run a job; return the bytes copied and why it failed."""
@@ -139,7 +163,8 @@ class KVTierCPUWorker(KVTierWorker):
             # Jobs run one at a time, so nothing uses the old mapping any more.
             self._unmap()
             self._arena = self._map(spec)
-            self._rows = MappedRows(self._arena, self._layout.region_offset)
+            self._rows, self._has_found = MappedRows(self._arena, self._layout.region_offset), False
+            self._look_at_s, self._look_every_s = 0.0, _LOOK_FIRST_S
         return self._arena
 
     def _unmap(self) -> None:

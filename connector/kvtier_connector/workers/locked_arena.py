@@ -16,6 +16,7 @@ import logging
 import mmap
 import resource
 import threading
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Rows get their pages when the daemon grants or promotes them, mostly long before a job names them.
 _LOOK_EVERY_S = 0.2
+_GIVE_WAY_S = 0.0002
 
 
 class LockedArena:
@@ -51,6 +53,7 @@ class LockedArena:
         self._locked: npt.NDArray[np.uint64] = np.zeros(arena.geometry.num_slots, np.uint64)  # number when locked, or 0
         self._holders: npt.NDArray[np.int32] = np.zeros(arena.geometry.num_slots, np.int32)
         self._mutex = threading.Lock()  # protects _locked and _holders
+        self._is_wanted = threading.Event()  # the mutex, by a job
         self._gives_up = False
         self._awake, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-lock", daemon=True)
@@ -67,7 +70,9 @@ class LockedArena:
         Raises:
             ArenaError: A row has got other pages while a job of an ended session still touches it.
         """
+        self._is_wanted.set()
         with self._mutex:
+            self._is_wanted.clear()
             for slot in slots:
                 if self._is_stale(slot):
                     self._unlock_stale(slot)
@@ -78,7 +83,9 @@ class LockedArena:
 
     def release(self, slots: list[int]) -> None:
         """End a `hold`."""
+        self._is_wanted.set()
         with self._mutex:
+            self._is_wanted.clear()
             np.subtract.at(self._holders, slots, 1)
 
     def retire(self) -> None:
@@ -115,6 +122,8 @@ class LockedArena:
                 if self._gives_up or self._ends.is_set():
                     return
                 self._lock(slot)
+                while self._is_wanted.is_set():  # Python's locks are not fair: it would be ours again
+                    time.sleep(_GIVE_WAY_S)
         except Exception as exc:
             self._give_up(exc)
 

@@ -1,5 +1,7 @@
 """Which rows are mapped when, as the system's page tables say."""
 
+import ctypes
+import errno
 import mmap
 import tempfile
 from collections.abc import Iterator
@@ -57,62 +59,90 @@ def num_pages(arena: Arena) -> int:
     return arena.path.stat().st_blocks * 512 // mmap.PAGESIZE
 
 
+def map_all(rows: MappedRows) -> int:
+    """Look once and map what is found; return how many slices it took."""
+    num_slices, more = 0, rows.look()
+    while more:
+        more = rows.map_some(lambda: False)
+        num_slices += 1
+    return num_slices
+
+
 def test_rows_that_have_pages_are_mapped_and_no_others(
     arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row without pages would get some, which nobody accounts for."""
     monkeypatch.setattr(mapped_rows, "_SLICE_BYTES", 2 * LAYOUT.rank_bytes)
+    monkeypatch.setattr(mapped_rows, "_CALL_BYTES", mmap.PAGESIZE)
     rows = MappedRows(mapped, LAYOUT.rank_bytes)
-    assert not rows.map_some()
+    assert not rows.look()
     arena.back([0, 2, 3, 5])
     before = num_pages(arena)
     assert in_page_table(mapped, LAYOUT.rank_bytes) == []
-    assert rows.map_some()
-    assert rows.num_mapped == 2
-    rows.map_some()
-    assert not rows.map_some()
-    assert in_page_table(mapped, LAYOUT.rank_bytes) == in_page_table(mapped, LAYOUT.rank_bytes + mmap.PAGESIZE)
-    assert in_page_table(mapped, LAYOUT.rank_bytes) == [0, 2, 3, 5]
+    assert map_all(rows) == 2
+    assert not rows.look()
+    for page in range(2):
+        assert in_page_table(mapped, LAYOUT.rank_bytes + page * mmap.PAGESIZE) == [0, 2, 3, 5]
     assert (rows.num_mapped, num_pages(arena)) == (4, before)
 
 
 def test_a_row_with_new_pages_is_mapped_again(arena: Arena, mapped: ArenaMap) -> None:
     rows = MappedRows(mapped, 0)
     arena.back([1, 2])
-    rows.map_some()
+    map_all(rows)
     arena.unback([1])
-    assert (rows.map_some(), rows.num_mapped, in_page_table(mapped, 0)) == (False, 1, [2])
+    assert (rows.look(), rows.num_mapped, in_page_table(mapped, 0)) == (False, 1, [2])
     arena.back([1])
-    rows.map_some()
+    map_all(rows)
     assert (rows.num_mapped, in_page_table(mapped, 0)) == (2, [1, 2])
 
 
-def test_a_row_that_loses_its_pages_meanwhile_gets_none(
-    arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapped_rows, "_SLICE_BYTES", 1)
+def test_a_row_that_loses_its_pages_meanwhile_gets_none(arena: Arena, mapped: ArenaMap) -> None:
     rows = MappedRows(mapped, 0)
     arena.back([1, 2])
-    assert rows.map_some()
+    assert rows.look()
     arena.unback([1, 2])
     before = num_pages(arena)
-    assert not rows.map_some()
+    assert not rows.map_some(lambda: False)
     assert (num_pages(arena), in_page_table(mapped, 0)) == (before, [])
 
 
-def test_an_older_system_is_asked_once(arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_does_not_wait_for_a_row(arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_rows, "_CALL_BYTES", mmap.PAGESIZE)
+    rows = MappedRows(mapped, 0)
+    arena.back([1, 2])
+    assert rows.look()
+    answers = iter([False, True])
+    assert rows.map_some(lambda: next(answers))
+    assert (rows.num_mapped, in_page_table(mapped, 0)) == (0, [1])
+    assert not rows.map_some(lambda: False)
+    assert rows.num_mapped == 2
+
+
+@pytest.mark.parametrize(("number", "is_able", "num_asked"), [(errno.EINVAL, False, 1), (errno.EFAULT, True, 4)])
+def test_a_system_that_refuses(
+    arena: Arena,
+    mapped: ArenaMap,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    is_able: bool,
+    num_asked: int,
+) -> None:
+    """One that is too old is not asked again; where memory is short, each row has its own turn, again and again."""
     asked: list[int] = []
 
     def refuse(address: int, *_: int) -> int:
         asked.append(address)
+        ctypes.set_errno(number)
         return -1
 
     libc: Any = SimpleNamespace(madvise=refuse)
     monkeypatch.setattr(arena_map, "_libc", libc)
-    arena.back([1])
+    arena.back([1, 2])
     rows = MappedRows(mapped, 0)
-    assert [rows.map_some() for _ in range(3)] == [False, False, False]
-    assert len(asked) == 1
+    for _ in range(2):
+        map_all(rows)
+    assert (rows.is_able, rows.num_mapped, len(asked)) == (is_able, 0, num_asked)
 
 
 def test_workers_hear_of_each_sessions_arena_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,28 @@ def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_hits_in_memory_come_first_while_there_are_many_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of much memory to be made, a part was urgent as long as it was not half of it, and took cores from every hit."""
+    monkeypatch.setattr(kvtier.service.spare_rows, "_CALM_S", 1000.0)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_URGENT_BYTES", 4 * ROW_BYTES)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
+
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            await settled(r)
+            r.in_host(range(1))
+            session, _ = await r.session()
+            session.acquire(1, keys_of(range(1)))
+            r.namespace.give_back_free(1 << 30)
+            await eventually(lambda: r.namespace.slots.num_free == 4)
+            await asyncio.sleep(0.05)
+            assert r.namespace.slots.num_free == 4
+
+    asyncio.run(scenario())
+
+
 def test_a_full_file_system(tmp_path: Path) -> None:
     """What is there is used, the rest is nobody's, and it is tried again."""
 
