@@ -27,6 +27,7 @@ from kvtier_connector.workers.copy_list import Int64s
 from kvtier_connector.workers.cpu import KVTierCPUWorker
 from kvtier_connector.workers.cuda import KVTierCUDAWorker
 from kvtier_connector.workers.host_copies import host_copies, interpreted_copies
+from kvtier_connector.workers.mapped_rows import MappedRows
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.fake_daemon import is_locked, set_generation, write_arena
 from tests.fakes.waiting import wait_for
@@ -323,6 +324,22 @@ def test_an_arena_is_prepared_before_the_first_job_and_instead_of_the_last_one(
     write_arena(bench.path, bench.geometry)
     bench.worker.prepare(bench.spec([]))
     wait_for(lambda: (num_mappings(old_path), num_mappings(bench.path)) == (0, 1))
+
+
+def test_jobs_go_on_when_rows_cannot_be_prepared(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Event()
+
+    def look(rows: MappedRows) -> bool:
+        tried.set()
+        raise MemoryError
+
+    monkeypatch.setattr(MappedRows, "look", look)
+    bench = make_bench()
+    bench.worker.prepare(bench.spec([]))
+    assert isinstance(bench.worker, KVTierCUDAWorker) or tried.wait(10)
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert bench.finish(1) == set()
+    assert bench.stamp(4).generation == 1
 
 
 def test_a_layout_other_than_announced_moves_nothing(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
