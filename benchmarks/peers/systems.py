@@ -240,6 +240,17 @@ class KVTier(System):
         shutil.rmtree(self.daemon.arena_dir, ignore_errors=True)
 
 
+class KVTierAll(KVTier):
+    """kvtier as a full prefix cache: what is not pinned is kept as well, users' turns included."""
+
+    name = "kvtier, store all"
+
+    def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
+        """Prepare; nothing runs yet."""
+        super().__init__(home, options, host_gib)
+        self.daemon.set_variable("KVTIER_CACHE_STORE", "all")
+
+
 class LMCache(System):
     """LMCache's multi-process server with its `fs` adapter, in a virtual environment of its own."""
 

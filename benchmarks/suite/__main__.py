@@ -24,7 +24,7 @@ import openai
 from benchmarks.machine import fast_dtype, hardware, versions
 from benchmarks.models import SERVED, cached_model
 from benchmarks.peers.files import is_in_memory
-from benchmarks.peers.systems import OFF_DEVICE_CONFIG, SYSTEMS, SetupError, System, VLLMAlone
+from benchmarks.peers.systems import OFF_DEVICE_CONFIG, SYSTEMS, KVTierAll, SetupError, System, VLLMAlone
 from benchmarks.processes import EngineOptions, StartError, interrupt_on_signals, say
 from benchmarks.records import Records, RecordsError
 from benchmarks.suite import service
@@ -35,7 +35,7 @@ from benchmarks.suite.plots import draw_plots
 from benchmarks.suite.profiles import BLOCK_TOKENS, PROFILES, LoadShape, MatrixShape, Profile
 from benchmarks.suite.report import report
 
-ALL_SYSTEMS: dict[str, type[System]] = {"alone": VLLMAlone, **SYSTEMS}
+ALL_SYSTEMS: dict[str, type[System]] = {"alone": VLLMAlone, "kvtier-all": KVTierAll, **SYSTEMS}
 DEFAULT_SYSTEMS = ("alone", "kvtier", "lmcache", "vllm-fs")
 OUT = Path("bench-results")
 # Room in a context beside the system prompt: a conversation.
