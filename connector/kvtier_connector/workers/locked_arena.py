@@ -12,11 +12,13 @@ pages do (ADR 18). Invariants:
 - The mapping goes after the last lock; if a lock cannot be undone, it stays.
 """
 
+import contextlib
 import logging
 import mmap
 import resource
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +72,7 @@ class LockedArena:
         Raises:
             ArenaError: A row has got other pages while a job of an ended session still touches it.
         """
-        self._is_wanted.set()
-        with self._mutex:
-            self._is_wanted.clear()
+        with self._mutex_at_once():
             for slot in slots:
                 if self._is_stale(slot):
                     self._unlock_stale(slot)
@@ -83,9 +83,7 @@ class LockedArena:
 
     def release(self, slots: list[int]) -> None:
         """End a `hold`."""
-        self._is_wanted.set()
-        with self._mutex:
-            self._is_wanted.clear()
+        with self._mutex_at_once():
             np.subtract.at(self._holders, slots, 1)
 
     def retire(self) -> None:
@@ -96,6 +94,14 @@ class LockedArena:
     def join(self) -> None:
         """Wait until a retired arena is gone."""
         self._thread.join()
+
+    @contextlib.contextmanager
+    def _mutex_at_once(self) -> Iterator[None]:
+        """Hold the mutex for a job: the thread that locks rows lets it have it after the one at hand."""
+        self._is_wanted.set()
+        with self._mutex:
+            self._is_wanted.clear()
+            yield
 
     def _run(self) -> None:
         try:
