@@ -1,7 +1,8 @@
 """The lookup rounds of all requests: one Acquire each, answered in the background, decided locally.
 
-A round goes NEW -> ASKED -> PROMOTING -> SETTLED -> TAKEN; a question after TAKEN begins another (preemption). While
-ASKED or PROMOTING the request waits without being scanned.
+A round goes NEW -> ASKED -> PROMOTING -> SETTLED -> TAKEN. A question after TAKEN begins another (preemption), and so
+does one when vLLM's own hit has shrunk since the round began. While ASKED or PROMOTING the request waits without being
+scanned.
 """
 
 import itertools
@@ -76,11 +77,11 @@ class Lookups:
             num_computed_tokens: vLLM's own prefix hit at this moment.
             now_s: Monotonic seconds.
         """
-        if state.phase is Phase.SETTLED and _hit_shrank(state, num_computed_tokens):
-            self.drop(state)
-            state.phase = Phase.NEW
         if state.phase in (Phase.NEW, Phase.TAKEN):
             self._ask(state, request, num_computed_tokens, now_s)
+        elif _hit_shrank(state, num_computed_tokens):
+            # What vLLM has begun to evict it may evict to the end: ask for everything, once, and not after each loss.
+            self._ask(state, request, 0, now_s)
         if state.phase is Phase.ASKED:
             self._await_answer(state, now_s)
         if state.phase is Phase.PROMOTING:

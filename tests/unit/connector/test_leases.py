@@ -169,16 +169,24 @@ def test_hit_asked_again_for_many_steps_keeps_the_lease(scheduler: Scheduler) ->
     assert scheduler.sent() == []
 
 
-def test_a_gpu_hit_that_shrinks_while_waiting_begins_a_new_round(scheduler: Scheduler) -> None:
+@pytest.mark.parametrize("residency", [None, MISS, PROMOTING, HOST])
+def test_a_gpu_hit_that_shrinks_while_waiting_begins_a_new_round(scheduler: Scheduler, residency: int | None) -> None:
+    """Before the answer too: a crowded engine computed whole prompts, as what it had asked for began behind a gap."""
     request = scheduler.new_request("sys", 8)
-    first = acquired(scheduler, request, num_computed_tokens=8)
-    assert list(first.keys) == keys_of("sys", 6)[2:]
-    scheduler.answer(first, [HOST] * 4)
-    assert scheduler.ask(request, 8) == 16
-    assert scheduler.ask(request, 0) is None
+    first = acquired(scheduler, request, num_computed_tokens=12)
+    assert list(first.keys) == keys_of("sys", 6)[3:]
+    if residency is not None:
+        scheduler.answer(first, [residency] * 3)
+        scheduler.ask(request, 12)
+    assert scheduler.ask(request, 8) is None
     release, acquire = scheduler.sent()
-    assert release.release.all
-    assert list(acquire.acquire.keys) == keys_of("sys", 6)
+    assert release.release == pb.Release(acquire_id=first.acquire_id, all=True)
+    assert list(acquire.acquire.keys) == keys_of("sys", 6), "what is left of the hit may go, too"
+    scheduler.answer(first, [HOST] * 3)
+    assert scheduler.ask(request, 8) is None, "an answer to the question before"
+    scheduler.answer(acquire.acquire, [HOST] * 6)
+    assert scheduler.ask(request, 0) == 24, "and is asked for only once"
+    assert scheduler.sent() == []
 
 
 def test_a_part_is_taken_and_the_rest_released_at_allocation(scheduler: Scheduler) -> None:
@@ -452,8 +460,8 @@ def test_a_prefix_that_vllm_evicts_while_the_request_waits_is_asked_for(schedule
     assert scheduler.ask(request, 24) == 0
     assert scheduler.sent() == []
     acquire = acquired(scheduler, request, num_computed_tokens=8)
-    assert list(acquire.keys) == keys_of("sys", 6)[2:]
-    scheduler.answer(acquire, [HOST] * 4)
+    assert list(acquire.keys) == keys_of("sys", 6)
+    scheduler.answer(acquire, [HOST] * 6)
     assert scheduler.ask(request, 8) == 16
 
 
