@@ -46,6 +46,11 @@ class HostConfig:
     low_watermark: float = 0.90
     """Share down to which that goes."""
 
+    @property
+    def low_watermark_bytes(self) -> int:
+        """`low_watermark` of `host_bytes`: what is done ahead of need stays below it."""
+        return int(self.low_watermark * self.host_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:

@@ -3,7 +3,8 @@
 Everything that has pages is quarantined first. A marked row is served once its bytes have been read and agree with the
 mark and with the ledger. The rest is given back when no process holds a session lock of the dead daemon any more: until
 then an engine of it may write there, and may read any row. Reading is safe (a slot's generation changes before its
-content); taking pages away from under a reader is not, so none are taken until then.
+content); taking pages away from under a reader is not, so none are taken until then. Of what is given back then,
+`host.spare_bytes` keep their pages, as free rows: an engine that comes back would have them made again.
 """
 
 import asyncio
@@ -132,11 +133,14 @@ class Adoption:
 
     def _fits(self, namespace: "Namespace") -> bool:
         """Say whether host_bytes, which may be less than it was, has room beside what stays."""
-        left_bytes = sum(
+        budget = self._stores.budget
+        return budget.used_bytes - self._left_bytes() + namespace.layout.row_bytes <= budget.limit_bytes
+
+    def _left_bytes(self) -> int:
+        """Return what rows take that are not adopted and still in quarantine."""
+        return sum(
             len(slots) * self._namespaces[namespace_id].layout.row_bytes for namespace_id, slots in self._left.items()
         )
-        budget = self._stores.budget
-        return budget.used_bytes - left_bytes + namespace.layout.row_bytes <= budget.limit_bytes
 
     def _doubt(self, namespace: "Namespace", slots: Sequence[int]) -> None:
         self._stores.counters.slots_doubtful += len(slots)
@@ -146,22 +150,45 @@ class Adoption:
             log_event(logger, "slots_doubtful", level=logging.WARNING, arena=namespace.arena.path, slots=len(slots))
 
     async def release(self) -> int:
-        """Wait until no process holds a lock of the dead daemon's sessions, then give back what was not adopted.
+        """Wait until no process holds a lock of the dead daemon's sessions, then let go of what was not adopted.
 
         Returns:
-            Rows given back.
+            Rows that are free, or have no pages, since.
         """
         while self._locks:
             await asyncio.sleep(_LOCK_POLL_S)
             await self._ask_locks()
         num_rows = 0
         for namespace_id, slots in self._left.items():
-            namespace = self._namespaces[namespace_id]
-            num_rows += await self._give_back(namespace, sorted(slots))
+            namespace, rows = self._namespaces[namespace_id], sorted(slots)
+            num_kept = await self._keep_free(namespace, rows[: self._num_spare(namespace)])
+            num_rows += num_kept + await self._give_back(namespace, rows[num_kept:])
+            slots.clear()
             namespace.keep_pages = False  # not before: nobody else may close the arena, or give up its pages, meanwhile
             namespace.top_up_all()
         self._left.clear()
         return num_rows
+
+    def _num_spare(self, namespace: "Namespace") -> int:
+        """Return of how many rows a namespace may keep the pages, as far as its engine would have them made again."""
+        config, row_bytes = self._stores.config.host, namespace.layout.row_bytes
+        room_bytes = config.low_watermark_bytes - (self._stores.budget.used_bytes - self._left_bytes())
+        return max(0, min(config.spare_bytes // row_bytes - namespace.slots.num_free, room_bytes // row_bytes))
+
+    async def _keep_free(self, namespace: "Namespace", slots: Sequence[int]) -> int:
+        """Make free rows of slots, in order; return of how many."""
+        num_rows = max(1, _BATCH_BYTES // namespace.layout.row_bytes)
+        for start in range(0, len(slots), num_rows):
+            batch = slots[start : start + num_rows]
+            await self._stores.traffic.until_quiet()
+            num_backed = await self._stores.in_io(_backed, namespace.arena, batch)
+            for slot in batch[:num_backed]:
+                assert namespace.slots.state(slot) is SlotState.QUARANTINED
+                namespace.slots.free(slot)
+                self._left[namespace.namespace_id].discard(slot)
+            if num_backed < len(batch):
+                return start + num_backed
+        return len(slots)
 
     async def _give_back(self, namespace: "Namespace", slots: Sequence[int]) -> int:
         # One batch is a millisecond's work or so, and what it frees is of use at once.
@@ -194,13 +221,22 @@ def _intact(batch: Iterable[tuple["Namespace", LeftRow]]) -> list[bool]:
 
 
 def _is_intact(arena: Arena, row: LeftRow) -> bool:
-    # Touching a page that is not there, and that the file system cannot supply, would be SIGBUS.
+    has_pages = _backed(arena, [row.ref.slot]) == 1
+    return has_pages and checksum_of(arena.payload(row.ref.slot, group_idx_of(row.key))) == row.checksum
+
+
+def _backed(arena: Arena, slots: Sequence[int]) -> int:
+    """Worker thread: see to it that rows have all their pages, mapped, in order; return how many do.
+
+    Touching a page that is not there, and that the file system cannot supply, would be SIGBUS.
+    """
     try:
-        has_pages = arena.back([row.ref.slot]) == 1
+        num_backed = arena.back(slots)
     except ArenaError as error:
         log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(error))
-        return False
-    return has_pages and checksum_of(arena.payload(row.ref.slot, group_idx_of(row.key))) == row.checksum
+        return 0
+    arena.populate(slots[:num_backed])
+    return num_backed
 
 
 def _still_held(locks: Iterable[SessionLock]) -> list[SessionLock]:

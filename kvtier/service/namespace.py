@@ -138,6 +138,11 @@ class Namespace:
         return any(not session.ended for session in self.sessions)
 
     @property
+    def starting(self) -> bool:
+        """No attached engine has computed anything yet."""
+        return not any(session.has_computed for session in self.sessions if not session.ended)
+
+    @property
     def has_arena(self) -> bool:
         """The arena is open."""
         return self._arena is not None

@@ -139,7 +139,7 @@ class Room:
         occupied_bytes = sum(namespace.occupied_bytes for namespace in self._namespaces.values())
         if occupied_bytes <= config.high_watermark * config.host_bytes:
             return 0
-        num_freed, excess_bytes = 0, occupied_bytes - int(config.low_watermark * config.host_bytes)
+        num_freed, excess_bytes = 0, occupied_bytes - config.low_watermark_bytes
         spent: set[str] = set()
         while excess_bytes > 0:
             holders = [each for each in self._namespaces.values() if each.namespace_id not in spent]

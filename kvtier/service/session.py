@@ -90,6 +90,7 @@ class Session:
         self.lock = lock
         self.attached_unix_s = time.time()
         self.ended = False
+        self.has_computed = False  # it has said how fast; before, it is starting
         self.bound: set[str] = set()
         self.bind_errors: dict[str, str] = {}
         self._credits: dict[int, SlotRef] = {}
@@ -248,6 +249,7 @@ class Session:
         """
         if not 0 < prefill_tokens_per_s < math.inf:
             raise InvalidArgumentError("engine_rates.prefill_tokens_per_s", prefill_tokens_per_s, "must be positive")
+        self.has_computed = True
         self.namespace.prefill_tokens_per_s = prefill_tokens_per_s
 
     # What is held

@@ -19,6 +19,9 @@ _POLL_S = 0.1
 _PAUSE_S = 0.015
 _PAUSE_RATIO = 4
 """Between two slices, and at least so many times what the last one took: a fifth of one core."""
+_STARTING_PAUSE_S = 0.002
+_STARTING_PAUSE_RATIO = 1
+"""Half a core, while vLLM starts: what is made then is made beside nobody's request."""
 _CALM_S = 0.25
 """After a hit: its engine copies the chunks and computes the question, and wants the cores for that. Not waited for
 when less than half of the spare rows are left, and little: where hits follow each other, it might never be calm."""
@@ -42,9 +45,7 @@ class SpareRows:
 
     def __init__(self, stores: "Stores", namespaces: Callable[[], Iterable["Namespace"]]) -> None:
         self._stores, self._namespaces = stores, namespaces
-        host = stores.config.host
-        self._spare_bytes = host.spare_bytes
-        self._most_bytes = int(host.low_watermark * host.host_bytes)
+        self._spare_bytes = stores.config.host.spare_bytes
 
     async def run(self) -> None:
         """Make rows where they are short, until cancelled."""
@@ -55,8 +56,13 @@ class SpareRows:
                     await self._wait_for_calm(namespace)
                     began_s = time.monotonic()
                     has_memory = await self._made(namespace)
-                    pause_s = max(_PAUSE_S, _PAUSE_RATIO * (time.monotonic() - began_s))
+                    pause_s = self._pause_s(namespace, time.monotonic() - began_s)
                     await asyncio.sleep(pause_s if has_memory else _RETRY_S)
+
+    def _pause_s(self, namespace: "Namespace", slice_s: float) -> float:
+        if namespace.starting:
+            return max(_STARTING_PAUSE_S, _STARTING_PAUSE_RATIO * slice_s)
+        return max(_PAUSE_S, _PAUSE_RATIO * slice_s)
 
     async def _wait_for_calm(self, namespace: "Namespace") -> None:
         free_bytes = namespace.slots.num_free * namespace.layout.row_bytes
@@ -80,7 +86,7 @@ class SpareRows:
             return 0
         row_bytes = namespace.layout.row_bytes
         wanted_bytes = self._spare_bytes - namespace.slots.num_free * row_bytes
-        room_bytes = self._most_bytes - self._stores.budget.used_bytes
+        room_bytes = self._stores.config.host.low_watermark_bytes - self._stores.budget.used_bytes
         return max(0, min(wanted_bytes // row_bytes, room_bytes // row_bytes, namespace.slots.num_unbacked))
 
     async def _make(self, namespace: "Namespace") -> bool:

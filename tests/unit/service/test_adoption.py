@@ -1,6 +1,7 @@
 """The next daemon takes over the arena of the last: what it serves, what it drops, and what it leaves alone."""
 
 import asyncio
+import errno
 import fcntl
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -15,10 +16,12 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
 from kvtier.service import adoption
+from kvtier.service.adoption import Adoption
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.packs import PackTier
+from kvtier.tiers.pages import PageOps
 from tests.fakes.chunks import layout_of
 from tests.fakes.gates import Gate, gated
 from tests.fakes.left_arena import LeftArena, page_bytes
@@ -253,9 +256,10 @@ def test_a_kill_between_any_two_steps_of_reuse_serves_no_wrong_byte(
     asyncio.run(scenario())
 
 
-def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spare_bytes", [0, 1 << 20])
+def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(tmp_path: Path, spare_bytes: int) -> None:
     async def scenario() -> None:
-        config = kept(config_in(tmp_path))
+        config = kept(config_in(tmp_path, spare_bytes=spare_bytes))
         async with running(config) as stub:
             engine = await ScriptedEngine(config).__aenter__()
             await engine.bind(await pin(stub), KEYS)
@@ -277,7 +281,8 @@ def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(tmp_
                 with LeftArena(config) as left:
                     return not any(left.entries()[slot].backed for slot in granted)
 
-            await until(given_back)
+            if not spare_bytes:
+                await until(given_back)
             assert await read_all(new, KEYS) == [new.payload(key) for key in KEYS]
         await engine.__aexit__()
 
@@ -366,6 +371,97 @@ def test_fewer_host_bytes_take_the_newest_prompt_and_its_head(tmp_path: Path) ->
                 assert {entry.key_tag for entry in left.committed()} == wanted
                 # A page more where the folder is on a disk file system, for its map of the file.
                 assert page_bytes(left.path) <= left.geometry.rows_offset + 5 * ROW_BYTES + 4096
+
+    asyncio.run(scenario())
+
+
+async def life_with_spare_rows(config: DaemonConfig, num_rows: int) -> set[int]:
+    """Pin, store, have so many spare rows made beside what the engine was granted, and stop; return what has pages."""
+    config = replace(config, host=replace(config.host, spare_bytes=num_rows * ROW_BYTES))
+    async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
+        await engine.bind(await pin(stub), KEYS)
+        await engine.store(KEYS)
+        await wait_durable(stub, "p")
+
+        async def are_made() -> bool:
+            with LeftArena(config) as left:
+                return left.num_backed() >= len(KEYS) + num_rows
+
+        await until(are_made)
+    with LeftArena(config) as left:
+        return {entry.slot for entry in left.entries() if entry.backed}
+
+
+def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first hits after a daemon was killed were slower: pages were taken away, and made again beside them."""
+    punched: list[int] = []
+    monkeypatch.setattr(PageOps, "punch", lambda _, fd, offset, length: punched.append(offset))
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path, spare_bytes=1 << 20))
+        had_pages = await life_with_spare_rows(config, 16)
+        async with next_life(config) as (stub, engine):
+            await settled(stub, adopted=5)
+            await engine.take_credit()
+            assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+        with LeftArena(config) as left:
+            assert had_pages <= {entry.slot for entry in left.entries() if entry.backed}
+        assert not punched
+
+    asyncio.run(scenario())
+
+
+def test_more_free_rows_than_that_are_given_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path, spare_bytes=3 * ROW_BYTES))
+        await life_with_spare_rows(config, 16)
+        async with running(config) as stub:
+            await settled(stub, adopted=5)
+
+            async def given_back() -> bool:
+                with LeftArena(config) as left:
+                    return left.num_backed() == 5 + 3
+
+            await until(given_back)
+            assert (await status_of(stub)).host.used_bytes == 5 * ROW_BYTES
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The dead daemon may have dropped its pages, and died before it could say so."""
+    num_refused = 0
+
+    def refused(fd: int, offset: int, length: int) -> None:
+        nonlocal num_refused
+        num_refused += 1
+        raise OSError(number, "refused")
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path, spare_bytes=16 * ROW_BYTES))
+        await life_with_spare_rows(config, 16)
+        verify = Adoption.verify
+
+        async def verify_first(self: Adoption) -> None:
+            await verify(self)
+            monkeypatch.setattr(PageOps, "allocate", staticmethod(refused))
+
+        monkeypatch.setattr(Adoption, "verify", verify_first)
+        async with running(config) as stub:
+            await settled(stub, adopted=5)
+
+            async def given_back() -> bool:
+                with LeftArena(config) as left:
+                    return left.num_backed() == 5
+
+            await until(given_back)
+            assert num_refused == 1
+            monkeypatch.undo()
 
     asyncio.run(scenario())
 

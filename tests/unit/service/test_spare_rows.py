@@ -28,6 +28,7 @@ OTHER = hello_of("other", weights="2")
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtier.service.spare_rows, "_POLL_S", 0.002)
     monkeypatch.setattr(kvtier.service.spare_rows, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_STARTING_PAUSE_S", 0.001)
     monkeypatch.setattr(kvtier.service.spare_rows, "_RETRY_S", 0.002)
     monkeypatch.setattr(kvtier.service.spare_rows, "_CALM_S", 0.02)
 
@@ -82,6 +83,23 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
             assert [r.in_arena(number) for number in range(6)] == [content(number) for number in range(6)]
             assert not {ref.slot for ref in taken if ref is not None} & set(made)
             assert made, "the next ones"
+
+    asyncio.run(scenario())
+
+
+def test_rows_are_made_fast_until_an_engine_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompts of a vLLM that has just started were computed slower: rows were made beside them."""
+    monkeypatch.setattr(kvtier.service.spare_rows, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
+
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            session, _ = await r.session()
+            await settled(r)
+            session.measured(1000.0)
+            r.namespace.give_back_free(1 << 30)
+            await asyncio.sleep(0.1)
+            assert r.namespace.slots.num_free <= 1, "the next one after a pause"
 
     asyncio.run(scenario())
 
