@@ -80,8 +80,7 @@ class Lookups:
         if state.phase in (Phase.NEW, Phase.TAKEN):
             self._ask(state, request, num_computed_tokens, now_s)
         elif _hit_shrank(state, num_computed_tokens):
-            # What vLLM has begun to evict it may evict to the end: ask for everything, once, and not after each loss.
-            self._ask(state, request, 0, now_s)
+            self._ask_again(state, request, num_computed_tokens, now_s)
         if state.phase is Phase.ASKED:
             self._await_answer(state, now_s)
         if state.phase is Phase.PROMOTING:
@@ -137,8 +136,11 @@ class Lookups:
         lease = self._live(state)
         state.lease = None
         if lease is not None:
-            del self._leases[lease.acquire_id]
-            lease.release()
+            self._give_back(lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        del self._leases[lease.acquire_id]
+        lease.release()
 
     def flush_touches(self) -> None:
         """Send the chunks hit in GPU memory since the last flush."""
@@ -163,15 +165,30 @@ class Lookups:
 
     def _ask(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
         self.drop(state)
+        self._begin(state, request, num_computed_tokens, now_s, is_shrinking=False)
+
+    def _ask_again(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
+        """Begin anew, since vLLM has evicted what lay before the chunks that were asked for."""
+        before, state.lease = self._live(state), None
+        self._begin(state, request, num_computed_tokens, now_s, is_shrinking=before is not None)
+        if before is None:
+            return
+        if state.lease is not None and not before.is_answered:
+            state.lease.answer_deadline_s = before.answer_deadline_s
+        self._give_back(before)  # after the new question: what both name stays leased, and on its way
+
+    def _begin(
+        self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float, *, is_shrinking: bool
+    ) -> None:
         state.asked_tokens = num_computed_tokens
-        end = self._begin_round(state, request, num_computed_tokens, now_s)
+        end = self._question(state, request, num_computed_tokens, now_s, is_shrinking=is_shrinking)
         if end is None:
             state.phase = Phase.ASKED
         else:
             self._settle(state, end)
 
-    def _begin_round(
-        self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float
+    def _question(
+        self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float, *, is_shrinking: bool
     ) -> LookupEnd | None:
         """Ask the daemon, or return why it is not asked."""
         attachment = self._attachment
@@ -191,6 +208,10 @@ class Lookups:
         plan = self._planner.plan(hashes, digest, num_computed_tokens)
         if plan is None:
             return LookupEnd.OWN
+        if is_shrinking:
+            # vLLM may evict the rest, too: ask for everything, and only this once.
+            whole = self._planner.plan(hashes, digest, 0)
+            plan = whole if whole is not None and whole.end_token >= plan.end_token else plan
         state.lease = self._acquire(state.req_id, plan, attachment, now_s)
         return None
 

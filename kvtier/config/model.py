@@ -38,7 +38,8 @@ class HostConfig:
     keep_arena: bool = False
     """A daemon that is stopped leaves its arenas to the next start; a crash always does."""
     spare_bytes: int = 256 * MIB
-    """Of free rows that get their pages ahead of need, for attached engines; never above `low_watermark`."""
+    """Of free rows that get their pages ahead of need, for attached engines, and keep them over a crash; never above
+    `low_watermark`."""
     prewarm: bool = True
     """At start, promote pinned prompts to host memory in the background."""
     high_watermark: float = 0.95

@@ -133,14 +133,14 @@ class Adoption:
 
     def _fits(self, namespace: "Namespace") -> bool:
         """Say whether host_bytes, which may be less than it was, has room beside what stays."""
-        budget = self._stores.budget
-        return budget.used_bytes - self._left_bytes() + namespace.layout.row_bytes <= budget.limit_bytes
+        return self._taken_bytes() + namespace.layout.row_bytes <= self._stores.budget.limit_bytes
 
-    def _left_bytes(self) -> int:
-        """Return what rows take that are not adopted and still in quarantine."""
-        return sum(
+    def _taken_bytes(self) -> int:
+        """Return what rows take beside those that are left."""
+        left_bytes = sum(
             len(slots) * self._namespaces[namespace_id].layout.row_bytes for namespace_id, slots in self._left.items()
         )
+        return self._stores.budget.used_bytes - left_bytes
 
     def _doubt(self, namespace: "Namespace", slots: Sequence[int]) -> None:
         self._stores.counters.slots_doubtful += len(slots)
@@ -158,34 +158,31 @@ class Adoption:
         while self._locks:
             await asyncio.sleep(_LOCK_POLL_S)
             await self._ask_locks()
-        num_rows = 0
-        for namespace_id, slots in self._left.items():
-            namespace, rows = self._namespaces[namespace_id], sorted(slots)
-            num_kept = await self._keep_free(namespace, rows[: self._num_spare(namespace)])
+        num_rows, spare_bytes = 0, self._spare_bytes()
+        for namespace in sorted(map(self._namespaces.__getitem__, self._left), key=_last_seen, reverse=True):
+            rows = sorted(self._left[namespace.namespace_id])
+            num_kept = await self._keep_free(namespace, rows[: spare_bytes // namespace.layout.row_bytes])
+            spare_bytes -= num_kept * namespace.layout.row_bytes
             num_rows += num_kept + await self._give_back(namespace, rows[num_kept:])
-            slots.clear()
             namespace.keep_pages = False  # not before: nobody else may close the arena, or give up its pages, meanwhile
             namespace.top_up_all()
         self._left.clear()
         return num_rows
 
-    def _num_spare(self, namespace: "Namespace") -> int:
-        """Return of how many rows a namespace may keep the pages, as far as its engine would have them made again."""
-        config, row_bytes = self._stores.config.host, namespace.layout.row_bytes
-        room_bytes = config.low_watermark_bytes - (self._stores.budget.used_bytes - self._left_bytes())
-        return max(0, min(config.spare_bytes // row_bytes - namespace.slots.num_free, room_bytes // row_bytes))
+    def _spare_bytes(self) -> int:
+        """Return how much of what is left may keep its pages: as much as would be made again for one engine."""
+        config = self._stores.config.host
+        return max(0, min(config.spare_bytes, config.low_watermark_bytes - self._taken_bytes()))
 
     async def _keep_free(self, namespace: "Namespace", slots: Sequence[int]) -> int:
         """Make free rows of slots, in order; return of how many."""
         num_rows = max(1, _BATCH_BYTES // namespace.layout.row_bytes)
         for start in range(0, len(slots), num_rows):
             batch = slots[start : start + num_rows]
-            await self._stores.traffic.until_quiet()
             num_backed = await self._stores.in_io(_backed, namespace.arena, batch)
             for slot in batch[:num_backed]:
                 assert namespace.slots.state(slot) is SlotState.QUARANTINED
                 namespace.slots.free(slot)
-                self._left[namespace.namespace_id].discard(slot)
             if num_backed < len(batch):
                 return start + num_backed
         return len(slots)
@@ -207,6 +204,10 @@ class Adoption:
 
     async def _ask_locks(self) -> None:
         self._locks = await self._stores.in_io(_still_held, self._locks)
+
+
+def _last_seen(namespace: "Namespace") -> tuple[bool, float]:
+    return namespace.live, namespace.row.seen_unix_s
 
 
 def _reopen(namespace: "Namespace", path: Path) -> tuple[Arena, list[SlotEntry]]:

@@ -138,9 +138,9 @@ class Namespace:
         return any(not session.ended for session in self.sessions)
 
     @property
-    def starting(self) -> bool:
-        """No attached engine has computed anything yet."""
-        return not any(session.has_computed for session in self.sessions if not session.ended)
+    def at_work(self) -> bool:
+        """An engine that is attached has computed, loaded or stored something."""
+        return any(session.has_worked for session in self.sessions if not session.ended)
 
     @property
     def has_arena(self) -> bool:

@@ -56,7 +56,6 @@ def _only_on_disk(namespace: "Namespace", key: ChunkKey) -> bool:
 
 
 def _has_room(namespace: "Namespace") -> bool:
-    budget, low_watermark = namespace.stores.budget, namespace.stores.config.host.low_watermark
     # Its free rows, those made ahead of need too, are room.
-    used_bytes = budget.used_bytes - (namespace.slots.num_free - 1) * namespace.layout.row_bytes
-    return namespace.slots.num_takable > 0 and used_bytes <= low_watermark * budget.limit_bytes
+    used_bytes = namespace.stores.budget.used_bytes - (namespace.slots.num_free - 1) * namespace.layout.row_bytes
+    return namespace.slots.num_takable > 0 and used_bytes <= namespace.stores.config.host.low_watermark_bytes

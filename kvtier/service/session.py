@@ -90,7 +90,7 @@ class Session:
         self.lock = lock
         self.attached_unix_s = time.time()
         self.ended = False
-        self.has_computed = False  # it has said how fast; before, it is starting
+        self.has_worked = False  # before, vLLM is starting
         self.bound: set[str] = set()
         self.bind_errors: dict[str, str] = {}
         self._credits: dict[int, SlotRef] = {}
@@ -132,6 +132,7 @@ class Session:
             raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
         if len(set(keys)) < len(keys):
             raise InvalidArgumentError("acquire.keys", len(keys), "each key may come once in an acquire")
+        self.has_worked = True
         namespace, began_s = self.namespace, time.monotonic()
         if namespace.slots.num_takable < len(keys):  # else there is room for all of them
             namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
@@ -249,7 +250,7 @@ class Session:
         """
         if not 0 < prefill_tokens_per_s < math.inf:
             raise InvalidArgumentError("engine_rates.prefill_tokens_per_s", prefill_tokens_per_s, "must be positive")
-        self.has_computed = True
+        self.has_worked = True
         self.namespace.prefill_tokens_per_s = prefill_tokens_per_s
 
     # What is held
@@ -307,6 +308,7 @@ class Session:
         Raises:
             InvalidArgumentError: A slot was not granted to this session at that generation, or a key is of no group.
         """
+        self.has_worked = True
         self.namespace.check_keys("store_begin.key", [key for key, _ in stores])
         for key, ref in stores:
             if self._credits.get(ref.slot) != ref:

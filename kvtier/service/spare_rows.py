@@ -21,7 +21,7 @@ _PAUSE_RATIO = 4
 """Between two slices, and at least so many times what the last one took: a fifth of one core."""
 _STARTING_PAUSE_S = 0.002
 _STARTING_PAUSE_RATIO = 1
-"""Half a core, while vLLM starts: what is made then is made beside nobody's request."""
+"""Half a core, while no engine has been at work: vLLM starts, and what is made then is made beside nobody's request."""
 _CALM_S = 0.25
 """After a hit: its engine copies the chunks and computes the question, and wants the cores for that. Not waited for
 when less than half of the spare rows are left, and little: where hits follow each other, it might never be calm."""
@@ -56,13 +56,13 @@ class SpareRows:
                     await self._wait_for_calm(namespace)
                     began_s = time.monotonic()
                     has_memory = await self._made(namespace)
-                    pause_s = self._pause_s(namespace, time.monotonic() - began_s)
+                    pause_s = self._pause_s(time.monotonic() - began_s)
                     await asyncio.sleep(pause_s if has_memory else _RETRY_S)
 
-    def _pause_s(self, namespace: "Namespace", slice_s: float) -> float:
-        if namespace.starting:
-            return max(_STARTING_PAUSE_S, _STARTING_PAUSE_RATIO * slice_s)
-        return max(_PAUSE_S, _PAUSE_RATIO * slice_s)
+    def _pause_s(self, slice_s: float) -> float:
+        if any(namespace.at_work for namespace in self._namespaces()):
+            return max(_PAUSE_S, _PAUSE_RATIO * slice_s)
+        return max(_STARTING_PAUSE_S, _STARTING_PAUSE_RATIO * slice_s)
 
     async def _wait_for_calm(self, namespace: "Namespace") -> None:
         free_bytes = namespace.slots.num_free * namespace.layout.row_bytes

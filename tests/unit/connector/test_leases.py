@@ -179,14 +179,41 @@ def test_a_gpu_hit_that_shrinks_while_waiting_begins_a_new_round(scheduler: Sche
         scheduler.answer(first, [residency] * 3)
         scheduler.ask(request, 12)
     assert scheduler.ask(request, 8) is None
-    release, acquire = scheduler.sent()
-    assert release.release == pb.Release(acquire_id=first.acquire_id, all=True)
+    acquire, release = scheduler.sent()
+    assert release.release == pb.Release(acquire_id=first.acquire_id, all=True), "not before it is asked for again"
     assert list(acquire.acquire.keys) == keys_of("sys", 6), "what is left of the hit may go, too"
     scheduler.answer(first, [HOST] * 3)
     assert scheduler.ask(request, 8) is None, "an answer to the question before"
     scheduler.answer(acquire.acquire, [HOST] * 6)
     assert scheduler.ask(request, 0) == 24, "and is asked for only once"
     assert scheduler.sent() == []
+
+
+def test_a_gpu_hit_that_shrinks_behind_all_that_is_held_asks_for_nothing(scheduler: Scheduler) -> None:
+    """vLLM evicts the end of a conversation first; of its pinned head nothing is missing."""
+    request = scheduler.new_request("sys", 12)
+    assert [scheduler.ask(request, hit) for hit in (44, 36, 24)] == [0, 0, 0]
+    assert scheduler.sent() == []
+    assert list(acquired(scheduler, request, num_computed_tokens=20).keys) == keys_of("sys", 6)[5:]
+
+
+def test_a_hit_that_shrinks_to_a_head_that_is_not_held_is_asked_for_from_there(scheduler: Scheduler) -> None:
+    keys = keys_of("sys", 6)
+    scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys[:1], held=False)))
+    request = scheduler.new_request("sys", 8)
+    acquired(scheduler, request, num_computed_tokens=12)
+    scheduler.ask(request, 8)
+    acquire, _ = scheduler.sent()
+    assert list(acquire.acquire.keys) == keys[2:]
+
+
+def test_a_question_asked_anew_is_late_when_the_first_one_is(scheduler: Scheduler) -> None:
+    """A hit that shrinks gives a daemon that hangs no more time."""
+    request = scheduler.new_request("sys", 8)
+    acquired(scheduler, request, num_computed_tokens=12)
+    scheduler.clock.now_s += 10.0
+    assert scheduler.ask(request, 8) == 0
+    assert scheduler.ask(scheduler.new_request("sys", 8, req_id="next")) == 0, "the breaker is open"
 
 
 def test_a_part_is_taken_and_the_rest_released_at_allocation(scheduler: Scheduler) -> None:
@@ -460,8 +487,8 @@ def test_a_prefix_that_vllm_evicts_while_the_request_waits_is_asked_for(schedule
     assert scheduler.ask(request, 24) == 0
     assert scheduler.sent() == []
     acquire = acquired(scheduler, request, num_computed_tokens=8)
-    assert list(acquire.keys) == keys_of("sys", 6)
-    scheduler.answer(acquire, [HOST] * 6)
+    assert list(acquire.keys) == keys_of("sys", 6)[2:]
+    scheduler.answer(acquire, [HOST] * 4)
     assert scheduler.ask(request, 8) == 16
 
 

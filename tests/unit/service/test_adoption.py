@@ -15,6 +15,7 @@ import pytest
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
+from kvtier.core.slots import SlotState
 from kvtier.service import adoption
 from kvtier.service.adoption import Adoption
 from kvtier.service.cache import Cache
@@ -73,6 +74,33 @@ async def first_life(config: DaemonConfig) -> None:
 async def next_life(config: DaemonConfig) -> AsyncIterator[tuple[Stub, ScriptedEngine]]:
     async with running(config) as stub, ScriptedEngine(config) as engine:
         yield stub, engine
+
+
+@pytest.fixture
+def cleared_up(monkeypatch: pytest.MonkeyPatch) -> list[Cache]:
+    """Every cache that has dealt with all that a dead daemon left to it, from then on."""
+    caches: list[Cache] = []
+    adopt = Cache._adopt
+
+    async def noted(cache: Cache, taken: adoption.Adoption) -> None:
+        await adopt(cache, taken)
+        caches.append(cache)
+
+    monkeypatch.setattr(Cache, "_adopt", noted)
+    return caches
+
+
+async def cleared(caches: list[Cache], number: int) -> Namespace:
+    """Wait until that life's daemon has cleared up; return its one namespace, whose rows agree with the budget."""
+
+    async def is_there() -> bool:
+        return len(caches) > number
+
+    await until(is_there)
+    (namespace,) = caches[number].namespaces.values()
+    assert namespace.slots.counts()[SlotState.QUARANTINED] == 0
+    assert caches[number].stores.budget.used_bytes == namespace.slots.num_backed * ROW_BYTES
+    return namespace
 
 
 async def read_all(engine: ScriptedEngine, keys: list[bytes]) -> list[bytes]:
@@ -257,7 +285,9 @@ def test_a_kill_between_any_two_steps_of_reuse_serves_no_wrong_byte(
 
 
 @pytest.mark.parametrize("spare_bytes", [0, 1 << 20])
-def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(tmp_path: Path, spare_bytes: int) -> None:
+def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(
+    tmp_path: Path, cleared_up: list[Cache], spare_bytes: int
+) -> None:
     async def scenario() -> None:
         config = kept(config_in(tmp_path, spare_bytes=spare_bytes))
         async with running(config) as stub:
@@ -274,15 +304,12 @@ def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(tmp_
                 assert all(left.entries()[slot].backed for slot in granted)
             for slot in granted:  # as a worker in mid-copy would: into slots that are nobody's
                 engine.write(KEYS[0], pb.SlotRef(slot=slot, generation=1))
+            assert len(cleared_up) == 1, "the first daemon, to which nothing was left"
             engine.lock.release()
             await until(_gone(Path(engine.welcome.lock_path)))
-
-            async def given_back() -> bool:
-                with LeftArena(config) as left:
-                    return not any(left.entries()[slot].backed for slot in granted)
-
-            if not spare_bytes:
-                await until(given_back)
+            await cleared(cleared_up, 1)
+            with LeftArena(config) as left:
+                assert [left.entries()[slot].backed for slot in granted] == [spare_bytes > 0] * len(granted)
             assert await read_all(new, KEYS) == [new.payload(key) for key in KEYS]
         await engine.__aexit__()
 
@@ -393,7 +420,7 @@ async def life_with_spare_rows(config: DaemonConfig, num_rows: int) -> set[int]:
 
 
 def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared_up: list[Cache]
 ) -> None:
     """The first hits after a daemon was killed were slower: pages were taken away, and made again beside them."""
     punched: list[int] = []
@@ -404,7 +431,9 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
         had_pages = await life_with_spare_rows(config, 16)
         async with next_life(config) as (stub, engine):
             await settled(stub, adopted=5)
-            await engine.take_credit()
+            namespace = await cleared(cleared_up, 1)
+            assert all(namespace.slots.state(slot) is not SlotState.QUARANTINED for slot in had_pages)
+            assert namespace.slots.num_free > 0
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
         with LeftArena(config) as left:
             assert had_pages <= {entry.slot for entry in left.entries() if entry.backed}
@@ -413,26 +442,23 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
     asyncio.run(scenario())
 
 
-def test_more_free_rows_than_that_are_given_back(tmp_path: Path) -> None:
+def test_more_free_rows_than_that_are_given_back(tmp_path: Path, cleared_up: list[Cache]) -> None:
     async def scenario() -> None:
         config = kept(config_in(tmp_path, spare_bytes=3 * ROW_BYTES))
         await life_with_spare_rows(config, 16)
         async with running(config) as stub:
             await settled(stub, adopted=5)
-
-            async def given_back() -> bool:
-                with LeftArena(config) as left:
-                    return left.num_backed() == 5 + 3
-
-            await until(given_back)
-            assert (await status_of(stub)).host.used_bytes == 5 * ROW_BYTES
+            namespace = await cleared(cleared_up, 1)
+            assert namespace.slots.num_free == 3
+            with LeftArena(config) as left:
+                assert left.num_backed() == 5 + 3
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared_up: list[Cache], number: int
 ) -> None:
     """The dead daemon may have dropped its pages, and died before it could say so."""
     num_refused = 0
@@ -454,13 +480,8 @@ def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
         monkeypatch.setattr(Adoption, "verify", verify_first)
         async with running(config) as stub:
             await settled(stub, adopted=5)
-
-            async def given_back() -> bool:
-                with LeftArena(config) as left:
-                    return left.num_backed() == 5
-
-            await until(given_back)
-            assert num_refused == 1
+            namespace = await cleared(cleared_up, 1)
+            assert (num_refused, namespace.slots.num_free, namespace.slots.num_backed) == (1, 0, 5)
             monkeypatch.undo()
 
     asyncio.run(scenario())
