@@ -22,6 +22,9 @@ _PAUSE_RATIO = 4
 _STARTING_PAUSE_S = 0.002
 _STARTING_PAUSE_RATIO = 1
 """Half a core, while no engine has been at work: vLLM starts, and what is made then is made beside nobody's request."""
+_CROWDED_RATIO = 1.5
+_CROWDED_PAUSE_RATIO = 24
+"""A slice that took so many times its CPU time was short of cores: somebody computes. A twenty-fifth of one, then."""
 _CALM_S = 0.25
 """After a hit: its engine copies the chunks and computes the question, and wants the cores for that. Not waited for
 when less than half of the spare rows are left, and little: where hits follow each other, it might never be calm."""
@@ -46,28 +49,34 @@ class SpareRows:
     def __init__(self, stores: "Stores", namespaces: Callable[[], Iterable["Namespace"]]) -> None:
         self._stores, self._namespaces = stores, namespaces
         self._spare_bytes = stores.config.host.spare_bytes
+        self._is_crowded = False
 
     async def run(self) -> None:
-        """Make rows where they are short, until cancelled."""
+        """Make rows where they are short, until cancelled; before the first ones the disk tier's buffers."""
+        is_prepared = False
         while self._spare_bytes:
             await asyncio.sleep(_POLL_S)
+            if not is_prepared and any(namespace.live for namespace in self._namespaces()):
+                await self._stores.in_io(self._stores.disk.prepare_reads)
+                is_prepared = True
             for namespace in list(self._namespaces()):
                 while self._num_short(namespace):
-                    await self._wait_for_calm(namespace)
+                    is_urgent = self._is_urgent(namespace)
+                    await self._stores.traffic.until_quiet(for_s=0.0 if is_urgent else _CALM_S)
                     began_s = time.monotonic()
                     has_memory = await self._made(namespace)
-                    pause_s = self._pause_s(time.monotonic() - began_s)
+                    pause_s = self._pause_s(time.monotonic() - began_s, is_urgent=is_urgent)
                     await asyncio.sleep(pause_s if has_memory else _RETRY_S)
 
-    def _pause_s(self, slice_s: float) -> float:
-        if any(namespace.at_work for namespace in self._namespaces()):
-            return max(_PAUSE_S, _PAUSE_RATIO * slice_s)
-        return max(_STARTING_PAUSE_S, _STARTING_PAUSE_RATIO * slice_s)
-
-    async def _wait_for_calm(self, namespace: "Namespace") -> None:
+    def _is_urgent(self, namespace: "Namespace") -> bool:
         free_bytes = namespace.slots.num_free * namespace.layout.row_bytes
-        is_urgent = free_bytes < min(_URGENT_BYTES, self._spare_bytes / 2)
-        await self._stores.traffic.until_quiet(for_s=0.0 if is_urgent else _CALM_S)
+        return free_bytes < min(_URGENT_BYTES, self._spare_bytes / 2)
+
+    def _pause_s(self, slice_s: float, *, is_urgent: bool) -> float:
+        if not any(namespace.at_work for namespace in self._namespaces()):
+            return max(_STARTING_PAUSE_S, _STARTING_PAUSE_RATIO * slice_s)
+        ratio = _CROWDED_PAUSE_RATIO if self._is_crowded and not is_urgent else _PAUSE_RATIO
+        return max(_PAUSE_S, ratio * slice_s)
 
     async def _made(self, namespace: "Namespace") -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""
@@ -95,10 +104,13 @@ class SpareRows:
         num_rows = min(num_rows, self._num_short(namespace))
 
         def back(slots: Sequence[int]) -> int:
+            wall_s, cpu_s = time.monotonic(), time.thread_time()
             with trace.span("make pages", chunks=len(slots), background=True):
                 num_backed = arena.back(slots)
                 arena.populate(slots[:num_backed])
-                return num_backed
+            wall_s, cpu_s = time.monotonic() - wall_s, time.thread_time() - cpu_s
+            self._is_crowded = wall_s > _CROWDED_RATIO * cpu_s
+            return num_backed
 
         # Whoever needs a row that is refused meets the same, and says so.
         async with namespace.making_rows:

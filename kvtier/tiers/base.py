@@ -73,6 +73,13 @@ class DiskTier(Protocol):
         """
         ...
 
+    def prepare_reads(self) -> None:
+        """Make what the first read would have to make before it can begin, as far as there is memory for it.
+
+        A hint, and idempotent: without it that read takes longer.
+        """
+        ...
+
     def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
         """Read a chunk into writable segments and verify its checksum after decoding.
 

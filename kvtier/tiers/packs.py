@@ -84,6 +84,10 @@ class PackTier:
 
         return self._writer.write(namespace_id, sizes, fill)
 
+    def prepare_reads(self) -> None:
+        """See `DiskTier.prepare_reads`."""
+        self._reader.prepare()
+
     def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
         """See `DiskTier.read_chunk`."""
         errors: list[ChunkDamagedError | TierIOError | None] = []

@@ -9,6 +9,8 @@ import threading
 from contextlib import suppress
 from types import TracebackType
 
+from kvtier.tiers.pages import PageOps
+
 ALIGNMENT_BYTES = 4096
 """What O_DIRECT wants of addresses, offsets and lengths on any file system of today."""
 KEPT_BYTES = 48 * 1024**2
@@ -50,6 +52,7 @@ class ScratchPool:
             kept_bytes: Idle buffers are kept up to that, in all.
         """
         self._buffer_bytes, self._kept_bytes = buffer_bytes, kept_bytes
+        self._pages = PageOps()
         self._idle: list[mmap.mmap] = []
         self._lock = threading.Lock()  # protects _idle
 
@@ -68,6 +71,17 @@ class ScratchPool:
                 self._idle.remove(smallest)
                 return Scratch(self, smallest)
         return Scratch(self, _memory(max(num_bytes, self._buffer_bytes)))
+
+    def fill(self, num_buffers: int) -> None:
+        """Have so many buffers wait, with their pages, as far as the system has memory for them."""
+        with self._lock:
+            num_missing = num_buffers - len(self._idle)
+        with suppress(OSError):
+            for _ in range(num_missing):
+                memory = _memory(self._buffer_bytes)
+                with memoryview(memory) as view:
+                    self._pages.populate(view)
+                self.give_back(memory)
 
     def give_back(self, memory: mmap.mmap) -> None:
         """Keep a buffer for the next one, or let it go with its last view."""

@@ -34,6 +34,12 @@ class DiskTierContract:
             record = tier.write_pack("ns", [payload_of(1, data, cuts=(1, 4000))])
             assert read_back(tier, record.chunks[0], cuts=(3000, 3001, 8999)) == data
 
+    def test_reads_may_be_prepared_at_any_time(self, tier: DiskTier) -> None:
+        tier.prepare_reads()
+        record = tier.write_pack("ns", [payload_of(1, soft(1000))])
+        tier.prepare_reads()
+        assert read_back(tier, record.chunks[0]) == soft(1000)
+
     def test_packs_are_independent(self, tier: DiskTier) -> None:
         first = tier.write_pack("ns", [payload_of(1, soft(1000))])
         second = tier.write_pack("ns", [payload_of(1, soft(2000))])

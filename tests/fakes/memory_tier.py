@@ -45,6 +45,9 @@ class MemoryTier:
         self.packs[pack_id] = data
         return PackRecord(pack_id=pack_id, namespace_id=namespace_id, file_bytes=len(data), chunks=tuple(stored))
 
+    def prepare_reads(self) -> None:
+        """There is nothing to make."""
+
     def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
         """See `DiskTier.read_chunk`."""
         path, data = Path(chunk.pack_id), self.packs.get(chunk.pack_id)

@@ -104,6 +104,55 @@ def test_rows_are_made_fast_until_an_engine_computes(tmp_path: Path, monkeypatch
     asyncio.run(scenario())
 
 
+def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, spare_bytes=SPARE_ROWS * ROW_BYTES) as r:
+            calls: list[int] = []
+            monkeypatch.setattr(r.tier, "prepare_reads", lambda: calls.append(1))
+            (session,) = r.namespace.sessions
+            r.cache.end(session)
+            await eventually(lambda: not r.namespace.sessions)
+            running = asyncio.create_task(SpareRows(r.stores, r.cache.namespaces.values).run())
+            await asyncio.sleep(0.05)
+            assert calls == []
+            await r.session()
+            await eventually(lambda: bool(calls))
+            await asyncio.sleep(0.05)
+            assert calls == [1]
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("held_up_s", "num_made"), [(0.0, SPARE_ROWS), (0.005, SPARE_ROWS // 2 + 1)])
+def test_rows_are_made_slowly_where_others_need_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_up_s: float, num_made: int
+) -> None:
+    """Half of them at the usual pace, which may be needed at any moment; the rest of them after long pauses."""
+    monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_CROWDED_RATIO", 1.5 if held_up_s else 1e6)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_CROWDED_PAUSE_RATIO", 1e6)
+
+    async def scenario() -> None:
+        async with spare_rig(tmp_path) as r:
+            session, _ = await r.session()
+            session.measured(1000.0)
+            back = r.namespace.arena.back
+
+            def held_up(slots: Sequence[int]) -> int:
+                time.sleep(held_up_s)
+                return back(slots)
+
+            monkeypatch.setattr(r.namespace.arena, "back", held_up)
+            r.namespace.give_back_free(1 << 30)
+            await eventually(lambda: r.namespace.slots.num_free >= num_made)
+            await asyncio.sleep(0.1)
+            assert r.namespace.slots.num_free == num_made
+
+    asyncio.run(scenario())
+
+
 def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:

@@ -1,5 +1,7 @@
 """The two-stage pipeline: order, bounds, and an end whatever happens."""
 
+import errno
+import mmap
 import threading
 
 import numpy as np
@@ -95,3 +97,20 @@ def test_scratch_is_aligned_reused_and_bounded() -> None:
     again.release()
     again.release()
     assert pool.idle_bytes == kept_bytes
+
+
+def test_buffers_are_made_ahead_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ScratchPool(10_000)
+    pool.fill(3)
+    made_bytes = pool.idle_bytes
+    with pool.take(1) as one:
+        assert made_bytes == 3 * one.view.nbytes
+    pool.fill(3)
+    assert pool.idle_bytes == made_bytes
+
+    def refused(num_bytes: int) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("kvtier.tiers.scratch._memory", refused)
+    pool.fill(9)
+    assert pool.idle_bytes == made_bytes, "and where there is no memory, none is made"
