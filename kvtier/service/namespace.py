@@ -138,9 +138,9 @@ class Namespace:
         return any(not session.ended for session in self.sessions)
 
     @property
-    def at_work(self) -> bool:
-        """An engine that is attached has computed, loaded or stored something."""
-        return any(session.has_worked for session in self.sessions if not session.ended)
+    def serving(self) -> bool:
+        """An engine that is attached may be asked by users."""
+        return any(not session.starting for session in self.sessions if not session.ended)
 
     @property
     def has_arena(self) -> bool:

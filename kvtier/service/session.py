@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STARTING_S = 2.0
+"""vLLM attaches when its KV cache is made, and listens after about so long."""
 _LOCK_POLL_S = 0.1
 _MAX_CREDIT_SHARE = 4
 _BEHIND_SHARE = 8  # a slow disk holds what is stored in memory: take in less, not more
@@ -90,7 +92,8 @@ class Session:
         self.lock = lock
         self.attached_unix_s = time.time()
         self.ended = False
-        self.has_worked = False  # before, vLLM is starting
+        self.attached_s = time.monotonic()
+        self.has_worked = False
         self.bound: set[str] = set()
         self.bind_errors: dict[str, str] = {}
         self._credits: dict[int, SlotRef] = {}
@@ -100,6 +103,11 @@ class Session:
         self._num_seals = 0
         self._sealing: set[int] = set()
         self._stored_runs: list[_StoredRun] = []
+
+    @property
+    def starting(self) -> bool:
+        """Nobody is served yet, as far as can be told: a prompt that matches nothing is computed without a message."""
+        return not self.has_worked and time.monotonic() < self.attached_s + STARTING_S
 
     @property
     def num_leases(self) -> int:

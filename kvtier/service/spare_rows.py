@@ -21,7 +21,7 @@ _PAUSE_RATIO = 4
 """Between two slices, and at least so many times what the last one took: a fifth of one core."""
 _STARTING_PAUSE_S = 0.002
 _STARTING_PAUSE_RATIO = 1
-"""Half a core, while no engine has been at work: vLLM starts, and what is made then is made beside nobody's request."""
+"""Half a core, while no engine serves: vLLM starts, and what is made then is made beside nobody's request."""
 _CROWDED_RATIO = 1.5
 _CROWDED_PAUSE_RATIO = 24
 """A slice that took so many times its CPU time was short of cores: somebody computes. A twenty-fifth of one, then."""
@@ -73,7 +73,7 @@ class SpareRows:
         return free_bytes < min(_URGENT_BYTES, self._spare_bytes / 2)
 
     def _pause_s(self, slice_s: float, *, is_urgent: bool) -> float:
-        if not any(namespace.at_work for namespace in self._namespaces()):
+        if not any(namespace.serving for namespace in self._namespaces()):
             return max(_STARTING_PAUSE_S, _STARTING_PAUSE_RATIO * slice_s)
         ratio = _CROWDED_PAUSE_RATIO if self._is_crowded and not is_urgent else _PAUSE_RATIO
         return max(_PAUSE_S, ratio * slice_s)

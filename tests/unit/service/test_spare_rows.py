@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import kvtier.service.namespace
+import kvtier.service.session
 import kvtier.service.spare_rows
 from kvtier.core.slots import SlotState
 from kvtier.service.namespace import Namespace
@@ -87,16 +88,23 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
     asyncio.run(scenario())
 
 
-def test_rows_are_made_fast_until_an_engine_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends_by", ["word of it", "time"])
+def test_rows_are_made_fast_until_an_engine_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
     """The first prompts of a vLLM that has just started were computed slower: rows were made beside them."""
+    monkeypatch.setattr(kvtier.service.session, "STARTING_S", 1000.0)
     monkeypatch.setattr(kvtier.service.spare_rows, "_PAUSE_S", 1000.0)
     monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
 
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:
-            session, _ = await r.session()
+            (session,) = r.namespace.sessions
             await settled(r)
-            session.measured(1000.0)
+            if ends_by == "time":
+                monkeypatch.setattr(kvtier.service.session, "STARTING_S", 0.0)
+            else:
+                session.measured(1000.0)
             r.namespace.give_back_free(1 << 30)
             await asyncio.sleep(0.1)
             assert r.namespace.slots.num_free <= 1, "the next one after a pause"
