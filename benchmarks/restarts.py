@@ -1,4 +1,4 @@
-"""What a restart costs a hit: host hits and own hits by turns, before vLLM's restarts, after them, and after the daemon's.
+"""What a restart costs a hit: host and own hits by turns, before and after restarts of vLLM, and after the daemon's.
 
 usage: python -m benchmarks.restarts [--rounds 3]
 
