@@ -168,7 +168,7 @@ class RequestState:
         adapter_deadline_s: Until when the request waits for that; None before the first question.
         cacheable: False when chunk keys could not tell its KV apart: nothing is looked up or stored.
         phase: Where its lookup round is.
-        asked_tokens: vLLM's own prefix hit when the round began, also where nothing was asked.
+        asked_tokens: Where the question of this round begins; where nothing was asked, vLLM's own prefix hit then.
         lease: Of this round.
         failed: A load failed; everything is MISS from then on.
         store_deadline_s: Until when its stores wait for arena slots; None before the first shortage.

@@ -212,6 +212,7 @@ class Lookups:
             # vLLM may evict the rest, too: ask for everything, and only this once.
             whole = self._planner.plan(hashes, digest, 0)
             plan = whole if whole is not None and whole.end_token >= plan.end_token else plan
+        state.asked_tokens = plan.first_token
         state.lease = self._acquire(state.req_id, plan, attachment, now_s)
         return None
 

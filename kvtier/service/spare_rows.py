@@ -25,6 +25,7 @@ _STARTING_PAUSE_RATIO = 1
 _CROWDED_RATIO = 1.5
 _CROWDED_PAUSE_RATIO = 24
 """A slice that took so many times its CPU time was short of cores: somebody computes. A twenty-fifth of one, then."""
+_MAX_PAUSE_S = 0.5
 _CALM_S = 0.25
 """After a hit: its engine copies the chunks and computes the question, and wants the cores for that. Not waited for
 when less than half of the spare rows are left, and little: where hits follow each other, it might never be calm."""
@@ -76,7 +77,7 @@ class SpareRows:
         if not any(namespace.serving for namespace in self._namespaces()):
             return max(_STARTING_PAUSE_S, _STARTING_PAUSE_RATIO * slice_s)
         ratio = _CROWDED_PAUSE_RATIO if self._is_crowded and not is_urgent else _PAUSE_RATIO
-        return max(_PAUSE_S, ratio * slice_s)
+        return max(_PAUSE_S, min(ratio * slice_s, _MAX_PAUSE_S))
 
     async def _made(self, namespace: "Namespace") -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""

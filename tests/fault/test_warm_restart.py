@@ -122,12 +122,17 @@ async def adopted(stub: Stub, left: Left) -> None:
     assert counters.get("slots_doubtful", 0) == left.num_bad
 
 
+def settings_of(config: DaemonConfig) -> dict[str, str]:
+    return {"KVTIER_HOST_SPARE_BYTES": str(config.host.spare_bytes)}
+
+
 async def no_leak(config: DaemonConfig, stub: Stub) -> None:
-    """Without an engine: pages only of what is served, no files but the arena and the daemon's lock."""
+    """Without an engine: pages of what is served and of spare rows, no files but the arena and the daemon's lock."""
+    spare_rows = config.host.spare_bytes // LAYOUT.row_bytes
 
     async def given_back() -> bool:
         with LeftArena(config) as left:
-            return left.num_backed() == (await status_of(stub)).host.num_chunks
+            return 0 <= left.num_backed() - (await status_of(stub)).host.num_chunks <= spare_rows
 
     await until(given_back)
     with LeftArena(config) as left:
@@ -169,7 +174,7 @@ async def work(stub: Stub, engine: ScriptedEngine, model: Model) -> None:
 
 async def one_life(config: DaemonConfig, model: Model, left: Left | None) -> Left:
     """Start, compare with what was left, work, be killed, and look at what is left now."""
-    async with daemon(config) as (process, stub):
+    async with daemon(config, settings_of(config)) as (process, stub):
         if left is not None:
             await adopted(stub, left)
             await no_leak(config, stub)
@@ -187,10 +192,10 @@ async def one_life(config: DaemonConfig, model: Model, left: Left | None) -> Lef
             await engine.__aexit__()
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Iterator[DaemonConfig]:
+@pytest.fixture(params=[0, 1 << 20], ids=["no spare rows", "spare rows"])
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DaemonConfig]:
     """The arena on a real tmpfs, with fewer rows (42) than there will be chunks, so that slots are given out again."""
-    config = config_in(tmp_path, host_bytes=1 << 20)
+    config = config_in(tmp_path, host_bytes=1 << 20, spare_bytes=request.param)
     config.disk.disk_dir.chmod(0o700)
     with tempfile.TemporaryDirectory(prefix="kvtier-test-", dir="/dev/shm") as arena_dir:
         yield replace(config, host=replace(config.host, arena_dir=Path(arena_dir)))
@@ -204,7 +209,7 @@ def test_kills_leave_memory_that_is_served_and_nothing_else(config: DaemonConfig
         left = None
         for _ in range(NUM_KILLS):
             left = await one_life(config, model, left)
-        async with daemon(config) as (_, stub):
+        async with daemon(config, settings_of(config)) as (_, stub):
             assert left is not None
             await adopted(stub, left)
             await no_leak(config, stub)
@@ -229,7 +234,10 @@ def stopped_holder(lock: str) -> subprocess.Popen[bytes]:
 def test_slots_of_a_stopped_worker_stay_out_of_use_over_two_kills(config: DaemonConfig) -> None:
     async def scenario() -> None:
         keys = [chunk_key(number) for number in range(4)]
-        async with daemon(config) as (_, stub), ScriptedEngine(config, LAYOUT, store_credits=6) as engine:
+        async with (
+            daemon(config, settings_of(config)) as (_, stub),
+            ScriptedEngine(config, LAYOUT, store_credits=6) as engine,
+        ):
             await engine.bind(await pin(stub), keys)
             await engine.store(keys)
             refs = [await engine.take_credit() for _ in range(3)]
@@ -245,7 +253,7 @@ def test_slots_of_a_stopped_worker_stay_out_of_use_over_two_kills(config: Daemon
             holder.kill()
             with suppress(subprocess.TimeoutExpired):
                 holder.communicate(timeout=5)
-        async with daemon(config) as (_, stub):
+        async with daemon(config, settings_of(config)) as (_, stub):
             await no_leak(config, stub)
 
     asyncio.run(scenario())
@@ -253,7 +261,7 @@ def test_slots_of_a_stopped_worker_stay_out_of_use_over_two_kills(config: Daemon
 
 async def use_all_room(config: DaemonConfig, keys: Sequence[bytes], granted: set[int]) -> None:
     """A life in which engines want every slot, with the old worker stopped; then kill -9."""
-    async with daemon(config) as (_, stub):
+    async with daemon(config, settings_of(config)) as (_, stub):
         await adopted(stub, Left(tuple(keys), 0))
         with LeftArena(config) as left:
             before = {slot: left.entries()[slot] for slot in granted}

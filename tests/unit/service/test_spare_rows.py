@@ -141,10 +141,12 @@ def test_rows_are_made_slowly_where_others_need_the_cores(
     monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
     monkeypatch.setattr(kvtier.service.spare_rows, "_CROWDED_RATIO", 1.5 if held_up_s else 1e6)
     monkeypatch.setattr(kvtier.service.spare_rows, "_CROWDED_PAUSE_RATIO", 1e6)
+    monkeypatch.setattr(kvtier.service.spare_rows, "_MAX_PAUSE_S", 1000.0)
 
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:
             session, _ = await r.session()
+            await settled(r)
             session.measured(1000.0)
             back = r.namespace.arena.back
 
