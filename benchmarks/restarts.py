@@ -15,18 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.machine import fast_dtype, machine_line, spread
-from benchmarks.models import SERVED, cached_model
+from benchmarks.models import cached_model
 from benchmarks.peers.asking import ask, forget_device_cache, greet, question
 from benchmarks.peers.systems import OFF_DEVICE_CONFIG, KVTier
 from benchmarks.processes import Engine, EngineOptions, interrupt_on_signals
+from benchmarks.suite.profiles import BLOCK_TOKENS, PROFILES
 from benchmarks.suite.tables import table
 from benchmarks.suite.texts import SystemPrompt, make_prompt
 
-LENGTHS = (1000, 3000, 8000)
-PROMPTS = 3
-BLOCK_TOKENS = 32
-POOL_BLOCKS = 320  # a prompt of the longest, and some more
-HOST_GIB = 1
+SHAPE = PROFILES["long"].matrices[0]
 Samples = dict[tuple[str, str, int], list[float]]
 
 
@@ -75,8 +72,12 @@ def rows(samples: Samples) -> Iterator[list[str]]:
     for when, tokens in dict.fromkeys((when, tokens) for when, _, tokens in samples):
         host, own = samples[when, "host", tokens], samples[when, "device", tokens]
         above = [one - other for one, other in zip(host, own, strict=True)]
-        first = ", ".join(f"{one:.0f} / {other:.0f}" for one, other in zip(host[:PROMPTS], own[:PROMPTS], strict=True))
+        first = ", ".join(f"{one:.0f} / {other:.0f}" for one, other in _first_of(host, own))
         yield [when, f"{tokens:,}", spread(host, digits=0), spread(own, digits=0), spread(above, digits=0), first]
+
+
+def _first_of(host: Sequence[float], own: Sequence[float]) -> Iterator[tuple[float, float]]:
+    return zip(host[: SHAPE.prompts], own[: SHAPE.prompts], strict=True)
 
 
 def main() -> None:
@@ -85,19 +86,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     interrupt_on_signals()
-    model = cached_model("suite-8x512", SERVED)
-    prompts = [make_prompt(model, tokens, variant) for variant, tokens in enumerate(LENGTHS * PROMPTS)]
+    model = cached_model(f"suite-{SHAPE.name}", SHAPE.model)
+    prompts = [make_prompt(model, tokens, variant) for variant, tokens in enumerate(SHAPE.lengths * SHAPE.prompts)]
     engine_options = EngineOptions(
         model=str(model),
         connector_config=OFF_DEVICE_CONFIG,
-        max_model_len=max(LENGTHS) + 1024,
+        max_model_len=max(SHAPE.lengths) + 1024,
         block_size=BLOCK_TOKENS,
-        pool_blocks=POOL_BLOCKS,
+        pool_blocks=SHAPE.pool_blocks,
         max_batched_tokens=4096,
         dtype=fast_dtype(),
     )
     with tempfile.TemporaryDirectory(prefix="kvtier-restarts-") as home:
-        system = KVTier(Path(home) / "kvtier", engine_options, HOST_GIB)
+        system = KVTier(Path(home) / "kvtier", engine_options, SHAPE.host_gib)
         try:
             bench = Bench(system, prompts, options.rounds)
             bench.run()

@@ -186,7 +186,7 @@ class KVTier(System):
     def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet."""
         super().__init__(home, options, host_gib)
-        # All pages are made when the engine attaches: the peers fill their host memory at start, too.
+        # All pages are made, from the engine's start on: the peers fill their host memory before they serve.
         settings = {"KVTIER_HOST_SPARE_BYTES": f"{host_gib}GiB"}
         self.daemon = Daemon(home, host_bytes=f"{host_gib}GiB", settings=settings)
 

@@ -9,7 +9,7 @@ content); taking pages away from under a reader is not, so none are taken until 
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -176,9 +176,7 @@ class Adoption:
 
     async def _keep_free(self, namespace: "Namespace", slots: Sequence[int]) -> int:
         """Make free rows of slots, in order; return of how many."""
-        num_rows = max(1, _BATCH_BYTES // namespace.layout.row_bytes)
-        for start in range(0, len(slots), num_rows):
-            batch = slots[start : start + num_rows]
+        for start, batch in _batches(namespace, slots):
             num_backed = await self._stores.in_io(_backed, namespace.arena, batch)
             for slot in batch[:num_backed]:
                 assert namespace.slots.state(slot) is SlotState.QUARANTINED
@@ -188,10 +186,7 @@ class Adoption:
         return len(slots)
 
     async def _give_back(self, namespace: "Namespace", slots: Sequence[int]) -> int:
-        # One batch is a millisecond's work or so, and what it frees is of use at once.
-        num_rows = max(1, _BATCH_BYTES // namespace.layout.row_bytes)
-        for start in range(0, len(slots), num_rows):
-            batch = slots[start : start + num_rows]
+        for start, batch in _batches(namespace, slots):
             try:
                 await self._stores.in_io(namespace.arena.unback, batch)
             except ArenaError as error:  # they stay quarantined, and the next start tries again
@@ -204,6 +199,13 @@ class Adoption:
 
     async def _ask_locks(self) -> None:
         self._locks = await self._stores.in_io(_still_held, self._locks)
+
+
+def _batches(namespace: "Namespace", slots: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield where each begins, and its slots: some milliseconds of work, and what they free is of use at once."""
+    num_rows = max(1, _BATCH_BYTES // namespace.layout.row_bytes)
+    for start in range(0, len(slots), num_rows):
+        yield start, slots[start : start + num_rows]
 
 
 def _last_seen(namespace: "Namespace") -> tuple[bool, float]:
