@@ -80,9 +80,11 @@ def _raise_interrupt(number: int, frame: object) -> None:
 
 
 class Process:
-    """A process with all its children, in a session of its own, with its output in a log file.
+    """A process with all its children, in a process group of its own, with its output in a log file.
 
-    A context manager: leaving it ends the whole process group, whatever happened inside.
+    A context manager: leaving it ends the whole process group, whatever happened inside. It stays in the caller's
+    session: Linux schedules each session as one group (`kernel.sched_autogroup_enabled`), and beside a vLLM whose
+    threads spin on every core, kernel 6.18 let the daemon's and the client's sessions wait for up to 10 s.
     """
 
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
@@ -133,7 +135,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
             )
 
     def stop(self, grace_s: float = 20.0) -> None:

@@ -185,6 +185,7 @@ def test_it_waits_while_a_user_is_served(world: World, compare: Comparisons) -> 
     stack = world.stack
     world.restart_engine(start_daemon=False)
     engine = world.engine
+    num_served = engine.metric("vllm:request_success_total")
     with ThreadPoolExecutor(1) as pool:
         user: Future[Answer] = pool.submit(ask, engine, tokens(90, 100), max_tokens=900, alone=False)
         wait_until(lambda: engine.metric("vllm:num_requests_running") > 0, 30, "the user's request to run")
@@ -192,8 +193,9 @@ def test_it_waits_while_a_user_is_served(world: World, compare: Comparisons) -> 
         wait_until(lambda: "kvtier warm start began" in engine.log_text(), 60, "the warm start to begin")
         num_looks = 0
         while True:
+            # In this order: both counts reach /metrics with vLLM's outputs, the user's last one before kvtier's.
             num_warm = warm_requests(engine)
-            if user.done():
+            if engine.metric("vllm:request_success_total") > num_served:
                 break
             assert num_warm == 0, "a user's request is open"
             num_looks += 1

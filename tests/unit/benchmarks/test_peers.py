@@ -105,7 +105,7 @@ def test_reads_are_counted_for_a_process_group(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(os.urandom(MIB))
     with subprocess.Popen(
-        [sys.executable, "-c", READER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", READER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
     ) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == b"read\n"

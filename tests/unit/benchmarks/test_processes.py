@@ -43,6 +43,13 @@ def test_an_interrupted_start_leaves_nothing_running(tmp_path: Path) -> None:
         os.killpg(process.started_pid, 0)
 
 
+def test_a_process_has_its_own_group_in_the_session_of_its_caller(tmp_path: Path) -> None:
+    """A session of its own would be scheduled against the caller's as one group, and let it starve."""
+    with Process("sleeping", ["sleep", "60"], {}, tmp_path / "log") as process:
+        assert os.getpgid(process.pid) == process.pid
+        assert os.getsid(process.pid) == os.getsid(0)
+
+
 # A parent and a child that both count, each in its own line, until they are ended.
 COUNTING = """
 import subprocess, sys, time

@@ -28,7 +28,7 @@ input()
 @pytest.fixture
 def group() -> Iterator[int]:
     with subprocess.Popen(
-        [sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
