@@ -208,16 +208,15 @@ def test_several_requests_share_the_prefix_at_once(world: World, compare: Compar
 def test_preempted_requests_are_restored_right(world: World, compare: Comparisons, note: Note) -> None:
     """More running requests than vLLM's pool holds: some are preempted, and look up again.
 
-    Half the prompt and long answers: vLLM admits more of them than it can hold to the end, whether they share the
-    prompt's blocks or each loads its own.
+    Ten requests that end with 12 blocks each beside a prompt of 20, in a pool of 63: four at a time are too many.
     """
     stack, engine = world.stack, world.engine
     before = stack.stored_checksums()
     preempted_before = engine.metric("vllm:num_preemptions_total")
     flood(engine, 40_000)
-    half = HELD[: PREFIX_TOKENS // 2]
-    answers = ask_all(engine, [half + question for question in QUESTIONS], max_tokens=600)
-    assert all(len(answer.logprobs) == 600 for answer in answers)
+    questions = [*QUESTIONS, *(tokens(60 + i, 60) for i in range(4))]
+    answers = ask_all(engine, [HELD + question for question in questions], max_tokens=300)
+    assert all(len(answer.logprobs) == 300 for answer in answers)
     preempted = engine.metric("vllm:num_preemptions_total") - preempted_before
     assert preempted > 0
     note(f"{preempted:.0f} preemptions")
