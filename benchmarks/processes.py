@@ -84,7 +84,7 @@ class Process:
 
     A context manager: leaving it ends the whole process group, whatever happened inside. It stays in the caller's
     session: Linux schedules each session as one group (`kernel.sched_autogroup_enabled`), and beside a vLLM whose
-    threads spin on every core, kernel 6.18 let the daemon's and the client's sessions wait for up to 10 s.
+    threads spin on every core, kernel 6.18 let those of daemon and client wait for seconds.
     """
 
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_it_waits_while_a_user_is_served(world: World, compare: Comparisons) -> 
     stack = world.stack
     world.restart_engine(start_daemon=False)
     engine = world.engine
-    num_served = engine.metric("vllm:request_success_total")
+    num_before = engine.metric("vllm:generation_tokens_total")
     with ThreadPoolExecutor(1) as pool:
         user: Future[Answer] = pool.submit(ask, engine, tokens(90, 100), max_tokens=900, alone=False)
         wait_until(lambda: engine.metric("vllm:num_requests_running") > 0, 30, "the user's request to run")
@@ -195,9 +195,10 @@ def test_it_waits_while_a_user_is_served(world: World, compare: Comparisons) -> 
         while True:
             # In this order: both counts reach /metrics with vLLM's outputs, the user's last one before kvtier's.
             num_warm = warm_requests(engine)
-            if engine.metric("vllm:request_success_total") > num_served:
+            if engine.metric("vllm:generation_tokens_total") >= num_before + 900:
                 break
             assert num_warm == 0, "a user's request is open"
+            assert not user.done() or user.exception() is None, user.exception()
             num_looks += 1
         assert num_looks > 0, "the user was served too soon for this test"
         assert len(user.result().logprobs) == 900
