@@ -31,4 +31,5 @@ def test_requests_that_wait_for_room_are_restored(note: Note) -> None:
             assert [answer.cached_tokens for answer in answers] == [PREFIX_TOKENS] * USERS
         sources = {source: count - before[source] for source, count in engine.cached_by_source().items()}
         assert sources["host"]
+        assert sources["device"]
         note(f"{ROUNDS * USERS} requests of {PREFIX_TOKENS} tokens: {sources}")
