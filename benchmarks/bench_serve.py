@@ -1,10 +1,14 @@
 """`vllm bench serve` as a traffic generator: a fixed number of random prompts."""
 
 import json
+import sys
 from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-from benchmarks.processes import BIN, Engine, Process
+from typing_extensions import override
+
+from benchmarks.processes import Process
 
 # Of its result; times in milliseconds. TPOT is per request, ITL per pair of tokens.
 TIMES = tuple(
@@ -12,6 +16,7 @@ TIMES = tuple(
 )
 RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 TIMEOUT_S = 600
+START_TIMEOUT_S = 120
 
 
 class TrafficError(Exception):
@@ -36,8 +41,8 @@ class BenchServe:
     concurrency: int
     spread: float = 0.0
 
-    def argv(self, url: str, seed: int, result: Path) -> list[str]:
-        """Return the command line."""
+    def arguments(self, url: str, seed: int, result: Path) -> list[str]:
+        """Return those of `vllm bench serve`; equal seeds send equal prompts."""
         flags = {
             "--backend": "openai",
             "--base-url": url,
@@ -60,23 +65,55 @@ class BenchServe:
             "--result-dir": str(result.parent),
             "--result-filename": result.name,
         }
-        argv = [str(BIN / "vllm"), "bench", "serve", "--ignore-eos", "--disable-tqdm", "--save-result"]
-        return argv + [str(part) for flag in flags.items() for part in flag]
+        switches = ["--ignore-eos", "--disable-tqdm", "--save-result"]
+        return switches + [str(part) for flag in flags.items() for part in flag]
 
-    def run(self, engine: Engine, seed: int, home: Path) -> dict[str, float]:
-        """Send the prompts of this seed and return rates and times. Equal seeds send equal prompts.
+
+class BenchServeClient(Process):
+    """`vllm bench serve`, started once for many runs.
+
+    Args:
+        home: For its socket, its log and what it measured.
+    """
+
+    def __init__(self, home: Path) -> None:
+        """Only remembers what to run; see `start`."""
+        self._socket, self._result = home / "bench-client.sock", home / "bench-serve.json"
+        self._connection: Connection | None = None
+        # -P: its folder has modules of common names.
+        argv = [sys.executable, "-P", str(Path(__file__).with_name("bench_client.py")), str(self._socket)]
+        env = {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "none"}
+        super().__init__("vllm bench serve", argv, env, home / "bench-serve.log")
+
+    @override
+    def start(self) -> None:
+        """Start it and wait until it takes orders."""
+        super().start()
+        self.wait_ready(self._connects, START_TIMEOUT_S)
+
+    def run(self, shape: BenchServe, url: str, seed: int) -> dict[str, float]:
+        """Send the prompts of this seed and return rates and times.
 
         Raises:
             TrafficError: Requests failed, or it did not come to an end.
         """
-        result = home / "bench-serve.json"
-        result.unlink(missing_ok=True)
-        argv, env = self.argv(engine.url, seed, result), {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "none"}
-        with Process("vllm bench serve", argv, env, home / "bench-serve.log") as process:
-            status = process.wait_ended(TIMEOUT_S)
-            if status or not result.exists():
-                raise TrafficError(f"vllm bench serve ended with status {status}\n{process.log_tail()}")
-        found = json.loads(result.read_text())
-        if found["completed"] != self.num_requests:
-            raise TrafficError(f"{found['completed']} of {self.num_requests} requests came through")
+        assert self._connection is not None, f"{self.name} was not started"
+        self._result.unlink(missing_ok=True)
+        try:
+            self._connection.send(shape.arguments(url, seed, self._result))
+            problem = self._connection.recv() if self._connection.poll(TIMEOUT_S) else f"not within {TIMEOUT_S} s"
+        except (EOFError, OSError) as error:
+            problem = f"it has ended: {error!r}"
+        if problem:
+            raise TrafficError(f"vllm bench serve: {problem}\n{self.log_tail()}")
+        found = json.loads(self._result.read_text())
+        if found["completed"] != shape.num_requests:
+            raise TrafficError(f"{found['completed']} of {shape.num_requests} requests came through")
         return {name: float(found[name]) for name in ("duration", *RATES, *TIMES)}
+
+    def _connects(self) -> bool:
+        try:
+            self._connection = Client(str(self._socket), "AF_UNIX")
+        except OSError:
+            return False
+        return True

@@ -1,13 +1,14 @@
 """What it costs that kvtier is there: vLLM alone beside vLLM with kvtier and pins that no request matches.
 
-usage: python -m benchmarks.serving_cost [--pins 10000 | --store all] [--pairs 8] [--starts 1] [--control] [--resume]
+usage: python -m benchmarks.serving_cost [--pins 10000 | --store all] [--pairs 16] [--control] [--peer] [--resume]
 
 Traffic is `vllm bench serve` with random prompts, a fixed number of requests and a fixed number of them at a time. Both
 servers are started once per `--starts` and then take turns (ABBA, one pair of runs per seed): who is not measured is
 stopped with SIGSTOP, its daemon too. So a turn costs no start, both sides keep the same processes, caches and memory
 over all their runs, and a pair is measured within a minute. What differs by luck between two processes of the same kind
 (addresses, placement) stays the same within one start: `--starts 2` and more average it, `--control` shows it with a
-second vLLM alone. Reported is the median of the ratios within pairs, with its exact 95 % interval.
+second vLLM alone. With `--peer` vLLM's own offloading to host memory and disk takes turns too; it stores everything.
+Reported is the median of the ratios within pairs, with its exact 95 % interval.
 
 With `--store all` there are no pins unless asked for, and the daemon keeps every whole chunk of every prompt: what it
 costs running requests that others are stored meanwhile.
@@ -25,11 +26,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.bench_serve import BenchServe, TrafficError
+from benchmarks.bench_serve import BenchServe, BenchServeClient, TrafficError
 from benchmarks.machine import fast_dtype, hardware, versions
 from benchmarks.many_pins import fill_with_pins, make_durable, wait_bound, wait_durable
 from benchmarks.models import SERVED, cached_model
 from benchmarks.peers.asking import greet
+from benchmarks.peers.systems import VLLMTiering
 from benchmarks.processes import (
     Daemon,
     Engine,
@@ -42,7 +44,7 @@ from benchmarks.processes import (
     wait_attached,
 )
 from benchmarks.records import Records, RecordsError
-from benchmarks.serving_cost_report import ALONE, CONTROL, KVTIER, report
+from benchmarks.serving_cost_report import ALONE, CONTROL, KVTIER, PEER, report
 from benchmarks.usage import cpu_of, cpu_s, memory_of, titled
 
 PRESENCE = "presence"
@@ -106,6 +108,7 @@ class Bench:
             pool_blocks=POOL_BLOCKS,
             max_batched_tokens=MAX_MODEL_LEN,
             dtype=arguments.dtype,
+            extra_env={"VLLM_CPU_OMP_THREADS_BIND": arguments.omp_cpus} if arguments.omp_cpus else {},
         )
         self.traffic = BenchServe(
             model=model,
@@ -133,37 +136,41 @@ class Bench:
         sides = [self._start_alone(ALONE, start, stack), kvtier]
         if self.arguments.control:
             sides.append(self._start_alone(CONTROL, start, stack))
+        if self.arguments.peer:
+            sides.append(self._start_peer(start, stack))
+        client = stack.enter_context(BenchServeClient(self.home))
         for side in sides:
             with side.turn():
                 self._note_engine(side, "after its start", wants_presence)
-                self.traffic.run(side.engine, WARM_SEED, self.home)
+                client.run(self.traffic, side.engine.url, WARM_SEED)
         for number in pairs:
-            self._run_pair(start, number, sides)
+            self._run_pair(start, number, sides, client)
         for side in sides:
             with side.turn():
                 self._note_engine(side, "after all runs", wants_presence)
         if wants_presence:
             self.records.done(PRESENCE)
 
-    def _run_pair(self, start: int, number: int, sides: Sequence[Side]) -> None:
+    def _run_pair(self, start: int, number: int, sides: Sequence[Side], client: BenchServeClient) -> None:
         case = _pair(start, number)
         self.records.begin(case)
         for side in sides if (start + number) % 2 == 0 else reversed(sides):
             with side.turn():
-                self.records.add(case, "run", start=start, pair=number, side=side.name, **self._measured(side, number))
+                measured = self._measured(side, number, client)
+                self.records.add(case, "run", start=start, pair=number, side=side.name, **measured)
         self.records.done(case)
         say(f"pair {number + 1} of {self.arguments.pairs} done")
 
-    def _measured(self, side: Side, seed: int) -> dict[str, float]:
+    def _measured(self, side: Side, seed: int, client: BenchServeClient) -> dict[str, float]:
         if self.arguments.store == "all" and side.daemon is not None:
             # The model's vocabulary is so small that random prompts of two runs now and then begin alike.
             evicted = run_cli(side.daemon.socket, "evict", "--all")
             if evicted.returncode:
                 raise TrafficError(f"kvtier evict --all: {evicted.stderr}")
         before = self._used(side)
-        result = self.traffic.run(side.engine, seed, self.home)
+        result = client.run(self.traffic, side.engine.url, seed)
         used = {name: value - before[name] for name, value in self._used(side).items()}
-        if used["hit_tokens"] and self.arguments.store == "pinned":
+        if used["hit_tokens"] and self.arguments.store == "pinned" and side.daemon is not None:
             raise TrafficError(f"{side.name}: requests matched pins, which none may; nothing can be said from this run")
         return result | used
 
@@ -187,6 +194,15 @@ class Bench:
         greet(engine)
         engine.pause()
         return side
+
+    def _start_peer(self, start: int, stack: ExitStack) -> Side:
+        say(f"starting {PEER}")
+        system = VLLMTiering(self.home / f"peer-{start}", self.options)
+        stack.callback(system.clean_up)
+        engine, _ = stack.enter_context(system.serving())
+        greet(engine)
+        engine.pause()
+        return Side(name=PEER, engine=engine)
 
     def _start_kvtier(self, start: int, wants_presence: bool, stack: ExitStack) -> Side:
         """Start daemon and engine without pins, then give the daemon its pins; measure on the way."""
@@ -268,9 +284,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--store", choices=("pinned", "all"), default="pinned", help="what the daemon keeps")
     parser.add_argument("--pins", type=int, help="default: 10000; with --store all: 0")
     parser.add_argument("--pin-tokens", type=int, default=256, help="tokens of each pin; default: %(default)s")
-    parser.add_argument("--pairs", type=int, default=8, help="per start; six in all are the fewest for 95 %%")
+    parser.add_argument("--pairs", type=int, default=16, help="per start; six in all are the fewest for 95 %%")
     parser.add_argument("--starts", type=int, default=1)
     parser.add_argument("--control", action="store_true", help="a second vLLM alone takes turns too")
+    parser.add_argument("--peer", action="store_true", help="vLLM's own offloading, with its fs tier, takes turns too")
+    parser.add_argument(
+        "--omp-cpus", default="", help="cores of vLLM's compute threads, 0-6 for example; default: vLLM's choice, all"
+    )
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=32)
@@ -303,6 +323,8 @@ def main() -> int:
         "spread",
         "dtype",
         "control",
+        "peer",
+        "omp_cpus",
     )
     setup = {"hardware": hardware(), "versions": versions(), **{name: getattr(arguments, name) for name in told_apart}}
     home = Path(tempfile.mkdtemp(prefix="kvtier-cost-"))

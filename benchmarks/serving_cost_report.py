@@ -7,7 +7,7 @@ from benchmarks.paired import median_interval
 from benchmarks.records import Records, Row
 from benchmarks.suite.tables import table
 
-ALONE, KVTIER, CONTROL = "vLLM alone", "with kvtier", "vLLM alone, again"
+ALONE, KVTIER, CONTROL, PEER = "vLLM alone", "with kvtier", "vLLM alone, again", "vLLM fs tier"
 MIB = 2**20
 ROWS: tuple[tuple[str, str, int], ...] = (
     ("throughput, requests/s", "request_throughput", 3),
@@ -48,12 +48,13 @@ def _ratios(runs: Sequence[Row]) -> str:
     """Return a row per quantity: both sides, and the median of the ratios within pairs."""
     if not runs:
         return ""
-    has_control = any(run["side"] == CONTROL for run in runs)
-    header = ["quantity", ALONE, KVTIER, "kvtier / alone"] + (["alone, again / alone"] if has_control else [])
+    compared = [side for side in (KVTIER, CONTROL, PEER) if any(run["side"] == side for run in runs)]
+    shown = [side for side in (ALONE, *compared) if side != CONTROL]
+    header = ["quantity", *shown, *(f"{side} / alone" for side in compared)]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for label, key, digits in ROWS:
-        cells = [label] + [spread(_values(runs, side, key), digits=digits) for side in (ALONE, KVTIER)]
-        cells += [_change(runs, side, key) for side in (KVTIER, *([CONTROL] if has_control else []))]
+        cells = [label] + [spread(_values(runs, side, key), digits=digits) for side in shown]
+        cells += [_change(runs, side, key) for side in compared]
         lines.append("| " + " | ".join(cells) + " |")
     for label, key, digits in _DAEMON_ROWS:
         values = spread(_values(runs, KVTIER, key), digits=digits)

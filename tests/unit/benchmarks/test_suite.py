@@ -162,8 +162,7 @@ def test_what_failed_and_what_there_was_no_time_for_is_said(add_to: tuple[Record
 def test_bench_serve_sends_no_prompt_twice() -> None:
     # A warm-up or a ready check would put the first prompt into vLLM's own cache.
     shape = BenchServe(model=Path("/m"), num_requests=4, input_tokens=8, output_tokens=2, concurrency=1)
-    argv = shape.argv("http://127.0.0.1:1", 7, Path("/tmp/r.json"))
-    flags = dict(pairwise(argv))
+    flags = dict(pairwise(shape.arguments("http://127.0.0.1:1", 7, Path("/tmp/r.json"))))
     assert (flags["--num-warmups"], flags["--ready-check-timeout-sec"], flags["--seed"]) == ("0", "0", "7")
 
 
