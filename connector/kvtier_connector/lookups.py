@@ -157,7 +157,7 @@ class Lookups:
             return
         for start in reversed(range(0, len(keys), MAX_TOUCHED_KEYS)):
             touch = pb.Touch(keys=keys[start : start + MAX_TOUCHED_KEYS], stored=stored)
-            self._attachment.send(pb.EngineMessage(touch=touch))
+            self._attachment.send_later(pb.EngineMessage(touch=touch))
 
     def _live(self, state: RequestState) -> Lease | None:
         """Return the request's lease if its session still stands."""

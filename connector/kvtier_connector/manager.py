@@ -234,6 +234,7 @@ class KVTierOffloadingManager(OffloadingManager):
             self._note_offered(keys, state)
             return PrepareStoreOutput([], self._arena_spec(state.req_id, []), [])
         if self._awaits_slots(list(by_chunk), state, now_s):
+            self._attachment.flush()
             return None
         begun = self._stores.begin(list(by_chunk), self._attachment)
         state.has_hole |= len(begun) < len(by_chunk)

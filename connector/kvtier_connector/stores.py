@@ -11,6 +11,7 @@ from kvtier_connector.pins import PinMirror
 
 _WAIT_FOR_SLOTS_S = 1.0
 _PINNED_SHARE = 4
+_URGENT_SHARE = 2  # when fewer credits than this part stand, the daemon hears of each store at once, to give more
 _COMMIT_GRACE_S = 2.0
 
 
@@ -66,7 +67,9 @@ class StoreBook:
         begun = [(key, self._credits.popleft()) for key in keys if key in chosen]
         if begun:
             self._writing.update(begun)
-            attachment.send(pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun))))
+            message = pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun)))
+            is_short = len(self._credits) < self._num_standing // _URGENT_SHARE
+            (attachment.send if pinned or is_short else attachment.send_later)(message)
         return begun
 
     def complete(self, keys: Collection[ChunkKey], attachment: Attachment | None, now_s: float) -> int:
@@ -81,7 +84,9 @@ class StoreBook:
         done = [(key, self._writing.pop(key)) for key in list(self._writing) if key in ours] if ours else []
         if done and attachment is not None:
             self._committing.update((key, now_s + _COMMIT_GRACE_S) for key, _ in done)
-            attachment.send(pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done))))
+            message = pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done)))
+            is_pinned = any(self._mirror.is_pinned(key) for key, _ in done)
+            (attachment.send if is_pinned else attachment.send_later)(message)
         return len(done)
 
     def settled(self, keys: Iterable[ChunkKey]) -> None:

@@ -4,9 +4,7 @@ Nothing here blocks the caller: messages go into a queue, what the daemon says c
 thread. Nothing is opened at import or construction, so a process may fork or spawn before `start`.
 """
 
-import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ import grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.client.address import channel_target
+from kvtier.client.outbox import Outbox
 from kvtier.client.probe import socket_problem
 from kvtier.errors import KvtierError, SessionRefusedError
 
@@ -60,7 +59,7 @@ class Attachment:
         welcome: What the daemon answered.
     """
 
-    def __init__(self, outbox: "queue.SimpleQueue[pb.EngineMessage | None]", turn: int, welcome: pb.Welcome) -> None:
+    def __init__(self, outbox: Outbox, turn: int, welcome: pb.Welcome) -> None:
         self._outbox = outbox
         self.turn = turn
         self.welcome = welcome
@@ -68,6 +67,14 @@ class Attachment:
     def send(self, message: pb.EngineMessage) -> None:
         """Enqueue a message; never blocks. After the stream's end it goes nowhere."""
         self._outbox.put(message)
+
+    def send_later(self, message: pb.EngineMessage) -> None:
+        """Enqueue a message that may wait for others, see `Outbox`; never blocks."""
+        self._outbox.put_later(message)
+
+    def flush(self) -> None:
+        """Have what waits sent now; never blocks."""
+        self._outbox.flush()
 
 
 class SessionListener(Protocol):
@@ -103,7 +110,7 @@ class EngineSession:
         self.turn = 0
         self._probing = False
         self._call: Any = None  # grpc-stubs know neither its iterator nor `cancel`
-        self._outbox: queue.SimpleQueue[pb.EngineMessage | None] = queue.SimpleQueue()
+        self._outbox = Outbox()
         self._last_problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
 
@@ -131,7 +138,7 @@ class EngineSession:
         """End the session, letting what is enqueued go out first, for at most `timeout_s`."""
         self._stop.set()
         self._outbox.put(pb.EngineMessage(goodbye=pb.Goodbye()))
-        self._outbox.put(None)
+        self._outbox.close()
         if not self._thread.is_alive():
             return
         self._thread.join(timeout_s)
@@ -174,7 +181,7 @@ class EngineSession:
         hello = self._make_hello(turn)
         if problem := socket_problem(self._socket_path):
             raise _UnreachableError(self._socket_path, problem)
-        outbox: queue.SimpleQueue[pb.EngineMessage | None] = queue.SimpleQueue()
+        outbox = Outbox()
         channel = grpc.insecure_channel(channel_target(self._socket_path), options=_CHANNEL_OPTIONS)
         try:
             self._outbox, self._probing = outbox, False
@@ -187,10 +194,10 @@ class EngineSession:
             self._translate(exc, turn)
         finally:
             self._call = None
-            outbox.put(None)
+            outbox.close()
             channel.close()
 
-    def _read(self, call: Any, outbox: "queue.SimpleQueue[pb.EngineMessage | None]", turn: int) -> None:
+    def _read(self, call: Any, outbox: Outbox, turn: int) -> None:
         attachment: Attachment | None = None
         watchdog = threading.Timer(_WELCOME_TIMEOUT_S, call.cancel)
         watchdog.daemon = True
@@ -216,20 +223,12 @@ class EngineSession:
         self._last_problem = None
         self._listener.on_attached(attachment)
 
-    def _outgoing(
-        self, hello: pb.Hello, outbox: "queue.SimpleQueue[pb.EngineMessage | None]"
-    ) -> Iterator[pb.EngineMessage]:
+    def _outgoing(self, hello: pb.Hello, outbox: Outbox) -> Iterator[pb.EngineMessage]:
         """Yield what goes to the daemon; runs in gRPC's own thread."""
         yield pb.EngineMessage(hello=hello)
         num_pings, last_ping_s = 0, 0.0
-        while True:
-            message: pb.EngineMessage | None = None
-            with contextlib.suppress(queue.Empty):
-                message = outbox.get(timeout=PROBE_PERIOD_S)
-                if message is None:
-                    return
-            if message is not None:
-                yield message
+        while (messages := outbox.take()) is not None:
+            yield from messages
             if self._probing and time.monotonic() - last_ping_s >= PROBE_PERIOD_S:
                 num_pings, last_ping_s = num_pings + 1, time.monotonic()
                 yield pb.EngineMessage(ping=pb.Ping(id=num_pings))

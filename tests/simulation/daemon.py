@@ -4,13 +4,12 @@ It answers late, promotes, evicts what nobody leases, takes slots back from lost
 """
 
 import itertools
-import queue
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine import Attachment
+from kvtier.client.outbox import Outbox
 from kvtier.core.arena_format import key_tag_of
 from kvtier_connector.link import Attached, Detached, Event, Received
 from tests.simulation.memory import Digests
@@ -90,7 +89,7 @@ class SimulatedDaemon:
         self._all_stamped = all_stamped
         self._check_store = check_store
         self._attachment: Attachment | None = None
-        self._outbox: queue.SimpleQueue[pb.EngineMessage] = queue.SimpleQueue()
+        self._outbox = Outbox()
         self._session_ids = itertools.count(1)
 
     # Sessions
@@ -100,12 +99,11 @@ class SimulatedDaemon:
         assert self.session is None
         self.session = f"s{next(self._session_ids)}"
         self.locks.add(self.session)
-        self._outbox = queue.SimpleQueue()
-        outbox: Any = self._outbox
+        self._outbox = Outbox()
         mode = pb.STORE_ALL if self.stores_all else pb.STORE_PINNED
         arena = pb.ArenaInfo(arena_id=ARENA_ID, path="/arena")
         self._attachment = Attachment(
-            outbox, 0, pb.Welcome(lock_path=self.session, arena=arena, store_mode=mode, pins=self.pins.values())
+            self._outbox, 0, pb.Welcome(lock_path=self.session, arena=arena, store_mode=mode, pins=self.pins.values())
         )
         self.events.append(Attached(self._attachment))
         if self.stores_all:
@@ -149,11 +147,11 @@ class SimulatedDaemon:
 
     def hear(self) -> None:
         """Take in what the engine has sent since the last time."""
-        while not self._outbox.empty():
-            message = self._outbox.get()
-            kind = message.WhichOneof("kind")
-            if self.session is not None and (handle := getattr(self, f"_hear_{kind}", None)):
-                handle(getattr(message, kind))
+        while messages := self._outbox.take(0):
+            for message in messages:
+                kind = message.WhichOneof("kind")
+                if self.session is not None and (handle := getattr(self, f"_hear_{kind}", None)):
+                    handle(getattr(message, kind))
 
     def _hear_acquire(self, acquire: pb.Acquire) -> None:
         assert acquire.acquire_id not in self.acquires, "an acquire id was used twice"

@@ -3,7 +3,6 @@
 vLLM's own OffloadingConnectorScheduler runs underneath; only its configuration, requests and blocks are stand-ins.
 """
 
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine import Attachment
+from kvtier.client.outbox import Outbox
 from kvtier_connector.background import Background
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.engine import EngineFacts
@@ -212,7 +212,7 @@ class Scheduler:
         self.manager = self.connector.manager
         self.manager._clock = self.clock
         self._block_ids = iter(range(1, 10_000))
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox = Outbox()
         self.attachment: Attachment | None = None
 
     def _parts(self, facts: EngineFacts, num_credits: int) -> EngineParts:
@@ -232,7 +232,7 @@ class Scheduler:
 
     def attach(self, num_credits: int = 8, store_mode: pb.StoreMode = pb.STORE_PINNED) -> None:
         """A (new) session is up."""
-        self._outbox = queue.SimpleQueue()
+        self._outbox = Outbox()
         welcome = pb.Welcome(
             lock_path="/lock", arena=pb.ArenaInfo(arena_id=b"A" * 16, path="/arena"), store_mode=store_mode
         )
@@ -273,11 +273,15 @@ class Scheduler:
         update = pb.AcquireUpdate(acquire_id=acquire.acquire_id, chunks=chunks, **fields)
         self.say(pb.DaemonMessage(acquire_update=update))
 
+    def has_sent(self) -> bool:
+        """Whether something is on its way that does not wait for others."""
+        return not self._outbox._batches.empty()
+
     def sent(self) -> list[pb.EngineMessage]:
-        """Take what the connector has sent since the last call."""
+        """Take what the connector has sent since the last call, and what waits for others."""
         messages: list[pb.EngineMessage] = []
-        while not self._outbox.empty():
-            messages.append(self._outbox.get())
+        while batch := self._outbox.take(0):
+            messages += batch
         return messages
 
     def sent_one(self, kind: str) -> Any:

@@ -437,7 +437,7 @@ def test_the_first_request_of_a_pinned_adapter_waits_until_it_is_read(scheduler:
     scheduler.pin([chunk_key(key, digest) for key in keys_of("sys", 6)], pin_id="lora")
     request = lora_request(scheduler, adapter, load_id=1)
     assert scheduler.ask(request) is None
-    wait_for(lambda: scheduler.ask(request) is None and not scheduler._outbox.empty())
+    wait_for(lambda: scheduler.ask(request) is None and scheduler.has_sent())
     scheduler.answer(scheduler.sent_one("acquire"), [HOST] * 6)
     assert scheduler.ask(request) == 24
 

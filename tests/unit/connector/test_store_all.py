@@ -154,6 +154,35 @@ def test_stores_are_reported_in_prefix_order(scheduler: Scheduler) -> None:
     assert [store.key for store in done.stores] == keys_of("chat", 6)
 
 
+def test_stores_of_what_nobody_pinned_wait_for_each_other(scheduler: Scheduler) -> None:
+    meta = computed(scheduler, scheduler.new_request("one", 4))
+    scheduler.workers_report(list(meta.store_jobs))
+    assert not scheduler.has_sent(), "half of the credits stand: nothing hurries"
+    computed(scheduler, scheduler.new_request("two", 1, "r2"))
+    assert scheduler.has_sent(), "the daemon is to give more before they run out"
+    first, second = scheduler.sent()[:2]
+    assert [store.key for store in first.store_begin.stores] == [*keys_of("one", 4), *keys_of("two", 1)]
+    assert [store.key for store in second.store_done.stores] == keys_of("one", 4)
+
+
+def test_stores_of_pinned_prompts_wait_for_nothing(scheduler: Scheduler) -> None:
+    scheduler.pin(keys_of("sys", 2), held=False)
+    meta = computed(scheduler, scheduler.new_request("sys", 2))
+    assert scheduler.has_sent()
+    assert len(scheduler.sent_one("store_begin").stores) == 2
+    scheduler.workers_report(list(meta.store_jobs))
+    assert scheduler.has_sent()
+    assert len(scheduler.sent_one("store_done").stores) == 2
+
+
+def test_who_waits_for_slots_has_the_daemon_hear_of_those_that_are_used(scheduler: Scheduler) -> None:
+    computed(scheduler, scheduler.new_request("one", 4))
+    assert not scheduler.has_sent()
+    scheduler.pin(keys_of("sys", 6), held=False)
+    assert not computed(scheduler, scheduler.new_request("sys", 6, "r2")).store_jobs, "four credits are left"
+    assert scheduler.has_sent()
+
+
 def test_the_prefill_rate_is_told_when_it_changed_by_more_than_a_fifth(scheduler: Scheduler) -> None:
     def step(seconds: float) -> list[Any]:
         scheduler.manager.step_began(1000)

@@ -1,0 +1,82 @@
+"""What an engine has to say to the daemon: at once, or soon and together with what comes until then."""
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from kvtier._pb import engine_pb2 as pb
+
+LINGER_S = 0.25
+"""How long what may wait waits at most. A message and its answer cost each side several turns of threads with the
+interpreter's lock: sent one by one, stores of ten requests a second, they were a quarter of the daemon's CPU."""
+
+
+class Outbox:
+    """Messages for the one thread that sends them. Any thread may put some in; none ever waits.
+
+    What was said before an urgent message goes out before it. Of messages that may wait, stores are put together: one
+    StoreBegin, then one StoreDone, then the rest. Earlier than it was said a begin harms nobody: it is about slots that
+    are the session's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # makes one step of what is done to both
+        self._batches: queue.SimpleQueue[list[pb.EngineMessage] | None] = queue.SimpleQueue()
+        self._later: list[pb.EngineMessage] = []
+
+    def put(self, message: pb.EngineMessage) -> None:
+        """Have a message sent now, and what waits before it."""
+        with self._lock:
+            self._later.append(message)
+            self._batches.put(self._take_later())
+
+    def put_later(self, message: pb.EngineMessage) -> None:
+        """Have a message sent with the next urgent one, or after `LINGER_S`; it is the outbox's from now on."""
+        with self._lock:
+            self._later.append(message)
+
+    def flush(self) -> None:
+        """Have what waits sent now."""
+        with self._lock:
+            if self._later:
+                self._batches.put(self._take_later())
+
+    def close(self) -> None:
+        """Nothing follows what was put in so far."""
+        with self._lock:
+            self._batches.put(self._take_later())
+            self._batches.put(None)
+
+    def take(self, timeout_s: float = LINGER_S) -> list[pb.EngineMessage] | None:
+        """Wait for an urgent message, or for `timeout_s`; return what to send now, in order; None at the end."""
+        try:
+            return self._batches.get(timeout=timeout_s)
+        except queue.Empty:
+            pass
+        with self._lock:
+            try:
+                return self._batches.get_nowait()  # put in meanwhile: said before what waits now
+            except queue.Empty:
+                return self._take_later()
+
+    def _take_later(self) -> list[pb.EngineMessage]:
+        taken, self._later = self._later, []
+        return _together(taken) if len(taken) > 1 else taken
+
+
+def _together(messages: Sequence[pb.EngineMessage]) -> list[pb.EngineMessage]:
+    begun, done = pb.StoreBegin(), pb.StoreDone()
+    rest: list[pb.EngineMessage] = []
+    for message in messages:
+        match message.WhichOneof("kind"):
+            case "store_begin":
+                begun.MergeFrom(message.store_begin)
+            case "store_done":
+                done.MergeFrom(message.store_done)
+            case _:
+                rest.append(message)
+    if done.stores:
+        rest.insert(0, pb.EngineMessage(store_done=done))
+    if begun.stores:
+        rest.insert(0, pb.EngineMessage(store_begin=begun))
+    return rest

@@ -1,0 +1,147 @@
+import threading
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.outbox import Outbox
+
+
+def store(kind: str, slot: int) -> pb.EngineMessage:
+    stores = [pb.StoreSlot(key=b"k", slot=pb.SlotRef(slot=slot, generation=1))]
+    if kind == "begin":
+        return pb.EngineMessage(store_begin=pb.StoreBegin(stores=stores))
+    return pb.EngineMessage(store_done=pb.StoreDone(stores=stores))
+
+
+def acquire(acquire_id: int) -> pb.EngineMessage:
+    return pb.EngineMessage(acquire=pb.Acquire(acquire_id=acquire_id))
+
+
+def touch(key: bytes) -> pb.EngineMessage:
+    return pb.EngineMessage(touch=pb.Touch(keys=[key]))
+
+
+def said(messages: Sequence[pb.EngineMessage] | None) -> list[str]:
+    """Put each message in a word: its kind, and what it is about."""
+    words = []
+    for message in messages or []:
+        kind = message.WhichOneof("kind")
+        if kind in ("store_begin", "store_done"):
+            words += [f"{kind[6:]} {[each.slot.slot for each in getattr(message, kind).stores]}"]
+        else:
+            words += [f"acquire {message.acquire.acquire_id}" if kind == "acquire" else f"touch {message.touch.keys}"]
+    return words
+
+
+def test_an_urgent_message_goes_at_once() -> None:
+    outbox = Outbox()
+    outbox.put(acquire(1))
+    assert said(outbox.take(timeout_s=60)) == ["acquire 1"]
+
+
+def test_what_may_wait_goes_together_when_the_time_is_up() -> None:
+    outbox = Outbox()
+    for slot in (4, 5, 6):
+        outbox.put_later(store("begin", slot))
+        outbox.put_later(store("done", slot))
+    outbox.put_later(touch(b"a"))
+    assert said(outbox.take(timeout_s=0)) == ["begin [4, 5, 6]", "done [4, 5, 6]", "touch [b'a']"]
+    assert outbox.take(timeout_s=0) == []
+
+
+def test_an_urgent_message_takes_along_what_was_said_before_and_nothing_else() -> None:
+    outbox = Outbox()
+    outbox.put_later(store("begin", 4))
+    outbox.put(acquire(1))
+    outbox.put_later(store("done", 4))
+    assert said(outbox.take(timeout_s=60)) == ["begin [4]", "acquire 1"]
+    assert said(outbox.take(timeout_s=0)) == ["done [4]"]
+
+
+def test_a_flush_sends_what_waits_and_wakes_nobody_for_nothing() -> None:
+    outbox = Outbox()
+    outbox.flush()
+    outbox.put_later(store("begin", 4))
+    outbox.flush()
+    outbox.flush()
+    assert said(outbox.take(timeout_s=60)) == ["begin [4]"]
+    assert outbox.take(timeout_s=0) == []
+
+
+def test_the_end_comes_after_everything() -> None:
+    outbox = Outbox()
+    outbox.put_later(store("begin", 4))
+    outbox.close()
+    assert said(outbox.take(timeout_s=60)) == ["begin [4]"]
+    assert outbox.take(timeout_s=60) is None
+
+
+@given(st.lists(st.sampled_from(["begin", "done", "acquire", "touch", "flush", "take"]), max_size=40))
+def test_nothing_is_lost_or_said_twice_and_a_store_begins_before_it_ends(course: list[str]) -> None:
+    outbox, sent, slots = Outbox(), list[pb.EngineMessage](), iter(range(100))
+    writing: list[int] = []
+    num_acquires = num_touches = num_begun = num_done = 0
+    for what in course:
+        if what == "begin":
+            writing.append(next(slots))
+            outbox.put_later(store("begin", writing[-1]))
+            num_begun += 1
+        elif what == "done" and writing:
+            outbox.put_later(store("done", writing.pop(0)))
+            num_done += 1
+        elif what == "acquire":
+            num_acquires += 1
+            outbox.put(acquire(num_acquires))
+        elif what == "touch":
+            num_touches += 1
+            outbox.put_later(touch(b"t%d" % num_touches))
+        elif what == "flush":
+            outbox.flush()
+        elif what == "take":
+            sent += outbox.take(timeout_s=0) or []
+    while batch := outbox.take(timeout_s=0):
+        sent += batch
+    begun: list[int] = []
+    done: list[int] = []
+    for message in sent:
+        begun += [each.slot.slot for each in message.store_begin.stores]
+        done += [each.slot.slot for each in message.store_done.stores]
+        assert set(done) <= set(begun)
+    assert begun == list(range(num_begun))
+    assert done == list(range(num_done))
+    assert [m.acquire.acquire_id for m in sent if m.HasField("acquire")] == list(range(1, num_acquires + 1))
+    assert [m.touch.keys[0] for m in sent if m.HasField("touch")] == [b"t%d" % n for n in range(1, num_touches + 1)]
+
+
+def test_many_threads_may_say_something_while_one_sends() -> None:
+    outbox, sent = Outbox(), list[pb.EngineMessage]()
+
+    def say(first: int) -> None:
+        for number in range(first, first + 200):
+            outbox.put_later(touch(b"%d" % number))
+            if number % 7 == 0:
+                outbox.put(acquire(number))
+
+    threads = [threading.Thread(target=say, args=(1000 * each,)) for each in range(3)]
+    for thread in threads:
+        thread.start()
+
+    def send() -> None:
+        while (messages := outbox.take(timeout_s=0.001)) is not None:
+            sent.extend(messages)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    for thread in threads:
+        thread.join()
+    outbox.close()
+    sender.join(10)
+    assert not sender.is_alive()
+    for each in range(3):
+        mine = range(1000 * each, 1000 * each + 200)
+        touched = [int(m.touch.keys[0]) for m in sent if m.HasField("touch")]
+        assert [number for number in touched if number in mine] == list(mine), "in order, each once"
+        asked = [m.acquire.acquire_id for m in sent if m.HasField("acquire")]
+        assert [number for number in asked if number in mine] == [number for number in mine if number % 7 == 0]
