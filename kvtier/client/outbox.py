@@ -8,7 +8,7 @@ from kvtier._pb import engine_pb2 as pb
 
 LINGER_S = 0.25
 """How long what may wait waits at most. A message and its answer cost each side several turns of threads with the
-interpreter's lock: sent one by one, stores of ten requests a second, they were a quarter of the daemon's CPU."""
+interpreter's lock: sent one by one, stores of ten requests a second, they were a fifth of the daemon's CPU."""
 
 
 class Outbox:
