@@ -147,8 +147,7 @@ class Side:
             preempted_req_ids=(),
         )
         began_s = time.thread_time()
-        self._policy.after_step(output)
-        self._policy.report(self._stats)
+        self._policy.after_step(output, self._stats)
         return time.thread_time() - began_s
 
     def _admit(self, request: Any) -> None:

@@ -5,6 +5,7 @@ compares both sides with what `scripts/record_vllm_signatures.py` read in the wh
 """
 
 import enum
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -73,6 +74,7 @@ def attached(context: "ReqContext", kind: type[_State]) -> _State:
     return state
 
 
+@functools.cache
 def names_failed_requests() -> bool:
     """Return whether workers name requests whose loads failed (from 0.30 on), or blocks (before that)."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -80,16 +82,17 @@ def names_failed_requests() -> bool:
     return hasattr(base, "KVConnectorTransferResults")
 
 
-def failed_requests(output: Any, loading: Mapping[str, Collection[int]]) -> set[str]:
-    """Return the requests whose loads failed.
+def failed_requests(output: Any, loading: Mapping[str, Collection[int]]) -> Collection[str]:
+    """Return the requests whose loads failed; each step asks.
 
     Args:
         output: vLLM's `KVConnectorOutput`.
         loading: The blocks of each request that loads; only used where vLLM names blocks.
     """
     if hasattr(output, "failed_recving"):
-        return set(output.failed_recving or ())
-    blocks = set(output.invalid_block_ids or ())
+        return output.failed_recving or ()
+    if not (blocks := output.invalid_block_ids):
+        return ()
     return {req_id for req_id, of_request in loading.items() if not blocks.isdisjoint(of_request)}
 
 

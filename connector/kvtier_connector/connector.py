@@ -153,16 +153,17 @@ class KVTierConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         for req_id in failed_requests(connector_output, self._loading):
             self.manager.load_failed(req_id)
-        for req_id in self._loading.keys() & (connector_output.finished_recving or set()):
-            del self._loading[req_id]
+        if self._loading:
+            for req_id in self._loading.keys() & (connector_output.finished_recving or set()):
+                del self._loading[req_id]
         super().update_connector_output(connector_output)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
         """Say which loads failed, to vLLM from 0.30 on."""
         # vLLM's base asserts that every transfer succeeded, so failures take this road around it.
         results = super().get_transfer_results(finished_req_ids)
-        if (worker := self._worker) is not None:
-            results.failed_recving |= worker.take_failed_loads() & results.finished_recving
+        if (worker := self._worker) is not None and (failed := worker.take_failed_loads()):
+            results.failed_recving |= failed & results.finished_recving
         return results
 
     @override

@@ -91,6 +91,8 @@ class EngineLink:
 
         What a session before the last `reopen` said is left out: it may have attached in the very moment of the reset.
         """
+        if not self._news.is_set():  # each step asks; what is enqueued at this moment is for the next call
+            return
         self._news.clear()
         with self._lock:
             events, self._events, self._num_items = self._events, deque(), 0

@@ -144,8 +144,9 @@ class Lookups:
 
     def flush_touches(self) -> None:
         """Send the chunks hit in GPU memory since the last flush."""
-        self._send_touches(self._touches)
-        self._touches.clear()
+        if self._touches:
+            self._send_touches(self._touches)
+            self._touches.clear()
 
     def stored(self, keys: list[ChunkKey]) -> None:
         """Tell the daemon the prefix order of what a request has stored step by step."""

@@ -1,12 +1,17 @@
 """What a transfer job says, and the plan of its copies. No memory is touched here."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier.errors import KvtierError
+
+Int64s = npt.NDArray[np.int64]
 
 
 class TransferMismatchError(KvtierError):
@@ -43,41 +48,39 @@ class ArenaSpec(LoadStoreSpec):
     chunks: tuple[ArenaChunk, ...]
 
 
-class BlockCopy(NamedTuple):
-    """One vLLM block of one chunk.
-
-    Attributes:
-        chunk: Index into `ArenaSpec.chunks`.
-        group: Position of the group among the offloaded groups.
-        block_id: vLLM's block.
-        place: Which block of the chunk it is, 0..blocks_per_chunk-1.
-    """
-
-    chunk: int
-    group: int
-    block_id: int
-    place: int
-
-
 class GroupBlocks(NamedTuple):
-    """vLLM's blocks of one group in a job: ids in order, and the logical index of the first."""
+    """vLLM's blocks of one group in a job: ids in order, `(n,)` int64, and the logical index of the first."""
 
-    block_ids: Sequence[int]
+    block_ids: Int64s
     first_index: int
 
 
-def split_groups(block_ids: Sequence[int], sizes: Sequence[int], first_indexes: Sequence[int]) -> list[GroupBlocks]:
+class GroupCopies(NamedTuple):
+    """What of one group is copied: block `block_ids[i]` is place `places[i]` of chunk `chunks[i]`; all `(n,)` int64.
+
+    Attributes:
+        chunks: Indexes into `ArenaSpec.chunks`, ascending.
+        block_ids: vLLM's blocks.
+        places: Which block of the chunk it is, 0..blocks_per_chunk-1.
+    """
+
+    chunks: Int64s
+    block_ids: Int64s
+    places: Int64s
+
+
+def split_groups(block_ids: npt.ArrayLike, sizes: Sequence[int], first_indexes: Sequence[int]) -> list[GroupBlocks]:
     """Split a `GPULoadStoreSpec` by group."""
-    groups: list[GroupBlocks] = []
-    begin = 0
-    for size, first_index in zip(sizes, first_indexes, strict=True):
-        groups.append(GroupBlocks(block_ids[begin : begin + size], first_index))
-        begin += size
-    return groups
+    all_ids = np.asarray(block_ids, np.int64)
+    ends = list(itertools.accumulate(sizes))
+    return [
+        GroupBlocks(all_ids[end - size : end], first_index)
+        for size, end, first_index in zip(sizes, ends, first_indexes, strict=True)
+    ]
 
 
-def plan_load(chunk_groups: Sequence[int], groups: Sequence[GroupBlocks], blocks_per_chunk: int) -> list[BlockCopy]:
-    """Plan which place of which chunk goes into which block.
+def plan_load(chunk_groups: npt.ArrayLike, groups: Sequence[GroupBlocks], blocks_per_chunk: int) -> list[GroupCopies]:
+    """Plan which place of which chunk goes into which block, per group.
 
     vLLM lists a contiguous run of blocks per group; it may begin and end inside a chunk.
 
@@ -89,39 +92,35 @@ def plan_load(chunk_groups: Sequence[int], groups: Sequence[GroupBlocks], blocks
     Raises:
         TransferMismatchError: Blocks and chunks do not match.
     """
-    copies: list[BlockCopy] = []
-    for position, blocks in enumerate(groups):
-        chunks = _chunks_of(chunk_groups, position)
-        first_chunk = blocks.first_index // blocks_per_chunk
-        last_index = blocks.first_index + len(blocks.block_ids) - 1
-        num_chunks = last_index // blocks_per_chunk - first_chunk + 1 if blocks.block_ids else 0
-        if num_chunks != len(chunks):
+    positions, plans = np.asarray(chunk_groups, np.int64), []
+    for position, (block_ids, first_index) in enumerate(groups):
+        chunks = np.flatnonzero(positions == position)
+        numbers, places = np.divmod(np.arange(first_index, first_index + block_ids.size), blocks_per_chunk)
+        numbers -= first_index // blocks_per_chunk
+        num_chunks = int(numbers[-1]) + 1 if block_ids.size else 0
+        if num_chunks != chunks.size:
             raise TransferMismatchError(
-                f"group {position}: {len(blocks.block_ids)} blocks from index {blocks.first_index} are {num_chunks} "
-                f"chunks of {blocks_per_chunk}, the job has {len(chunks)}"
+                f"group {position}: {block_ids.size} blocks from index {first_index} are {num_chunks} "
+                f"chunks of {blocks_per_chunk}, the job has {chunks.size}"
             )
-        for index, block_id in enumerate(blocks.block_ids, blocks.first_index):
-            chunk, place = divmod(index, blocks_per_chunk)
-            copies.append(BlockCopy(chunks[chunk - first_chunk], position, block_id, place))
-    return copies
+        plans.append(GroupCopies(chunks[numbers], block_ids, places))
+    return plans
 
 
-def plan_store(chunk_groups: Sequence[int], groups: Sequence[GroupBlocks], blocks_per_chunk: int) -> list[BlockCopy]:
-    """Plan which block goes into which place of which chunk; a group that does not add up is left out.
+def plan_store(chunk_groups: npt.ArrayLike, groups: Sequence[GroupBlocks], blocks_per_chunk: int) -> list[GroupCopies]:
+    """Plan which block goes into which place of which chunk, per group; a group that does not add up is left out.
 
     The chunks of a store may be any subset of the request's, each listed with all its blocks; but vLLM skips blocks it
-    has freed already (sliding windows), and which of a chunk's they were is not said. Such a group is not stored.
+    has freed already (sliding windows), and which of a chunk's they were is not said. Such a group is not stored: its
+    columns are empty.
     """
-    copies: list[BlockCopy] = []
-    for position, blocks in enumerate(groups):
-        chunks = _chunks_of(chunk_groups, position)
-        if len(blocks.block_ids) != len(chunks) * blocks_per_chunk:
-            continue
-        copies.extend(
-            BlockCopy(chunks[number // blocks_per_chunk], position, block_id, number % blocks_per_chunk)
-            for number, block_id in enumerate(blocks.block_ids)
-        )
-    return copies
+    positions, plans = np.asarray(chunk_groups, np.int64), []
+    for position, (block_ids, _) in enumerate(groups):
+        chunks = np.flatnonzero(positions == position)
+        is_whole = block_ids.size == chunks.size * blocks_per_chunk
+        numbers, places = np.divmod(np.arange(block_ids.size if is_whole else 0), blocks_per_chunk)
+        plans.append(GroupCopies(chunks[numbers], block_ids[: numbers.size], places))
+    return plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,3 @@ class PagePlace:
     block_stride: int
     page_bytes: int
     region_offset: int
-
-
-def _chunks_of(chunk_groups: Sequence[int], position: int) -> list[int]:
-    return [chunk for chunk, group in enumerate(chunk_groups) if group == position]

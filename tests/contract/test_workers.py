@@ -20,10 +20,9 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.client.arena_map import ArenaMap, Stamp
 from kvtier.core.arena_format import ArenaGeometry
-from kvtier_connector.transfer import ArenaChunk, ArenaSpec
+from kvtier_connector.transfer import ArenaChunk, ArenaSpec, Int64s
 from kvtier_connector.workers import KVTierWorker, WorkerLayout, page_places
 from kvtier_connector.workers import cpu as cpu_worker
-from kvtier_connector.workers.copy_list import Int64s
 from kvtier_connector.workers.cpu import KVTierCPUWorker
 from kvtier_connector.workers.cuda import KVTierCUDAWorker
 from kvtier_connector.workers.host_copies import host_copies, interpreted_copies

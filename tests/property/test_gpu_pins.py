@@ -45,6 +45,7 @@ from kvtier_connector.gpu_pins.block_queue import BlockQueue
 from kvtier_connector.gpu_pins.demand import Demand, EngineShape
 from kvtier_connector.gpu_pins.guard import Policy
 from kvtier_connector.gpu_pins.pinned import PinnedBlocks
+from kvtier_connector.stats import ConnectorStats
 
 BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 16 * BLOCK_TOKENS
@@ -420,7 +421,7 @@ class GpuPinsMachine(RuleBasedStateMachine):
             finished_req_ids=self.finished,
             preempted_req_ids=self.preempted,
         )
-        self.hard(lambda policy: policy.after_step(output))
+        self.hard(lambda policy: policy.after_step(output, ConnectorStats()))
         self.finished, self.preempted = set(), set()
         self.changed_nothing(before)
 

@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.metrics import GPU_HELD_BLOCKS, GPU_PINNED_BLOCKS, GPU_RESIDENT_BLOCKS
+from kvtier_connector.stats import ConnectorStats
 from tests.simulation.engine import BLOCK_TOKENS, SimulatedEngine
 
 FULL = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
@@ -57,9 +58,9 @@ class Engine(SimulatedEngine):
             before_admission(*args, **kwargs)
             self.num_spare = demand.of_admission(*args, **kwargs)
 
-        def end(output: SchedulerOutput) -> None:
+        def end(output: SchedulerOutput, stats: ConnectorStats) -> None:
             self.num_spare = None
-            after_step(output)
+            after_step(output, stats)
 
         def taken(num_blocks: int) -> None:
             if self.num_spare is not None:

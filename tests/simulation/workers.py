@@ -1,5 +1,6 @@
 """The workers' side: vLLM's real job handling over a copier that copies when the test says so."""
 
+import itertools
 from collections import deque
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -85,20 +86,20 @@ class SimulatedCopier(OffloadingWorker):
 
     def _copy(self, job: _Job) -> None:
         chunks, per_chunk = job.arena.chunks, self._blocks_per_chunk
-        block_ids = [int(block_id) for block_id in job.blocks.block_ids]
-        groups = split_groups(block_ids, job.blocks.group_sizes, job.blocks.block_indices)
+        groups = split_groups(job.blocks.block_ids, job.blocks.group_sizes, job.blocks.block_indices)
         plan = plan_load if job.is_load else plan_store
         stored: set[int] = set()
-        for copy in plan([chunk.group_idx for chunk in chunks], groups, per_chunk):
-            chunk, slot = chunks[copy.chunk], self._daemon.slots[chunks[copy.chunk].slot]
+        plans = plan([chunk.group_idx for chunk in chunks], groups, per_chunk)
+        for number, block_id, place in itertools.chain.from_iterable(zip(*each, strict=True) for each in plans):
+            chunk, slot = chunks[number], self._daemon.slots[chunks[number].slot]
             assert slot.generation == chunk.generation, "a slot was given out again that a job may touch"
             if slot.row is None:
                 slot.row = np.zeros((per_chunk, self._kv.shape[1]), np.int64)
             if job.is_load:
-                self._kv[copy.block_id] = slot.row[copy.place]
+                self._kv[block_id] = slot.row[place]
             else:
-                slot.row[copy.place] = self._kv[copy.block_id]
-                stored.add(copy.chunk)
+                slot.row[place] = self._kv[block_id]
+                stored.add(int(number))
         self.num_loaded += len(chunks) if job.is_load else 0
         for number in stored:
             chunk = chunks[number]

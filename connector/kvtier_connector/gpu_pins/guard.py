@@ -84,8 +84,7 @@ class GpuPins:
 
     def after_step(self, output: "SchedulerOutput") -> None:
         """A step is scheduled."""
-        self._guarded(lambda policy: policy.after_step(output))
-        self._guarded(lambda policy: policy.report(self._stats))
+        self._guarded(lambda policy: policy.after_step(output, self._stats))
 
     def _guarded(self, act: Callable[["Policy"], None]) -> None:
         policy = self._policy
@@ -142,8 +141,8 @@ class Policy:
         self._demand.allocated(request)
         self._taken_tokens += self._cached_tokens
 
-    def after_step(self, output: "SchedulerOutput") -> None:
-        """Note what running requests may take in the next step, and move or hold what is due."""
+    def after_step(self, output: "SchedulerOutput", stats: ConnectorStats) -> None:
+        """Note what running requests may take in the next step, move or hold what is due, and tell what has changed."""
         self._num_next = self._demand.stepped(
             output.num_scheduled_tokens, output.finished_req_ids, output.preempted_req_ids or ()
         )
@@ -153,12 +152,13 @@ class Policy:
         num_taken, self._taken_tokens = divmod(self._taken_tokens, self._demand.shape.block_tokens)
         if self._pinned.ranking.keys:
             self._soft.pace(num_taken)
+        self._report(stats)
 
-    def report(self, stats: ConnectorStats) -> None:
-        """Tell what has changed since the last step."""
+    def _report(self, stats: ConnectorStats) -> None:
         self._census.go_on(stats)
-        stats.count(GPU_MOVES, num=self._soft.num_moved - self._told_moves)
-        self._told_moves = self._soft.num_moved
+        if self._soft.num_moved != self._told_moves:
+            stats.count(GPU_MOVES, num=self._soft.num_moved - self._told_moves)
+            self._told_moves = self._soft.num_moved
         if self._hard is not None:
             stats.count(GPU_LET_GO, num=self._hard.num_let_go - self._told_let_go)
             self._told_let_go = self._hard.num_let_go

@@ -12,13 +12,14 @@ Invariants, which `tests/contract/test_workers.py` holds every worker to:
 - An arena is unmapped after the last job that uses it.
 """
 
+import itertools
 import logging
 import threading
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 from typing_extensions import override
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
@@ -26,7 +27,7 @@ from kvtier.client.arena_map import ArenaMap
 from kvtier.errors import ArenaError, KvtierError
 from kvtier.obs import trace
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec, plan_load, plan_store, split_groups
-from kvtier_connector.workers.copy_list import ChunkBlocks, CopyList, CopyLists
+from kvtier_connector.workers.copy_list import CopyList, CopyLists
 from kvtier_connector.workers.places import WorkerLayout
 
 logger = logging.getLogger(__name__)
@@ -84,9 +85,12 @@ class KVTierWorker(OffloadingWorker):
 
     @override
     def get_finished(self) -> list[TransferResult]:
+        # Each step asks, and few have anything to be told: a look without the lock, which a later step repeats.
+        if not self._done:
+            return []
         with self._changed:
             done, self._done = self._done, []
-        self._failed_loads.extend(job for _, job in done if job is not None)
+        self._failed_loads += [job for _, job in done if job is not None]
         return [result for result, _ in done]
 
     def prepare(self, arena: ArenaSpec) -> None:
@@ -101,6 +105,8 @@ class KVTierWorker(OffloadingWorker):
 
     def take_failed_loads(self) -> set[str]:
         """Return the requests whose loads failed among what `get_finished` has returned since the last call."""
+        if not self._failed_loads:
+            return set()
         return {job.arena.req_id for job in self._take_failed()}
 
     def take_failed_blocks(self) -> set[int]:
@@ -139,37 +145,23 @@ class KVTierWorker(OffloadingWorker):
         failed, self._failed_loads = self._failed_loads, []
         return failed
 
-    def _blocks_of_chunks(self, job: Job) -> dict[int, list[tuple[int, int]]]:
-        """Return, for each chunk that can be copied whole, its (block id, place) pairs in place order.
-
-        Raises:
-            TransferMismatchError: vLLM lists other blocks for a load than its chunks have.
-        """
-        positions = [self._position(chunk.group_idx) for chunk in job.chunks]
-        block_ids = [int(block_id) for block_id in job.blocks.block_ids]
-        groups = split_groups(block_ids, job.blocks.group_sizes, job.blocks.block_indices)
-        plan = plan_load if job.is_load else plan_store
-        chunks: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for copy in plan(positions, groups, self._layout.blocks_per_chunk):
-            chunks[copy.chunk].append((copy.block_id, copy.place))
-        return chunks
-
     def _plan(self, job: Job, arena: ArenaMap) -> tuple[list[ArenaChunk], CopyList]:
         """Return a job's chunks that can be copied whole, and their copies.
 
         Raises:
-            TransferMismatchError: See `_blocks_of_chunks`.
+            TransferMismatchError: vLLM lists other blocks for a load than its chunks have.
+            ArenaError: The arena has no such slot.
         """
-        blocks = self._blocks_of_chunks(job)
-        chunks = [job.chunks[number] for number in blocks]
-        return chunks, self._copy_lists.of(
-            ChunkBlocks(
-                self._position(chunk.group_idx),
-                arena.row_address(chunk.slot) + self._layout.region_offset,
-                blocks[number],
-            )
-            for number, chunk in zip(blocks, chunks, strict=True)
-        )
+        positions = [self._position(chunk.group_idx) for chunk in job.chunks]
+        groups = split_groups(job.blocks.block_ids, job.blocks.group_sizes, job.blocks.block_indices)
+        plan = plan_load if job.is_load else plan_store
+        copies = plan(positions, groups, self._layout.blocks_per_chunk)
+        rows = np.array([arena.row_address(chunk.slot) for chunk in job.chunks], np.int64)
+        is_copied = np.zeros(len(job.chunks), np.bool_)
+        for of_group in copies:
+            is_copied[of_group.chunks] = True
+        chunks = list(itertools.compress(job.chunks, is_copied.tolist()))
+        return chunks, self._copy_lists.of(rows + self._layout.region_offset, copies)
 
     def _position(self, group_idx: int) -> int:
         return self._layout.group_positions[group_idx]

@@ -1,15 +1,12 @@
 """The copies of a job as three arrays, which is how batched copies take them. No memory is touched here."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier_connector.transfer import PagePlace
+from kvtier_connector.transfer import GroupCopies, Int64s, PagePlace
 from kvtier_connector.workers.places import WorkerLayout
-
-Int64s = npt.NDArray[np.int64]
 
 
 class CopyList(NamedTuple):
@@ -25,38 +22,26 @@ class CopyList(NamedTuple):
         return int(self.sizes.sum())
 
 
-class ChunkBlocks(NamedTuple):
-    """A chunk to copy.
-
-    Attributes:
-        position: Of its group among the offloaded groups.
-        region_address: This rank's region of the chunk's row.
-        blocks: (block id, place) pairs.
-    """
-
-    position: int
-    region_address: int
-    blocks: list[tuple[int, int]]
-
-
 class CopyLists:
-    """Makes copy lists for one layout. Vectorized: a thousand chunks of 32 layers are 32,000 copies."""
+    """Makes copy lists for one layout. Vectorized: a thousand chunks of 32 layers are 32,000 copies and more."""
 
     def __init__(self, layout: WorkerLayout) -> None:
         self._groups = [_PageArrays.of(pages) for pages in layout.pages]
 
-    def of(self, chunks: Iterable[ChunkBlocks]) -> CopyList:
-        """Return one copy for each page of each block."""
-        rows: list[list[tuple[int, int, int]]] = [[] for _ in self._groups]
-        for chunk in chunks:
-            rows[chunk.position].extend((chunk.region_address, *pair) for pair in chunk.blocks)
-        parts = [pages.copies(np.array(each, np.int64)) for pages, each in zip(self._groups, rows, strict=True) if each]
-        empty = np.zeros(0, np.int64)
-        return (
-            CopyList(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-            if parts
-            else CopyList(empty, empty, empty)
-        )
+    def of(self, regions: Int64s, groups: Sequence[GroupCopies]) -> CopyList:
+        """Return one copy for each page of each block.
+
+        Args:
+            regions: Where this rank's region of each chunk's row begins, `(num_chunks,)`.
+            groups: What is copied, per position.
+        """
+        parts = [
+            pages.copies(regions[copies.chunks], copies.block_ids, copies.places)
+            for pages, copies in zip(self._groups, groups, strict=True)
+        ]
+        if len(parts) == 1:
+            return CopyList(*parts[0])
+        return CopyList(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 class _PageArrays(NamedTuple):
@@ -74,9 +59,8 @@ class _PageArrays(NamedTuple):
         ]
         return cls(*fields)
 
-    def copies(self, rows: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the columns of a copy list; `rows` is `(n, 3)`: region address, block id, place."""
-        regions, block_ids, places = rows.T
+    def copies(self, regions: Int64s, block_ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the columns of a copy list; all arguments are `(n,)`."""
         vllm = self.base_address + block_ids * self.block_stride
         arena = regions + self.region_offset + places * self.page_bytes
         sizes = np.broadcast_to(self.page_bytes, vllm.shape)

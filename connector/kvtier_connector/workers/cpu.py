@@ -12,6 +12,7 @@ from typing_extensions import override
 from kvtier.client.arena_map import ArenaMap, session_lock
 from kvtier_connector.transfer import ArenaSpec
 from kvtier_connector.workers.base import Job, KVTierWorker, check_generations
+from kvtier_connector.workers.cores import use_all_cores_of_node
 from kvtier_connector.workers.host_copies import host_copies
 from kvtier_connector.workers.mapped_rows import MappedRows
 from kvtier_connector.workers.places import WorkerLayout
@@ -65,6 +66,7 @@ class KVTierCPUWorker(KVTierWorker):
         self._jobs.put(job)
 
     def _run(self) -> None:
+        use_all_cores_of_node()
         self._copy = host_copies()  # compiled while vLLM still starts
         while (job := self._next()) is not None:
             began_s = time.perf_counter()

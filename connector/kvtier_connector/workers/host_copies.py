@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtier_connector.workers.copy_list import Int64s
+from kvtier_connector.transfer import Int64s
 
 logger = logging.getLogger(__name__)
 

@@ -38,9 +38,9 @@ def test_state_stays_with_a_context_that_has_no_room_for_it() -> None:
 def test_failed_requests_by_name_or_by_block() -> None:
     loading = {"a": [1, 2], "b": [3]}
     assert compat.failed_requests(SimpleNamespace(failed_recving={"b"}), loading) == {"b"}
-    assert compat.failed_requests(SimpleNamespace(failed_recving=None), loading) == set()
+    assert not compat.failed_requests(SimpleNamespace(failed_recving=None), loading)
     assert compat.failed_requests(SimpleNamespace(invalid_block_ids={2, 9}), loading) == {"a"}
-    assert compat.failed_requests(SimpleNamespace(invalid_block_ids=set()), loading) == set()
+    assert not compat.failed_requests(SimpleNamespace(invalid_block_ids=set()), loading)
 
 
 def test_placements_of_old_and_new_tensors() -> None:
