@@ -11,7 +11,6 @@ from kvtier_connector.pins import PinMirror
 
 _WAIT_FOR_SLOTS_S = 1.0
 _PINNED_SHARE = 4
-_URGENT_SHARE = 2  # when fewer credits than this part stand, the daemon hears of each store at once, to give more
 _COMMIT_GRACE_S = 2.0
 
 
@@ -34,6 +33,7 @@ class StoreBook:
         self._mirror, self._num_credits = mirror, num_credits
         self._credits: deque[Grant] = deque()
         self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
+        self._num_at_once = 1  # the most that were to be begun at once
         self._writing: dict[ChunkKey, Grant] = {}
         self._committing: dict[ChunkKey, float] = {}
         self._orphaned: set[ChunkKey] = set()
@@ -62,14 +62,15 @@ class StoreBook:
         first, and ordinary ones leave a share of the credits to pinned ones that come before the next credits do.
         """
         pinned = self.pinned(keys)[: len(self._credits)]
-        num_left = max(0, len(self._credits) - len(pinned) - self._num_standing // _PINNED_SHARE)
-        chosen = {*pinned, *[key for key in keys if not self._mirror.is_pinned(key)][:num_left]}
+        chosen = {*pinned, *[key for key in keys if not self._mirror.is_pinned(key)][: self._num_for_any(len(pinned))]}
         begun = [(key, self._credits.popleft()) for key in keys if key in chosen]
+        self._num_at_once = max(self._num_at_once, len(keys))
         if begun:
             self._writing.update(begun)
             message = pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun)))
-            is_short = len(self._credits) < self._num_standing // _URGENT_SHARE
-            (attachment.send if pinned or is_short else attachment.send_later)(message)
+            self._tell(attachment, message, is_urgent=bool(pinned))
+        if len(begun) < len(keys):
+            attachment.flush()
         return begun
 
     def complete(self, keys: Collection[ChunkKey], attachment: Attachment | None, now_s: float) -> int:
@@ -85,8 +86,7 @@ class StoreBook:
         if done and attachment is not None:
             self._committing.update((key, now_s + _COMMIT_GRACE_S) for key, _ in done)
             message = pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done)))
-            is_pinned = any(self._mirror.is_pinned(key) for key, _ in done)
-            (attachment.send if is_pinned else attachment.send_later)(message)
+            self._tell(attachment, message, is_urgent=any(self._mirror.is_pinned(key) for key, _ in done))
         return len(done)
 
     def settled(self, keys: Iterable[ChunkKey]) -> None:
@@ -109,6 +109,18 @@ class StoreBook:
     def jobs_dropped(self) -> None:
         """vLLM has dropped its jobs: nobody will say when they end."""
         self._orphaned.clear()
+
+    def _num_for_any(self, num_taken: int = 0) -> int:
+        """Return how many ordinary chunks could be begun now, after so many others."""
+        return max(0, len(self._credits) - num_taken - self._num_standing // _PINNED_SHARE)
+
+    def _tell(self, attachment: Attachment, message: pb.EngineMessage, *, is_urgent: bool) -> None:
+        """Send with others; at once if it is urgent, or if what is left would not do for the largest step so far.
+
+        The daemon gives new slots for those that it hears of.
+        """
+        is_short = self._num_for_any() < self._num_at_once
+        (attachment.send if is_urgent or is_short else attachment.send_later)(message)
 
     def _is_on_its_way(self, key: ChunkKey, now_s: float) -> bool:
         return key in self._writing or key in self._orphaned or self._committing.get(key, now_s) > now_s

@@ -71,9 +71,11 @@ class Gate:
 
 
 class Bench:
-    """One rank's worker with two groups: group 3 has two tensors, group 5 one, padded and aliasing the first."""
+    """One rank's worker; group 3 has two tensors, group 5 one, padded and aliasing the first."""
 
-    def __init__(self, folder: Path, kind: Kind, gate: Gate, rank: int, blocks_per_chunk: int) -> None:
+    def __init__(
+        self, folder: Path, kind: Kind, gate: Gate, rank: int, blocks_per_chunk: int, groups: Sequence[int]
+    ) -> None:
         self.gate = gate
         self.rank, self.blocks_per_chunk = rank, blocks_per_chunk
         self.rank_bytes = 2 * PADDED * blocks_per_chunk
@@ -87,19 +89,21 @@ class Bench:
             for slot in range(16):
                 set_generation(self.path, self.geometry, slot, 1)
         self.tensors = [torch.randint(-128, 127, (NUM_BLOCKS, PADDED), dtype=torch.int8) for _ in range(2)]
+        data_refs = {
+            3: [CanonicalKVCacheRef(0, PADDED), CanonicalKVCacheRef(1, PADDED)],
+            5: [CanonicalKVCacheRef(0, PAGE)],
+        }
         self.caches = CanonicalKVCaches(
             tensors=[CanonicalKVCacheTensor(tensor, PADDED) for tensor in self.tensors],
-            group_data_refs=[
-                [CanonicalKVCacheRef(0, PADDED), CanonicalKVCacheRef(1, PADDED)],
-                [CanonicalKVCacheRef(0, PAGE)],
-            ],
+            group_data_refs=[data_refs[group] for group in groups],
         )
-        self.useful_bytes = (2 * PADDED * blocks_per_chunk, PAGE * blocks_per_chunk)
+        useful_bytes = {3: 2 * PADDED * blocks_per_chunk, 5: PAGE * blocks_per_chunk}
+        self.useful_bytes = tuple(useful_bytes[group] for group in groups)
         layout = WorkerLayout(
             region=rank,
             rank_bytes=self.rank_bytes,
             blocks_per_chunk=blocks_per_chunk,
-            group_positions={3: 0, 5: 1},
+            group_positions={group: position for position, group in enumerate(groups)},
             pages=page_places(self.caches, blocks_per_chunk),
         )
         self.worker: KVTierWorker = (
@@ -157,8 +161,8 @@ def make_bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     benches: list[Bench] = []
     gate = Gate(request.param, monkeypatch)
 
-    def make(rank: int = 0, blocks_per_chunk: int = 1) -> Bench:
-        benches.append(Bench(tmp_path, request.param, gate, rank, blocks_per_chunk))
+    def make(rank: int = 0, blocks_per_chunk: int = 1, groups: Sequence[int] = (3, 5)) -> Bench:
+        benches.append(Bench(tmp_path, request.param, gate, rank, blocks_per_chunk, groups))
         return benches[-1]
 
     yield make
@@ -196,6 +200,34 @@ def test_store_then_load_moves_exactly_the_documented_bytes(
     assert bench.finish(2) == set()
     after = [bench.expected(3, targets[0]), bench.expected(3, targets[1]), bench.expected(5, targets[2])]
     assert after == before
+
+
+@pytest.mark.parametrize("group", [3, 5])
+@pytest.mark.parametrize("num_chunks", [0, 1, 2])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_a_model_of_one_group_has_jobs_of_any_size(
+    make_bench: MakeBench, group: int, num_chunks: int, blocks_per_chunk: int
+) -> None:
+    """A prompt's last chunk, and each that an answer completes, is a job of its own."""
+    bench = make_bench(0, blocks_per_chunk, groups=[group])
+    blocks = [5, 9, 11, 1][: num_chunks * blocks_per_chunk]
+    chunks = [(slot, group) for slot in (4, 8)[:num_chunks]]
+    bench.worker.submit_store(1, GPULoadStoreSpec(blocks, [len(blocks)], [0]), bench.spec(chunks))
+    assert bench.finish(1) == set()
+    payloads = [
+        bench.expected(group, blocks[begin : begin + blocks_per_chunk])
+        for begin in range(0, len(blocks), blocks_per_chunk)
+    ]
+    for (slot, _), payload in zip(chunks, payloads, strict=True):
+        assert bench.row_region(slot)[: len(payload)] == payload
+        assert bench.stamp(slot) == Stamp(1000 + slot, 1, len(payload))
+    targets = [16, 20, 3, 18][: len(blocks)]
+    bench.worker.submit_load(2, bench.spec(chunks), GPULoadStoreSpec(targets, [len(targets)], [0]))
+    assert bench.finish(2) == set()
+    assert [
+        bench.expected(group, targets[begin : begin + blocks_per_chunk])
+        for begin in range(0, len(targets), blocks_per_chunk)
+    ] == payloads
 
 
 def test_ranks_write_their_own_regions_only(make_bench: MakeBench) -> None:

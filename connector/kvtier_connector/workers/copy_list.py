@@ -10,7 +10,10 @@ from kvtier_connector.workers.places import WorkerLayout
 
 
 class CopyList(NamedTuple):
-    """Copies of a job: `sizes[i]` bytes between the addresses `vllm[i]` and `arena[i]`; all `(n,)` int64."""
+    """Copies of a job: `sizes[i]` bytes between the addresses `vllm[i]` and `arena[i]`.
+
+    All are `(n,)` int64, contiguous and writable.
+    """
 
     vllm: Int64s
     arena: Int64s
@@ -63,5 +66,5 @@ class _PageArrays(NamedTuple):
         """Return the columns of a copy list; all arguments are `(n,)`."""
         vllm = self.base_address + block_ids * self.block_stride
         arena = regions + self.region_offset + places * self.page_bytes
-        sizes = np.broadcast_to(self.page_bytes, vllm.shape)
-        return vllm.ravel(), arena.ravel(), sizes.ravel()
+        sizes = np.repeat(self.page_bytes, block_ids.size)  # its own memory: compiled copies take no read-only view
+        return vllm.ravel(), arena.ravel(), sizes

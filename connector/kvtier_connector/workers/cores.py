@@ -1,9 +1,12 @@
 """On which cores the thread runs that copies."""
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -13,17 +16,18 @@ def use_all_cores_of_node() -> None:
 
     vLLM binds each compute thread of a CPU worker to one core, and what the first of them starts inherits that core:
     copies took turns with the very thread that all others wait for, even where `VLLM_CPU_NUM_OF_RESERVED_CPU` keeps
-    cores free for work like this. A worker in the engine's own process is bound by nobody but the operator, and stays.
-    Source: `OMPProcessManager` of vLLM 0.32.
+    cores free for work like this. Only in a process that vLLM made for a worker, a daemonic child of its engine's:
+    in any other it was the operator who bound it. Never raises: copies can go on where they are.
+    Source: `OMPProcessManager` and `WorkerProc.make_worker_process` of vLLM 0.32.
     """
     engine = multiprocessing.parent_process()
-    if engine is None or engine.pid is None:
+    if engine is None or engine.pid is None or not multiprocessing.current_process().daemon:
         return
     try:
         own = os.sched_getaffinity(0)
         os.sched_setaffinity(0, own | (os.sched_getaffinity(engine.pid) & _same_nodes(own)))
-    except OSError:  # the engine is ending, or a sandbox forbids it: copies go on where they are
-        return
+    except Exception:  # the engine is ending, a sandbox forbids it, a kernel lists nodes otherwise
+        logger.debug("kvtier: copies stay on the cores that they were given", exc_info=True)
 
 
 def _same_nodes(cores: set[int]) -> set[int]:

@@ -5,6 +5,7 @@ import os
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,16 +30,17 @@ def _worker(pipe: Connection) -> None:
 
 
 @needs_two_cores
-def test_copies_may_use_what_the_engine_may() -> None:
+@pytest.mark.parametrize("is_vllms", [True, False], ids=["vllm's worker", "somebody's process"])
+def test_copies_may_use_what_the_engine_may(is_vllms: bool) -> None:
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_worker, args=(there,))
+    process = multiprocessing.get_context("spawn").Process(target=_worker, args=(there,), daemon=is_vllms)
     process.start()
     assert here.poll(60)
     main, copier = here.recv()
     process.join(60)
     given = os.sched_getaffinity(0)
     assert main == {min(given)}
-    assert copier == main | (given & cores._same_nodes(main))
+    assert copier == (main | (given & cores._same_nodes(main)) if is_vllms else main)
 
 
 def test_a_worker_in_the_engines_process_stays_where_the_operator_bound_it() -> None:
@@ -54,6 +56,19 @@ def test_a_worker_in_the_engines_process_stays_where_the_operator_bound_it() -> 
     thread.start()
     thread.join()
     assert found == [{min(before)}]
+
+
+@needs_two_cores
+def test_what_cannot_be_read_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(own: set[int]) -> set[int]:
+        raise ValueError("invalid literal for int()")
+
+    monkeypatch.setattr(cores, "_same_nodes", unreadable)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getpid()))
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
+    before = os.sched_getaffinity(0)
+    cores.use_all_cores_of_node()
+    assert os.sched_getaffinity(0) == before
 
 
 def test_only_cores_of_the_same_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

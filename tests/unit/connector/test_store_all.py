@@ -154,15 +154,60 @@ def test_stores_are_reported_in_prefix_order(scheduler: Scheduler) -> None:
     assert [store.key for store in done.stores] == keys_of("chat", 6)
 
 
-def test_stores_of_what_nobody_pinned_wait_for_each_other(scheduler: Scheduler) -> None:
+def _with_credits(monkeypatch: pytest.MonkeyPatch, num_credits: int) -> Scheduler:
+    scheduler = Scheduler(monkeypatch, num_credits=num_credits)
+    scheduler.attach(num_credits=num_credits, store_mode=pb.STORE_ALL)
+    scheduler.hold([], complete=True)
+    return scheduler
+
+
+def test_stores_of_what_nobody_pinned_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = _with_credits(monkeypatch, 16)
     meta = computed(scheduler, scheduler.new_request("one", 4))
     scheduler.workers_report(list(meta.store_jobs))
-    assert not scheduler.has_sent(), "half of the credits stand: nothing hurries"
-    computed(scheduler, scheduler.new_request("two", 1, "r2"))
+    assert not scheduler.has_sent(), "there are slots for another step like this one: nothing hurries"
+    computed(scheduler, scheduler.new_request("two", 5, "r2"))
     assert scheduler.has_sent(), "the daemon is to give more before they run out"
     first, second = scheduler.sent()[:2]
-    assert [store.key for store in first.store_begin.stores] == [*keys_of("one", 4), *keys_of("two", 1)]
+    assert [store.key for store in first.store_begin.stores] == [*keys_of("one", 4), *keys_of("two", 5)]
     assert [store.key for store in second.store_done.stores] == keys_of("one", 4)
+
+
+def test_the_next_step_of_a_long_prompt_finds_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credits are for two whole steps; a step after which less is left for another is told at once."""
+    scheduler = _with_credits(monkeypatch, 16)
+    computed(scheduler, scheduler.new_request("long", 8))
+    assert scheduler.has_sent()
+    assert len(begun(scheduler)) == 8
+    slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(20, 28)]
+    scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
+    computed(scheduler, scheduler.new_request("longer", 8, "r2"))
+    assert len(begun(scheduler)) == 8
+
+
+def test_who_has_one_slot_only_tells_of_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = _with_credits(monkeypatch, 1)
+    computed(scheduler, scheduler.new_request("short", 1))
+    assert scheduler.has_sent()
+
+
+def test_what_is_done_is_told_at_once_while_slots_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon has no slot to give before what was written may be evicted."""
+    scheduler = _with_credits(monkeypatch, 16)
+    meta = computed(scheduler, scheduler.new_request("one", 8))
+    scheduler.sent()
+    scheduler.workers_report(list(meta.store_jobs))
+    assert scheduler.has_sent()
+    assert len(scheduler.sent_one("store_done").stores) == 8
+
+
+def test_a_chunk_without_a_slot_has_the_daemon_hear_of_those_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = _with_credits(monkeypatch, 16)
+    computed(scheduler, scheduler.new_request("one", 2))
+    assert not scheduler.has_sent()
+    computed(scheduler, scheduler.new_request("two", 16, "r2"))
+    assert scheduler.has_sent()
+    assert begun(scheduler) == [*keys_of("one", 2), *keys_of("two", 10)]
 
 
 def test_stores_of_pinned_prompts_wait_for_nothing(scheduler: Scheduler) -> None:
@@ -176,10 +221,10 @@ def test_stores_of_pinned_prompts_wait_for_nothing(scheduler: Scheduler) -> None
 
 
 def test_who_waits_for_slots_has_the_daemon_hear_of_those_that_are_used(scheduler: Scheduler) -> None:
-    computed(scheduler, scheduler.new_request("one", 4))
+    computed(scheduler, scheduler.new_request("one", 3))
     assert not scheduler.has_sent()
     scheduler.pin(keys_of("sys", 6), held=False)
-    assert not computed(scheduler, scheduler.new_request("sys", 6, "r2")).store_jobs, "four credits are left"
+    assert not computed(scheduler, scheduler.new_request("sys", 6, "r2")).store_jobs, "five credits are left"
     assert scheduler.has_sent()
 
 
