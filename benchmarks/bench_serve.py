@@ -88,6 +88,7 @@ class BenchServeClient(Process):
     @override
     def start(self) -> None:
         """Start it and wait until it takes orders."""
+        self._socket.unlink(missing_ok=True)  # of an earlier one that was killed
         super().start()
         self.wait_ready(self._connects, START_TIMEOUT_S)
 

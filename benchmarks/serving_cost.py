@@ -1,13 +1,15 @@
 """What it costs that kvtier is there: vLLM alone beside vLLM with kvtier and pins that no request matches.
 
-usage: python -m benchmarks.serving_cost [--pins 10000 | --store all] [--pairs 16] [--control] [--peer] [--resume]
+usage: python -m benchmarks.serving_cost [--pins 10000 | --store all] [--pairs 16] [--control] [--bare] [--peer]
+           [--resume]
 
 Traffic is `vllm bench serve` with random prompts, a fixed number of requests and a fixed number of them at a time. Both
 servers are started once per `--starts` and then take turns (ABBA, one pair of runs per seed): who is not measured is
 stopped with SIGSTOP, its daemon too. So a turn costs no start, both sides keep the same processes, caches and memory
 over all their runs, and a pair is measured within a minute. What differs by luck between two processes of the same kind
 (addresses, placement) stays the same within one start: `--starts 2` and more average it, `--control` shows it with a
-second vLLM alone. With `--peer` vLLM's own offloading to host memory and disk takes turns too; it stores everything.
+second vLLM alone, and `--bare` what vLLM itself pays for a connector, whatever it does. With `--peer` vLLM's own
+offloading to host memory and disk takes turns too; it stores everything.
 Reported is the median of the ratios within pairs, with its exact 95 % interval.
 
 With `--store all` there are no pins unless asked for, and the daemon keeps every whole chunk of every prompt: what it
@@ -17,6 +19,8 @@ Beside it, once: CPU of the daemon when nothing happens, and memory of the daemo
 """
 
 import argparse
+import json
+import os
 import shutil
 import sys
 import tempfile
@@ -31,7 +35,7 @@ from benchmarks.machine import fast_dtype, hardware, versions
 from benchmarks.many_pins import fill_with_pins, make_durable, wait_bound, wait_durable
 from benchmarks.models import SERVED, cached_model
 from benchmarks.peers.asking import greet
-from benchmarks.peers.systems import VLLMTiering
+from benchmarks.peers.systems import ROOT, VLLMTiering
 from benchmarks.processes import (
     Daemon,
     Engine,
@@ -44,7 +48,7 @@ from benchmarks.processes import (
     wait_attached,
 )
 from benchmarks.records import Records, RecordsError
-from benchmarks.serving_cost_report import ALONE, CONTROL, KVTIER, PEER, report
+from benchmarks.serving_cost_report import ALONE, BARE, CONTROL, KVTIER, PEER, report
 from benchmarks.usage import cpu_of, cpu_s, memory_of, titled
 
 PRESENCE = "presence"
@@ -136,6 +140,8 @@ class Bench:
         sides = [self._start_alone(ALONE, start, stack), kvtier]
         if self.arguments.control:
             sides.append(self._start_alone(CONTROL, start, stack))
+        if self.arguments.bare:
+            sides.append(self._start_alone(BARE, start, stack, bare_connector(self.options)))
         if self.arguments.peer:
             sides.append(self._start_peer(start, stack))
         client = stack.enter_context(BenchServeClient(self.home))
@@ -187,9 +193,10 @@ class Bench:
             "stored_mib": side.daemon.metric("kvtier_stored_bytes_total") / 2**20 if side.daemon else 0.0,
         }
 
-    def _start_alone(self, name: str, start: int, stack: ExitStack) -> Side:
+    def _start_alone(self, name: str, start: int, stack: ExitStack, options: EngineOptions | None = None) -> Side:
         say(f"starting {name}")
-        engine = stack.enter_context(Engine(self.options, self.home / f"{_file_name(name)}-{start}.log"))
+        log_path = self.home / f"{_file_name(name)}-{start}.log"
+        engine = stack.enter_context(Engine(options or self.options, log_path))
         side = Side(name=name, engine=engine)
         greet(engine)
         engine.pause()
@@ -266,6 +273,21 @@ class Bench:
             self.records.add(PRESENCE, "engine", side=side.name, process=title, state=state, **asdict(memory))
 
 
+def bare_connector(options: EngineOptions) -> EngineOptions:
+    """Return options for a vLLM whose connector does nothing."""
+    config = {
+        "kv_connector": "BareConnector",
+        "kv_connector_module_path": "benchmarks.peers.bare_connector",
+        "kv_role": "kv_both",
+    }
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return replace(
+        options,
+        extra_args=[*options.extra_args, "--kv-transfer-config", json.dumps(config)],
+        extra_env={**options.extra_env, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
 def _pair(start: int, number: int) -> str:
     return f"pair-{start}-{number}"
 
@@ -287,6 +309,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=16, help="per start; six in all are the fewest for 95 %%")
     parser.add_argument("--starts", type=int, default=1)
     parser.add_argument("--control", action="store_true", help="a second vLLM alone takes turns too")
+    parser.add_argument("--bare", action="store_true", help="a vLLM whose connector does nothing takes turns too")
     parser.add_argument("--peer", action="store_true", help="vLLM's own offloading, with its fs tier, takes turns too")
     parser.add_argument(
         "--omp-cpus", default="", help="cores of vLLM's compute threads, 0-6 for example; default: vLLM's choice, all"
@@ -323,6 +346,7 @@ def main() -> int:
         "spread",
         "dtype",
         "control",
+        "bare",
         "peer",
         "omp_cpus",
     )

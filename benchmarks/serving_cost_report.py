@@ -8,6 +8,7 @@ from benchmarks.records import Records, Row
 from benchmarks.suite.tables import table
 
 ALONE, KVTIER, CONTROL, PEER = "vLLM alone", "with kvtier", "vLLM alone, again", "vLLM fs tier"
+BARE = "with a connector that does nothing"
 MIB = 2**20
 ROWS: tuple[tuple[str, str, int], ...] = (
     ("throughput, requests/s", "request_throughput", 3),
@@ -48,8 +49,8 @@ def _ratios(runs: Sequence[Row]) -> str:
     """Return a row per quantity: both sides, and the median of the ratios within pairs."""
     if not runs:
         return ""
-    compared = [side for side in (KVTIER, CONTROL, PEER) if any(run["side"] == side for run in runs)]
-    shown = [side for side in (ALONE, *compared) if side != CONTROL]
+    compared = [side for side in (KVTIER, BARE, CONTROL, PEER) if any(run["side"] == side for run in runs)]
+    shown = [side for side in (ALONE, *compared) if side not in (CONTROL, BARE)]
     header = ["quantity", *shown, *(f"{side} / alone" for side in compared)]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for label, key, digits in ROWS:
