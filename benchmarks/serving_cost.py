@@ -20,7 +20,6 @@ Beside it, once: CPU of the daemon when nothing happens, and memory of the daemo
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from benchmarks.machine import fast_dtype, hardware, versions
 from benchmarks.many_pins import fill_with_pins, make_durable, wait_bound, wait_durable
 from benchmarks.models import SERVED, cached_model
 from benchmarks.peers.asking import greet
-from benchmarks.peers.systems import ROOT, VLLMTiering
+from benchmarks.peers.systems import VLLMTiering, path_with_benchmarks
 from benchmarks.processes import (
     Daemon,
     Engine,
@@ -280,11 +279,10 @@ def bare_connector(options: EngineOptions) -> EngineOptions:
         "kv_connector_module_path": "benchmarks.peers.bare_connector",
         "kv_role": "kv_both",
     }
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return replace(
         options,
         extra_args=[*options.extra_args, "--kv-transfer-config", json.dumps(config)],
-        extra_env={**options.extra_env, "PYTHONPATH": os.pathsep.join(paths)},
+        extra_env={**options.extra_env, "PYTHONPATH": path_with_benchmarks()},
     )
 
 

@@ -10,7 +10,6 @@ itself takes about a microsecond per call; what connectors do in threads of thei
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -25,7 +24,7 @@ from benchmarks.bench_serve import BenchServe, BenchServeClient
 from benchmarks.machine import fast_dtype, machine_line
 from benchmarks.models import SERVED, cached_model
 from benchmarks.peers.asking import greet
-from benchmarks.peers.systems import ROOT, KVTier, KVTierAll, LMCache, SetupError, System, VLLMTiering
+from benchmarks.peers.systems import KVTier, KVTierAll, LMCache, SetupError, System, VLLMTiering, path_with_benchmarks
 from benchmarks.peers.timed_connector import CONNECTOR_VARIABLE, FOLDER_VARIABLE, IDLE_S
 from benchmarks.processes import Engine, EngineOptions, Process, interrupt_on_signals, run_cli, say
 from benchmarks.suite.tables import table
@@ -179,11 +178,10 @@ def timed(engine: Engine, connector: str, folder: Path) -> Engine:
         "kv_connector": "TimedConnector",
         "kv_connector_module_path": "benchmarks.peers.timed_connector",
     }
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
         CONNECTOR_VARIABLE: connector,
         FOLDER_VARIABLE: str(folder),
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": path_with_benchmarks(),
     }
     options = replace(engine.options, extra_env={**engine.options.extra_env, **variables})
     other = Engine(options, engine.log_path)

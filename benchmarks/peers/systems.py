@@ -377,13 +377,17 @@ class VLLMTiering(System):
                 "secondary_tiers": [{"type": "fs", "root_dir": str(self.disk_dir)}],
             },
         }
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return self._with_connector(config, {"PYTHONPATH": os.pathsep.join(paths)})
+        return self._with_connector(config, {"PYTHONPATH": path_with_benchmarks()})
 
     def forget_host_memory(self) -> None:
         """Remove its shared memory, which a killed vLLM leaves behind."""
         for path in SHM.glob(f"vllm_offload_{self.engine_id}*"):
             path.unlink(missing_ok=True)
+
+
+def path_with_benchmarks() -> str:
+    """Return a PYTHONPATH on which vLLM finds the modules that benchmarks have it load."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 SYSTEMS: dict[str, type[System]] = {
