@@ -33,7 +33,7 @@ class StoreBook:
         self._mirror, self._num_credits = mirror, num_credits
         self._credits: deque[Grant] = deque()
         self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
-        self._num_at_once = 1  # the most that were to be begun at once
+        self._num_at_once = 1  # the most that were to be begun at once, up to half of the credits: a whole step
         self._writing: dict[ChunkKey, Grant] = {}
         self._committing: dict[ChunkKey, float] = {}
         self._orphaned: set[ChunkKey] = set()
@@ -64,7 +64,7 @@ class StoreBook:
         pinned = self.pinned(keys)[: len(self._credits)]
         chosen = {*pinned, *[key for key in keys if not self._mirror.is_pinned(key)][: self._num_for_any(len(pinned))]}
         begun = [(key, self._credits.popleft()) for key in keys if key in chosen]
-        self._num_at_once = max(self._num_at_once, len(keys))
+        self._num_at_once = max(self._num_at_once, min(len(keys), self._num_credits // 2))
         if begun:
             self._writing.update(begun)
             message = pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun)))

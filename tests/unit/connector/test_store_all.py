@@ -185,6 +185,17 @@ def test_the_next_step_of_a_long_prompt_finds_slots(monkeypatch: pytest.MonkeyPa
     assert len(begun(scheduler)) == 8
 
 
+def test_after_a_prompt_that_no_credits_suffice_for_small_ones_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM offers at once what it had in its own cache, however long: that is no step that will come again."""
+    scheduler = _with_credits(monkeypatch, 16)
+    computed(scheduler, scheduler.new_request("huge", 40))
+    assert len(begun(scheduler)) == 12
+    slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(20, 32)]
+    scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
+    computed(scheduler, scheduler.new_request("small", 1, "r2"))
+    assert not scheduler.has_sent()
+
+
 def test_who_has_one_slot_only_tells_of_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = _with_credits(monkeypatch, 1)
     computed(scheduler, scheduler.new_request("short", 1))
