@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -205,6 +205,19 @@ class Process:
         finally:
             if not self.is_running:
                 raise StartError(f"{self.name} ended with status {self.returncode}\n{self.log_tail()}")
+
+
+@contextmanager
+def running(processes: Sequence[Process]) -> Iterator[None]:
+    """Let paused processes run for the length of the block; name servers before those that use them."""
+    for process in processes:
+        process.resume()
+    try:
+        yield
+    finally:
+        for process in reversed(processes):
+            if process.is_running:
+                process.pause()
 
 
 class Daemon(Process):

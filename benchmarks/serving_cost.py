@@ -19,7 +19,6 @@ Beside it, once: CPU of the daemon when nothing happens, and memory of the daemo
 """
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from benchmarks.machine import fast_dtype, hardware, versions
 from benchmarks.many_pins import fill_with_pins, make_durable, wait_bound, wait_durable
 from benchmarks.models import SERVED, cached_model
 from benchmarks.peers.asking import greet
-from benchmarks.peers.systems import VLLMTiering, path_with_benchmarks
+from benchmarks.peers.systems import System, VLLMAlone, VLLMBare, VLLMTiering
 from benchmarks.processes import (
     Daemon,
     Engine,
@@ -43,6 +42,7 @@ from benchmarks.processes import (
     StartError,
     interrupt_on_signals,
     run_cli,
+    running,
     say,
     wait_attached,
 )
@@ -81,16 +81,10 @@ class Side:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Let it run, the only one that does; paused again whatever happens."""
-        for process in self.processes:
-            process.resume()
-        try:
+        with running(self.processes):
             if self.daemon is not None:
                 wait_attached(self.daemon)
             yield
-        finally:
-            for process in reversed(self.processes):
-                if process.is_running:
-                    process.pause()
 
     def hit_tokens(self) -> float:
         """Return the tokens that came from kvtier since its start; pins may give none, in this benchmark."""
@@ -103,18 +97,9 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, home: Path, records: Records) -> None:
         """Prepare; nothing runs yet."""
         self.arguments, self.home, self.records = arguments, home, records
-        model = cached_model("served", SERVED)
-        self.options = EngineOptions(
-            model=str(model),
-            max_model_len=MAX_MODEL_LEN,
-            block_size=BLOCK_TOKENS,
-            pool_blocks=POOL_BLOCKS,
-            max_batched_tokens=MAX_MODEL_LEN,
-            dtype=arguments.dtype,
-            extra_env={"VLLM_CPU_OMP_THREADS_BIND": arguments.omp_cpus} if arguments.omp_cpus else {},
-        )
+        self.options = engine_options(arguments.dtype, arguments.omp_cpus)
         self.traffic = BenchServe(
-            model=model,
+            model=Path(self.options.model),
             num_requests=arguments.requests,
             input_tokens=arguments.input_tokens,
             output_tokens=arguments.output_tokens,
@@ -136,13 +121,13 @@ class Bench:
         if wants_presence:
             self.records.begin(PRESENCE)
         kvtier = self._start_kvtier(start, wants_presence, stack)
-        sides = [self._start_alone(ALONE, start, stack), kvtier]
+        sides = [self._start_system(VLLMAlone, ALONE, start, stack), kvtier]
         if self.arguments.control:
-            sides.append(self._start_alone(CONTROL, start, stack))
+            sides.append(self._start_system(VLLMAlone, CONTROL, start, stack))
         if self.arguments.bare:
-            sides.append(self._start_alone(BARE, start, stack, bare_connector(self.options)))
+            sides.append(self._start_system(VLLMBare, BARE, start, stack))
         if self.arguments.peer:
-            sides.append(self._start_peer(start, stack))
+            sides.append(self._start_system(VLLMTiering, PEER, start, stack))
         client = stack.enter_context(BenchServeClient(self.home))
         for side in sides:
             with side.turn():
@@ -192,23 +177,14 @@ class Bench:
             "stored_mib": side.daemon.metric("kvtier_stored_bytes_total") / 2**20 if side.daemon else 0.0,
         }
 
-    def _start_alone(self, name: str, start: int, stack: ExitStack, options: EngineOptions | None = None) -> Side:
+    def _start_system(self, kind: type[System], name: str, start: int, stack: ExitStack) -> Side:
         say(f"starting {name}")
-        log_path = self.home / f"{_file_name(name)}-{start}.log"
-        engine = stack.enter_context(Engine(options or self.options, log_path))
-        side = Side(name=name, engine=engine)
-        greet(engine)
-        engine.pause()
-        return side
-
-    def _start_peer(self, start: int, stack: ExitStack) -> Side:
-        say(f"starting {PEER}")
-        system = VLLMTiering(self.home / f"peer-{start}", self.options)
+        system = kind(self.home / f"{_file_name(name)}-{start}", self.options)
         stack.callback(system.clean_up)
         engine, _ = stack.enter_context(system.serving())
         greet(engine)
         engine.pause()
-        return Side(name=PEER, engine=engine)
+        return Side(name=name, engine=engine)
 
     def _start_kvtier(self, start: int, wants_presence: bool, stack: ExitStack) -> Side:
         """Start daemon and engine without pins, then give the daemon its pins; measure on the way."""
@@ -272,17 +248,16 @@ class Bench:
             self.records.add(PRESENCE, "engine", side=side.name, process=title, state=state, **asdict(memory))
 
 
-def bare_connector(options: EngineOptions) -> EngineOptions:
-    """Return options for a vLLM whose connector does nothing."""
-    config = {
-        "kv_connector": "BareConnector",
-        "kv_connector_module_path": "benchmarks.peers.bare_connector",
-        "kv_role": "kv_both",
-    }
-    return replace(
-        options,
-        extra_args=[*options.extra_args, "--kv-transfer-config", json.dumps(config)],
-        extra_env={**options.extra_env, "PYTHONPATH": path_with_benchmarks()},
+def engine_options(dtype: str, omp_cpus: str) -> EngineOptions:
+    """Return how every side's vLLM is run, but for its connector."""
+    return EngineOptions(
+        model=str(cached_model("served", SERVED)),
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_TOKENS,
+        pool_blocks=POOL_BLOCKS,
+        max_batched_tokens=MAX_MODEL_LEN,
+        dtype=dtype,
+        extra_env={"VLLM_CPU_OMP_THREADS_BIND": omp_cpus} if omp_cpus else {},
     )
 
 

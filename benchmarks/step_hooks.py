@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.bench_serve import BenchServe, BenchServeClient
+from benchmarks.bench_serve import BenchServe, BenchServeClient, TrafficError
 from benchmarks.machine import fast_dtype, machine_line
-from benchmarks.models import SERVED, cached_model
 from benchmarks.peers.asking import greet
 from benchmarks.peers.systems import KVTier, KVTierAll, LMCache, SetupError, System, VLLMTiering, path_with_benchmarks
 from benchmarks.peers.timed_connector import CONNECTOR_VARIABLE, FOLDER_VARIABLE, IDLE_S
-from benchmarks.processes import Engine, EngineOptions, Process, interrupt_on_signals, run_cli, say
+from benchmarks.processes import Engine, Process, interrupt_on_signals, run_cli, running, say
+from benchmarks.serving_cost import WARM_SEED, engine_options
 from benchmarks.suite.tables import table
 
 STEP, REQUEST = "build_connector_meta", "update_state_after_alloc"
@@ -41,7 +41,6 @@ OF_REQUESTS = (
 )
 WORKERS = "start_load_kv"
 """Only called in workers."""
-WARM_SEED = 1_000_000
 
 
 class Call(NamedTuple):
@@ -102,18 +101,14 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, home: Path) -> None:
         self._arguments, self._home = arguments, home
-        model = cached_model("served", SERVED)
-        self._options = EngineOptions(
-            model=str(model),
-            max_model_len=4096,
-            block_size=32,
-            pool_blocks=288,
-            max_batched_tokens=4096,
-            dtype=fast_dtype(),
-            extra_env={"VLLM_CPU_OMP_THREADS_BIND": arguments.omp_cpus} if arguments.omp_cpus else {},
-        )
+        self._options = engine_options(fast_dtype(), arguments.omp_cpus)
         self._traffic = BenchServe(
-            model=model, num_requests=48, input_tokens=256, output_tokens=32, concurrency=4, spread=0.5
+            model=Path(self._options.model),
+            num_requests=48,
+            input_tokens=256,
+            output_tokens=32,
+            concurrency=4,
+            spread=0.5,
         )
 
     def run(self) -> dict[str, list[dict[str, Cost]]]:
@@ -158,15 +153,14 @@ class Bench:
         return side
 
     def _turn(self, side: Side, client: BenchServeClient, number: int) -> dict[str, Cost]:
-        for process in side.processes:
-            process.resume()
-        if isinstance(side.system, KVTierAll):
-            run_cli(side.system.daemon.socket, "evict", "--all")
-        began_s = time.perf_counter()
-        client.run(self._traffic, side.engine.url, WARM_SEED if number < 0 else number)
-        time.sleep(3 * IDLE_S)
-        for process in reversed(side.processes):
-            process.pause()
+        with running(side.processes):
+            if isinstance(side.system, KVTierAll):
+                evicted = run_cli(side.system.daemon.socket, "evict", "--all")
+                if evicted.returncode:
+                    raise TrafficError(f"kvtier evict --all: {evicted.stderr}")
+            began_s = time.perf_counter()
+            client.run(self._traffic, side.engine.url, WARM_SEED if number < 0 else number)
+            time.sleep(3 * IDLE_S)  # until its calls are written
         return costs(list(side.calls(began_s)))
 
 

@@ -177,6 +177,20 @@ class VLLMAlone(System):
         """Nothing outlives vLLM."""
 
 
+class VLLMBare(VLLMAlone):
+    """vLLM with a connector that does nothing."""
+
+    name = "with a connector that does nothing"
+
+    def _engine_options(self) -> EngineOptions:
+        config: dict[str, object] = {
+            "kv_connector": "BareConnector",
+            "kv_connector_module_path": "benchmarks.peers.bare_connector",
+            "kv_role": "kv_both",
+        }
+        return self._with_connector(config, {"PYTHONPATH": path_with_benchmarks()})
+
+
 class KVTier(System):
     """kvtier; the prompt is pinned with the CLI, which returns when it is durable."""
 
