@@ -1,7 +1,9 @@
-"""Making names durable: the one step after a rename or a new file that is easily forgotten."""
+"""Making files and names durable: the steps after a write, a rename or a new file that are easily forgotten."""
 
 import os
 from pathlib import Path
+
+TEMP_SUFFIX = ".tmp"
 
 
 def fsync_directory(directory: Path) -> None:
@@ -15,3 +17,22 @@ def fsync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_file_durably(path: Path, data: bytes) -> None:
+    """Create or replace a small private file (0600): a crash leaves the old content or the new. Blocks.
+
+    Its folder is created (0700) when it is missing. A crash may also leave `<path>.tmp`.
+
+    Raises:
+        OSError: The operating system refused.
+    """
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    temp = path.with_name(path.name + TEMP_SUFFIX)
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temp.rename(path)
+    fsync_directory(path.parent)

@@ -16,10 +16,9 @@ from kvtier.ledger.migrations import FIRST_CHECKED_VERSION
 from kvtier.ledger.references import dangling_rows
 from kvtier.ledger.row_checksums import altered_rows
 from kvtier.ledger.rows import LedgerSnapshot
+from kvtier.ledger.schema import SIDE_FILES
 
 _MAX_PROBLEMS = 20
-SIDE_FILES = ("-wal", "-shm")
-"""What SQLite keeps beside a database."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ def load_copy(path: Path, folder: Path) -> LedgerSnapshot:
                 source.backup(target)
         except sqlite3.Error as exc:
             raise LedgerError(f"cannot read the ledger {path}: {exc}") from exc
-        ledger = Ledger.open(copy)
+        ledger = Ledger.open(copy, with_copies=False)
         try:
             return ledger.load()
         finally:

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
 
@@ -29,8 +30,8 @@ def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
     """
     return LedgerSnapshot(
         namespaces=_load_namespaces(sql),
-        prompts=_load_prompts(sql),
-        bindings=_load_bindings(sql),
+        prompts=load_prompts(sql),
+        bindings=load_bindings(sql),
         packs=_load_packs(sql),
     )
 
@@ -53,10 +54,16 @@ def _load_namespaces(sql: sqlite3.Connection) -> tuple[NamespaceRow, ...]:
     )
 
 
-def _load_prompts(sql: sqlite3.Connection) -> tuple[PromptRow, ...]:
+def load_prompts(sql: sqlite3.Connection, where: str = "", values: Sequence[str] = ()) -> tuple[PromptRow, ...]:
+    """Return prompts by name, all of them or those of a WHERE clause.
+
+    Raises:
+        sqlite3.Error, ValueError: As `load_snapshot`.
+    """
     rows = sql.execute(
         "SELECT name, pin_id, pinned, tokens, model, lora_name, lora_path, cache_salt, recipe_json, created_unix_s,"
-        " expires_unix_s, priority FROM prompts ORDER BY name"
+        f" expires_unix_s, priority, revision FROM prompts {where} ORDER BY name",
+        values,
     )
     return tuple(
         PromptRow(
@@ -72,6 +79,7 @@ def _load_prompts(sql: sqlite3.Connection) -> tuple[PromptRow, ...]:
             created_unix_s=created,
             expires_unix_s=expires,
             priority=priority,
+            revision=revision,
         )
         for (
             name,
@@ -86,20 +94,28 @@ def _load_prompts(sql: sqlite3.Connection) -> tuple[PromptRow, ...]:
             created,
             expires,
             priority,
+            revision,
         ) in rows
     )
 
 
-def _load_bindings(sql: sqlite3.Connection) -> tuple[BindingRow, ...]:
-    rows = sql.execute("SELECT pin_id, namespace_id, key_bytes, keys, covered_tokens FROM bindings")
+def load_bindings(sql: sqlite3.Connection, where: str = "", values: Sequence[str] = ()) -> tuple[BindingRow, ...]:
+    """Return bindings in no order, all of them or those of a WHERE clause.
+
+    Raises:
+        sqlite3.Error, ValueError: As `load_snapshot`.
+    """
+    columns = "pin_id, namespace_id, key_bytes, keys, covered_tokens, revision"
+    rows = sql.execute(f"SELECT {columns} FROM bindings {where}", values)
     return tuple(
         BindingRow(
             pin_id=pin_id,
             namespace_id=namespace_id,
             keys=decode_keys(key_bytes, keys),
             covered_tokens=covered_tokens,
+            revision=revision,
         )
-        for pin_id, namespace_id, key_bytes, keys, covered_tokens in rows
+        for pin_id, namespace_id, key_bytes, keys, covered_tokens, revision in rows
     )
 
 

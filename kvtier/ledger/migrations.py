@@ -9,6 +9,10 @@ import sqlite3
 from kvtier.ledger.row_checksums import CHECKED_TABLES, checked_rows, row_checksum
 
 FIRST_CHECKED_VERSION = 2
+REMOVED_PACKS_TABLE = """CREATE TABLE removed_packs (
+    pack_id         TEXT PRIMARY KEY    -- its rows are gone on purpose; a crash may leave, or bring back, its file
+) STRICT, WITHOUT ROWID"""
+"""Since version 4."""
 
 
 def migrate(connection: sqlite3.Connection, version: int, target: int) -> None:
@@ -21,7 +25,11 @@ def migrate(connection: sqlite3.Connection, version: int, target: int) -> None:
     try:
         if version < FIRST_CHECKED_VERSION:
             _add_row_checksums(connection)
-        _add_priority(connection)
+        if version < 3:
+            _add_number(connection, "prompts", "priority")
+        for table in ("prompts", "bindings"):
+            _add_number(connection, table, "revision")
+        connection.execute(REMOVED_PACKS_TABLE)
         connection.execute(f"PRAGMA user_version = {target}")
         connection.execute("COMMIT")
     except BaseException:
@@ -37,12 +45,12 @@ def _add_row_checksums(connection: sqlite3.Connection) -> None:
             _set_checksum(connection, table, row.rowid, row_checksum(row.columns))
 
 
-def _add_priority(connection: sqlite3.Connection) -> None:
-    """Version 2 to 3: a prompt has a priority, behind its checksum, which is where ALTER TABLE adds columns."""
-    intact = [row for row in checked_rows(connection, "prompts") if row.is_intact]
-    connection.execute("ALTER TABLE prompts ADD COLUMN priority INTEGER NOT NULL DEFAULT 0")
+def _add_number(connection: sqlite3.Connection, table: str, column: str) -> None:
+    """Version 2 to 3 (priority), 3 to 4 (revision): a column behind all others, which is where ALTER TABLE adds it."""
+    intact = [row for row in checked_rows(connection, table) if row.is_intact]
+    connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
     for row in intact:
-        _set_checksum(connection, "prompts", row.rowid, row_checksum((*row.columns, 0)))
+        _set_checksum(connection, table, row.rowid, row_checksum((*row.columns, 0)))
 
 
 def _set_checksum(connection: sqlite3.Connection, table: str, rowid: int, checksum: int) -> None:

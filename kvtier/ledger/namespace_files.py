@@ -5,13 +5,12 @@ Rejected: the fingerprint in every pack, thousands of times the same kilobytes.
 """
 
 import json
-import os
 import zlib
 from pathlib import Path
 
 from kvtier.core.fingerprint import namespace_id
 from kvtier.errors import InvalidArgumentError
-from kvtier.fsync import fsync_directory
+from kvtier.fsync import write_file_durably
 from kvtier.ledger.rows import NamespaceRow, decode_layout, encode_layout
 
 FOLDER_NAME = "namespaces"
@@ -27,15 +26,7 @@ def save_namespace(state_dir: Path, row: NamespaceRow) -> bool:
     path = state_dir / FOLDER_NAME / f"{row.namespace_id}.json"
     if (old := _read(path)) is not None and old.layout == row.layout:
         return False
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    temp = path.with_suffix(".json.tmp")
-    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(_encode(row))
-        file.flush()
-        os.fsync(file.fileno())
-    temp.rename(path)
-    fsync_directory(path.parent)
+    write_file_durably(path, _encode(row))
     return True
 
 

@@ -5,7 +5,7 @@ import json
 import sys
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.stored import PackRecord
@@ -52,6 +52,7 @@ class PromptRow:
         created_unix_s: When it was first pinned.
         expires_unix_s: When the pin ends by itself; 0: never.
         priority: The higher, the more important; 0 for one that is not pinned.
+        revision: As the ledger gave it when it wrote the row; 0 for a row that was not read from it.
     """
 
     name: str
@@ -66,6 +67,7 @@ class PromptRow:
     created_unix_s: float
     expires_unix_s: float
     priority: int = 0
+    revision: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +79,14 @@ class BindingRow:
         namespace_id: The namespace.
         keys: Every reachable chunk, in the engine's order; all keys of one length.
         covered_tokens: Tokens of the prompt that whole chunks cover.
+        revision: As in `PromptRow`.
     """
 
     pin_id: str
     namespace_id: str
     keys: tuple[ChunkKey, ...]
     covered_tokens: int
+    revision: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,24 @@
 
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.errors import FormatVersionError, LedgerError
 from kvtier.fsync import fsync_directory
-from kvtier.ledger.migrations import migrate
+from kvtier.ledger.migrations import REMOVED_PACKS_TABLE, migrate
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
-SCHEMA_VERSION = 3
-"""PRAGMA user_version. Version 1 had no row checksums, 2 no priorities; they are brought up to date when opened."""
+SCHEMA_VERSION = 4
+"""PRAGMA user_version. Version 1 had no row checksums, 2 no priorities, 3 no revisions and no removed packs; they are
+brought up to date when opened."""
+SIDE_FILES = ("-wal", "-shm")
+"""What SQLite keeps beside a database."""
 BUSY_TIMEOUT_S = 5.0
 """How long to wait for an operator who has the file open in the sqlite3 shell."""
 
-_TABLES = """
+_TABLES = f"""
 CREATE TABLE namespaces (
     namespace_id    TEXT PRIMARY KEY,
     model           TEXT NOT NULL,
@@ -38,7 +42,8 @@ CREATE TABLE prompts (
     created_unix_s  REAL NOT NULL,
     expires_unix_s  REAL NOT NULL,      -- 0: never
     checksum        INTEGER NOT NULL,
-    priority        INTEGER NOT NULL    -- the higher, the more important
+    priority        INTEGER NOT NULL,   -- the higher, the more important
+    revision        INTEGER NOT NULL    -- of the ledger when the row was written; its copy has the same
 ) STRICT;
 CREATE TABLE bindings (
     pin_id          TEXT NOT NULL REFERENCES prompts (pin_id) ON DELETE CASCADE,
@@ -47,6 +52,7 @@ CREATE TABLE bindings (
     keys            BLOB NOT NULL,      -- keys of key_bytes each, one after the other
     covered_tokens  INTEGER NOT NULL,
     checksum        INTEGER NOT NULL,
+    revision        INTEGER NOT NULL,
     PRIMARY KEY (pin_id, namespace_id)
 ) STRICT;
 CREATE INDEX bindings_by_namespace ON bindings (namespace_id);
@@ -68,6 +74,7 @@ CREATE TABLE chunks (
     PRIMARY KEY (namespace_id, key)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX chunks_by_pack ON chunks (pack_id);
+{REMOVED_PACKS_TABLE};
 """
 
 
@@ -116,15 +123,25 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         raise _foreign(path)
     elif version < SCHEMA_VERSION:
         migrate(connection, version, SCHEMA_VERSION)
+    checkpoint(connection)
 
 
 def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:
+    # What is left of the WAL of a daemon that was killed may not fit the pages that stayed: look at the indexes too.
+    was_killed = _is_filled(path.with_name(path.name + "-wal"))
     try:
-        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        (verdict,) = connection.execute(f"PRAGMA {'integrity' if was_killed else 'quick'}_check(1)").fetchone()
     except UnicodeDecodeError as exc:  # the verdict quotes damaged text
         raise _damaged(path, str(exc)) from exc
     if verdict != "ok":
         raise _damaged(path, verdict)
+
+
+def _is_filled(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
 
 
 def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
@@ -136,6 +153,22 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
     )
 
 
+def checkpoint(connection: sqlite3.Connection) -> bool:
+    """Move everything from the WAL into the database and empty the WAL; say whether that was possible.
+
+    Between commits nothing is in the WAL then: SQLite cuts a damaged one off at the damage without an error, and with
+    it what was acknowledged. A rollback journal costs as much, but lets who reads block who writes.
+    """
+    try:
+        connection.execute("PRAGMA busy_timeout = 0")  # who reads is not waited for: the next commit tries again
+        (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.Error:
+        is_busy = 1
+    with suppress(sqlite3.Error):
+        connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+    return not is_busy
+
+
 def _number(connection: sqlite3.Connection, pragma: str) -> int:
     (value,) = connection.execute(f"PRAGMA {pragma}").fetchone()
     return int(value)
@@ -143,8 +176,9 @@ def _number(connection: sqlite3.Connection, pragma: str) -> int:
 
 def _damaged(path: Path, problem: str) -> LedgerError:
     return LedgerError(
-        f"the ledger {path} is damaged or not a kvtier ledger ({problem}); restore it from a backup, or move it away "
-        "together with its -wal and -shm files and start again: pins are lost then, prompts must be pinned anew"
+        f"the ledger {path} is damaged or not a kvtier ledger ({problem}); run `kvtier fsck --offline --repair`, which "
+        "saves what can be read and brings back pins from their copies and chunks from their packs, or restore it from "
+        "a backup"
     )
 
 

@@ -171,5 +171,6 @@ def test_a_value_that_cannot_be_kept_changes_nothing(ledger: Ledger) -> None:
 
 
 def test_only_the_owner_can_read_prompts(tmp_path: Path, ledger: Ledger) -> None:
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.suffix != ".json"}
+    assert modes == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600, "promises": 0o700}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "promises").iterdir()} == {0o600}

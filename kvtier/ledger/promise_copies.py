@@ -1,0 +1,195 @@
+"""A second copy of each promise: one small file for each prompt and each binding, apart from the ledger's database.
+
+    <folder>/<id>-<revision>.json    id: 32 hex digits, from the row's key; revision: 16 hex digits
+
+A promise must not share the fate of one file. A copy is written after the ledger's commit and before the caller hears
+of it, and it is removed before the row is. So a copy without a row, or with a newer revision than its row, means that
+the ledger has lost what was acknowledged: `restoring.py` puts it back. A row without a copy, or with an older one, is
+what a crash between the two steps leaves: the copy is written again.
+
+Rejected: a journal of all promises (one flipped bit in a length ends the reading of it), prompts in each pack (a prompt
+that is not computed yet has none), and a second database (an old backup of it could not be told from a new one).
+ADR 19 has the reasons.
+"""
+
+import base64
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from kvtier.errors import InvalidArgumentError
+from kvtier.fsync import TEMP_SUFFIX, fsync_directory, write_file_durably
+from kvtier.ledger.rows import BindingRow, PromptRow, decode_keys, decode_tokens, encode_keys, encode_tokens
+from kvtier.obs.log import log_event
+
+logger = logging.getLogger(__name__)
+
+FOLDER_NAME = "promises"
+DAMAGED_SUFFIX = ".damaged"
+_FORMAT = 1
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})\.json")
+
+Promise = PromptRow | BindingRow
+
+
+def prompt_id(name: str) -> str:
+    """Return the id under which a prompt's copy lies: that of its name, so a replaced prompt replaces its copy."""
+    return _digest("prompt", name)
+
+
+def binding_id(pin_id: str, namespace_id: str) -> str:
+    """Return the id under which a binding's copy lies."""
+    return _digest("binding", pin_id, namespace_id)
+
+
+class PromiseCopies:
+    """The folder of the copies. Blocks; used by the ledger's thread only.
+
+    A copy proves itself by its checksum, and by its name, which is derived from what it says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Look at what is there, and change nothing; the folder is created with the first copy.
+
+        Raises:
+            OSError: The operating system refused.
+        """
+        self.folder = folder
+        self._revisions: dict[str, int] = {}
+        self._older: list[tuple[str, int]] = []
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if (match := _NAME.fullmatch(path.name)) is not None:
+                copy_id, revision = match[1], int(match[2], 16)
+                if copy_id in self._revisions:
+                    self._older.append((copy_id, self._revisions[copy_id]))
+                self._revisions[copy_id] = revision
+
+    def tidy(self) -> None:
+        """Remove what a crash left: half-written files, and older copies beside newer ones that are whole.
+
+        Raises:
+            OSError: The operating system refused.
+        """
+        for path in self.folder.glob(f"*{TEMP_SUFFIX}"):
+            path.unlink(missing_ok=True)
+        for copy_id, older in reversed(self._older):
+            if copy_id in self._revisions and self.read(copy_id) is not None:
+                self._path(copy_id, older).unlink(missing_ok=True)
+            else:
+                if copy_id in self._revisions:
+                    self.set_aside(copy_id)
+                self._revisions[copy_id] = older
+        self._older.clear()
+
+    @property
+    def revisions(self) -> Mapping[str, int]:
+        """The revision of each copy, by id."""
+        return self._revisions
+
+    def put(self, row: Promise, revision: int) -> None:
+        """Write the copy of a row, durably, in place of an older one.
+
+        Raises:
+            OSError: The operating system refused; the older copy is there as before.
+        """
+        copy_id = _id_of(row)
+        write_file_durably(self._path(copy_id, revision), _encode(row, revision))
+        older = self._revisions.get(copy_id)
+        self._revisions[copy_id] = revision
+        if older is not None and older != revision:
+            with suppress(OSError):  # the newer one counts
+                self._path(copy_id, older).unlink(missing_ok=True)
+
+    def drop(self, *copy_ids: str) -> None:
+        """Remove copies, durably; unknown ids are fine.
+
+        Raises:
+            OSError: The operating system refused; some may be gone.
+        """
+        present = [copy_id for copy_id in copy_ids if copy_id in self._revisions]
+        for copy_id in present:
+            self._path(copy_id, self._revisions[copy_id]).unlink(missing_ok=True)
+            del self._revisions[copy_id]
+        if present:
+            fsync_directory(self.folder)
+
+    def read(self, copy_id: str) -> Promise | None:
+        """Return the row that a copy holds, with its revision; None if it is not what was written, or unreadable."""
+        revision = self._revisions[copy_id]
+        try:
+            row = _decode(self._path(copy_id, revision).read_bytes())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidArgumentError):
+            return None
+        return row if _id_of(row) == copy_id and row.revision == revision else None
+
+    def set_aside(self, copy_id: str) -> None:
+        """Give a damaged copy another name, for people to look at."""
+        path = self._path(copy_id, self._revisions.pop(copy_id))
+        with suppress(OSError):
+            path.rename(path.with_name(path.name + DAMAGED_SUFFIX))
+        log_event(logger, "promise_copy_damaged", level=logging.WARNING, path=path)
+
+    def _path(self, copy_id: str, revision: int) -> Path:
+        return self.folder / f"{copy_id}-{revision:016x}.json"
+
+
+def _id_of(row: Promise) -> str:
+    return prompt_id(row.name) if isinstance(row, PromptRow) else binding_id(row.pin_id, row.namespace_id)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _encode(row: Promise, revision: int) -> bytes:
+    text = json.dumps({"format": _FORMAT, "revision": revision, **_fields_of(row)})
+    return json.dumps({"promise": text, "xxh3_64": f"{xxhash.xxh3_64_intdigest(text.encode()):016x}"}).encode()
+
+
+def _fields_of(row: Promise) -> dict[str, Any]:
+    if isinstance(row, BindingRow):
+        key_bytes, keys = encode_keys(row.keys)
+        return {
+            "kind": "binding",
+            "pin_id": row.pin_id,
+            "namespace_id": row.namespace_id,
+            "key_bytes": key_bytes,
+            "keys": base64.b64encode(keys).decode(),
+            "covered_tokens": row.covered_tokens,
+        }
+    return {
+        "kind": "prompt",
+        "name": row.name,
+        "pin_id": row.pin_id,
+        "pinned": row.pinned,
+        "tokens": base64.b64encode(encode_tokens(row.tokens)).decode(),
+        "model": row.model,
+        "lora_name": row.lora_name,
+        "lora_path": row.lora_path,
+        "cache_salt": row.cache_salt,
+        "recipe_json": row.recipe_json,
+        "created_unix_s": row.created_unix_s,
+        "expires_unix_s": row.expires_unix_s,
+        "priority": row.priority,
+    }
+
+
+def _decode(data: bytes) -> Promise:
+    outer = json.loads(data)
+    text = outer["promise"]
+    if f"{xxhash.xxh3_64_intdigest(text.encode()):016x}" != outer["xxh3_64"]:
+        raise ValueError("the checksum differs")
+    fields = json.loads(text)
+    if fields.pop("format") != _FORMAT:
+        raise ValueError("a newer kvtier wrote it")
+    if fields.pop("kind") == "binding":
+        keys = decode_keys(fields.pop("key_bytes"), base64.b64decode(fields.pop("keys")))
+        return BindingRow(keys=keys, **fields)
+    return PromptRow(tokens=decode_tokens(base64.b64decode(fields.pop("tokens"))), **fields)

@@ -1,0 +1,100 @@
+"""Putting back what the database has lost and the copies of promises still say."""
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id
+from kvtier.ledger.promise_rows import row_refs, write_binding, write_prompt
+from kvtier.ledger.rows import BindingRow, NamespaceRow, PromptRow
+
+
+@dataclass(kw_only=True)
+class Restored:
+    """What came back.
+
+    Attributes:
+        prompts: Their names.
+        num_bindings: Of these and of other prompts.
+        num_namespaces: That the bindings needed.
+        num_damaged: Copies that were newer than their rows, or had none, and are not what was written: set aside.
+    """
+
+    prompts: list[str] = field(default_factory=list)
+    num_bindings: int = 0
+    num_namespaces: int = 0
+    num_damaged: int = 0
+
+    def __bool__(self) -> bool:
+        """Something was lost."""
+        return bool(self.prompts or self.num_bindings or self.num_damaged)
+
+
+def restore(
+    sql: sqlite3.Connection,
+    copies: PromiseCopies,
+    put_namespace: Callable[[NamespaceRow], None],
+    namespaces: Mapping[str, NamespaceRow],
+) -> Restored:
+    """Write every promise whose copy is newer than its row, or has no row; in the caller's transaction.
+
+    Args:
+        sql: The ledger's database.
+        copies: Changed where one is damaged, or is of a prompt that has ended.
+        put_namespace: Records a namespace.
+        namespaces: Copies of namespaces, for bindings whose namespace is lost too.
+
+    Raises:
+        sqlite3.Error: Nothing was changed in the database.
+    """
+    restored = Restored()
+    promises = _newer_copies(sql, copies, restored)
+    for prompt in (row for row in promises if isinstance(row, PromptRow)):
+        if not _has(sql, "SELECT 1 FROM prompts WHERE pin_id = ? AND name <> ?", prompt.pin_id, prompt.name):
+            write_prompt(sql, prompt, prompt.revision)
+            restored.prompts.append(prompt.name)
+    ended = []
+    for binding in (row for row in promises if isinstance(row, BindingRow)):
+        if _has(sql, "SELECT 1 FROM prompts WHERE pin_id = ?", binding.pin_id):
+            _restore_binding(sql, binding, put_namespace, namespaces, restored)
+        else:
+            ended.append(binding_id(binding.pin_id, binding.namespace_id))
+    if not restored.num_damaged:  # else its prompt's copy may be the damaged one
+        with suppress(OSError):
+            copies.drop(*ended)
+    return restored
+
+
+def _newer_copies(sql: sqlite3.Connection, copies: PromiseCopies, restored: Restored) -> list[Promise]:
+    refs, found = row_refs(sql), list[Promise]()
+    for copy_id, revision in list(copies.revisions.items()):
+        if copy_id in refs and refs[copy_id].revision >= revision:
+            continue
+        row = copies.read(copy_id)
+        if row is not None:
+            found.append(row)
+        else:
+            copies.set_aside(copy_id)
+            restored.num_damaged += 1
+    return sorted(found, key=lambda row: row.revision)
+
+
+def _restore_binding(
+    sql: sqlite3.Connection,
+    row: BindingRow,
+    put_namespace: Callable[[NamespaceRow], None],
+    namespaces: Mapping[str, NamespaceRow],
+    restored: Restored,
+) -> None:
+    if not _has(sql, "SELECT 1 FROM namespaces WHERE namespace_id = ?", row.namespace_id):
+        if (namespace := namespaces.get(row.namespace_id)) is None:
+            return  # it stays a file: a later start may know the namespace
+        put_namespace(namespace)
+        restored.num_namespaces += 1
+    write_binding(sql, row, row.revision)
+    restored.num_bindings += 1
+
+
+def _has(sql: sqlite3.Connection, query: str, *values: str) -> bool:
+    return sql.execute(query, values).fetchone() is not None

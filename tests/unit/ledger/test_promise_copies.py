@@ -1,0 +1,342 @@
+"""Copies of promises: what each says of itself, and how ledger and copies follow each other through failures."""
+
+import errno
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import LedgerError
+from kvtier.ledger import BindingRow, Ledger, PromptRow
+from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id, prompt_id
+from tests.fakes.rows import binding_row, namespace_row, pack_record, prompt_row
+
+SUPPORT = prompt_id("support")
+BOUND = binding_id("pin-1", "ns")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[Ledger]:
+    ledger = Ledger.open(path)
+    ledger.put_namespace(namespace_row())
+    ledger.put_prompt(prompt_row())
+    ledger.put_binding(binding_row())
+    yield ledger
+    ledger.close()
+
+
+def copies_beside(path: Path) -> dict[str, Promise | None]:
+    copies = PromiseCopies(path.parent / "promises")
+    return {copy_id: copies.read(copy_id) for copy_id in copies.revisions}
+
+
+def reopened(ledger: Ledger) -> Ledger:
+    ledger.close()
+    return Ledger.open(ledger.path)
+
+
+def test_each_promise_has_a_copy_that_says_what_the_row_says(ledger: Ledger, path: Path) -> None:
+    assert copies_beside(path) == {SUPPORT: prompt_row(), BOUND: binding_row()}
+    changed = replace(prompt_row(pinned=False), priority=-3, recipe_json='{"text": "ä\\ud800"}')
+    ledger.put_prompt(changed)
+    ledger.put_binding(binding_row(numbers=()))
+    assert copies_beside(path) == {SUPPORT: changed, BOUND: binding_row(numbers=())}
+    assert len(list((path.parent / "promises").iterdir())) == 2, "older copies are gone"
+    assert {prompt.revision for prompt in ledger.load().prompts} == {copies_beside(path)[SUPPORT].revision}  # type: ignore[union-attr]
+
+
+def test_copies_go_with_their_rows(ledger: Ledger, path: Path) -> None:
+    ledger.put_prompt(prompt_row(pin_id="pin-2"))
+    assert copies_beside(path) == {SUPPORT: prompt_row(pin_id="pin-2")}, "another prompt of that name has no bindings"
+    ledger.put_binding(binding_row("pin-2"))
+    ledger.delete_namespace("ns")
+    assert copies_beside(path) == {SUPPORT: prompt_row(pin_id="pin-2")}
+    ledger.delete_prompt("support")
+    assert copies_beside(path) == {}
+
+
+def test_nothing_of_a_transaction_that_fails_is_copied(ledger: Ledger, path: Path) -> None:
+    before = copies_beside(path)
+
+    def fail_at_the_end() -> None:
+        with ledger.together():
+            ledger.put_prompt(prompt_row("other", "pin-2"))
+            ledger.commit_pack(pack_record("p", [1], "unknown"))
+
+    with pytest.raises(LedgerError):
+        fail_at_the_end()
+    assert copies_beside(path) == before
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_copy_that_changed_by_a_bit_anywhere_is_none(ledger: Ledger, path: Path, bit: int) -> None:
+    ledger.put_prompt(prompt_row(tokens=(1,)))
+    copies = PromiseCopies(path.parent / "promises")
+    for copy_id, row in copies_beside(path).items():
+        (file,) = (path.parent / "promises").glob(f"{copy_id}-*")
+        whole = file.read_bytes()
+        for place in range(len(whole)):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << bit
+            file.write_bytes(damaged)
+            assert copies.read(copy_id) in (None, row), place
+        file.write_bytes(whole)
+
+
+def test_a_copy_under_the_name_of_another_is_none(ledger: Ledger, path: Path) -> None:
+    ledger.put_prompt(prompt_row("other", "pin-2"))
+    (one,), (other,) = ((path.parent / "promises").glob(f"{prompt_id(name)}-*") for name in ("support", "other"))
+    other.write_bytes(one.read_bytes())
+    assert copies_beside(path)[prompt_id("other")] is None
+
+
+# What the database has lost
+
+
+def lose(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as sql, sql:
+        sql.execute(statement)
+
+
+def test_a_database_that_is_new_gets_everything_back(ledger: Ledger, path: Path) -> None:
+    ledger.close()
+    path.unlink()
+    ledger = Ledger.open(path)
+    restored = ledger.restore_promises([namespace_row()])
+    assert (restored.prompts, restored.num_bindings, restored.num_namespaces) == (["support"], 1, 1)
+    snapshot = ledger.load()
+    assert (snapshot.prompts, snapshot.bindings, snapshot.namespaces) == (
+        (prompt_row(),),
+        (binding_row(),),
+        (namespace_row(),),
+    )
+    assert not ledger.restore_promises([namespace_row()]), "once is enough"
+    ledger.close()
+
+
+def test_an_old_row_is_replaced_and_a_new_one_is_not(ledger: Ledger, path: Path) -> None:
+    backup = path.read_bytes()
+    ledger.put_prompt(prompt_row(pinned=False, tokens=(7,)))
+    ledger.close()
+    newer = path.read_bytes()
+    path.write_bytes(backup)
+    ledger = Ledger.open(path)
+    assert ledger.restore_promises([]).prompts == ["support"]
+    assert ledger.load().prompts == (prompt_row(pinned=False, tokens=(7,)),)
+    ledger.close()
+    path.write_bytes(newer)
+    ledger = Ledger.open(path)
+    assert not ledger.restore_promises([])
+    ledger.close()
+
+
+def test_a_revision_is_never_given_twice_even_when_the_newest_row_was_deleted(ledger: Ledger, path: Path) -> None:
+    ledger.put_prompt(prompt_row("other", "pin-2"))
+    (revision,) = (row.revision for row in ledger.load().prompts if row.name == "other")
+    ledger.delete_prompt("other")
+    ledger = reopened(ledger)
+    ledger.put_prompt(prompt_row("other", "pin-3"))
+    assert all(row.revision > revision for row in ledger.load().prompts if row.name == "other")
+    ledger.close()
+
+
+def test_a_damaged_copy_of_a_lost_row_is_set_aside_and_counted(ledger: Ledger, path: Path) -> None:
+    ledger.close()
+    path.unlink()
+    (file,) = (path.parent / "promises").glob(f"{SUPPORT}-*")
+    file.write_bytes(file.read_bytes()[:-10])
+    ledger = Ledger.open(path)
+    restored = ledger.restore_promises([namespace_row()])
+    assert (restored.prompts, restored.num_bindings, restored.num_damaged) == ([], 0, 1)
+    assert [entry.suffix for entry in sorted((path.parent / "promises").iterdir())] in (
+        [".damaged", ".json"],
+        [".json", ".damaged"],
+    ), "the binding waits for its prompt"
+    ledger.close()
+
+
+def test_a_binding_of_an_unknown_namespace_waits(ledger: Ledger, path: Path) -> None:
+    ledger.close()
+    path.unlink()
+    ledger = Ledger.open(path)
+    assert ledger.restore_promises([]).num_bindings == 0
+    assert ledger.restore_promises([namespace_row()]).num_bindings == 1
+    ledger.close()
+
+
+def test_bindings_of_a_prompt_that_ended_are_removed(ledger: Ledger, path: Path) -> None:
+    """A crash between the removal of a prompt's copy and of its bindings'."""
+    (copy,) = (path.parent / "promises").glob(f"{BOUND}-*")
+    data = copy.read_bytes()
+    ledger.delete_prompt("support")
+    copy.write_bytes(data)
+    ledger = reopened(ledger)
+    assert not ledger.restore_promises([])
+    assert copies_beside(path) == {}
+    ledger.close()
+
+
+# Crashes and refusals between the steps
+
+
+class PowerCutError(BaseException):
+    """The process ends here."""
+
+
+def test_a_crash_between_commit_and_copy_leaves_a_row_whose_copy_is_made_up_for(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: object) -> None:
+        raise PowerCutError
+
+    for change in (
+        lambda: ledger.put_prompt(prompt_row("new", "pin-2")),
+        lambda: ledger.put_binding(binding_row(numbers=[5])),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(PromiseCopies, "put", cut)
+            with pytest.raises(PowerCutError):
+                change()
+    ledger = reopened(ledger)
+    assert not ledger.restore_promises([namespace_row()])
+    assert ledger.misses_copies
+    assert ledger.catch_up()
+    assert not ledger.is_behind
+    assert copies_beside(path) == {
+        SUPPORT: prompt_row(),
+        prompt_id("new"): prompt_row("new", "pin-2"),
+        BOUND: binding_row(numbers=[5]),
+    }
+    ledger.close()
+
+
+def test_a_crash_before_the_row_is_deleted_leaves_the_promise(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_transaction", lambda _: (_ for _ in ()).throw(PowerCutError))
+        with pytest.raises(PowerCutError):
+            ledger.delete_prompt("support")
+    assert copies_beside(path) == {}
+    ledger = reopened(ledger)
+    ledger.restore_promises([])
+    assert ledger.catch_up()
+    assert ledger.load().prompts == (prompt_row(),)
+    assert copies_beside(path) == {SUPPORT: prompt_row(), BOUND: binding_row()}
+    ledger.close()
+
+
+@pytest.mark.parametrize("step", ["os.open", "os.fsync", "pathlib.Path.rename", "kvtier.fsync.fsync_directory"])
+def test_a_copy_that_cannot_be_written_is_written_later(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, full)
+        ledger.put_prompt(prompt_row(tokens=(9,)))
+        assert ledger.misses_copies
+        with pytest.raises(LedgerError, match="free space there"):
+            ledger.catch_up()
+    assert ledger.load().prompts == (prompt_row(tokens=(9,)),), "the row is durable"
+    assert ledger.catch_up()
+    assert copies_beside(path)[SUPPORT] == prompt_row(tokens=(9,))
+
+
+def test_a_copy_that_cannot_be_removed_keeps_the_row(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", read_only)
+        with pytest.raises(LedgerError, match="nothing was changed"):
+            ledger.delete_prompt("support")
+    assert ledger.load().prompts == (prompt_row(),)
+    assert copies_beside(path)[SUPPORT] == prompt_row()
+
+
+def test_of_two_copies_that_a_crash_left_the_newer_one_that_is_whole_counts(ledger: Ledger, path: Path) -> None:
+    folder = path.parent / "promises"
+    (older,) = folder.glob(f"{SUPPORT}-*")
+    data = older.read_bytes()
+    ledger.put_prompt(prompt_row(tokens=(2,)))
+    (newer,) = folder.glob(f"{SUPPORT}-*")
+    older.write_bytes(data)
+    (folder / "half.json.tmp").write_bytes(b"{")
+    ledger = reopened(ledger)
+    assert copies_beside(path)[SUPPORT] == prompt_row(tokens=(2,))
+    assert len(list(folder.iterdir())) == 2
+    older.write_bytes(data)
+    newer.write_bytes(b"{}")
+    ledger = reopened(ledger)
+    assert copies_beside(path)[SUPPORT] == prompt_row()
+    assert ledger.catch_up()
+    assert copies_beside(path)[SUPPORT] == prompt_row(tokens=(2,))
+    ledger.close()
+
+
+def test_many_missing_copies_are_written_a_few_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.ledger.ledger._MAX_COPIES_A_CALL", 2)
+    ledger = Ledger.open(path, with_copies=False)
+    rows: list[PromptRow] = [prompt_row(f"p{number}", f"pin-{number}") for number in range(5)]
+    for row in rows:
+        ledger.put_prompt(row)
+    ledger = reopened(ledger)
+    calls: list[bool] = []
+    while ledger.misses_copies:
+        calls.append(ledger.catch_up())
+    assert calls == [False, False, True]
+    assert set(copies_beside(path)) == {prompt_id(row.name) for row in rows}
+    ledger.close()
+
+
+def test_the_wal_is_empty_between_commits_and_after_a_reader_has_gone(ledger: Ledger, path: Path) -> None:
+    wal = path.with_name("ledger.sqlite-wal")
+    assert wal.stat().st_size == 0
+    with closing(sqlite3.connect(path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM prompts").fetchone()
+        ledger.put_prompt(prompt_row("other", "pin-2"))
+        assert wal.stat().st_size > 0
+        assert ledger.is_behind
+        assert not ledger.catch_up()
+    assert ledger.catch_up()
+    assert wal.stat().st_size == 0
+
+
+REMOVALS: dict[str, Callable[[Ledger], object]] = {
+    "dropped chunks": lambda ledger: ledger.drop_chunks("ns", [chunk.key for chunk in pack_record("p1", [1]).chunks]),
+    "a dropped pack": lambda ledger: ledger.drop_pack("p1"),
+    "a pack with the same chunks": lambda ledger: ledger.commit_pack(pack_record("p2", [1])),
+    "a namespace": lambda ledger: ledger.delete_namespace("ns"),
+}
+
+
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_a_pack_that_lost_its_rows_on_purpose_is_remembered_until_its_file_is_gone(
+    ledger: Ledger, removal: str
+) -> None:
+    ledger.commit_pack(pack_record("p1", [1]))
+    assert ledger.removed_packs() == set()
+    REMOVALS[removal](ledger)
+    assert ledger.removed_packs() == {"p1"}
+    ledger.forget_removed(["p1", "unknown"])
+    assert ledger.removed_packs() == set()
+
+
+def test_rows_are_equal_whatever_their_revision(ledger: Ledger) -> None:
+    assert replace(prompt_row(), revision=5) == prompt_row()
+    assert BindingRow(pin_id="a", namespace_id="b", keys=(), covered_tokens=0, revision=1) == BindingRow(
+        pin_id="a", namespace_id="b", keys=(), covered_tokens=0
+    )
