@@ -250,8 +250,10 @@ class _Import:
         if not keys:
             return
         sizes = [self._placed[key][1].raw_bytes for key in keys]
-        # The pack tier reads its own directory only. A link without a row: whatever happens, the next start sweeps it.
+        # The pack tier reads its own directory only. The ledger calls the link removed before it is there: whatever
+        # happens, the next start sweeps it.
         link = self._cache.config.disk.disk_dir / "packs" / self._spool.path.name
+        await stores.in_ledger(stores.ledger.mark_removed, [link.stem])
         await stores.in_io(_link, self._spool.path, link)
         try:
             for batch in in_batches(keys, sizes, stores.config.disk.pack_bytes):

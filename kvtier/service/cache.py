@@ -22,12 +22,13 @@ from kvtier.obs.timings import Timings
 from kvtier.service.adoption import Adoption
 from kvtier.service.changes import Changes
 from kvtier.service.compactor import Compactor
+from kvtier.service.ledger_upkeep import LedgerUpkeep
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, EnginePeer
 from kvtier.service.pins import Pins
 from kvtier.service.prewarm import Prewarmer
 from kvtier.service.prompts import PromptBook
-from kvtier.service.recovery import recover, refuse_packs_without_ledger
+from kvtier.service.recovery import recover
 from kvtier.service.room import Room
 from kvtier.service.scratch import sweep_scratch
 from kvtier.service.scrubber import CURSOR_FILE, Scrubber
@@ -74,7 +75,7 @@ class Cache:
     async def open(cls, config: DaemonConfig) -> "Cache":
         """Open ledger and packs, reconcile them, and take up what they hold.
 
-        The caller holds the single-instance lock: arenas of a dead daemon are taken over, orphans of it swept.
+        The caller holds the single-instance lock: arenas of a dead daemon are taken over, packs without rows adopted.
 
         Raises:
             LedgerError: The ledger cannot be opened.
@@ -86,15 +87,15 @@ class Cache:
         ops = ObservedFileOps(counters, timings.fsync)
         disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level, ops=ops)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
-        refuse_packs_without_ledger(ledger_path, disk)
         cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path), counters, timings))
-        await recover(cache)
+        await recover(cache, disk)
         adoption = Adoption(cache.stores, cache.namespaces, cache.prompts)
         await adoption.open(config.host.arena_dir)
         cache._tasks.start("adoption", cache._adopt(adoption))
         cache._tasks.start("expiry", cache.pins.expire())
         cache._tasks.start("room", cache._keep_room())
         cache._tasks.start("spare-rows", SpareRows(cache.stores, cache.namespaces.values).run())
+        cache._tasks.start("ledger-upkeep", LedgerUpkeep(cache.stores).run())
         cache._tasks.start("probe", cache.stores.disk_health.run())
         cache._tasks.start("pin-watch", cache.pins.watch.run())
         cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))

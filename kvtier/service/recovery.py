@@ -1,16 +1,19 @@
-"""Start: the ledger says what is held, the packs say what is true; what disagrees is dropped, never served."""
+"""Start: the ledger says what is held, the packs say what is true; what disagrees is dropped, never served.
+
+What the ledger has lost comes back: promises from their copies, chunks from the packs that it does not know.
+"""
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.collector import collector_off
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import StoredChunk
-from kvtier.errors import LedgerError
 from kvtier.ledger import LedgerSnapshot
+from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
+from kvtier.service.orphans import adopt_orphans
 
 if TYPE_CHECKING:
     from kvtier.service.cache import Cache
@@ -18,31 +21,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-def refuse_packs_without_ledger(ledger_path: Path, disk: "PackTier") -> None:
-    """A start sweeps packs that the ledger does not know: a lost ledger must not mean that all of them are deleted."""
-    # An empty file is a new database to SQLite; a ledger has had a page since before its first pack.
-    is_empty = ledger_path.exists() and not ledger_path.stat().st_size
-    if (is_empty or not ledger_path.exists()) and (num_packs := len(disk.list_packs())):
-        raise LedgerError(
-            f"{ledger_path} is {'empty' if is_empty else 'missing'}, but {disk.directory} holds {num_packs} packs; put "
-            "the ledger back, rebuild it with `kvtier fsck --offline --repair`, or move the packs away to begin anew"
-        )
+_MAX_NAMES = 20
 
 
-async def recover(cache: "Cache") -> None:
-    """Fill a new cache from ledger and packs.
+async def recover(cache: "Cache", disk: "PackTier") -> None:
+    """Fill a new cache from ledger, copies of promises and packs.
 
-    A crash between a pack's rename and its ledger transaction leaves an orphan file: it is removed. A pack that is
-    gone or shorter than the ledger says loses the chunks that lie beyond its end: they are counted as damaged, and
-    stored anew when next computed. Bytes themselves are verified at every read.
+    A crash between a pack's rename and its ledger transaction leaves a pack without a row: it is adopted. A pack that
+    is gone or shorter than the ledger says loses the chunks that lie beyond its end: they are counted as damaged, and
+    stored again when next computed. Bytes themselves are verified at every read.
+
+    Raises:
+        LedgerError: The ledger cannot be read or written.
+        TierIOError: The packs cannot be listed.
     """
     stores = cache.stores
+    await _restore_promises(cache)
     snapshot = await stores.in_ledger(stores.ledger.load)
     for row in snapshot.namespaces:
         cache.adopt_namespace(row, ephemeral=False)
+    removed = await stores.in_ledger(stores.ledger.removed_packs)
+    swept = await stores.in_io(disk.sweep, removed)
+    if removed:
+        await stores.in_ledger(stores.ledger.forget_removed, removed)
+    on_disk = await stores.in_io(disk.list_packs)
     with collector_off():
-        await _place_chunks(cache, snapshot)
+        await _place_chunks(cache, snapshot, on_disk)
+    num_adopted = await adopt_orphans(cache, disk, sorted(on_disk.keys() - snapshot.packs.keys()))
     for prompt in snapshot.prompts:
         cache.prompts.put(prompt)
     for binding in snapshot.bindings:
@@ -52,22 +57,39 @@ async def recover(cache: "Cache") -> None:
         cache.prompts.bind(binding)
         if prompt_row.pinned:
             namespace.table.pin(binding.keys)
-    removed = await stores.in_io(stores.disk.sweep, set(snapshot.packs))
     log_event(
         logger,
         "recovered",
         namespaces=len(cache.namespaces),
         prompts=len(cache.prompts),
-        packs=len(snapshot.packs),
+        packs=len(snapshot.packs) + num_adopted,
         disk_bytes=stores.disk_usage.used_bytes,
-        orphans_removed=len(removed),
+        adopted=num_adopted,
+        removed=len(swept),
         damaged=stores.counters.chunks_damaged,
     )
 
 
-async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot) -> None:
+async def _restore_promises(cache: "Cache") -> None:
     stores = cache.stores
-    on_disk = await stores.in_io(stores.disk.list_packs)
+    namespaces = await stores.in_io(load_namespaces, cache.config.disk.disk_dir)
+    restored = await stores.in_ledger(stores.ledger.restore_promises, namespaces)
+    if restored:
+        log_event(
+            logger,
+            "promises_restored",
+            level=logging.WARNING,
+            prompts=len(restored.prompts),
+            bindings=restored.num_bindings,
+            damaged_copies=restored.num_damaged,
+            names=",".join(restored.prompts[:_MAX_NAMES]),
+            why="the ledger had lost what was acknowledged, or an old backup of it was put back",
+            remedy="compare `kvtier list` with what you pinned; `kvtier unpin` what was ended since the backup",
+        )
+
+
+async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot, on_disk: Mapping[str, int]) -> None:
+    stores = cache.stores
     for pack_id, record in snapshot.packs.items():
         file_bytes = on_disk.get(pack_id, 0)
         namespace = cache.namespaces.get(record.namespace_id)

@@ -155,11 +155,13 @@ class DiskTier(Protocol):
         """
         ...
 
-    def sweep(self, known: Collection[str]) -> list[str]:
-        """Remove what a crash left: temporary files, and packs that are not in `known`. Only at start-up.
+    def sweep(self, removed: Collection[str]) -> list[str]:
+        """Remove what a crash left: temporary files, and packs whose rows are gone. Only while nothing is written.
+
+        A pack that the ledger does not know is not for this method: it is adopted (`service/orphans.py`).
 
         Args:
-            known: Ids of the packs in the ledger.
+            removed: Ids of packs whose rows were dropped on purpose; those that are gone are fine.
 
         Returns:
             Names of what was removed, sorted.

@@ -23,6 +23,8 @@ TEMP_SUFFIX = ".kvpack.tmp"
 QUARANTINE_SUFFIX = ".kvpack-damaged"
 QUARANTINE_MAX_BYTES = 1024**3
 QUARANTINE_MAX_PACKS = 16
+UNCLAIMED_FOLDER = "unclaimed"
+"""Beside the packs: packs whose namespace nothing describes. No start sweeps it."""
 
 _PACK_ID = re.compile(r"[0-9a-f]{32}")
 _PROBE = b"kvtier probe\n"
@@ -87,16 +89,36 @@ class PackDirectory:
 
     def delete(self, pack_id: str) -> None:
         """Remove a pack's name; one that is gone is fine. Raises TierIOError."""
-        # Without fsync of the directory: a name that comes back after a crash has no row, and is swept.
+        # Without fsync of the directory: a name that comes back after a crash is one that the ledger calls removed.
         self._remove(self.pack_path(pack_id), "delete")
 
-    def sweep(self, known: Collection[str]) -> list[str]:
-        """Remove temporary files and packs that are not `known`; return their names, sorted. Raises TierIOError."""
-        keep = {pack_id + PACK_SUFFIX for pack_id in known}
-        doomed = sorted((self._listing(PACK_SUFFIX).keys() - keep) | self._listing(TEMP_SUFFIX).keys())
-        for name in doomed:
+    def sweep(self, removed: Collection[str]) -> list[str]:
+        """Remove temporary files and the packs named; return the names of those that were there. Raises TierIOError."""
+        packs = {pack_id + PACK_SUFFIX for pack_id in removed} & self._listing(PACK_SUFFIX).keys()
+        leftovers = sorted(packs | self._listing(TEMP_SUFFIX).keys())
+        for name in leftovers:
             self._remove(self.path / name, "remove")
-        return doomed
+        if leftovers:
+            self._sync_names()
+        return leftovers
+
+    def _sync_names(self) -> None:
+        """Make removals durable: the caller forgets what it has removed."""
+        try:
+            self._ops.fsync_dir(self.path)
+        except OSError as exc:
+            raise TierIOError(self.path, "fsync", exc) from exc
+
+    def move_unclaimed(self, pack_id: str) -> None:
+        """See `PackTier.move_unclaimed`."""
+        path, folder = self.pack_path(pack_id), self.path.parent / UNCLAIMED_FOLDER
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            self._ops.rename(path, folder / path.name)
+            for changed in (folder, self.path):
+                self._ops.fsync_dir(changed)
+        except OSError as exc:
+            raise TierIOError(path, f"move to {UNCLAIMED_FOLDER}/", exc) from exc
 
     def quarantine(self, pack_id: str) -> None:
         """Set a pack aside and keep what is set aside within its bounds; one that is gone is fine.
@@ -105,7 +127,7 @@ class PackDirectory:
             TierIOError: It could not be renamed, or an old one not removed.
         """
         path = self.pack_path(pack_id)
-        # Without fsync: what a crash undoes is a pack without a row, which is swept, or a damaged one with its row.
+        # Without fsync: what a crash undoes is a pack that the ledger calls removed, or a damaged one with its row.
         with suppress(FileNotFoundError):
             try:
                 self._ops.rename(path, self.path / (pack_id + QUARANTINE_SUFFIX))

@@ -1,8 +1,8 @@
 """The disk tier: immutable pack files in one directory.
 
 A pack is written under a temporary name, fsynced, renamed, and its directory fsynced; only then does the ledger learn
-of it. Deleting goes the other way: the ledger's row first, then the file. So a crash leaves orphans, which `sweep`
-removes at the next start, and never a row without its file.
+of it. Deleting goes the other way: the ledger's row first, then the file. So a crash leaves packs without a row, which
+the next start adopts or, where the ledger names them as removed, sweeps; and never a row without its file.
 
 The stories: `pack_format` (bytes), `pack_directory` (names, deleting, quarantine), `pack_writing`, `pack_reading` on
 top of `pack_spans` (what one read fetches), `pack_loading` (how) and `read_ahead` (meanwhile).
@@ -130,9 +130,17 @@ class PackTier:
         """See `DiskTier.list_packs`."""
         return self._places.lengths()
 
-    def sweep(self, known: Collection[str]) -> list[str]:
+    def sweep(self, removed: Collection[str]) -> list[str]:
         """See `DiskTier.sweep`. Files that kvtier did not name are left alone, and so are packs that were set aside."""
-        return self._places.sweep(known)
+        return self._places.sweep(removed)
+
+    def move_unclaimed(self, pack_id: str) -> None:
+        """Move a pack whose namespace nothing describes beside the directory, durably, until it is known.
+
+        Raises:
+            TierIOError: The operating system refused; the pack is in one of the two folders.
+        """
+        self._places.move_unclaimed(pack_id)
 
     def _encode(self, sink: PackSink, path: Path, namespace_id: str, chunk: ChunkPayload) -> None:
         found = checksum_of(chunk.segments)

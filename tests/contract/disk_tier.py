@@ -79,13 +79,13 @@ class DiskTierContract:
         tier.delete_pack(record.pack_id)
         assert tier.list_packs() == {}
 
-    def test_sweep_keeps_what_is_known(self, tier: DiskTier) -> None:
-        kept, orphan = (tier.write_pack("ns", [payload_of(1, soft(1000))]) for _ in range(2))
-        removed = tier.sweep({kept.pack_id})
-        assert len(removed) == 1
-        assert removed[0].startswith(orphan.pack_id)
+    def test_sweep_removes_what_is_named_and_no_other_pack(self, tier: DiskTier) -> None:
+        kept, removed = (tier.write_pack("ns", [payload_of(1, soft(1000))]) for _ in range(2))
+        names = tier.sweep({removed.pack_id, "e" * 32})
+        assert len(names) == 1
+        assert names[0].startswith(removed.pack_id)
         assert list(tier.list_packs()) == [kept.pack_id]
-        assert tier.sweep({kept.pack_id}) == []
+        assert tier.sweep({removed.pack_id}) == []
 
     def test_several_reads_run_at_once_with_a_write(self, tier: DiskTier) -> None:
         data = [soft(20_000, seed) for seed in range(8)]
@@ -197,7 +197,7 @@ class DiskTierContract:
         tier.quarantine_pack(bad.pack_id)
         tier.quarantine_pack(bad.pack_id)
         assert tier.list_packs() == {good.pack_id: good.file_bytes}
-        assert tier.sweep({good.pack_id}) == []
+        assert tier.sweep({bad.pack_id}) == []
         with pytest.raises(ChunkDamagedError):
             read_back(tier, bad.chunks[0])
         tier.delete_pack(bad.pack_id)
@@ -207,7 +207,7 @@ class DiskTierContract:
         record = tier.write_pack("ns", [payload_of(1, soft(1000))])
         tier.probe()
         assert tier.list_packs() == {record.pack_id: record.file_bytes}
-        assert tier.sweep({record.pack_id}) == []
+        assert tier.sweep(()) == []
 
 
 class Batch:

@@ -9,6 +9,7 @@ import pytest
 
 import kvtier.service.cache
 from kvtier.ledger import Ledger
+from kvtier.ledger.promise_copies import FOLDER_NAME, Promise, PromiseCopies
 from kvtier.ledger.schema import open_database
 from kvtier.obs.counters import Counters
 from kvtier.obs.histogram import Histogram
@@ -83,15 +84,35 @@ class CountedConnection:
         self._connection.close()
 
 
+class CountedCopies(PromiseCopies):
+    """Copies of promises whose writing and removal are calls of the same sequence."""
+
+    def __init__(self, folder: Path, ops: SharedOps) -> None:
+        super().__init__(folder)
+        self._ops = ops
+
+    def put(self, row: Promise, revision: int) -> None:
+        """See PromiseCopies."""
+        self._ops._step("put_copy")
+        super().put(row, revision)
+
+    def drop(self, *copy_ids: str) -> None:
+        """See PromiseCopies."""
+        if copy_ids:
+            self._ops._step("drop_copies")
+        super().drop(*copy_ids)
+
+
 class CountedLedger(Ledger):
-    """A ledger over a `CountedConnection`."""
+    """A ledger over a `CountedConnection` and `CountedCopies`."""
 
     ops: SharedOps
 
     @classmethod
-    def open(cls, path: Path) -> "Ledger":
+    def open(cls, path: Path, *, with_copies: bool = True) -> "Ledger":
         """See Ledger."""
-        return cls(path, CountedConnection(open_database(path), cls.ops))  # type: ignore[arg-type]
+        copies = CountedCopies(path.parent / FOLDER_NAME, cls.ops) if with_copies else None
+        return cls(path, CountedConnection(open_database(path), cls.ops), copies)  # type: ignore[arg-type]
 
 
 def failing_service(monkeypatch: pytest.MonkeyPatch) -> SharedOps:

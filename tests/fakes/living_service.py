@@ -170,7 +170,7 @@ class LivingService:
         """Nothing is going on but what goes on for ever, or waits for an engine's processes."""
         cache = self.cache
         going_on = [task.get_name() for task in cache._tasks._tasks]
-        waiting = {"expiry", "room", "spare-rows", "probe", "pin-watch", "loop-lag"}
+        waiting = {"expiry", "room", "spare-rows", "probe", "pin-watch", "loop-lag", "ledger-upkeep"}
         waiting |= {"adoption"} if self.orphans else set()
         return (
             not self.doing

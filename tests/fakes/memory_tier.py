@@ -104,13 +104,11 @@ class MemoryTier:
         """See `DiskTier.list_packs`."""
         return {pack_id: len(data) for pack_id, data in self.packs.items()}
 
-    def sweep(self, known: Collection[str]) -> list[str]:
+    def sweep(self, removed: Collection[str]) -> list[str]:
         """See `DiskTier.sweep`."""
-        orphans = [pack_id for pack_id in self.packs if pack_id not in known]
-        for pack_id in orphans:
-            del self.packs[pack_id]
-        removed, self.leftovers = sorted(orphans + self.leftovers), []
-        return removed
+        gone = [pack_id for pack_id in removed if self.packs.pop(pack_id, None) is not None]
+        leftovers, self.leftovers = sorted(gone + self.leftovers), []
+        return leftovers
 
 
 def _stored(chunk: ChunkPayload, pack_id: str, offset: int) -> StoredChunk:

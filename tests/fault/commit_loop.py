@@ -24,7 +24,7 @@ def main(state_dir: Path, seed: int) -> None:
     """Start up as the daemon does, then work until killed."""
     rng = random.Random(seed)
     ledger, tier = Ledger.open(state_dir / "ledger.db"), PackTier(state_dir / "packs")
-    tier.sweep(ledger.load().packs.keys())
+    tier.sweep(ledger.removed_packs())
     ledger.put_namespace(namespace_row())
     say("ready")
     while True:

@@ -1,6 +1,7 @@
 """A crash at every step of a compaction: all that was durable is read after the next start, and there is no more."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,9 @@ from kvtier.ledger import Ledger
 from kvtier.service.cache import Cache
 from kvtier.service.recovery import recover
 from kvtier.service.stores import Stores
-from kvtier.tiers.base import DiskTier
 from kvtier.tiers.file_ops import FileOps
 from kvtier.tiers.packs import PackTier
-from tests.fakes.chunks import key_of, noise, payload_of, read_back
+from tests.fakes.chunks import key_of, layout_of, noise, payload_of, read_back
 from tests.fakes.rows import namespace_row
 from tests.fakes.scripted_engine import config_in
 
@@ -64,9 +64,9 @@ def content(number: int) -> bytes:
     return noise(3000, number)
 
 
-async def opened(folder: Path, disk: DiskTier, ledger: Ledger) -> Cache:
+async def opened(folder: Path, disk: PackTier, ledger: Ledger) -> Cache:
     cache = Cache(config_in(folder), Stores.create(config_in(folder), disk, ledger))
-    await recover(cache)
+    await recover(cache, disk)
     return cache
 
 
@@ -74,7 +74,7 @@ async def filled(folder: Path) -> dict[bytes, bytes]:
     """Three packs of six chunks, of each of which two are left; returns what is durable."""
     (folder / "disk").mkdir()
     disk, ledger = PackTier(folder / "disk" / "packs"), Ledger.open(folder / "disk" / "ledger.sqlite")
-    ledger.put_namespace(namespace_row())
+    ledger.put_namespace(replace(namespace_row(), layout=layout_of(num_ranks=1, useful_bytes=3000)))
     for first in (0, 10, 20):
         ledger.commit_pack(disk.write_pack("ns", [payload_of(n, content(n)) for n in range(first, first + 6)]))
         ledger.drop_chunks("ns", [key_of(n) for n in range(first + 2, first + 6)])

@@ -89,12 +89,12 @@ def test_only_the_owner_can_read_packs(tier: PackTier) -> None:
     assert stat.S_IMODE(path_of(tier, record.pack_id).stat().st_mode) == 0o600
 
 
-def test_sweep_removes_temporary_files_and_orphans_only(tier: PackTier) -> None:
-    kept, orphan = (tier.write_pack("ns", [payload_of(1, soft(100))]) for _ in range(2))
+def test_sweep_removes_temporary_files_and_what_it_is_given_only(tier: PackTier) -> None:
+    kept, removed = (tier.write_pack("ns", [payload_of(1, soft(100))]) for _ in range(2))
     temp, foreign = tier.directory / f"{'c' * 32}.kvpack.tmp", tier.directory / "notes.kvpack"
     temp.touch()
     foreign.touch()
-    assert set(tier.sweep([kept.pack_id])) == {f"{orphan.pack_id}.kvpack", temp.name}
+    assert set(tier.sweep([removed.pack_id])) == {f"{removed.pack_id}.kvpack", temp.name}
     assert set(tier.directory.iterdir()) == {path_of(tier, kept.pack_id), foreign}
 
 

@@ -1,0 +1,158 @@
+"""Packs that the ledger does not know: adopted at a start, or put where a repair finds them; not deleted for that.
+
+A crash between a pack's rename and its row leaves such a pack, and so does a ledger that was lost or restored from an
+old backup. What was removed on purpose has its name in the ledger (`removed_packs`) and is swept before.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvtier.core.layout import group_idx_of
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.errors import ChunkDamagedError, FormatVersionError, TierIOError
+from kvtier.ledger.namespace_files import load_namespaces
+from kvtier.obs.log import log_event
+
+if TYPE_CHECKING:
+    from kvtier.service.cache import Cache
+    from kvtier.service.namespace import Namespace
+    from kvtier.tiers.packs import PackTier
+
+logger = logging.getLogger(__name__)
+
+_PACKS_A_TRANSACTION = 100
+
+
+async def adopt_orphans(cache: "Cache", disk: "PackTier", orphans: Sequence[str]) -> int:
+    """Give rows to what packs without rows hold, as far as it has none elsewhere; return how many packs got some.
+
+    A header proves itself; bytes are verified at every read, and by the scrub. A pack whose header is damaged is set
+    aside (quarantined), one of a namespace that nothing describes is moved to `unclaimed/`, one that the system refuses
+    to read stays. One is unlinked only when every chunk of it was read elsewhere and is right.
+
+    Args:
+        cache: All rows of the ledger are placed in its tables.
+        disk: The packs.
+        orphans: Their ids.
+
+    Raises:
+        LedgerError: The ledger refused: no file is changed that would need it.
+    """
+    stores = cache.stores
+    headers = await stores.in_io(_read_headers, disk, orphans)
+    await _know_namespaces(cache, {header.namespace_id for header in headers})
+    adopted: list[PackRecord] = []
+    for header in headers:
+        namespace = cache.namespaces.get(header.namespace_id)
+        if namespace is None:
+            await stores.in_io(_move_unclaimed, disk, header)
+        elif (record := await stores.in_io(_wanted, disk, namespace, header)) is not None:
+            for chunk in record.chunks:
+                namespace.table.place(chunk.key, chunk)
+            stores.disk_usage.add(record.pack_id, record.file_bytes)
+            adopted.append(record)
+    for start in range(0, len(adopted), _PACKS_A_TRANSACTION):
+        batch = adopted[start : start + _PACKS_A_TRANSACTION]
+        for emptied in await stores.in_ledger(stores.ledger.commit_packs, batch):
+            await stores.in_io(disk.quarantine_pack, emptied)
+            stores.disk_usage.remove(emptied)
+    if adopted:
+        log_event(
+            logger,
+            "packs_adopted",
+            level=logging.WARNING,
+            packs=len(adopted),
+            chunks=sum(len(record.chunks) for record in adopted),
+            why="the ledger did not know them: a write was cut off, or the ledger was lost or is an old backup",
+            remedy="none is needed; `kvtier fsck --deep` verifies every byte now",
+        )
+    return len(adopted)
+
+
+def _read_headers(disk: "PackTier", pack_ids: Sequence[str]) -> list[PackRecord]:
+    """Worker thread: what can be read; the rest is set aside, or stays, and is said."""
+    headers = []
+    for pack_id in pack_ids:
+        try:
+            headers.append(disk.read_record(pack_id))
+        except ChunkDamagedError as error:
+            _quarantine(disk, pack_id, str(error))
+        except (FormatVersionError, TierIOError) as error:
+            log_event(logger, "pack_unreadable", level=logging.WARNING, pack=pack_id, problem=str(error))
+    return headers
+
+
+def _quarantine(disk: "PackTier", pack_id: str, problem: str) -> None:
+    """Worker thread."""
+    with suppress(TierIOError):  # it stays, and the next start finds it again
+        disk.quarantine_pack(pack_id)
+    log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id, problem=problem)
+
+
+async def _know_namespaces(cache: "Cache", wanted: Collection[str]) -> None:
+    """Bring back namespaces that only their copies still describe."""
+    stores = cache.stores
+    missing = set(wanted) - cache.namespaces.keys()
+    if not missing:
+        return
+    for row in await stores.in_io(load_namespaces, cache.config.disk.disk_dir):
+        if row.namespace_id in missing:
+            await stores.in_ledger(stores.ledger.put_namespace, row)
+            cache.adopt_namespace(row, ephemeral=False)
+
+
+def _move_unclaimed(disk: "PackTier", header: PackRecord) -> None:
+    """Worker thread."""
+    try:
+        disk.move_unclaimed(header.pack_id)
+    except TierIOError as error:
+        log_event(logger, "pack_unreadable", level=logging.WARNING, pack=header.pack_id, problem=str(error))
+        return
+    log_event(
+        logger,
+        "pack_unclaimed",
+        level=logging.WARNING,
+        pack=header.pack_id,
+        namespace=header.namespace_id,
+        remedy="start the engine that it belongs to, then run `kvtier fsck --repair`",
+    )
+
+
+def _wanted(disk: "PackTier", namespace: "Namespace", header: PackRecord) -> PackRecord | None:
+    """Worker thread, while nothing else runs: return what the pack shall have rows for, None if it needs none."""
+    fitting = [chunk for chunk in header.chunks if _fits(namespace, chunk)]
+    wanted = [chunk for chunk in fitting if not _is_held(namespace, chunk)]
+    if fitting and not wanted:  # a copy: the last one that is right stays
+        wanted = [chunk for chunk in fitting if not _is_right_elsewhere(disk, namespace, chunk)]
+    if wanted:
+        return replace(header, chunks=tuple(wanted))
+    if fitting:
+        with suppress(TierIOError):  # it stays, and the next start finds it again
+            disk.delete_pack(header.pack_id)
+    else:
+        _quarantine(disk, header.pack_id, "its chunks do not fit the layout of its namespace")
+    return None
+
+
+def _fits(namespace: "Namespace", chunk: StoredChunk) -> bool:
+    groups = namespace.layout.group_indexes()
+    return group_idx_of(chunk.key) in groups and namespace.payload_bytes(chunk.key) == chunk.raw_bytes
+
+
+def _is_held(namespace: "Namespace", chunk: StoredChunk) -> bool:
+    found = namespace.table.get(chunk.key)
+    return found is not None and found.location is not None
+
+
+def _is_right_elsewhere(disk: "PackTier", namespace: "Namespace", chunk: StoredChunk) -> bool:
+    found = namespace.table.get(chunk.key)
+    if found is None or found.location is None:
+        return False
+    try:
+        disk.read_chunk(found.location, [memoryview(bytearray(found.location.raw_bytes))])
+    except (ChunkDamagedError, TierIOError):
+        return False
+    return True
