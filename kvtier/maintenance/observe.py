@@ -9,9 +9,6 @@ from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, FormatVersionError, TierIOError
 from kvtier.tiers.packs import PackTier
 
-UNCLAIMED_FOLDER = "unclaimed"
-"""Beside the packs: packs whose namespace nobody knows. No start sweeps it."""
-
 Cancelled = Callable[[], bool]
 
 

@@ -11,14 +11,18 @@ from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger, LedgerSnapshot, NamespaceRow
-from kvtier.ledger.checks import SIDE_FILES, inspect_ledger, load_copy, salvage_ledger
+from kvtier.ledger.checks import inspect_ledger, load_copy, salvage_ledger
 from kvtier.ledger.namespace_files import load_namespaces, save_namespace
+from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
+from kvtier.ledger.schema import SIDE_FILES
 from kvtier.maintenance.compare import PackFiles, compare
 from kvtier.maintenance.findings import Code, Finding, Report
-from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier, list_names, read_headers
+from kvtier.maintenance.observe import Verifier, list_names, read_headers
+from kvtier.maintenance.promises import compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
 from kvtier.service.scratch import scratch_folder
 from kvtier.tiers.arena import ARENA_PREFIX
+from kvtier.tiers.pack_directory import UNCLAIMED_FOLDER
 from kvtier.tiers.packs import PackTier
 
 LEDGER_NAME = "ledger.sqlite"
@@ -60,6 +64,8 @@ class _OfflineCheck:
         tier = PackTier(self._packs_dir)
         verifier = Verifier(tier, lambda: False)
         ledger = self._snapshot()
+        if ledger is not None:
+            ledger = self._check_promises(ledger)
         files = self._files(tier, ledger, verifier)
         self._findings += compare(ledger, files) if ledger is not None else []
         self._findings += [
@@ -80,9 +86,10 @@ class _OfflineCheck:
 
     def _snapshot(self) -> LedgerSnapshot | None:
         """Return what the ledger says, after mending it if that was asked for; None when it says nothing."""
-        # An empty file would be a new database to SQLite, and every pack an orphan of it.
+        # An empty file would be a new database to SQLite.
         if not self._ledger_path.exists() or not self._ledger_path.stat().st_size:
-            return self._begin_anew() if list_names(self._packs_dir) else _EMPTY
+            has_content = list_names(self._packs_dir) or list_names(self._state_dir / FOLDER_NAME)
+            return self._begin_anew() if has_content else _EMPTY
         health = inspect_ledger(self._ledger_path)
         if health.problems:
             return self._replace_damaged("; ".join(health.problems[:3]))
@@ -110,17 +117,20 @@ class _OfflineCheck:
         self._fill(Ledger.open(self._ledger_path))
         for finding in self._findings:
             if finding.code in (Code.ROW_DANGLING, Code.ROW_ALTERED):
-                finding.mend("given up; pin lost prompts again" if finding.code is Code.ROW_ALTERED else "deleted")
+                is_altered = finding.code is Code.ROW_ALTERED
+                finding.mend("put back where there is a copy, else given up" if is_altered else "deleted")
 
     def _begin_anew(self) -> LedgerSnapshot | None:
         finding = Finding(
-            code=Code.LEDGER_MISSING, subject=str(self._ledger_path), detail="there are packs, but no ledger"
+            code=Code.LEDGER_MISSING,
+            subject=str(self._ledger_path),
+            detail="there are packs or copies of pins, but no ledger",
         )
         self._findings.append(finding)
         if not self._repair:
             return None
-        num_namespaces = self._fill(Ledger.open(self._ledger_path))
-        finding.mend(f"made anew with {num_namespaces} namespaces from their copies; pins are lost, pin them again")
+        restored = self._fill(Ledger.open(self._ledger_path))
+        finding.mend(f"made again with {restored} from their copies")
         return self._snapshot()
 
     def _replace_damaged(self, problem: str) -> LedgerSnapshot | None:
@@ -133,13 +143,13 @@ class _OfflineCheck:
         rows = salvage_ledger(self._ledger_path, salvaged)
         if rows:
             try:
-                Ledger.open(salvaged).close()  # proves that it is one, and empties its WAL
+                Ledger.open(salvaged, with_copies=False).close()  # proves that it is one, and empties its WAL
             except LedgerError:
                 rows = {}
         aside = self._move_aside(salvaged if rows else None)
-        num_namespaces = self._fill(Ledger.open(self._ledger_path))
-        told = ", ".join(f"{number} {table}" for table, number in rows.items()) or "no rows"
-        finding.mend(f"saved {told} and {num_namespaces} namespaces from their copies; the damaged one is {aside.name}")
+        restored = self._fill(Ledger.open(self._ledger_path))
+        saved = ", ".join(f"{number} {table}" for table, number in rows.items()) or "no rows"
+        finding.mend(f"saved {saved}, and {restored} from their copies; the damaged one is {aside.name}")
         return self._snapshot()
 
     def _move_aside(self, successor: Path | None) -> Path:
@@ -162,19 +172,41 @@ class _OfflineCheck:
             successor.rename(self._ledger_path)
         return aside
 
-    def _fill(self, ledger: Ledger) -> int:
-        """Give up altered rows, put namespaces that are missing back from their copies, and drop what still dangles."""
+    def _fill(self, ledger: Ledger) -> str:
+        """Give up altered rows, put back what copies of namespaces and promises say, and drop what still dangles."""
         try:
             ledger.drop_altered_rows()
             known = {row.namespace_id for row in ledger.load().namespaces}
-            new = [row for row in load_namespaces(self._state_dir) if row.namespace_id not in known]
+            copies = load_namespaces(self._state_dir)
+            new = [row for row in copies if row.namespace_id not in known]
             for row in new:
                 ledger.put_namespace(row)
+            restored = ledger.restore_promises(copies)
             while ledger.drop_dangling_rows():
                 pass
-            return len(new)
+            _catch_up(ledger)
+            return f"{len(new)} namespaces, {len(restored.prompts)} prompts and {restored.num_bindings} bindings"
         finally:
             ledger.close()
+
+    # The copies of promises
+
+    def _check_promises(self, ledger: LedgerSnapshot) -> LedgerSnapshot:
+        """Compare with the copies; return the ledger as it is afterwards."""
+        copies = read_copies(PromiseCopies(self._state_dir / FOLDER_NAME))
+        findings = compare_promises(ledger, copies)
+        self._findings += findings
+        if not findings or not self._repair:
+            return ledger
+        damaged = [copy_id for copy_id, copy in copies.items() if copy.row is None]
+        opened = Ledger.open(self._ledger_path)
+        opened.renew_copies(damaged)
+        self._fill(opened)
+        for finding in findings:
+            finding.mend(
+                "put back from its copy" if finding.code is Code.PROMISE_LOST else "the copy follows the row now"
+            )
+        return self._snapshot() or ledger
 
     # The packs
 
@@ -197,6 +229,12 @@ class _OfflineCheck:
             ledger.close()
         for row in snapshot.namespaces:
             save_namespace(self._state_dir, row)
+
+
+def _catch_up(ledger: Ledger) -> None:
+    ledger.catch_up()
+    while ledger.misses_copies:
+        ledger.catch_up()
 
 
 class LedgerRows:

@@ -17,14 +17,17 @@ from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import LedgerError, NamespaceMismatchError
 from kvtier.ledger import LedgerSnapshot
-from kvtier.ledger.checks import inspect_ledger, load_copy
+from kvtier.ledger.checks import LedgerHealth, inspect_ledger, load_copy
+from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.maintenance.compare import PackFiles, both, compare
 from kvtier.maintenance.findings import Code, Finding, Report
-from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier, list_names, read_headers
+from kvtier.maintenance.observe import Verifier, list_names, read_headers
+from kvtier.maintenance.promises import Copy, compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
 from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.scratch import scratch_folder
+from kvtier.tiers.pack_directory import UNCLAIMED_FOLDER
 from kvtier.tiers.packs import PackTier
 
 _GRACE_POLL_S = 0.01
@@ -74,7 +77,11 @@ class _OnlineCheck:
 
     def _run(self, scratch: Path) -> Report:
         verifier = Verifier(self._tier, self._left.is_set)
-        findings = self._check_ledger()
+        health = inspect_ledger(self._cache.stores.ledger.path)
+        findings = self._check_ledger(health)
+        if health.problems or health.altered:
+            return Report(findings=findings)  # such a ledger is no measure of anything else
+        copies = self._read_copies()
         counted = set(self._cache.stores.disk_usage.packs)
         before = list_names(self._tier.directory)
         known = self._on_loop(self._writes_ended())
@@ -91,6 +98,7 @@ class _OnlineCheck:
             unclaimed=sorted(list_names(self._state_dir / UNCLAIMED_FOLDER)),
         )
         findings += compare(ledger, files)
+        findings += self._check_promises(later, copies)
         findings += [
             Finding(code=Code.UNREADABLE, subject=pack_id, detail=what) for pack_id, what in verifier.unreadable.items()
         ]
@@ -116,8 +124,28 @@ class _OnlineCheck:
     def _load(self, scratch: Path) -> LedgerSnapshot:
         return load_copy(self._cache.stores.ledger.path, scratch)
 
-    def _check_ledger(self) -> list[Finding]:
-        health = inspect_ledger(self._cache.stores.ledger.path)
+    def _read_copies(self) -> dict[str, Copy]:
+        return read_copies(PromiseCopies(self._state_dir / FOLDER_NAME))
+
+    def _check_promises(self, ledger: LedgerSnapshot, before: dict[str, Copy]) -> list[Finding]:
+        """Judge copies that were there, at one revision, before and after the ledger was copied; others change now."""
+        after = self._read_copies()
+        copies = {copy_id: copy for copy_id, copy in after.items() if before.get(copy_id) == copy}
+        findings = [
+            finding for finding in compare_promises(ledger, copies) if finding.code is not Code.COPY_MISSING
+        ]  # which the daemon writes by itself
+        damaged = [finding for finding in findings if finding.code is Code.COPY_DAMAGED]
+        if damaged and self._repair:
+            stores, ids = self._cache.stores, [finding.subject for finding in damaged]
+            self._on_loop(stores.in_ledger(stores.ledger.renew_copies, ids))
+            for finding in damaged:
+                finding.mend("set aside; the daemon writes it again")
+        for finding in findings:
+            if finding.code is Code.PROMISE_LOST:
+                finding.detail += "; restart the daemon, which puts it back"
+        return findings
+
+    def _check_ledger(self, health: LedgerHealth) -> list[Finding]:
         path = str(self._cache.stores.ledger.path)
         findings = [
             Finding(code=Code.ROW_DANGLING, subject=table, detail=f"{number} rows refer to rows that are not there")
@@ -127,10 +155,13 @@ class _OnlineCheck:
             self._on_loop(self._cache.changes.exclusively("fsck", self._drop_dangling))
             for finding in findings:
                 finding.mend("deleted")
-        problems = [*health.problems, *(f"changed rows in {table}" for table in health.altered)]
-        if problems:
-            what = "; ".join(problems[:3]) + "; stop the daemon and run `kvtier fsck --offline --repair`"
+        remedy = "stop the daemon and run `kvtier fsck --offline --repair`"
+        if health.problems:
+            what = f"{'; '.join(health.problems[:3])}; {remedy}"
             findings.append(Finding(code=Code.LEDGER_DAMAGED, subject=path, detail=what))
+        for table, names in health.altered.items():
+            what = f"not what was written, the storage changed them: {', '.join(names)}; {remedy}"
+            findings.append(Finding(code=Code.ROW_ALTERED, subject=table, detail=what))
         return findings
 
     # On the loop

@@ -17,7 +17,8 @@ from kvtier.errors import ChunkDamagedError, KvtierError, TierIOError
 from kvtier.fsync import fsync_directory
 from kvtier.maintenance.compare import PACK_SUFFIX, PackFiles
 from kvtier.maintenance.findings import Code, Finding
-from kvtier.maintenance.observe import UNCLAIMED_FOLDER, Verifier
+from kvtier.maintenance.observe import Verifier
+from kvtier.tiers.pack_directory import UNCLAIMED_FOLDER
 from kvtier.tiers.packs import PackTier
 
 _REREAD = (
@@ -130,7 +131,7 @@ class Repairer:
             self._tier.quarantine_pack(pack_id)
             return "the file is set aside (quarantined): its header cannot be read"
         if not self._rows.knows_namespace(header.namespace_id):
-            self._move_to_unclaimed(path)
+            self._tier.move_unclaimed(pack_id)
             return f"moved to {UNCLAIMED_FOLDER}/: its namespace {header.namespace_id} is not known (yet)"
         num_adopted, num_bad = self._adopt(path, header)
         if num_bad:
@@ -202,12 +203,6 @@ class Repairer:
             return self._tier.read_record(pack_id)
         except ChunkDamagedError:
             return None
-
-    def _move_to_unclaimed(self, path: Path) -> None:
-        self._unclaimed.mkdir(mode=0o700, exist_ok=True)
-        path.rename(self._unclaimed / path.name)
-        for folder in (self._unclaimed, path.parent):
-            fsync_directory(folder)
 
 
 class Step(Protocol):
