@@ -4,7 +4,7 @@ An error message names what was wrong (field and value) and what to do about it.
 are results, not errors. `kvtier.rpc.status` maps each leaf to one gRPC status.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 
@@ -160,6 +160,24 @@ class DaemonUnreachableError(KvtierError):
             "`kvtier doctor` says more"
         )
         self.address = address
+
+
+class UntrustedSocketError(KvtierError):
+    """Another user is, or could put itself, on the other end of the daemon's socket; nothing was sent.
+
+    Attributes:
+        socket: The socket.
+        uid: Whose process or folder was found.
+        expected: The uids that are trusted.
+        found: The message without the remedy.
+        remedy: What to do.
+    """
+
+    def __init__(self, socket: Path, problem: str, uid: int, expected: Collection[int], remedy: str) -> None:
+        uids = " and ".join(str(each) for each in sorted(expected))
+        self.found = f"{socket} is not trusted, and nothing was sent: {problem}, trusted is uid {uids}"
+        super().__init__(f"{self.found}; {remedy}")
+        self.socket, self.uid, self.expected, self.remedy = socket, uid, frozenset(expected), remedy
 
 
 class DrainingError(KvtierError):

@@ -1,11 +1,103 @@
-"""May a folder be ours? What the daemon asks before it starts, and the doctor without changing anything."""
+"""May a folder be ours, and who else can change it? Asked by daemon, clients and doctor; changes nothing."""
 
 import os
 import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 LOCK_NAME = "daemon.lock"
 """In each folder of a daemon: what it holds a lock on while it runs; its pid stands there."""
+
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+_UID_MAP = Path("/proc/self/uid_map")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposure:
+    """A folder through which another user could put a socket of its own in place of ours.
+
+    Attributes:
+        uid: Whose the folder is.
+        problem: What is the case; names the folder.
+        remedy: What to do; empty when the folder is simply another user's.
+    """
+
+    uid: int
+    problem: str
+    remedy: str = ""
+
+
+def trusted_uids(other: int | None = None) -> frozenset[int]:
+    """Return the uids that may own what we rely on: our own, root's, and `other`."""
+    return frozenset({os.geteuid(), 0} if other is None else {os.geteuid(), 0, other})
+
+
+def exposure(folder: Path, trusted: Collection[int]) -> Exposure | None:
+    """Return the first folder on the way to `folder`, itself included, that is not safe; None: all are.
+
+    Safe is what belongs to a trusted uid and is writable for no other user. A sticky folder may be: there only a
+    file's owner may move it. What does not exist yet, or may not be looked at, is passed over.
+
+    Args:
+        folder: Absolute path. Symbolic links on the way are looked at as what they are and as where they lead.
+        trusted: See `trusted_uids`.
+    """
+    owners = {*trusted, *_unmapped_uid()}
+    for place in dict.fromkeys([*_way_to(folder), *_way_to(Path(os.path.realpath(folder)))]):
+        try:
+            facts = place.lstat()
+        except OSError:
+            continue
+        if facts.st_uid not in owners:
+            return Exposure(uid=facts.st_uid, problem=f"{place} belongs to uid {facts.st_uid}")
+        if stat.S_ISDIR(facts.st_mode) and _others_may_replace(facts):
+            mode = f"uid {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):04o}"
+            return Exposure(
+                uid=facts.st_uid,
+                problem=f"other users may write to {place} ({mode})",
+                remedy=f"run chmod go-w {place} (or +t, if many share it like /tmp), or use a socket in another folder",
+            )
+    return None
+
+
+def socket_folder_problem(folder: Path) -> str | None:
+    """Return what keeps the daemon from binding its socket in a folder, with the remedy; None when nothing does.
+
+    Args:
+        folder: Absolute path.
+    """
+    if found := exposure(folder, trusted_uids()):
+        remedy = found.remedy or f"run as that user, or name a folder of uid {os.geteuid()} or root"
+        return f"{found.problem}, who could replace the socket; {remedy}"
+    return folder_problem(folder)
+
+
+def _way_to(folder: Path) -> Iterator[Path]:
+    yield from reversed(folder.parents)
+    yield folder
+
+
+def _others_may_replace(facts: os.stat_result) -> bool:
+    if facts.st_mode & stat.S_ISVTX:
+        return False
+    # A group with the owner's own number is the owner's alone, by the convention of user private groups (umask 002).
+    by_group = facts.st_mode & stat.S_IWGRP and facts.st_gid != facts.st_uid
+    return bool(facts.st_mode & stat.S_IWOTH or by_group)
+
+
+def _unmapped_uid() -> Iterator[int]:
+    """Yield the uid as which root's folders show in a user namespace that does not know root; see user_namespaces(7).
+
+    Others who are not known there show as the same. They cannot listen in our stead: that uid is no trusted listener.
+    """
+    try:
+        overflow = int(_OVERFLOW_UID.read_text())
+        known = [[int(number) for number in line.split()] for line in _UID_MAP.read_text().splitlines()]
+    except (OSError, ValueError):
+        return
+    if not any(first <= overflow < first + count for first, _, count in known):
+        yield overflow
 
 
 def folder_problem(folder: Path) -> str | None:

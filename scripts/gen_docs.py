@@ -37,6 +37,7 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 | key | default | meaning |
 |---|---|---|
 | `socket` | as `server.socket` | the daemon's socket |
+| `daemon_uid` | `KVTIER_DAEMON_UID`, else none | the daemon's uid, if neither vLLM's nor root's |
 | `blocks_per_chunk` | 1 | vLLM blocks per stored chunk |
 | `gpu_pin` | `soft` | vLLM's own cache: it evicts pinned blocks last; `hard`: they are held while there is room |
 | `gpu_pin_max_ratio` | 0.5 | of vLLM's blocks, what pins may have there; the lowest priority is left out first |

@@ -64,6 +64,7 @@ class EngineFacts:
             lambda: PinBinder(self.shapes, self._hasher, digests, self.vllm_config.model_config.max_model_len),
             background,
             warm_start.bound if warm_start is not None else lambda attachment: None,
+            self.settings.daemon_uid,
         )
         link.start()
         return EngineParts(
@@ -83,6 +84,7 @@ class EngineFacts:
             return None
         facts = WarmFacts(
             socket=settings.socket,
+            daemon_uid=settings.daemon_uid,
             url=settings.warm_url,
             max_ratio=settings.warm_max_ratio,
             model_names=self.model_names,

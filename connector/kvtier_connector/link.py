@@ -73,8 +73,9 @@ class EngineLink:
         make_binder: Callable[[], PinBinder],
         background: Background,
         on_bound: Callable[[Attachment], None] = lambda attachment: None,
+        daemon_uid: int | None = None,
     ) -> None:
-        self._session = EngineSession(socket_path, make_hello, self)
+        self._session = EngineSession(socket_path, make_hello, self, daemon_uid)
         self._make_binder, self._background, self._on_bound = make_binder, background, on_bound
         self._lock = threading.Lock()  # protects the next three
         self._events: deque[Event] = deque()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvtier.client.address import default_socket_path
+from kvtier.client.address import MAX_UID, default_daemon_uid, default_socket_path
 from kvtier.errors import ConfigError
 from kvtier_connector.supported import CRYPTO_HASHES
 
@@ -20,6 +20,7 @@ SPEC_NAME, SPEC_MODULE = "KVTierOffloadingSpec", "kvtier_connector.spec"
 _SOURCE = "kv_connector_extra_config"
 _OUR_KEYS = (
     "blocks_per_chunk",
+    "daemon_uid",
     "gpu_pin",
     "gpu_pin_max_ratio",
     "lookup_timeout_ms",
@@ -62,6 +63,8 @@ class ConnectorSettings:
 
     socket: Path
     """The daemon's unix socket."""
+    daemon_uid: int | None = None
+    """As whom the daemon may run besides our own uid and root; None: as no one else."""
     blocks_per_chunk: int = 1
     """vLLM blocks that make one chunk, our stored unit."""
     gpu_pin: GpuPin = GpuPin.SOFT
@@ -92,6 +95,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         _refuse_unknown(key, value)
     return ConnectorSettings(
         socket=_socket(extra.get("socket")),
+        daemon_uid=_uid(extra.get("daemon_uid")),
         blocks_per_chunk=_positive_int(extra, "blocks_per_chunk", 1),
         gpu_pin=_choice(GpuPin, extra, "gpu_pin", GpuPin.SOFT),
         gpu_pin_max_ratio=_ratio(extra, "gpu_pin_max_ratio", 0.5),
@@ -158,6 +162,14 @@ def _socket(value: object) -> Path:
     if not isinstance(value, str) or not value:
         raise ConfigError("socket", value, _SOURCE, "must be the path of the daemon's unix socket")
     return Path(value).expanduser()
+
+
+def _uid(value: object) -> int | None:
+    if value is None:
+        return default_daemon_uid()
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_UID:
+        raise ConfigError("daemon_uid", value, _SOURCE, "must be a uid, a whole number; `id -u NAME` prints it")
+    return value
 
 
 def _trace_folder(value: object) -> Path | None:

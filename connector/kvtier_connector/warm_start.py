@@ -51,6 +51,7 @@ class WarmFacts:
         room_tokens: Returns how many tokens vLLM's cache takes.
         block_tokens: Of one block.
         by_priority: vLLM schedules by priority.
+        daemon_uid: As whom the daemon may run, besides our own uid and root.
     """
 
     socket: Path
@@ -60,6 +61,7 @@ class WarmFacts:
     room_tokens: Callable[[], int]
     block_tokens: int
     by_priority: bool
+    daemon_uid: int | None = None
 
 
 @dataclass
@@ -149,7 +151,7 @@ class WarmStart:
         if (attachment := self._attachment) is None:
             return cache
         try:
-            with AdminClient(self._facts.socket) as daemon:
+            with AdminClient(self._facts.socket, daemon_uid=self._facts.daemon_uid) as daemon:
                 self._warm_all(daemon, self._held(daemon.list(), attachment), attachment)
         except KvtierError as exc:
             self._say_unless_stopped("of %s ends: %s", exc)

@@ -18,7 +18,7 @@ from kvtier.cli.pin import pin
 from kvtier.cli.tables import daemon_details, prompt_details, prompts_table
 from kvtier.cli.trace import trace
 from kvtier.cli.warm import warm
-from kvtier.client.address import SOCKET_VARIABLE, default_socket_path
+from kvtier.client.address import DAEMON_UID_VARIABLE, MAX_UID, SOCKET_VARIABLE, default_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config.units import format_size
 from kvtier.version import __version__
@@ -52,11 +52,22 @@ def _globals(
         Path | None,
         typer.Option(metavar="PATH", envvar=SOCKET_VARIABLE, help="The daemon's unix socket", show_default=False),
     ] = None,
+    daemon_uid: Annotated[
+        int | None,
+        typer.Option(
+            metavar="UID",
+            envvar=DAEMON_UID_VARIABLE,
+            min=0,
+            max=MAX_UID,
+            help="As whom the daemon may run, besides you and root",
+            show_default=False,
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
     ] = False,
 ) -> None:
-    context.obj = Settings(socket=socket or default_socket_path())
+    context.obj = Settings(socket=socket or default_socket_path(), daemon_uid=daemon_uid)
 
 
 # In the order in which --help lists them: what a newcomer needs first.

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvtier.cli.output import Output
-from kvtier.client.address import default_socket_path
+from kvtier.client.address import default_daemon_uid, default_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
 
@@ -26,19 +26,21 @@ class Settings:
 
     Attributes:
         socket: The daemon's unix socket.
+        daemon_uid: As whom the daemon may run, besides us and root.
     """
 
     socket: Path
+    daemon_uid: int | None = None
 
     def connect(self) -> AdminClient:
         """Return a client; the caller closes it."""
-        return AdminClient(self.socket)
+        return AdminClient(self.socket, daemon_uid=self.daemon_uid)
 
 
 def settings_of(context: typer.Context) -> Settings:
     """Return the global options of a command's context."""
     settings = context.find_object(Settings)
-    return settings or Settings(socket=default_socket_path())
+    return settings or Settings(socket=default_socket_path(), daemon_uid=default_daemon_uid())
 
 
 def exit_code(error: KvtierError) -> int:

@@ -47,8 +47,11 @@ def doctor(
     """
     output = Output(json=as_json)
     with VllmClient(url, api_key) if url else nullcontext() as server, output.working("looking around ..."):
-        socket = settings_of(context).socket
-        findings = examine(Patient(socket=socket, config_path=config, python=python, server=server))
+        settings = settings_of(context)
+        patient = Patient(
+            socket=settings.socket, daemon_uid=settings.daemon_uid, config_path=config, python=python, server=server
+        )
+        findings = examine(patient)
     if as_json:
         output.answer([asdict(finding) for finding in findings])
     else:

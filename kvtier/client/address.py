@@ -1,9 +1,13 @@
-"""Where the daemon listens, as every client and the daemon itself see it."""
+"""Where the daemon listens, and as whom, as every client and the daemon itself see it."""
 
 import os
 from pathlib import Path
 
+from kvtier.errors import ConfigError
+
 SOCKET_VARIABLE = "KVTIER_SOCKET"
+DAEMON_UID_VARIABLE = "KVTIER_DAEMON_UID"
+MAX_UID = 2**32 - 2
 
 
 def default_socket_path() -> Path:
@@ -16,6 +20,19 @@ def default_socket_path() -> Path:
     if runtime_dir := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime_dir) / "kvtier" / "daemon.sock"
     return Path("/tmp") / f"kvtier-{os.getuid()}" / "daemon.sock"
+
+
+def default_daemon_uid() -> int | None:
+    """Return `$KVTIER_DAEMON_UID`: as whom the daemon may run, besides us and root. None: as no one else.
+
+    Raises:
+        ConfigError: It is not a uid.
+    """
+    if not (text := os.environ.get(DAEMON_UID_VARIABLE)):
+        return None
+    if not (text.isascii() and text.isdigit()) or len(text) > 10 or int(text) > MAX_UID:
+        raise ConfigError(DAEMON_UID_VARIABLE, text[:80], "environment", "must be a uid, a whole number; `id -u NAME`")
+    return int(text)
 
 
 def channel_target(path: Path | str) -> str:

@@ -7,7 +7,6 @@ with AdminClient(default_socket_path()) as client:
 
 import errno
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +17,7 @@ from typing import Any, Self
 import grpc
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc
-from kvtier.client.address import channel_target
+from kvtier.client.peer import TrustedSocket, open_trusted
 from kvtier.errors import DaemonUnreachableError, KvtierError
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -29,6 +28,8 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
+    # A target is the number of a descriptor: what another client used under that number is another socket.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _DRAINING = "DrainingError"
@@ -47,23 +48,42 @@ class RemoteError(KvtierError):
         self.code, self.kind = code, kind
 
 
+class _Connection:
+    """A channel to one socket that is trusted; owns both."""
+
+    def __init__(self, socket_path: Path, daemon_uid: int | None) -> None:
+        self.socket: TrustedSocket = open_trusted(socket_path, daemon_uid)
+        self._channel = grpc.insecure_channel(self.socket.target, options=_OPTIONS)
+        self.stub = cache_pb2_grpc.CacheServiceStub(self._channel)
+
+    def close(self) -> None:
+        self._channel.close()
+        self.socket.close()
+
+
 class AdminClient:
     """One connection to the daemon. Every call has a deadline; thread-safe.
 
-    All methods raise DaemonUnreachableError when nobody answers, RemoteError when the daemon refuses.
+    All methods raise DaemonUnreachableError when nobody answers, UntrustedSocketError when another user could,
+    RemoteError when the daemon refuses.
     """
 
-    def __init__(self, socket_path: Path | str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, socket_path: Path | str, *, daemon_uid: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         """Prepare the connection; the first call makes it.
 
         Args:
             socket_path: The daemon's unix socket.
+            daemon_uid: As whom the daemon may run, besides our own uid and root.
             timeout_s: Deadline of each unary call.
         """
-        self._socket_path = Path(socket_path)
+        self._socket_path = Path(socket_path).expanduser().absolute()
+        self._daemon_uid = daemon_uid
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(channel_target(socket_path), options=_OPTIONS)
-        self._stub = cache_pb2_grpc.CacheServiceStub(self._channel)
+        self._lock = threading.Lock()  # protects the next two
+        self._connection: _Connection | None = None
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -77,7 +97,31 @@ class AdminClient:
 
     def close(self) -> None:
         """Close the connection; calls that run end with an error."""
-        self._channel.close()
+        with self._lock:
+            self._is_closed = True
+            self._disconnect()
+
+    @property
+    def _stub(self) -> cache_pb2_grpc.CacheServiceStub:
+        """The stub of a connection to the daemon that listens now; connects when the last one went to another."""
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("the client is closed")
+            if self._connection is None or not self._connection.socket.is_current():
+                self._disconnect()
+                self._connection = self._connect()
+            return self._connection.stub
+
+    def _connect(self) -> _Connection:
+        try:
+            return _Connection(self._socket_path, self._daemon_uid)
+        except OSError as exc:
+            raise DaemonUnreachableError(str(self._socket_path), _diagnosis(self._socket_path, exc)) from exc
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def pin(self, request: cache_pb2.PinRequest) -> cache_pb2.PromptStatus:
         """Pin a prompt; durable in the ledger when this returns."""
@@ -174,9 +218,17 @@ class AdminClient:
         code, kind = exc.code(), _kind_of(exc)
         if code in _UNREACHABLE and kind != _DRAINING:
             late = code == grpc.StatusCode.DEADLINE_EXCEEDED
-            problem = f"no answer within {self._timeout_s:g} s" if late else _diagnose(self._socket_path)
+            problem = f"no answer within {self._timeout_s:g} s" if late else self._diagnose()
             return DaemonUnreachableError(str(self._socket_path), problem)
         return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
+
+    def _diagnose(self) -> str:
+        """Say why a connection broke: gRPC's own text buries the reason."""
+        try:
+            open_trusted(self._socket_path, self._daemon_uid).close()
+        except OSError as exc:
+            return _diagnosis(self._socket_path, exc)
+        return "it closed the connection; it may be starting or stopping"
 
 
 class PromptWatch:
@@ -211,23 +263,21 @@ def _kind_of(exc: grpc.RpcError) -> str:
     return ""
 
 
-def _diagnose(path: Path) -> str:
-    """Say why nobody can be reached there: gRPC's own text buries the reason."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.settimeout(1.0)
-            probe.connect(str(path))
-        except PermissionError:
-            return f"permission denied: {_owner(path)}, you are uid {os.getuid()}; run as that user"
-        except FileNotFoundError:
+def _diagnosis(path: Path, exc: OSError) -> str:
+    """Say why nobody can be reached there."""
+    match exc.errno:
+        case errno.EACCES | errno.EPERM:
+            return f"permission denied: {_owner(path)}, you are uid {os.geteuid()}; run as that user"
+        case errno.ENOENT | errno.ENOTDIR:
             return "there is no such socket"
-        except OSError as exc:
-            if exc.errno == errno.ECONNREFUSED and not path.is_socket():
-                return "that is not a socket"
-            if exc.errno == errno.ECONNREFUSED:
-                return "nobody listens on that socket; the daemon has died or is starting"
+        case errno.ECONNREFUSED if not path.is_socket():
+            return "that is not a socket"
+        case errno.ECONNREFUSED:
+            return "nobody listens on that socket; the daemon has died or is starting"
+        case errno.EMFILE | errno.ENFILE:
+            return "this process may open no more files; raise its limit: ulimit -n"
+        case _:
             return exc.strerror or str(exc)
-    return "it closed the connection; it may be starting or stopping"
 
 
 def _owner(path: Path) -> str:

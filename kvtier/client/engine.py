@@ -15,10 +15,10 @@ import grpc
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
-from kvtier.client.address import channel_target
 from kvtier.client.outbox import Outbox
-from kvtier.client.probe import socket_problem
-from kvtier.errors import KvtierError, SessionRefusedError
+from kvtier.client.peer import open_trusted
+from kvtier.client.probe import explain
+from kvtier.errors import KvtierError, SessionRefusedError, UntrustedSocketError
 
 PROTOCOL_VERSION = 1
 PROBE_PERIOD_S = 0.25
@@ -94,16 +94,23 @@ class EngineSession:
     """Keeps a session with the daemon at `socket_path` open, for ever, from `start` to `close`.
 
     Args:
-        socket_path: The daemon's unix socket.
+        socket_path: The daemon's unix socket, absolute.
         make_hello: Called in the thread with the turn before each attempt; raises `NotReadyError` to be asked again.
         listener: Told what happens, in the thread.
+        daemon_uid: As whom the daemon may run, besides our own uid and root.
 
     Attributes:
         turn: How often `reopen` was called; sessions of an earlier turn are void.
     """
 
-    def __init__(self, socket_path: Path, make_hello: Callable[[int], pb.Hello], listener: SessionListener) -> None:
-        self._socket_path = socket_path
+    def __init__(
+        self,
+        socket_path: Path,
+        make_hello: Callable[[int], pb.Hello],
+        listener: SessionListener,
+        daemon_uid: int | None = None,
+    ) -> None:
+        self._socket_path, self._daemon_uid = socket_path, daemon_uid
         self._make_hello = make_hello
         self._listener = listener
         self._stop = threading.Event()
@@ -112,6 +119,7 @@ class EngineSession:
         self._call: Any = None  # grpc-stubs know neither its iterator nor `cancel`
         self._outbox = Outbox()
         self._last_problem: str | None = None
+        self._is_untrusted = False  # and that was said, since a session was up
         self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
 
     def start(self) -> None:
@@ -166,6 +174,8 @@ class EngineSession:
                 continue
             except _UnreachableError as exc:
                 self._report(str(exc), logging.WARNING)
+            except UntrustedSocketError as exc:
+                self._report_untrusted(exc)
             except Exception as exc:  # a cache failure never reaches vLLM, whatever it is
                 self._report(f"kvtier: attach failed: {exc!r}; vLLM serves without kvtier", logging.ERROR)
                 self._stop.wait(_REFUSED_RETRY_S)
@@ -179,10 +189,16 @@ class EngineSession:
         """Attach and read until the stream ends."""
         turn = self.turn
         hello = self._make_hello(turn)
-        if problem := socket_problem(self._socket_path):
-            raise _UnreachableError(self._socket_path, problem)
+        try:
+            socket = open_trusted(self._socket_path, self._daemon_uid)
+        except OSError as exc:
+            raise _UnreachableError(self._socket_path, explain(self._socket_path, exc)) from exc
+        with socket:
+            self._attach_to(socket.target, hello, turn)
+
+    def _attach_to(self, target: str, hello: pb.Hello, turn: int) -> None:
         outbox = Outbox()
-        channel = grpc.insecure_channel(channel_target(self._socket_path), options=_CHANNEL_OPTIONS)
+        channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         try:
             self._outbox, self._probing = outbox, False
             make_stub: Any = engine_pb2_grpc.EngineServiceStub  # generated, untyped
@@ -220,7 +236,7 @@ class EngineSession:
     def _greet(self, attachment: Attachment) -> None:
         welcome = attachment.welcome
         logger.info("kvtier attached session=%s namespace=%s", welcome.session_id, welcome.namespace_id)
-        self._last_problem = None
+        self._last_problem, self._is_untrusted = None, False
         self._listener.on_attached(attachment)
 
     def _outgoing(self, hello: pb.Hello, outbox: Outbox) -> Iterator[pb.EngineMessage]:
@@ -249,6 +265,12 @@ class EngineSession:
         if problem != self._last_problem:
             logger.log(level if self._last_problem is None else logging.INFO, "%s", problem)
         self._last_problem = problem
+
+    def _report_untrusted(self, error: UntrustedSocketError) -> None:
+        """Log it as an error also when the outage began as another one, once: whoever is there may come and go."""
+        if not self._is_untrusted:
+            logger.error("kvtier: %s; vLLM serves without kvtier until then", error)
+        self._is_untrusted, self._last_problem = True, str(error)
 
 
 class _UnreachableError(KvtierError):

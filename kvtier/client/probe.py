@@ -2,21 +2,7 @@
 
 import errno
 import os
-import socket
 from pathlib import Path
-
-_PROBE_TIMEOUT_S = 1.0
-
-
-def socket_problem(path: Path) -> str | None:
-    """Try to connect; return None when something listens, else what is wrong and what to do about it."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(_PROBE_TIMEOUT_S)
-            probe.connect(str(path))
-    except OSError as exc:
-        return explain(path, exc)
-    return None
 
 
 def explain(path: Path, exc: OSError) -> str:

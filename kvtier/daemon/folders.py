@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
-from kvtier.folders import LOCK_NAME, folder_problem
+from kvtier.folders import LOCK_NAME, folder_problem, socket_folder_problem
 
 START = "start"
 PROBE_TIMEOUT_S = 1.0
@@ -34,6 +34,17 @@ def prepare_folder(key: str, folder: Path) -> None:
         raise ConfigError(key, str(folder), START, f"cannot be created: {exc.strerror}; name another folder") from exc
     if problem := folder_problem(folder):
         raise ConfigError(key, str(folder), START, problem)
+
+
+def prepare_socket_folder(folder: Path) -> None:
+    """Do the same for the socket's folder, into which nobody but us and root may put another socket.
+
+    Raises:
+        ConfigError: Somebody else may, or it cannot be made or written.
+    """
+    if problem := socket_folder_problem(folder):
+        raise ConfigError("server.socket", str(folder), START, problem)
+    prepare_folder("server.socket", folder)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 from kvtier.config import DaemonConfig, default_config_path, load_config
 from kvtier.doctor.findings import Finding, fail, ok
 from kvtier.errors import ConfigError
-from kvtier.folders import folder_problem
+from kvtier.folders import socket_folder_problem
 
 
 def check_configuration(path: Path | None) -> tuple[DaemonConfig | None, Finding]:
@@ -24,7 +24,7 @@ def check_configuration(path: Path | None) -> tuple[DaemonConfig | None, Finding
 
 def check_socket_folder(socket: Path) -> Finding:
     """Check that the daemon can make its socket, and only its user reach it."""
-    if problem := folder_problem(socket.parent):
+    if problem := socket_folder_problem(socket.parent):
         remedy = "set server.socket ($KVTIER_SOCKET for daemon and clients) to a path in a folder of its own"
         return fail("socket.folder", f"{socket.parent}: {problem}", remedy)
     return ok("socket.folder", str(socket.parent))

@@ -2,14 +2,16 @@
 
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.admin import AdminClient
-from kvtier.doctor.findings import Finding, fail, ok, skipped, warn
-from kvtier.errors import KvtierError
+from kvtier.client.peer import open_trusted
+from kvtier.doctor.findings import Finding, Status, fail, ok, skipped, warn
+from kvtier.errors import KvtierError, UntrustedSocketError
 from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
@@ -32,12 +34,14 @@ class Answer:
     finding: Finding
 
 
-def ask_daemon(socket: Path, *, has_socket: bool) -> Answer:
-    """Ask for status and prompts; without a socket nobody is asked."""
-    if not has_socket:
-        return Answer(status=None, prompts=(), finding=skipped("daemon.answers", "there is no socket to ask at"))
+def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[Finding]) -> Answer:
+    """Ask for status and prompts, unless there is no socket, or it is not trusted."""
+    failed = {finding.id for finding in socket_findings if finding.status is Status.FAIL}
+    if failed:
+        why = "the socket is not trusted" if "socket.trusted" in failed else "there is no socket to ask at"
+        return Answer(status=None, prompts=(), finding=skipped("daemon.answers", why))
     try:
-        with AdminClient(socket) as client:
+        with AdminClient(socket, daemon_uid=daemon_uid) as client:
             status, prompts = client.status(), tuple(client.list())
     except KvtierError as exc:
         remedy = f"start it with KVTIER_SOCKET={socket}; its log says why one that was started is not there"
@@ -46,21 +50,24 @@ def ask_daemon(socket: Path, *, has_socket: bool) -> Answer:
     return Answer(status=status, prompts=prompts, finding=ok("daemon.answers", found))
 
 
-def check_socket(socket: Path) -> list[Finding]:
-    """Check path, owner and mode of the socket."""
+def check_socket(socket: Path, daemon_uid: int | None = None) -> list[Finding]:
+    """Check path, owner and mode of the socket, and who listens."""
+    trusted = check_trusted(socket, daemon_uid)
+    refused = [trusted] if trusted.status is Status.FAIL else []
     try:
         facts = socket.lstat()
     except FileNotFoundError:
         remedy = (
             "start `kvtier-daemon`, or name its socket with --socket or $KVTIER_SOCKET (containers: mount its folder)"
         )
-        return [fail("socket.path", f"there is no {socket}", remedy), *_others(socket)]
+        return [fail("socket.path", f"there is no {socket}", remedy), *refused, *_others(socket)]
     except OSError as exc:
         remedy = f"run as the daemon's user, or let uid {os.getuid()} into {socket.parent}"
-        return [fail("socket.path", f"{socket} cannot be looked at: {exc.strerror}", remedy), *_others(socket)]
+        found = f"{socket} cannot be looked at: {exc.strerror}"
+        return [fail("socket.path", found, remedy), *refused, *_others(socket)]
     if not stat.S_ISSOCK(facts.st_mode):
         return [fail("socket.path", f"{socket} is not a socket", "remove it, or choose another path with --socket")]
-    return [ok("socket.path", str(socket)), check_owner(socket, facts.st_uid, facts.st_mode)]
+    return [ok("socket.path", str(socket)), check_owner(socket, facts.st_uid, facts.st_mode), trusted]
 
 
 def check_owner(socket: Path, owner: int, mode: int) -> Finding:
@@ -72,6 +79,17 @@ def check_owner(socket: Path, owner: int, mode: int) -> Finding:
         remedy = f"chmod 700 {socket.parent}: whoever reaches the socket may read and evict prompts"
         return warn("socket.owner", f"every user may connect to {socket}", remedy)
     return ok("socket.owner", f"uid {owner}, mode {stat.S_IMODE(mode):04o}")
+
+
+def check_trusted(socket: Path, daemon_uid: int | None) -> Finding:
+    """Judge who listens, and who could: clients send nothing to others than us, root and `daemon_uid`."""
+    try:
+        open_trusted(socket.absolute(), daemon_uid).close()
+    except UntrustedSocketError as exc:
+        return fail("socket.trusted", exc.found, exc.remedy)
+    except OSError as exc:
+        return skipped("socket.trusted", f"nobody can be reached there: {exc.strerror or exc}")
+    return ok("socket.trusted", "yours, root's or of the uid that you named")
 
 
 def check_daemon(status: DaemonStatus | None) -> list[Finding]:

@@ -10,7 +10,7 @@ from kvtier.doctor.configuration import check_configuration, check_socket_folder
 from kvtier.doctor.daemon import ask_daemon, check_daemon, check_socket
 from kvtier.doctor.disk import check_disk
 from kvtier.doctor.engine_environment import check_environment_of_vllm, probe_environment
-from kvtier.doctor.findings import CHECKS, Finding, Status, skipped
+from kvtier.doctor.findings import CHECKS, Finding, skipped
 from kvtier.doctor.host_memory import check_host_memory, check_shared_arena_dir
 from kvtier.doctor.machine import check_machine
 from kvtier.doctor.pins import check_pins
@@ -24,12 +24,14 @@ class Patient:
 
     Attributes:
         socket: Where the daemon should be.
+        daemon_uid: As whom it may run, besides us and root.
         config_path: Its TOML file; None: the default one.
         python: Interpreter of the environment that vLLM runs in; None: this one.
         server: A running vLLM; None: none was named.
     """
 
     socket: Path
+    daemon_uid: int | None = None
     config_path: Path | None = None
     python: Path | None = None
     server: VllmServer | None = None
@@ -38,8 +40,8 @@ class Patient:
 def examine(patient: Patient) -> list[Finding]:
     """Run every check; changes nothing."""
     config, config_finding = check_configuration(patient.config_path)
-    socket_findings = check_socket(patient.socket)
-    answer = ask_daemon(patient.socket, has_socket=socket_findings[0].status is Status.OK)
+    socket_findings = check_socket(patient.socket, patient.daemon_uid)
+    answer = ask_daemon(patient.socket, patient.daemon_uid, socket_findings)
     status = answer.status
     environment = probe_environment(patient.python or Path(sys.executable))
     disk_dir = Path(status.disk.location) if status else config.disk.disk_dir if config else None

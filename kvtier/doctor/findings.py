@@ -11,6 +11,7 @@ CHECKS = {
     "socket.folder": "the folder of the socket can be used, and by its owner alone",
     "socket.path": "there is a socket where daemon and clients look for it",
     "socket.owner": "the socket is yours: engines and daemon share a uid",
+    "socket.trusted": "no other user listens there, or may put another socket there: else nothing is sent",
     "socket.others": "no daemon of another user is what you meant",
     "daemon.answers": "the daemon answers",
     "daemon.version": "daemon and CLI have the same version",

@@ -1,5 +1,6 @@
 """The reading commands, unpin and evict: what they say, their JSON, their exit codes, 80 columns."""
 
+import errno
 import json
 import re
 import socket
@@ -264,8 +265,10 @@ def test_forbidden_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     class Forbidding(socket.socket):
         def connect(self, address: object) -> None:
-            raise PermissionError
+            raise PermissionError(errno.EACCES, "denied")
 
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
     monkeypatch.setattr(socket, "socket", Forbidding)
     with AdminClient(tmp_path / "s") as client, pytest.raises(DaemonUnreachableError, match="run as that user"):
         client.status()

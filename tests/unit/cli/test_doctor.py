@@ -38,7 +38,7 @@ def findings(kvtier: Kvtier, *arguments: object, exit_code: int) -> dict[str, di
 
 def test_without_a_daemon(kvtier: Kvtier) -> None:
     found = findings(kvtier, exit_code=1)
-    assert set(found) == set(CHECKS) - {"socket.owner", "socket.folder"}
+    assert set(found) == set(CHECKS) - {"socket.owner", "socket.folder", "socket.trusted"}
     assert found["socket.path"]["status"] == "fail"
     assert "kvtier-daemon" in found["socket.path"]["remedy"]
     assert found["daemon.answers"]["status"] == found["pins.kept"]["status"] == "skipped"

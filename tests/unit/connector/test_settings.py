@@ -26,6 +26,16 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.gpu_pin, settings.gpu_pin_max_ratio) == (GpuPin.SOFT, 0.5)
     assert settings.weights_fingerprint is WeightsFingerprint.SAMPLED
     assert (settings.warm_url, settings.warm_max_ratio) == (None, 0.5)
+    assert settings.daemon_uid is None
+
+
+def test_as_whom_the_daemon_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_DAEMON_UID", "1000")
+    assert parse_settings({}).daemon_uid == 1000
+    assert parse_settings({"daemon_uid": 0}).daemon_uid == 0
+    monkeypatch.setenv("KVTIER_DAEMON_UID", "kvtier")
+    with pytest.raises(ConfigError, match="environment: KVTIER_DAEMON_UID = 'kvtier': must be a uid"):
+        parse_settings({})
 
 
 def test_the_package_asks_for_the_vllm_that_the_connector_says_it_supports() -> None:
@@ -53,7 +63,11 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("cpu_bytes_to_use", 1, r"cpu_bytes_to_use = 1: unknown key; allowed are blocks_per_chunk, gpu_pin, "),
+        (
+            "cpu_bytes_to_use",
+            1,
+            r"cpu_bytes_to_use = 1: unknown key; allowed are blocks_per_chunk, daemon_uid, ",
+        ),
         ("blocks_per_chunk", 0, "blocks_per_chunk = 0: must be a positive whole number"),
         ("blocks_per_chunk", True, "must be a positive whole number"),
         ("lookup_timeout_ms", "250", "lookup_timeout_ms = '250': must be a positive whole number"),
@@ -71,6 +85,9 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
         ("warm_max_ratio", 1.5, "warm_max_ratio = 1.5: must be a number from 0 to 1"),
         ("warm_max_ratio", True, "must be a number from 0 to 1"),
         ("socket", "", "must be the path of the daemon's unix socket"),
+        ("daemon_uid", "1000", "daemon_uid = '1000': must be a uid"),
+        ("daemon_uid", True, "must be a uid"),
+        ("daemon_uid", 2**32 - 1, "must be a uid"),
         ("trace_folder", 1, 'must be the path of a folder, or "off"'),
         ("spec_name", "CPUOffloadingSpec", "set by kvtier itself; remove it"),
     ],

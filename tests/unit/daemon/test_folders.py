@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.daemon.folders import locked, prepare_folder, remove_stale_socket
+from kvtier.daemon.folders import locked, prepare_folder, prepare_socket_folder, remove_stale_socket
 from kvtier.errors import AlreadyRunningError, ConfigError
 
 
@@ -29,6 +29,22 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be created"):
         prepare_folder("disk.dir", tmp_path / "file" / "x")
+
+
+def test_a_socket_is_bound_only_where_no_other_user_can_replace_it(tmp_path: Path) -> None:
+    """Not in a folder below one that all may write to, either: they could move it away."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"other users may write to {shared} .* chmod go-w"):
+        prepare_socket_folder(shared / "mine")
+    assert list(shared.iterdir()) == []
+    shared.chmod(0o1777)
+    prepare_socket_folder(shared / "mine")
+    assert stat.S_IMODE((shared / "mine").stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match="any user may write there") as caught:
+        prepare_socket_folder(shared)
+    assert caught.value.key == "server.socket"
 
 
 def test_second_holder_is_refused_and_learns_the_first_ones_pid(tmp_path: Path) -> None:

@@ -162,7 +162,9 @@ def test_whose_socket_it_is(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
         path.chmod(0o700)
-        assert [finding.status for finding in daemon.check_socket(path)] == [OK, OK]
+        assert [finding.status for finding in daemon.check_socket(path)] == [OK, OK, SKIPPED], "nobody listens"
+        bound.listen()
+        assert [finding.status for finding in daemon.check_socket(path)] == [OK, OK, OK]
         path.chmod(0o777)
         tmp_path.chmod(0o700)
         assert daemon.check_socket(path)[1].status is OK, "its folder keeps others out"
@@ -170,6 +172,19 @@ def test_whose_socket_it_is(tmp_path: Path) -> None:
         assert daemon.check_socket(path)[1].status is WARN
     other = daemon.check_owner(path, os.getuid() + 1, 0o700)
     assert (other.status, "as one user" in other.remedy) == (WARN, True)
+
+
+def test_a_folder_that_anybody_may_write_to_is_said_with_and_without_a_socket(tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with socket.socket(socket.AF_UNIX) as listener:
+        for path in (folder / "none", folder / "s"):
+            (refused,) = [f for f in daemon.check_socket(path) if f.id == "socket.trusted"]
+            assert (refused.status, f"may write to {folder}" in refused.found) == (FAIL, True)
+            answer = daemon.ask_daemon(path, None, [refused])
+            assert (answer.finding.status, answer.finding.found) == (SKIPPED, "the socket is not trusted")
+            listener.bind(str(folder / "s")) if not (folder / "s").exists() else listener.listen()
 
 
 def test_without_a_daemon_its_checks_are_skipped() -> None:

@@ -5,6 +5,7 @@ from kvtier.rpc.status import STATUS_OF, status_of
 
 CLIENT_SIDE = (
     errors.DaemonUnreachableError,
+    errors.UntrustedSocketError,
     errors.SessionRefusedError,
     errors.RenderError,
 )

@@ -1,0 +1,113 @@
+"""Who is on the other end of the daemon's socket: known before the first byte of a request, and still true later.
+
+gRPC dials a path, and dials it again by itself whenever the connection breaks. So a check of the path would say nothing
+about the socket that is dialed after it. Here the socket's inode is opened, checked, and dialed as /proc/self/fd/N: one
+inode belongs to one listening socket. A daemon that restarts binds another inode, which is checked as the first was.
+"""
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvtier.client.address import DAEMON_UID_VARIABLE, SOCKET_VARIABLE
+from kvtier.errors import UntrustedSocketError
+from kvtier.folders import exposure, trusted_uids
+
+_CONNECT_TIMEOUT_S = 1.0
+_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+PeerUid = Callable[[socket.socket], int]
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the uid of the process that listens, as the kernel noted it at listen(): SO_PEERCRED of unix(7)."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    uid: int = _UCRED.unpack(credentials)[1]
+    return uid & 0xFFFFFFFF
+
+
+class TrustedSocket:
+    """The inode of a socket whose folders and listener are trusted; owns a descriptor until `close`.
+
+    Attributes:
+        target: Its name for gRPC, which leads to this inode and to no other.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path, self._fd = path, fd
+        self.target = f"unix:{_path_of(fd)}"
+
+    def is_current(self) -> bool:
+        """Return whether the path still leads to this inode. A daemon that has restarted made another."""
+        with suppress(OSError):
+            return os.path.samestat(self._path.stat(), os.fstat(self._fd))
+        return False
+
+    def close(self) -> None:
+        """Give the descriptor back; `target` leads nowhere then."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def open_trusted(path: Path, daemon_uid: int | None, peer_uid: PeerUid = peer_uid) -> TrustedSocket:
+    """Connect once, without sending anything, and return the socket when it may be talked to.
+
+    Trusted are our own uid, root's and `daemon_uid`: each folder above the socket has to belong to one of them and be
+    writable for no one else (or sticky, as /tmp is), and one of them has to listen.
+
+    Raises:
+        OSError: Nothing can be reached there.
+        UntrustedSocketError: Another user owns, or may write to, a folder above the socket, or listens there.
+    """
+    trusted = trusted_uids(daemon_uid)
+    for folder in dict.fromkeys((path.parent, Path(os.path.realpath(path)).parent)):
+        if found := exposure(folder, trusted):
+            raise UntrustedSocketError(path, found.problem, found.uid, trusted, found.remedy or _remedy(found.uid))
+    opened = TrustedSocket(path, os.open(path, os.O_PATH | os.O_CLOEXEC))
+    try:
+        uid = _listener(opened, peer_uid)
+    except BaseException:
+        opened.close()
+        raise
+    if uid not in trusted:
+        opened.close()
+        raise UntrustedSocketError(path, f"uid {uid} listens there", uid, trusted, _remedy(uid))
+    return opened
+
+
+def _listener(opened: TrustedSocket, peer_uid: PeerUid) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_CONNECT_TIMEOUT_S)
+        try:
+            probe.connect(opened.target.removeprefix("unix:"))
+        except FileNotFoundError as exc:  # the inode is open, so it is the way to it that is missing
+            raise OSError(errno.ENOSYS, "/proc is not mounted, and sockets are checked by way of it") from exc
+        return peer_uid(probe)
+
+
+def _path_of(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
+
+
+def _remedy(uid: int) -> str:
+    return (
+        f"when your daemon runs as uid {uid}, set {DAEMON_UID_VARIABLE}={uid} (--daemon-uid, in vLLM daemon_uid); else "
+        f"look into who that is, and name your daemon's socket with {SOCKET_VARIABLE}"
+    )
