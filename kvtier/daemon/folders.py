@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
@@ -58,7 +58,33 @@ def locked(folder: Path) -> Iterator[Path]:
         AlreadyRunningError: Another process holds it.
         TierIOError: The file cannot be opened.
     """
-    path = folder / LOCK_NAME
+    with _locked_file(folder / LOCK_NAME) as path:
+        yield path
+
+
+@contextmanager
+def locked_socket(path: Path) -> Iterator[Path]:
+    """Hold the lock beside a socket's path, from before the look at what is there until the socket is unlinked.
+
+    Daemons with folders of their own would otherwise both find that none answers yet. And gRPC unlinks what it finds
+    before it binds: both would serve, and clients reach only the later one.
+
+    Raises:
+        ConfigError: Another daemon holds it.
+        TierIOError: The file cannot be opened.
+    """
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(_locked_file(path.with_name(f".{path.name}.lock")))
+        except AlreadyRunningError as exc:
+            who = f"the daemon with pid {exc.pid}" if exc.pid else "another daemon"
+            problem = f"{who} has it; stop that one, or give this one another path with --socket"
+            raise ConfigError("server.socket", str(path), START, problem) from exc
+        yield lock
+
+
+@contextmanager
+def _locked_file(path: Path) -> Iterator[Path]:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
@@ -84,7 +110,7 @@ def _flock(fd: int, path: Path) -> None:
 
 
 def remove_stale_socket(path: Path) -> bool:
-    """Unlink the socket that a dead daemon left; True when there was one. Call with the folder's lock held.
+    """Unlink the socket that a dead daemon left; True when there was one. Call with the socket's lock held.
 
     gRPC unlinks what it finds before it binds, a living daemon's socket too, so the check has to be ours.
 

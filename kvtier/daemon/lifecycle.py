@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvtier.collector import freeze_index, thaw_index
 from kvtier.config import DaemonConfig
-from kvtier.daemon.folders import locked, prepare_folder, prepare_socket_folder, remove_stale_socket
+from kvtier.daemon.folders import locked, locked_socket, prepare_folder, prepare_socket_folder, remove_stale_socket
 from kvtier.errors import AlreadyRunningError, ConfigError, StuckError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
@@ -71,12 +71,13 @@ def _run_once(config: DaemonConfig) -> Path | None:
 
 
 def _claim(config: DaemonConfig, stack: ExitStack) -> None:
-    """Make the folders ours: locks first, then the socket's path, which only the lock's holder may clear."""
+    """Make the folders ours: locks first, then the socket's path, which only its lock's holder may clear."""
     prepare_folder("disk.dir", config.disk.disk_dir)
     prepare_folder("host.arena_dir", config.host.arena_dir)
     prepare_socket_folder(config.server.socket.parent)
     stack.enter_context(locked(config.disk.disk_dir))
     _claim_arena_dir(config, stack)
+    stack.enter_context(locked_socket(config.server.socket))
     if remove_stale_socket(config.server.socket):
         log_event(logger, "stale_socket_removed", socket=config.server.socket)
 

@@ -7,14 +7,17 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
+from kvtier._pb import cache_pb2, cache_pb2_grpc
+from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from kvtier.errors import FormatVersionError
 from tests.fakes.fsck import assert_clean_online, check
 from tests.fakes.operator import make_durable
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
-from tests.fault.chaos import daemon, started
+from tests.fault.chaos import daemon, kill, started
 
 KEYS = [chunk_key(i) for i in range(3)]
 
@@ -64,15 +67,51 @@ def test_the_second_daemon_is_refused_and_the_first_goes_on(
             other = await started(second, {})
             assert await asyncio.wait_for(other.wait(), 20) in (1, 2)
             told = capfd.readouterr().err
-            if what == "socket":
-                assert "another daemon answers there" in told
-            else:
-                assert f"pid {process.pid}" in told
+            assert f"pid {process.pid}" in told
             assert files_in(first.disk.disk_dir, first.host.arena_dir) == before
             await served(engine, 1)
             await assert_clean_online(stub)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_of_two_that_start_together_on_one_socket_one_serves(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], attempt: int
+) -> None:
+    """Each looked whether the other answers before either did, and gRPC unlinks what it finds where it binds.
+
+    Both served then, one of them for nobody.
+    """
+
+    async def scenario() -> None:
+        configs = []
+        for name in ("1", "2"):
+            (tmp_path / name).mkdir(mode=0o700)
+            configs.append(private(config_in(tmp_path / name)))
+        configs[1] = sharing(configs[0], configs[1], "socket")
+        both = await asyncio.gather(*(started(config, {}) for config in configs))
+        try:
+            ends = [asyncio.create_task(process.wait()) for process in both]
+            done, _ = await asyncio.wait(ends, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            assert [end.result() for end in done] == [2], "one of them ends, and says why"
+            (winner,) = [process for process in both if process.returncode is None]
+            assert f"pid {winner.pid}" in capfd.readouterr().err
+            await until_answering(configs[0], winner.pid)
+        finally:
+            for process in both:
+                kill(process)
+                await process.wait()
+
+    asyncio.run(scenario())
+
+
+async def until_answering(config: DaemonConfig, pid: int) -> None:
+    own_pool = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
+    async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=own_pool) as channel:
+        stub = cache_pb2_grpc.CacheServiceStub(channel)
+        status = await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=30)
+        assert status.pid == pid
 
 
 @pytest.fixture

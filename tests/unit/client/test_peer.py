@@ -1,4 +1,4 @@
-"""Who may be on the other end of the socket, and that a connection never leads to anybody else."""
+"""Who may be on the other end of the socket, and that a connection never leads to any other."""
 
 import os
 import socket

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.daemon.folders import locked, prepare_folder, prepare_socket_folder, remove_stale_socket
+from kvtier.daemon.folders import locked, locked_socket, prepare_folder, prepare_socket_folder, remove_stale_socket
 from kvtier.errors import AlreadyRunningError, ConfigError
 
 
@@ -54,6 +54,18 @@ def test_second_holder_is_refused_and_learns_the_first_ones_pid(tmp_path: Path) 
             pass
         assert caught.value.pid == os.getpid()
     with locked(tmp_path):
+        pass
+
+
+def test_the_second_on_a_socket_is_refused_before_anybody_listens(tmp_path: Path) -> None:
+    """Two that start together find neither the other's socket nor an answer there."""
+    with locked_socket(tmp_path / "s"):
+        with pytest.raises(ConfigError, match=f"pid {os.getpid()} .*--socket") as caught, locked_socket(tmp_path / "s"):
+            pass
+        assert caught.value.key == "server.socket"
+        with locked_socket(tmp_path / "other"):
+            pass
+    with locked_socket(tmp_path / "s"):
         pass
 
 
