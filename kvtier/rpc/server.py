@@ -20,6 +20,11 @@ from kvtier.rpc.metrics import MetricsState, serving_metrics
 from kvtier.service import Cache
 
 _MAX_MESSAGE_BYTES = 64 * 1024**2
+HANDSHAKE_TIMEOUT_S = 20.0
+"""From a connection to its HTTP/2 settings, which a gRPC client sends at once: as long as it waits for ours."""
+IDLE_TIMEOUT_S = 300.0
+"""A connection on which no call runs is closed; a client that goes on connects again by itself. A session is a call: no
+clock ends it, nor a keepalive, which a stopped engine (SIGSTOP) would not answer. The kernel reports peers that end."""
 _STREAM_GRACE_S = 1.0
 _FILES_POLL_S = 0.5
 
@@ -83,6 +88,8 @@ def _build(cache: Cache, metrics: MetricsState) -> tuple[grpc.aio.Server, Engine
     options = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
+        ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
     ]
     server = grpc.aio.server(options=options)
     engines, health_servicer = EngineServicer(cache), HealthServicer()
