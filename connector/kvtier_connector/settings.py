@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvtier.client.address import MAX_UID, default_daemon_uid, default_socket_path
+from kvtier.client.address import (
+    MAX_UID,
+    SOCKET_VARIABLE,
+    default_daemon_uid,
+    default_socket_path,
+    usable_socket_path,
+)
 from kvtier.errors import ConfigError
 from kvtier_connector.supported import CRYPTO_HASHES
 
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 
 SPEC_NAME, SPEC_MODULE = "KVTierOffloadingSpec", "kvtier_connector.spec"
 _SOURCE = "kv_connector_extra_config"
+_SHOWN_CHARS = 120
 _OUR_KEYS = (
     "blocks_per_chunk",
     "daemon_uid",
@@ -157,11 +164,14 @@ def _refuse_unknown(key: str, value: object) -> None:
 
 
 def _socket(value: object) -> Path:
-    if value is None:
-        return default_socket_path()
-    if not isinstance(value, str) or not value:
-        raise ConfigError("socket", value, _SOURCE, "must be the path of the daemon's unix socket")
-    return Path(value).expanduser()
+    key, source = ("socket", _SOURCE) if value is not None else (SOCKET_VARIABLE, "environment")
+    path = default_socket_path() if value is None else value
+    if not isinstance(path, str | Path) or not path:
+        raise ConfigError(key, value, source, "must be the path of the daemon's unix socket")
+    try:
+        return usable_socket_path(path)
+    except ValueError as exc:
+        raise ConfigError(key, str(path)[:_SHOWN_CHARS], source, str(exc)) from exc
 
 
 def _uid(value: object) -> int | None:

@@ -50,7 +50,13 @@ def _globals(
     context: typer.Context,
     socket: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", envvar=SOCKET_VARIABLE, help="The daemon's unix socket", show_default=False),
+        typer.Option(
+            metavar="PATH",
+            envvar=SOCKET_VARIABLE,
+            help="The daemon's unix socket",
+            show_default=False,
+            readable=False,  # a socket that one may not connect to is a matter for those who try, with a better reason
+        ),
     ] = None,
     daemon_uid: Annotated[
         int | None,

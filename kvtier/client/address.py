@@ -8,6 +8,7 @@ from kvtier.errors import ConfigError
 SOCKET_VARIABLE = "KVTIER_SOCKET"
 DAEMON_UID_VARIABLE = "KVTIER_DAEMON_UID"
 MAX_UID = 2**32 - 2
+MAX_SOCKET_PATH_BYTES = 107
 
 
 def default_socket_path() -> Path:
@@ -20,6 +21,29 @@ def default_socket_path() -> Path:
     if runtime_dir := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime_dir) / "kvtier" / "daemon.sock"
     return Path("/tmp") / f"kvtier-{os.getuid()}" / "daemon.sock"
+
+
+def usable_socket_path(path: Path | str) -> Path:
+    """Return the path, absolute and with `~` as the home folder.
+
+    Raises:
+        ValueError: No unix socket can be there; the message says why, with the remedy.
+    """
+    try:
+        usable = Path(path).expanduser().absolute()
+        length = len(os.fsencode(usable))
+    except RuntimeError as exc:
+        raise ValueError("has no home folder for its ~; write the path in full") from exc
+    except UnicodeEncodeError as exc:
+        raise ValueError(f"is no path of this system: {exc.reason}; choose another") from exc
+    if "\0" in str(usable):
+        raise ValueError("has a NUL character, which no path can have; choose another")
+    if length > MAX_SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"the path has {length} bytes, a unix socket's at most {MAX_SOCKET_PATH_BYTES}; choose a shorter one, "
+            f"for example /tmp/kvtier-{os.getuid()}/daemon.sock"
+        )
+    return usable
 
 
 def default_daemon_uid() -> int | None:

@@ -17,8 +17,9 @@ from typing import Any, Self
 import grpc
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc
+from kvtier.client.address import usable_socket_path
 from kvtier.client.peer import TrustedSocket, open_trusted
-from kvtier.errors import DaemonUnreachableError, KvtierError
+from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
 
 DEFAULT_TIMEOUT_S = 10.0
 ERROR_KIND_KEY = "kvtier-error"
@@ -32,6 +33,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_SHOWN_CHARS = 120
 _DRAINING = "DrainingError"
 
 
@@ -77,8 +79,14 @@ class AdminClient:
             socket_path: The daemon's unix socket.
             daemon_uid: As whom the daemon may run, besides our own uid and root.
             timeout_s: Deadline of each unary call.
+
+        Raises:
+            InvalidArgumentError: No unix socket can have this path.
         """
-        self._socket_path = Path(socket_path).expanduser().absolute()
+        try:
+            self._socket_path = usable_socket_path(socket_path)
+        except ValueError as exc:
+            raise InvalidArgumentError("--socket", str(socket_path)[:_SHOWN_CHARS], str(exc)) from exc
         self._daemon_uid = daemon_uid
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # protects the next two

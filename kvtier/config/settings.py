@@ -11,7 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
-from kvtier.client.address import SOCKET_VARIABLE, default_socket_path
+from kvtier.client.address import SOCKET_VARIABLE, default_socket_path, usable_socket_path
 from kvtier.config.model import MIB, OFF
 from kvtier.config.units import (
     available_bytes,
@@ -29,7 +29,6 @@ AUTO_DISK_CAP_BYTES = 256 * 1024 * MIB
 AUTO_SPARE_CAP_BYTES = 256 * MIB
 AUTO_SPARE_SHARE = 8
 MIN_TIER_BYTES = MIB
-MAX_SOCKET_PATH_BYTES = 107
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +94,7 @@ def _disk_dir(value: object, context: ParseContext) -> Path:
 
 
 def _socket(value: object, context: ParseContext) -> Path:
-    path = _path(value, context, default_socket_path)
-    length = len(os.fsencode(path))
-    if length > MAX_SOCKET_PATH_BYTES:
-        raise ValueError(
-            f"the path has {length} bytes, a unix socket's at most {MAX_SOCKET_PATH_BYTES}; choose a shorter one, "
-            f"for example /tmp/kvtier-{os.getuid()}/daemon.sock"
-        )
-    return path
+    return usable_socket_path(_path(value, context, default_socket_path))
 
 
 def _size(value: object) -> int:

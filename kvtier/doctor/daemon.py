@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
+from kvtier.client.address import usable_socket_path
 from kvtier.client.admin import AdminClient
 from kvtier.client.peer import open_trusted
 from kvtier.doctor.findings import Finding, Status, fail, ok, skipped, warn
@@ -16,6 +17,7 @@ from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
 _DAMAGE_COUNTERS = ("chunks_damaged", "packs_quarantined")
+_SHOWN_CHARS = 120
 _ATTACH = "start vLLM with the KVTierConnector, with the same $KVTIER_SOCKET and as the same user (see README)"
 
 
@@ -52,6 +54,11 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[F
 
 def check_socket(socket: Path, daemon_uid: int | None = None) -> list[Finding]:
     """Check path, owner and mode of the socket, and who listens."""
+    try:
+        socket = usable_socket_path(socket)
+    except ValueError as exc:
+        remedy = "name the daemon's with --socket or $KVTIER_SOCKET"
+        return [fail("socket.path", f"{str(socket)[:_SHOWN_CHARS]}: {exc}", remedy)]
     trusted = check_trusted(socket, daemon_uid)
     refused = [trusted] if trusted.status is Status.FAIL else []
     try:
@@ -84,7 +91,7 @@ def check_owner(socket: Path, owner: int, mode: int) -> Finding:
 def check_trusted(socket: Path, daemon_uid: int | None) -> Finding:
     """Judge who listens, and who could: clients send nothing to others than us, root and `daemon_uid`."""
     try:
-        open_trusted(socket.absolute(), daemon_uid).close()
+        open_trusted(socket, daemon_uid).close()
     except UntrustedSocketError as exc:
         return fail("socket.trusted", exc.found, exc.remedy)
     except OSError as exc:

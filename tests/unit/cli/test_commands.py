@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import socket
 import time
@@ -258,6 +259,34 @@ def test_dead_daemons_socket(tmp_path: Path) -> None:
         dead.bind(str(tmp_path / "dead"))
     with AdminClient(tmp_path / "dead") as client, pytest.raises(DaemonUnreachableError, match="nobody listens"):
         client.status()
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [("/" + "x" * 107, "has 108 bytes, a unix socket's at most 107"), ("~no-such-user/s", "has no home folder")],
+)
+def test_a_path_that_no_socket_can_have(kvtier: Kvtier, path: str, problem: str) -> None:
+    """It was gRPC's trace of its own source, or ours."""
+    result = kvtier("--socket", path, "list")
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.split())
+    assert "--socket" in result.stderr
+    result = kvtier("--socket", path, "doctor", "--json", "--python", "/bin/false")
+    found = {finding["id"]: finding for finding in json.loads(result.stdout)}
+    assert (found["socket.path"]["status"], problem in found["socket.path"]["found"]) == ("fail", True)
+    assert found["daemon.answers"]["status"] == "skipped"
+
+
+def test_a_socket_that_one_may_not_read_is_dialed_all_the_same(
+    kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line refused it as "not readable", as if it were a file: who owns it was never said."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "s"))
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    result = kvtier("status")
+    assert result.exit_code == 3
+    assert "nobody listens on that socket" in " ".join(result.stderr.split())
 
 
 def test_forbidden_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

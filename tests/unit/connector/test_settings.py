@@ -54,6 +54,19 @@ def test_one_variable_traces_daemon_and_engine(monkeypatch: pytest.MonkeyPatch) 
     assert parse_settings({"trace_folder": "/other"}).trace_folder == Path("/other")
 
 
+def test_a_socket_path_is_absolute_whatever_folder_vllm_changes_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/u")
+    assert parse_settings({"socket": "run/s"}).socket == tmp_path / "run" / "s"
+    monkeypatch.setenv("KVTIER_SOCKET", "~/s")
+    assert parse_settings({}).socket == Path("/home/u/s")
+    monkeypatch.setenv("KVTIER_SOCKET", "/" + "x" * 200)
+    with pytest.raises(ConfigError, match="KVTIER_SOCKET"):
+        parse_settings({})
+
+
 def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
     extra: dict[str, Any] = {"socket": "/s"}
     name_our_spec(extra)
@@ -85,6 +98,10 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
         ("warm_max_ratio", 1.5, "warm_max_ratio = 1.5: must be a number from 0 to 1"),
         ("warm_max_ratio", True, "must be a number from 0 to 1"),
         ("socket", "", "must be the path of the daemon's unix socket"),
+        ("socket", "/run/a\0b", "NUL character"),
+        ("socket", "/run/\ud800", "no path of this system"),
+        ("socket", "/" + "x" * 107, "has 108 bytes, a unix socket's at most 107"),
+        ("socket", "~no-such-user/s", "no home folder"),
         ("daemon_uid", "1000", "daemon_uid = '1000': must be a uid"),
         ("daemon_uid", True, "must be a uid"),
         ("daemon_uid", 2**32 - 1, "must be a uid"),
