@@ -20,5 +20,7 @@ def explain(path: Path, exc: OSError) -> str:
             )
         case errno.ECONNREFUSED:
             return "connection refused, nothing listens there; start `kvtier-daemon`"
+        case errno.EMFILE | errno.ENFILE:
+            return "this process may open no more files; raise its limit: ulimit -n"
         case _:
             return f"{exc.strerror or exc}; check the path"

@@ -33,6 +33,10 @@ def test_permission_denied_names_uid_and_folder() -> None:
     assert "/run/kvtier" in problem
 
 
+def test_no_more_descriptors() -> None:
+    assert "ulimit -n" in explain(Path("/d.sock"), OSError(errno.EMFILE, "Too many open files"))
+
+
 def test_default_socket_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("KVTIER_SOCKET", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from kvtier.cli.app import app as cli
 from kvtier.client.address import SOCKET_VARIABLE
 from kvtier.client.admin import AdminClient
+from kvtier.daemon.lifecycle import MIN_OPEN_FILES
 from kvtier.daemon.main import app
 from kvtier.doctor import examination
 from kvtier.doctor.engine_environment import EngineEnvironment
@@ -102,6 +103,20 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
         if " ready " in line:
             return process
     raise AssertionError(f"the daemon ended with {process.wait()}")
+
+
+def test_too_few_open_files_are_said_before_anything_is_made(tmp_path: Path) -> None:
+    """The first call that ran out of them ended in a traceback, or was taken for a broken ledger."""
+    arguments = ["--socket", tmp_path / "s", "--state-dir", tmp_path / "d", "--arena-dir", tmp_path / "a"]
+    command = [sys.executable, "-m", "kvtier.daemon.main", *map(str, arguments), "--host-bytes", "4MiB"]
+    limited = ["sh", "-c", 'ulimit -n 12 && exec "$@"', "sh", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"kvtier-daemon: start: ulimit -n = 12: a daemon needs at least {MIN_OPEN_FILES} open files, and more for each "
+        "engine; raise it to 1024 (LimitNOFILE= in a unit)\n"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def finish(process: subprocess.Popen[str], number: signal.Signals) -> int:
