@@ -51,7 +51,7 @@ def exposure(folder: Path, trusted: Collection[int]) -> Exposure | None:
             continue
         if facts.st_uid not in owners:
             return Exposure(uid=facts.st_uid, problem=f"{place} belongs to uid {facts.st_uid}")
-        if stat.S_ISDIR(facts.st_mode) and _others_may_replace(facts):
+        if stat.S_ISDIR(facts.st_mode) and _others_may_replace(facts, owners):
             mode = f"uid {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):04o}"
             return Exposure(
                 uid=facts.st_uid,
@@ -78,11 +78,11 @@ def _way_to(folder: Path) -> Iterator[Path]:
     yield folder
 
 
-def _others_may_replace(facts: os.stat_result) -> bool:
+def _others_may_replace(facts: os.stat_result, trusted: Collection[int]) -> bool:
     if facts.st_mode & stat.S_ISVTX:
         return False
-    # A group with the owner's own number is the owner's alone, by the convention of user private groups (umask 002).
-    by_group = facts.st_mode & stat.S_IWGRP and facts.st_gid != facts.st_uid
+    # A group with a user's own number is that user's alone, by the convention of user private groups (umask 002).
+    by_group = facts.st_mode & stat.S_IWGRP and facts.st_gid not in trusted
     return bool(facts.st_mode & stat.S_IWOTH or by_group)
 
 

@@ -1,6 +1,7 @@
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,6 +10,8 @@ import pytest
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client import engine
 from kvtier.client.engine import Attachment, EngineSession, NotReadyError
+from kvtier.client.peer import TrustedSocket, open_trusted
+from kvtier.errors import UntrustedSocketError
 from tests.fakes.fake_daemon import FakeDaemon
 from tests.fakes.waiting import wait_for
 
@@ -129,6 +132,31 @@ def test_a_refusal_is_logged_once_and_loudly(
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1
     assert "layout.rank_bytes = 0" in errors[0].getMessage()
+
+
+def test_an_untrusted_socket_is_an_error_once_also_when_there_was_none_before(
+    daemon: FakeDaemon,
+    session: EngineSession,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever squats there may come and go: that must not fill vLLM's log."""
+    socket = daemon.socket
+    untrusted = UntrustedSocketError(socket, "uid 4711 listens there", 4711, {0}, "look into it")
+    outcomes = iter([FileNotFoundError(2, "none"), untrusted, FileNotFoundError(2, "none"), untrusted])
+
+    def opening(path: Path, daemon_uid: int | None) -> TrustedSocket:
+        if (error := next(outcomes, None)) is not None:
+            raise error
+        return open_trusted(path, daemon_uid)
+
+    monkeypatch.setattr(engine, "open_trusted", opening)
+    daemon.start()
+    session.start()
+    wait_for(lambda: bool(recorder.attached))
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert errors == [f"kvtier: {untrusted}; vLLM serves without kvtier until then"]
 
 
 def test_asks_for_the_hello_again_until_it_is_ready(daemon: FakeDaemon, recorder: Recorder) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvtier import folders
 from kvtier._pb.cache_pb2 import DaemonStatus, GetStatusRequest, PinRequest, PromptStatus
 from kvtier._pb.cache_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
 from kvtier.client import admin
@@ -92,9 +93,9 @@ def test_a_folder_on_the_way_that_all_may_write_to(tmp_path: Path, mode: int, is
         assert f"chmod go-w {folder}" in found.remedy
 
 
-@pytest.mark.parametrize("is_private_group", [True, False])
-def test_a_group_may_write_when_it_is_the_owners_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_private_group: bool
+@pytest.mark.parametrize(("gid", "is_safe"), [(os.geteuid(), True), (0, True), (OTHER, True), (ANOTHER, False)])
+def test_a_group_may_write_when_it_is_a_trusted_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gid: int, is_safe: bool
 ) -> None:
     """Where umask is 002, users have a group of their own with their own number."""
     folder = mode_of(tmp_path / "x", 0o775)
@@ -103,11 +104,11 @@ def test_a_group_may_write_when_it_is_the_owners_own(
     def lstat(place: Path) -> os.stat_result:
         facts = [*look(place)]
         if place == folder:
-            facts[5] = facts[4] if is_private_group else facts[4] + 1
+            facts[5] = gid
         return os.stat_result(facts)
 
     monkeypatch.setattr(Path, "lstat", lstat)
-    assert (exposure(folder, trusted_uids()) is None) is is_private_group
+    assert (exposure(folder, trusted_uids(OTHER)) is None) is is_safe
 
 
 def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +125,31 @@ def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found is not None
     assert found.problem == f"{folder} belongs to uid {OTHER}"
     assert exposure(folder, trusted_uids(OTHER)) is None
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "is_safe"),
+    [("0 1000 1\n", True), ("0 1000 1\n1 100000 65536\n", False), ("0 0 4294967295\n", False), ("", True)],
+    ids=["only we are known", "rootless container", "no namespace", "nothing is mapped yet"],
+)
+def test_where_root_is_unknown_its_folders_show_as_the_overflow_uids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid_map: str, is_safe: bool
+) -> None:
+    """In `unshare --user --map-root-user` of an ordinary user, / belongs to 65534. Elsewhere that is another user."""
+    folder = mode_of(tmp_path / "x", 0o700)
+    (tmp_path / "map").write_text(uid_map)
+    (tmp_path / "overflow").write_text(f"{OTHER}\n")
+    monkeypatch.setattr(folders, "_UID_MAP", tmp_path / "map")
+    monkeypatch.setattr(folders, "_OVERFLOW_UID", tmp_path / "overflow")
+    look = Path.lstat
+
+    def lstat(place: Path) -> os.stat_result:
+        facts = [*look(place)]
+        facts[4] = OTHER if place == folder else facts[4]
+        return os.stat_result(facts)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert (exposure(folder, trusted_uids()) is None) is is_safe
 
 
 def test_a_link_is_looked_at_where_it_is_and_where_it_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
