@@ -196,16 +196,16 @@ class _OfflineCheck:
         copies = read_copies(PromiseCopies(self._state_dir / FOLDER_NAME))
         findings = compare_promises(ledger, copies)
         self._findings += findings
-        if not findings or not self._repair:
+        if not self._repair or all(finding.is_note for finding in findings):
             return ledger
         damaged = [copy_id for copy_id, copy in copies.items() if copy.row is None]
         opened = Ledger.open(self._ledger_path)
         opened.renew_copies(damaged)
         self._fill(opened)
         for finding in findings:
-            finding.mend(
-                "put back from its copy" if finding.code is Code.PROMISE_LOST else "the copy follows the row now"
-            )
+            if not finding.is_note:
+                is_lost = finding.code is Code.PROMISE_LOST
+                finding.mend("put back from its copy" if is_lost else "the copy follows the row now")
         return self._snapshot() or ledger
 
     # The packs

@@ -1,6 +1,6 @@
 """Prompts and bindings of the ledger against their copies: plain values in, findings out."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvtier.ledger import LedgerSnapshot
@@ -28,6 +28,7 @@ def compare_promises(ledger: LedgerSnapshot, copies: Mapping[str, Copy]) -> list
     pins = {prompt.pin_id for prompt in ledger.prompts} | {
         copy.row.pin_id for copy in copies.values() if isinstance(copy.row, PromptRow)
     }
+    namespaces = {row.namespace_id for row in ledger.namespaces}
     findings = []
     for copy_id, copy in sorted(copies.items()):
         subject, revision = rows.get(copy_id, ("", -1))
@@ -35,9 +36,7 @@ def compare_promises(ledger: LedgerSnapshot, copies: Mapping[str, Copy]) -> list
             what = "the copy is not what was written"
             findings.append(Finding(code=Code.COPY_DAMAGED, subject=copy_id, detail=f"{what}{_of(subject)}"))
         elif copy.revision > revision and copy.row.pin_id in pins:
-            what = "the ledger has an older row" if subject else "the ledger has no row of it"
-            subject = copy.row.name if isinstance(copy.row, PromptRow) else f"binding {copy_id}"
-            findings.append(Finding(code=Code.PROMISE_LOST, subject=subject, detail=f"{what}, its copy is whole"))
+            findings.append(_lost(copy_id, copy.row, namespaces, has_row=bool(subject)))
     for copy_id, (subject, revision) in sorted(rows.items()):
         copied = copies.get(copy_id)
         if copied is None or copied.revision < revision:
@@ -54,6 +53,16 @@ def _rows_of(ledger: LedgerSnapshot) -> dict[str, tuple[str, int]]:
         subject = f"binding of {names.get(binding.pin_id, binding.pin_id)}"
         rows[binding_id(binding.pin_id, binding.namespace_id)] = (subject, binding.revision)
     return rows
+
+
+def _lost(copy_id: str, row: Promise, namespaces: Collection[str], *, has_row: bool) -> Finding:
+    what = "the ledger has an older row" if has_row else "the ledger has no row of it"
+    if isinstance(row, PromptRow):
+        return Finding(code=Code.PROMISE_LOST, subject=row.name, detail=f"{what}, its copy is whole")
+    if row.namespace_id not in namespaces:
+        what = f"a binding in namespace {row.namespace_id}, which the ledger does not know; it waits for its engine"
+        return Finding(code=Code.NOTE_UNCLAIMED, subject=copy_id, detail=what)
+    return Finding(code=Code.PROMISE_LOST, subject=f"binding {copy_id}", detail=f"{what}, its copy is whole")
 
 
 def _of(subject: str) -> str:

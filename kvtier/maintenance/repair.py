@@ -87,7 +87,7 @@ class Repairer:
         for finding in findings:
             if finding.code is Code.PACK_ORPHAN:
                 self._guard([finding], lambda pack_id=finding.subject: self._take_in(pack_id))
-            elif finding.code is Code.NOTE_UNCLAIMED:
+            elif finding.code is Code.NOTE_UNCLAIMED and finding.subject.endswith(PACK_SUFFIX):
                 self._guard([finding], lambda name=finding.subject: self._claim(name))
 
     def _guard(self, findings: Sequence[Finding], step: "Step") -> None:

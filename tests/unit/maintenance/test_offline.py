@@ -1,6 +1,7 @@
 """Each finding, made for real on disk: found, repaired, clean afterwards, and nothing that read right is lost."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from kvtier.ledger import Ledger
 from kvtier.ledger.namespace_files import load_namespaces
+from kvtier.ledger.promise_copies import binding_id, prompt_id
 from kvtier.maintenance import Code
 from tests.fakes.chunks import payload_of, soft
 from tests.fakes.fsck import assert_clean, check
@@ -173,7 +175,7 @@ def test_rows_that_refer_to_a_namespace_of_which_nothing_is_left(state: State) -
 
 
 @pytest.mark.parametrize(
-    ("change", "kept"),
+    ("change", "kept_without_copies"),
     [
         ("UPDATE prompts SET tokens = x'01000000' WHERE name = 'p'", 0),
         ("UPDATE bindings SET covered_tokens = covered_tokens + 1", 1),
@@ -181,24 +183,82 @@ def test_rows_that_refer_to_a_namespace_of_which_nothing_is_left(state: State) -
     ],
     ids=["prompt", "binding", "namespace"],
 )
-def test_altered_rows_are_given_up_and_nothing_else(state: State, change: str, kept: int) -> None:
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_altered_rows_come_back_from_their_copies_or_are_given_up_and_nothing_else_is(
+    state: State, change: str, kept_without_copies: int, has_copies: bool
+) -> None:
     """A bit flipped in a page of the ledger: SQLite saw nothing, the row's checksum did."""
+    before = state.load()
     state.sql(change)
+    if not has_copies:
+        shutil.rmtree(state.folder / "promises")
     assert Code.ROW_ALTERED in codes(state)
     repaired(state)
-    assert len(state.load().prompts) == kept
+    if has_copies:
+        assert (state.load().prompts, state.load().bindings) == (before.prompts, before.bindings)
+    assert len(state.load().prompts) == (1 if has_copies else kept_without_copies)
     assert state.readable() == ALL
     (row,) = state.load().namespaces
     assert row.namespace_id == NAMESPACE
 
 
+# Copies of promises
+
+
+def copy_of(state: State, promise: str) -> Path:
+    (path,) = (state.folder / "promises").glob(f"{promise}-*.json")
+    return path
+
+
+def prompt_lost(state: State) -> None:
+    state.sql("DELETE FROM prompts", "DELETE FROM bindings")
+
+
+def old_prompt(state: State) -> None:
+    backup = state.ledger_path.read_bytes()
+    state.put_prompts(["p"])
+    state.ledger_path.write_bytes(backup)
+
+
+def copy_damaged(state: State) -> None:
+    path = copy_of(state, prompt_id("p"))
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def copy_missing(state: State) -> None:
+    copy_of(state, binding_id("1" * 32, NAMESPACE)).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (prompt_lost, {Code.PROMISE_LOST}),
+        (old_prompt, {Code.PROMISE_LOST, Code.COPY_MISSING}),
+        (copy_damaged, {Code.COPY_DAMAGED}),
+        (copy_missing, {Code.COPY_MISSING}),
+    ],
+)
+def test_promises_and_their_copies_are_compared_and_follow_each_other(
+    state: State, damage: Callable[[State], None], expected: set[Code]
+) -> None:
+    before = state.load()
+    damage(state)
+    assert codes(state) == expected
+    repaired(state)
+    assert [row.name for row in state.load().prompts] == ["p"]
+    if damage is not old_prompt:  # another pin under that name
+        assert (state.load().prompts, state.load().bindings) == (before.prompts, before.bindings)
+
+
 # A lost or damaged ledger
 
 
-def test_a_lost_ledger_is_made_anew_from_packs_and_copies_of_namespaces(state: State) -> None:
+def test_a_lost_ledger_is_made_anew_from_packs_and_copies(state: State) -> None:
+    before = state.load()
     state.ledger_path.unlink()
     assert codes(state) == {Code.LEDGER_MISSING}
     repaired(state)
+    assert (state.load().prompts, state.load().bindings) == (before.prompts, before.bindings)
     assert state.readable() == ALL
     (row,) = state.load().namespaces
     assert row.namespace_id == NAMESPACE
@@ -241,7 +301,8 @@ def test_a_damaged_ledger_gives_up_nothing_that_can_be_read(state: State, seed: 
 def test_what_is_saved_of_a_damaged_ledger_keeps_its_priority(state: State) -> None:
     state.sql("PRAGMA wal_checkpoint(TRUNCATE)")
     data = bytearray(state.ledger_path.read_bytes())
-    data[-4096 + 8 : -96] = b"\xa5" * (4096 - 104)  # of some other table: the prompts' page comes early
+    end = 13 * 4096  # of the table of chunks
+    data[end - 4096 + 8 : end - 96] = b"\xa5" * (4096 - 104)
     state.ledger_path.write_bytes(data)
     assert Code.LEDGER_DAMAGED in {finding.code for finding in check(state.folder, repair=True).findings}
     assert state.load().prompts == (state.prompt,)

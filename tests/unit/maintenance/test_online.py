@@ -1,18 +1,21 @@
 """fsck of a running daemon: clean while it works, and repairs that its memory follows."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvtier._pb import cache_pb2
+from kvtier.ledger.promise_copies import prompt_id
 from kvtier.maintenance.online import _settled
 from kvtier.service.disk_usage import DiskUsage
 from kvtier.service.namespace import Namespace
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import payload_of
-from tests.fakes.fsck import assert_clean, assert_clean_online
+from tests.fakes.fsck import assert_clean, assert_clean_online, check
 from tests.fakes.gates import gated
 from tests.fakes.operator import Stub, evict, pack_of, pin, prompt_of, reached, status_of, store_last_apart, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
@@ -214,5 +217,57 @@ def test_a_check_ends_when_its_caller_leaves(tmp_path: Path, monkeypatch: pytest
                 return not list(config.disk.disk_dir.glob("kvtier-fsck-*"))
 
             await until(tidy)
+
+    asyncio.run(scenario())
+
+
+def test_rows_that_the_storage_changed_are_findings_with_the_way_on(tmp_path: Path) -> None:
+    """It was answered with INTERNAL: the private copy of the ledger could not be loaded."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            await pin(stub)
+            with closing(sqlite3.connect(config.disk.disk_dir / "ledger.sqlite")) as sql, sql:
+                sql.execute("UPDATE prompts SET tokens = x'01000000'")
+            report = await fsck(stub)
+            assert codes(report) == ["row-altered"]
+            assert not report.findings[0].repaired
+            assert report.findings[0].detail.endswith("stop the daemon and run `kvtier fsck --offline --repair`")
+        assert not check(config.disk.disk_dir, repair=True).remaining
+        async with running(config) as stub:
+            assert (await prompt_of(stub)).num_tokens == 80
+
+    asyncio.run(scenario())
+
+
+def test_copies_of_pins_are_compared_while_pins_come_and_go(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        folder = config.disk.disk_dir / "promises"
+        async with running(config) as stub:
+            await pin(stub)
+            await pin(stub, "other", first=100)
+            (path,) = folder.glob(f"{prompt_id('p')}-*.json")
+            path.write_bytes(path.read_bytes()[:-3])
+            with closing(sqlite3.connect(config.disk.disk_dir / "ledger.sqlite")) as sql, sql:
+                sql.execute("DELETE FROM prompts WHERE name = 'other'")
+            report = await fsck(stub)
+            assert {finding.code: finding.repaired for finding in report.findings} == {
+                "copy-damaged": True,
+                "promise-lost": False,
+            }
+
+            async def is_written_again() -> bool:
+                return len(list(folder.glob(f"{prompt_id('p')}-*.json"))) == 1
+
+            await until(is_written_again)
+            assert codes(await fsck(stub)) == ["promise-lost"]
+        async with running(config) as stub:
+            assert (await prompt_of(stub, "other")).pinned
+            await asyncio.gather(
+                *(pin(stub, f"p{number}", first=number) for number in range(8)), *(fsck(stub) for _ in "ab")
+            )
+            assert codes(await fsck(stub)) == []
 
     asyncio.run(scenario())
