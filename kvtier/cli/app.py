@@ -103,7 +103,7 @@ def show(context: typer.Context, name: _Name, as_json: _Json = False) -> None:
     if as_json:
         output.answer(to_jsonable(status))
     else:
-        output.show(prompt_details(status))
+        output.show(*prompt_details(status))
 
 
 @app.command()
@@ -195,7 +195,7 @@ def status(
     if as_json:
         output.answer(to_jsonable(daemon))
     else:
-        output.show(daemon_details(daemon))
+        output.show(*daemon_details(daemon))
 
 
 app.command()(warm)

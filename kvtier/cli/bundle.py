@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from kvtier._pb.cache_pb2 import ExportRequest, ImportStart, PromptStatus
 from kvtier.cli.context import EXIT_INTERRUPTED, settings_of
 from kvtier.cli.output import Output, to_jsonable
+from kvtier.cli.progress import byte_progress
 from kvtier.cli.summary import summarize
 from kvtier.cli.tables import pin_result
 from kvtier.cli.units import parse_duration
@@ -80,7 +80,7 @@ def import_(
         _interruptible(output, "see kvtier list for what was done"),
     ):
         num_bytes = os.fstat(source.fileno()).st_size
-        with _progress(output, "reading", num_bytes) as bar:
+        with byte_progress(output, num_bytes) as bar:
             status = client.import_bundle(start, bar(_pieces(source)))
     if as_json:
         output.answer(to_jsonable(status))
@@ -94,7 +94,7 @@ def _write(client: AdminClient, request: ExportRequest, file: Path, status: Prom
     temp = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     expected = max((binding.disk_bytes for binding in status.bindings), default=0)
     try:
-        with _created(temp) as target, _progress(output, "writing", expected) as bar:
+        with _created(temp) as target, byte_progress(output, expected) as bar:
             for data in bar(client.export(request)):
                 target.write(data)
             target.flush()
@@ -126,31 +126,3 @@ def _interruptible(output: Output, consequence: str) -> Iterator[None]:
     except KeyboardInterrupt:
         output.warn(f"interrupted; {consequence}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-
-
-class _Bar:
-    """Passes pieces on, and shows how many bytes that were."""
-
-    def __init__(self, progress: Progress | None, total: int, label: str) -> None:
-        self._progress = progress
-        self._task = progress.add_task(label, total=total or None) if progress else None
-
-    def __call__(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        for data in pieces:
-            yield data
-            if self._progress and self._task is not None:
-                self._progress.advance(self._task, len(data))
-
-
-@contextmanager
-def _progress(output: Output, label: str, total: int) -> Iterator[_Bar]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not output.console.is_terminal:
-        yield _Bar(None, total, label)
-        return
-    columns = (
-        TextColumn("{task.description}"), BarColumn(bar_width=30), DownloadColumn(binary_units=True),
-        TransferSpeedColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=output.console) as progress:
-        yield _Bar(progress, total, label)

@@ -1,5 +1,6 @@
 """What the shell offers when somebody presses the tab key."""
 
+import re
 from pathlib import Path
 
 import typer
@@ -9,6 +10,8 @@ from kvtier.client.admin import AdminClient
 from kvtier.errors import KvtierError
 
 _TIMEOUT_S = 1.0
+# Some shells evaluate what is offered, so nothing is but what the daemon takes for a name.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
 
 
 def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
@@ -19,6 +22,7 @@ def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
     try:
         daemon_uid = default_daemon_uid() if daemon_uid is None else daemon_uid
         with AdminClient(Path(socket), daemon_uid=daemon_uid, timeout_s=_TIMEOUT_S) as client:
-            return [status.name for status in client.list() if status.name.startswith(incomplete)]
+            names = [status.name for status in client.list()]
     except KvtierError:
         return []
+    return [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]

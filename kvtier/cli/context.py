@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from kvtier.cli.output import Output
 from kvtier.client.address import default_daemon_uid, default_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
+from kvtier.usage_errors import PrintableGroup
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -51,7 +51,7 @@ def exit_code(error: KvtierError) -> int:
     return EXIT_USAGE if usage else EXIT_FAILED
 
 
-class ErrorReportingGroup(TyperGroup):
+class ErrorReportingGroup(PrintableGroup):
     """Turns kvtier's errors into one line on stderr and an exit code, for every command."""
 
     def invoke(self, ctx: Any) -> Any:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from kvtier.cli.context import EXIT_FAILED, settings_of
+from kvtier.cli.grid import Column, Grid, Styled
 from kvtier.cli.options import api_key_option
 from kvtier.cli.output import Output
 from kvtier.cli.vllm_http import VllmClient
@@ -56,23 +54,19 @@ def doctor(
         output.answer([asdict(finding) for finding in findings])
     else:
         output.show(findings_table(findings))
-        output.say(f"\n{_summary(findings)}")
+        output.say("", _summary(findings))
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
 
-def findings_table(findings: Iterable[Finding]) -> RenderableType:
+def findings_table(findings: Iterable[Finding]) -> Grid:
     """Return one row per finding; what to do stands below what was found."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("")
-    table.add_column("CHECK", no_wrap=True)
-    table.add_column("WHAT, AND WHAT TO DO", overflow="fold")
+    table = Grid(Column(wraps=True), Column(title="CHECK"), Column(title="WHAT, AND WHAT TO DO", wraps=True))
     for finding in findings:
         style = _STYLES[finding.status]
-        what = Text(finding.found, style=style if finding.status is Status.SKIPPED else "")
-        if finding.remedy:
-            what.append(f"\n-> {finding.remedy}")
-        table.add_row(Text(finding.status.value, style=style), finding.id, what)
+        lines = (finding.found, f"-> {finding.remedy}") if finding.remedy else (finding.found,)
+        what = Styled(lines, style if finding.status is Status.SKIPPED else "")
+        table.row(Styled(finding.status.value, style), finding.id, what)
     return table
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from kvtier._pb.cache_pb2 import FsckFinding, FsckReport, FsckRequest
 from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE, EXIT_USAGE, settings_of
+from kvtier.cli.grid import Column, Grid, Styled
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.config.units import format_size
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError
@@ -107,19 +106,16 @@ def _show(output: Output, report: FsckReport, *, repair: bool, deep: bool) -> No
     output.say(f"found: {len(remaining)}" + ("" if repair else "; repair with: kvtier fsck --repair"))
 
 
-def _table(report: FsckReport) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("")
-    table.add_column("CODE", no_wrap=True)
-    table.add_column("WHERE", overflow="fold", max_width=34)
-    table.add_column("WHAT", overflow="fold")
+def _table(report: FsckReport) -> Grid:
+    where, what = Column(title="WHERE", wraps=True, max_width=34), Column(title="WHAT", wraps=True)
+    table = Grid(Column(wraps=True), Column(title="CODE"), where, what)
     for finding in report.findings:
         note = finding.code.startswith(NOTE_PREFIX)
         mark = "fixed" if finding.repaired else "note" if note else "found"
-        table.add_row(
-            Text(mark, style={"fixed": "green", "note": "dim", "found": "bold red"}[mark]),
+        table.row(
+            Styled(mark, {"fixed": "green", "note": "dim", "found": "bold red"}[mark]),
             finding.code.removeprefix(NOTE_PREFIX),
-            Text(finding.subject),
-            Text(finding.detail),
+            finding.subject,
+            finding.detail,
         )
     return table

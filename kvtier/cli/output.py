@@ -1,14 +1,21 @@
-"""Where the CLI writes: answers on stdout, warnings on stderr, JSON when asked."""
+"""Where the CLI writes: answers on stdout, warnings on stderr, JSON when asked.
 
-import json
+What is said may hold text of others, so every line is escaped here (`kvtier.printable`), and nothing is read as rich's
+markup. A line is an argument of its own: a line break within one was written by others.
+"""
+
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
+
+from kvtier.cli.grid import Grid, Styled, text_of
+from kvtier.printable import printable, printable_json
 
 _PIPE_WIDTH = 160
 
@@ -30,33 +37,40 @@ class Output:
         """Where progress is shown."""
         return self._err if self.json else self._out
 
-    def say(self, text: str = "") -> None:
-        """Write a line for people."""
-        _write(self.console, Text(text))
+    def say(self, *lines: str) -> None:
+        """Write lines for people."""
+        for line in lines:
+            _write(self.console, Text(printable(line)))
 
     def warn(self, text: str) -> None:
         """Write a warning to stderr."""
-        _write(self._err, Text.assemble(("warning: ", "yellow"), text))
+        _write(self._err, Text.assemble(("warning: ", "yellow"), printable(text)))
 
     def fail(self, text: str) -> None:
         """Write an error to stderr."""
-        _write(self._err, Text.assemble(("error: ", "bold red"), text))
+        _write(self._err, Text.assemble(("error: ", "bold red"), printable(text)))
 
-    def show(self, renderable: RenderableType) -> None:
-        """Draw a table."""
-        self.console.print(renderable)
+    def show(self, *parts: Grid | Styled | str) -> None:
+        """Write tables, and lines between them."""
+        for part in parts:
+            self.console.print(part if isinstance(part, Grid) else text_of(part))
 
     def working(self, text: str) -> AbstractContextManager[object]:
         """Show on a terminal that something takes a moment."""
-        return self._err.status(text) if self._err.is_terminal else nullcontext()
+        return self._err.status(Text(printable(text))) if self._err.is_terminal else nullcontext()
 
     def answer(self, value: Any) -> None:
         """Write the JSON answer."""
-        print(json.dumps(value, indent=2, ensure_ascii=False))
+        text = printable_json(value, indent=2)
+        try:
+            text.encode(sys.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:
+            text = printable_json(value, indent=2, ascii_only=True)
+        print(text)
 
 
 def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr)
+    console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         # rich would fold a table to 80 columns in a pipe, and names with it.
         console.width = _PIPE_WIDTH
@@ -90,5 +104,6 @@ def _scalar(value: Any, descriptor: Any) -> Any:
     if descriptor.message_type is not None:
         return to_jsonable(value)
     if descriptor.enum_type is not None:
-        return descriptor.enum_type.values_by_number[value].name
+        known = descriptor.enum_type.values_by_number.get(value)
+        return known.name if known else value  # a newer daemon knows more of them
     return value.hex() if isinstance(value, bytes) else value

@@ -176,7 +176,7 @@ def pin(
         try:
             done = PinFlow(client, vllm, output).run(job)
         except KeyboardInterrupt:
-            output.say(f"\ninterrupted; what was registered stays: kvtier show {name}")
+            output.say("", f"interrupted; what was registered stays: kvtier show {name}")
             raise typer.Exit(EXIT_INTERRUPTED) from None
     if not done:
         raise typer.Exit(EXIT_FAILED)

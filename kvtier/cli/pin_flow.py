@@ -181,7 +181,7 @@ class PinFlow:
             self._output.show(pin_result(status))
         if not status.num_engines and status.state != PromptStatus.DURABLE:
             self._output.warn("no vLLM with the kvtier connector is attached to this daemon for this model")
-            self._output.say(HOW_TO_ATTACH)
+            self._output.say(*HOW_TO_ATTACH)
             self._output.say(f"then capture it now:  {_again(job)}")
             return not job.warm or job.recipe.kind is SourceKind.TOKENS
         if status.num_confirmed < status.num_engines:

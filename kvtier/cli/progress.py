@@ -1,10 +1,20 @@
-"""How capturing a prompt is shown: a bar on a terminal, plain lines elsewhere."""
+"""Progress bars on a terminal: of capturing a prompt (plain lines elsewhere), and of a bundle's bytes."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from kvtier.cli.output import Output
 from kvtier.cli.summary import Summary
@@ -61,9 +71,36 @@ class CaptureProgress:
 
 def _bar(output: Output) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=output.console,
     )
+
+
+class ByteBar:
+    """Passes pieces on, and shows how many bytes that were."""
+
+    def __init__(self, bar: Progress | None, total: int) -> None:
+        """Begin at nothing of `total` bytes (0: not known); without a bar nothing is shown."""
+        self._bar = bar
+        self._task = bar.add_task("bytes", total=total or None) if bar else None
+
+    def __call__(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the pieces."""
+        for data in pieces:
+            yield data
+            if self._bar and self._task is not None:
+                self._bar.advance(self._task, len(data))
+
+
+@contextmanager
+def byte_progress(output: Output, total: int) -> Iterator[ByteBar]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not output.console.is_terminal:
+        yield ByteBar(None, total)
+        return
+    columns = (BarColumn(bar_width=30), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=output.console) as bar:
+        yield ByteBar(bar, total)

@@ -1,17 +1,16 @@
 """What `list`, `show` and `status` look like. Drawn to fit 80 columns."""
 
-import json
 import time
-from collections.abc import Iterable, Mapping
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
+from kvtier.cli.grid import Cell, Column, Grid, Styled
+from kvtier.cli.json_text import read_json
 from kvtier.cli.summary import state_meaning, state_name, summarize
 from kvtier.cli.units import format_age, format_duration, format_expiry, format_moment
 from kvtier.config.units import format_size
+from kvtier.printable import printable_json
 
 _SHORT_ID = 12
 _MODEL_CHARS = 22
@@ -19,9 +18,10 @@ _MIN_MODEL_CHARS = 12
 _NUMBERS_WIDTH = 56
 _PRIORITY_WIDTH = 5
 _PREVIEW_CHARS = 300
+Part = Grid | Styled | str
 
 
-def prompts_table(prompts: Iterable[PromptStatus], width: int) -> Table:
+def prompts_table(prompts: Iterable[PromptStatus], width: int) -> Grid:
     """Return the table of `kvtier list`, for a console of so many columns."""
     prompts = list(prompts)
     has_priorities = any(status.priority for status in prompts)
@@ -34,7 +34,7 @@ def prompts_table(prompts: Iterable[PromptStatus], width: int) -> Table:
     )
     for status in prompts:
         numbers = summarize(status)
-        table.add_row(
+        table.row(
             status.name,
             state_name(status),
             "yes" if status.pinned else "no",
@@ -50,9 +50,9 @@ def prompts_table(prompts: Iterable[PromptStatus], width: int) -> Table:
     return table
 
 
-def prompt_details(status: PromptStatus) -> RenderableType:
+def prompt_details(status: PromptStatus) -> Sequence[Part]:
     """Return what `kvtier show` prints."""
-    rows = {
+    rows: dict[str, Cell] = {
         "name": status.name,
         "state": f"{state_name(status)}: {state_meaning(status)}",
         "pinned": _pinned(status),
@@ -66,15 +66,15 @@ def prompt_details(status: PromptStatus) -> RenderableType:
         "error": status.error,
         "source": _source(status.recipe_json),
     }
-    bindings: list[RenderableType] = [Text(), bindings_table(status.bindings)] if status.bindings else []
-    return Group(_pairs(rows), *bindings)
+    parts: list[Part] = [_pairs(rows)]
+    return [*parts, "", bindings_table(status.bindings)] if status.bindings else parts
 
 
-def bindings_table(bindings: Iterable[PromptBinding]) -> Table:
+def bindings_table(bindings: Iterable[PromptBinding]) -> Grid:
     """Return one row per namespace of a prompt."""
     table = _table("NAMESPACE", "LIVE", "COVERED>", "HOST>", "ON DISK>", "RAW>", "STORED>", "RATIO>")
     for binding in bindings:
-        table.add_row(
+        table.row(
             binding.namespace_id[:_SHORT_ID],
             "yes" if binding.live else "no",
             str(binding.covered_tokens),
@@ -87,10 +87,10 @@ def bindings_table(bindings: Iterable[PromptBinding]) -> Table:
     return table
 
 
-def pin_result(status: PromptStatus) -> RenderableType:
+def pin_result(status: PromptStatus) -> Grid:
     """Return the end of `kvtier pin`: what is held, and where."""
     numbers = summarize(status)
-    rows = {
+    rows: dict[str, Cell] = {
         "state": f"{state_name(status)}: {state_meaning(status)}",
         "tokens": f"{status.num_tokens}, {numbers.covered_tokens} of them in whole chunks",
         "chunks": str(numbers.num_chunks),
@@ -105,9 +105,9 @@ def pin_result(status: PromptStatus) -> RenderableType:
 _STORE_MODES = {"pinned": "pinned prompts only", "all": "every prompt; what is not pinned is evictable"}
 
 
-def daemon_details(status: DaemonStatus) -> RenderableType:
+def daemon_details(status: DaemonStatus) -> Sequence[Part]:
     """Return what `kvtier status` prints."""
-    rows = {
+    rows: dict[str, Cell] = {
         "daemon": f"kvtier {status.version}, pid {status.pid}, up {_uptime(status.started_unix_s)}",
         "socket": status.socket,
         "stores": _STORE_MODES.get(status.store, status.store),
@@ -117,22 +117,23 @@ def daemon_details(status: DaemonStatus) -> RenderableType:
         "prompts": f"{status.num_prompts}, {status.num_pinned} pinned",
         "metrics": f"NOT SERVED: {status.metrics_problem}" if status.metrics_problem else status.metrics_url,
     }
-    parts: list[RenderableType] = [_pairs(rows), Text(), sessions_table(status.sessions)]
+    parts: list[Part] = [_pairs(rows), "", *sessions_table(status.sessions)]
     if status.namespaces:
-        parts += [Text(), namespaces_table(status.namespaces)]
+        parts += ["", namespaces_table(status.namespaces)]
     if counted := {name: status.counters[name] for name in sorted(status.counters) if status.counters[name]}:
-        parts += [Text(), Text("Events since the daemon started", style="bold"), counters_table(counted)]
-    return Group(*parts)
+        parts += ["", Styled("Events since the daemon started", "bold"), counters_table(counted)]
+    return parts
 
 
-def sessions_table(sessions: Iterable[SessionStatus]) -> RenderableType:
+def sessions_table(sessions: Iterable[SessionStatus]) -> Sequence[Part]:
     """Return one row per attached engine, or how to attach one."""
     rows = list(sessions)
     if not rows:
-        return Text(f"No engine is attached. {HOW_TO_ATTACH}")
+        first, *others = HOW_TO_ATTACH
+        return [f"No engine is attached. {first}", *others]
     table = _table("ENGINE", "PID>", "MODEL", "NAMESPACE", "UP>", "LEASES>", "CREDITS>")
     for row in rows:
-        table.add_row(
+        table.row(
             row.engine_id[:_SHORT_ID] + (" (lost)" if row.quarantined else ""),
             str(row.pid),
             _short_model(row.model_names[0] if row.model_names else "-"),
@@ -141,21 +142,22 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> RenderableType:
             str(row.num_leases),
             str(row.num_store_grants),
         )
-    return table
+    return [table]
 
 
-HOW_TO_ATTACH = """\
-Start vLLM as this user, with kvtier installed beside it:
-  vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",
-    "kv_connector_module_path": "kvtier_connector", "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute"}'"""
+HOW_TO_ATTACH = (
+    "Start vLLM as this user, with kvtier installed beside it:",
+    """  vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",""",
+    """    "kv_connector_module_path": "kvtier_connector", "kv_role": "kv_both",""",
+    """    "kv_load_failure_policy": "recompute"}'""",
+)
 
 
-def namespaces_table(namespaces: Iterable[NamespaceStatus]) -> Table:
+def namespaces_table(namespaces: Iterable[NamespaceStatus]) -> Grid:
     """Return one row per namespace."""
     table = _table("NAMESPACE", "MODEL", "LIVE", "HOST>", "ON DISK>", "STORED>", "PER CHUNK>")
     for row in namespaces:
-        table.add_row(
+        table.row(
             row.namespace_id[:_SHORT_ID],
             _short_model(row.model or "-"),
             "yes" if row.live else "no",
@@ -167,37 +169,24 @@ def namespaces_table(namespaces: Iterable[NamespaceStatus]) -> Table:
     return table
 
 
-def counters_table(counters: dict[str, int]) -> Table:
+def counters_table(counters: dict[str, int]) -> Grid:
     """Return name and value of each counter."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
+    table = Grid(Column(wraps=True), Column(right=True), gap=2)
     for name, value in counters.items():
-        table.add_row(name, format_size(value) if "bytes" in name.split("_") else str(value))
+        table.row(name, format_size(value) if "bytes" in name.split("_") else str(value))
     return table
 
 
-def _table(*headers: str) -> Table:
+def _table(*headers: str) -> Grid:
     """Return an empty table; a header that ends with > is a number's."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-    for header in headers:
-        table.add_column(
-            header.removesuffix(">"),
-            justify="right" if header.endswith(">") else "left",
-            overflow="fold",
-            no_wrap=header != "NAME",
-        )
-    return table
+    return Grid(*(Column(title=h.removesuffix(">"), right=h.endswith(">"), wraps=h == "NAME") for h in headers))
 
 
-def _pairs(rows: dict[str, str]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+def _pairs(rows: Mapping[str, Cell]) -> Grid:
+    table = Grid(Column(style="bold"), Column(wraps=True), gap=2)
     for name, value in rows.items():
         if value:
-            # Text: a name or a prompt may contain what looks like rich's markup.
-            table.add_row(name, Text(value))
+            table.row(name, value)
     return table
 
 
@@ -219,31 +208,35 @@ def _stored(raw_bytes: int, disk_bytes: int, ratio: float) -> str:
     return f"{format_size(raw_bytes)} raw, {format_size(disk_bytes)} on disk ({ratio:.2f}x smaller)"
 
 
-def _source(recipe_json: str) -> str:
+def _source(recipe_json: str) -> Cell:
     """Return the recipe's kind and its beginning; the whole is in --json."""
     try:
-        recipe = json.loads(recipe_json)
-        content = recipe.get("content")
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
-        parts = [f"{len(recipe['tools'])} tools"] if recipe.get("tools") else []
-        if kwargs := recipe.get("chat_template_kwargs"):
-            parts.append(f"chat_template_kwargs {json.dumps(kwargs, ensure_ascii=False)}")
-        given = f" with {', '.join(parts)}" if parts else ""
-        # Its own line breaks, folded once more, would be a ragged column.
-        shown = " ".join(text.split())
-        if len(shown) > _PREVIEW_CHARS:
-            shown = f"{shown[:_PREVIEW_CHARS]}… ({len(text)} characters)"
-        return f"{recipe.get('kind', 'unknown')}{given}\n{shown}".strip()
+        return _recipe_lines(read_json(recipe_json))
     except (ValueError, AttributeError, TypeError):
         return ""
 
 
-def _tier(tier: TierStatus) -> str:
+def _recipe_lines(recipe: dict[str, Any]) -> Cell:
+    content = recipe.get("content")
+    text = content if isinstance(content, str) else printable_json(content) if content else ""
+    parts = [f"{len(recipe['tools'])} tools"] if recipe.get("tools") else []
+    if kwargs := recipe.get("chat_template_kwargs"):
+        parts.append(f"chat_template_kwargs {printable_json(kwargs)}")
+    given = f" with {', '.join(parts)}" if parts else ""
+    kind = f"{recipe.get('kind', 'unknown')}{given}"
+    # Its own line breaks, folded once more, would be a ragged column.
+    shown = " ".join(text.split())
+    if len(shown) > _PREVIEW_CHARS:
+        shown = f"{shown[:_PREVIEW_CHARS]}… ({len(text)} characters)"
+    return (kind, shown) if shown else kind
+
+
+def _tier(tier: TierStatus) -> Cell:
     share = 100 * tier.used_bytes / tier.limit_bytes if tier.limit_bytes else 0
     used = f"{format_size(tier.used_bytes)} of {format_size(tier.limit_bytes)} ({share:.0f}%)"
-    latched = f"\nSWITCHED OFF: {tier.latched}" if tier.latched else ""
     pinned = f", {format_size(tier.pinned_bytes)} pinned" if tier.used_bytes else ""
-    return f"{used}, {tier.num_chunks} chunks{pinned}, in {tier.location}{latched}"
+    state = f"{used}, {tier.num_chunks} chunks{pinned}, in {tier.location}"
+    return (state, f"SWITCHED OFF: {tier.latched}") if tier.latched else state
 
 
 def _writes(counters: Mapping[str, int]) -> str:

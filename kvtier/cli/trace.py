@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.table import Table
 
+from kvtier.cli.grid import Column, Grid
 from kvtier.cli.output import Output
 from kvtier.errors import InvalidArgumentError
 from kvtier.obs.trace import SUFFIX
@@ -113,13 +113,11 @@ def _row(process: str, stage: str, values: list[float]) -> dict[str, Any]:
     }
 
 
-def _table(stages: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-    for title in ("PROCESS", "STAGE"):
-        table.add_column(title)
-    for title in ("COUNT", "MEDIAN ms", "P95 ms", "MAX ms", "TOTAL ms"):
-        table.add_column(title, justify="right")
+def _table(stages: list[dict[str, Any]]) -> Grid:
+    names = (Column(title=title, wraps=True) for title in ("PROCESS", "STAGE"))
+    numbers = ("COUNT", "MEDIAN ms", "P95 ms", "MAX ms", "TOTAL ms")
+    table = Grid(*names, *(Column(title=title, right=True, wraps=True) for title in numbers))
     for row in stages:
-        numbers = [f"{row[name]:.2f}" for name in ("median_ms", "p95_ms", "max_ms", "total_ms")]
-        table.add_row(row["process"], row["stage"], str(row["count"]), *numbers)
+        times = [f"{row[name]:.2f}" for name in ("median_ms", "p95_ms", "max_ms", "total_ms")]
+        table.row(row["process"], row["stage"], str(row["count"]), *times)
     return table

@@ -6,6 +6,9 @@ import time
 from kvtier.errors import InvalidArgumentError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+# Of a moment or a length beyond, which no clock of ours has written.
+UNKNOWN = "?"
+_MAX_SECONDS = 1e11
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
 
 
@@ -26,6 +29,8 @@ def parse_duration(field: str, text: str) -> int:
 
 def format_duration(seconds: float) -> str:
     """Return the two largest units at most: "3d 4h", "5m", "12s"."""
+    if not abs(seconds) < _MAX_SECONDS:
+        return UNKNOWN
     left = max(0, int(seconds))
     parts = []
     for unit in "dhms":
@@ -52,4 +57,6 @@ def format_expiry(expires_unix_s: float) -> str:
 
 def format_moment(unix_s: float) -> str:
     """Return the local time of a moment."""
+    if not abs(unix_s) < _MAX_SECONDS:
+        return UNKNOWN
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else "-"

@@ -57,7 +57,7 @@ def warm(
             _mention(flow, prompts, policy, output)
             done = _run(flow, prompts, output)
         except KeyboardInterrupt:
-            output.say("\ninterrupted; what was warmed stays in vLLM's cache")
+            output.say("", "interrupted; what was warmed stays in vLLM's cache")
             raise typer.Exit(EXIT_INTERRUPTED) from None
     _answer(flow, done, output)
     # Nobody named the others: one that is left out there for want of room is as it should be.

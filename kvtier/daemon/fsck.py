@@ -15,6 +15,8 @@ from kvtier.config import load_config
 from kvtier.daemon.folders import locked
 from kvtier.errors import AlreadyRunningError, ConfigError, KvtierError
 from kvtier.maintenance.offline import check_offline
+from kvtier.printable import printable
+from kvtier.usage_errors import PrintableCommand
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -24,7 +26,7 @@ _REMEDY = "name the state directory with: kvtier fsck --offline --state-dir DIR"
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=PrintableCommand)
 def fsck(
     config: Annotated[Path | None, typer.Option(metavar="FILE", envvar="KVTIER_CONFIG")] = None,
     state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
@@ -68,7 +70,7 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _fail(problem: str, code: int) -> None:
-    print(problem, file=sys.stderr)
+    print(printable(problem), file=sys.stderr)
     raise typer.Exit(code)
 
 

@@ -12,6 +12,8 @@ from kvtier.config.model import OFF
 from kvtier.config.settings import SETTINGS
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.obs.log import setup_logging
+from kvtier.printable import printable
+from kvtier.usage_errors import PrintableCommand
 from kvtier.version import __version__
 
 EXIT_FAILED = 1
@@ -38,7 +40,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=PrintableCommand)
 def daemon(
     config: Annotated[
         Path | None,
@@ -110,13 +112,14 @@ def _check(loaded: LoadedConfig) -> None:
     findings = check_environment(loaded.config)
     for finding in findings:
         if finding.status in (Status.WARN, Status.FAIL):
-            typer.echo(f"{finding.status.value} {finding.id}: {finding.found}; {finding.remedy}", err=True)
+            line = f"{finding.status.value} {finding.id}: {finding.found}; {finding.remedy}"
+            typer.echo(printable(line), err=True)
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
 
 def _fail(error: KvtierError, code: int) -> None:
-    typer.echo(f"kvtier-daemon: {error}", err=True)
+    typer.echo(printable(f"kvtier-daemon: {error}"), err=True)
     raise typer.Exit(code)
 
 
@@ -129,7 +132,7 @@ def render_config(loaded: LoadedConfig) -> str:
             table = setting.table
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
         value = getattr(getattr(loaded.config, table), setting.attribute)
-        lines.append(f"{setting.key.partition('.')[2]} = {_toml(value)}  # {loaded.sources[setting.key]}")
+        lines.append(f"{setting.key.partition('.')[2]} = {_toml(value)}  # {printable(loaded.sources[setting.key])}")
     return "\n".join(lines)
 
 
@@ -138,7 +141,13 @@ def _toml(value: object) -> str:
         return str(value).lower()
     if value is None:
         return f'"{OFF}"'
-    return f'"{value}"' if isinstance(value, str | Path) else str(value)
+    return _toml_string(str(value)) if isinstance(value, str | Path) else str(value)
+
+
+def _toml_string(text: str) -> str:
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    escaped = "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in quoted)
+    return f'"{escaped}"'
 
 
 def main() -> None:

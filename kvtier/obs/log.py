@@ -15,6 +15,8 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
+from kvtier.printable import printable, printable_json
+
 _WITHHELD = frozenset(
     {"tokens", "token_ids", "text", "messages", "content", "recipe", "recipe_json", "cache_salt", "api_key"}
 )
@@ -67,9 +69,11 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         time = f"{_time(record)} " if self._with_time else ""
-        head = f"{time}{record.levelname} {record.name} {record.getMessage()}"
+        head = f"{time}{record.levelname} {record.name} {printable(record.getMessage())}"
         line = " ".join([head, *(f"{name}={_text(value)}" for name, value in _fields(record).items())])
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        return "\n".join([line, *map(printable, self.formatException(record.exc_info).split("\n"))])
 
 
 class JsonFormatter(logging.Formatter):
@@ -127,4 +131,4 @@ def _time(record: logging.LogRecord) -> str:
 def _text(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     plain = text and text.isprintable() and not any(c in text for c in ' "=')
-    return text if plain else json.dumps(text, ensure_ascii=False)
+    return text if plain else printable_json(text)

@@ -217,11 +217,11 @@ def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDae
 
 
 def test_status_says_where_the_metrics_are_and_why_they_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().show(daemon_details(DaemonStatus(metrics_url="http://127.0.0.1:9464/metrics")))
+    Output().show(*daemon_details(DaemonStatus(metrics_url="http://127.0.0.1:9464/metrics")))
     assert re.search(r"^metrics +http://127.0.0.1:9464/metrics *$", capsys.readouterr().out, re.MULTILINE)
-    Output().show(daemon_details(DaemonStatus(metrics_problem="cannot listen there")))
+    Output().show(*daemon_details(DaemonStatus(metrics_problem="cannot listen there")))
     assert re.search(r"^metrics +NOT SERVED: cannot listen there *$", capsys.readouterr().out, re.MULTILINE)
-    Output().show(daemon_details(DaemonStatus()))
+    Output().show(*daemon_details(DaemonStatus()))
     assert "metrics" not in capsys.readouterr().out, "switched off"
 
 
@@ -235,7 +235,7 @@ def test_status_with_engines_fits_80_columns(kvtier: Kvtier, capsys: pytest.Capt
         quarantined=True,
     )
     namespace = NamespaceStatus(namespace_id="n" * 64, model="/srv/models/Qwen3-235B", num_disk_chunks=99999)
-    Output().show(daemon_details(DaemonStatus(sessions=[session], namespaces=[namespace])))
+    Output().show(*daemon_details(DaemonStatus(sessions=[session], namespaces=[namespace])))
     text = capsys.readouterr().out
     assert_narrow(text)
     assert "(lost)" in text

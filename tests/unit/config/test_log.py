@@ -35,6 +35,17 @@ def test_text_quotes_what_would_break_the_line() -> None:
     assert line.endswith(' INFO kvtier.test pin_registered name="a b" tier=host rate=1.235 note="x\\ny"\n')
 
 
+def test_text_is_printable_whatever_is_logged() -> None:
+    """C1 controls and reversing characters were written as they are, and tracebacks with all that was in them."""
+    stream = io.StringIO()
+    setup_logging("info", "text", stream)
+    error = ValueError("\x1b[31m\x9b\u202e\nINFO forged")
+    logger, fields = logging.getLogger("kvtier.test"), {"by": "\x9b\u202e"}
+    logger.error("refused \x1b[0m", exc_info=error, extra={"kvtier_fields": fields})
+    assert {c for c in stream.getvalue() if not c.isprintable()} == {"\n"}
+    assert r'refused \x1b[0m by="\u009b\u202e"' in stream.getvalue()
+
+
 def test_json_is_one_object_per_line_and_the_head_wins() -> None:
     record = json.loads(written("json", "pin_registered", event="other", num_chunks=3))
     assert (record["event"], record["num_chunks"], record["level"]) == ("pin_registered", 3, "info")

@@ -47,6 +47,14 @@ def test_check_config_says_where_each_value_came_from(runner: CliRunner, tmp_pat
     assert "keep_arena = false  # default\n" in result.output
 
 
+def test_check_config_writes_any_path_as_toml(runner: CliRunner, tmp_path: Path) -> None:
+    """A quote in a path made it no TOML, and an escape sequence was obeyed."""
+    folder = tmp_path / 'a "b" \\ \x1b[31m \U000e0041 ü'
+    result = runner.invoke(app, ["--check-config", "--state-dir", str(folder), "--metrics-listen", "off"])
+    assert tomllib.loads(result.stdout)["disk"]["dir"] == str(folder)
+    assert {c for c in result.output if not c.isprintable()} == {"\n"}
+
+
 def test_a_bad_setting_is_a_usage_error(runner: CliRunner) -> None:
     result = runner.invoke(app, ["--host-bytes", "lots"])
     assert result.exit_code == 2

@@ -1,0 +1,80 @@
+"""JSON that others wrote: an operator's file, vLLM's answer, a stored recipe. Read so that it can be written again."""
+
+import json
+import math
+from typing import Any, NoReturn
+
+MAX_DEPTH = 100
+"""Levels of lists and objects in each other. OpenAI's requests have some ten; Python's parser ends near a thousand."""
+
+
+class JsonError(ValueError):
+    """The text is no JSON that can be passed on; the message says why, and where."""
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return the value.
+
+    Raises:
+        JsonError: It is not JSON, or holds what cannot be sent on: NaN, endless numbers, text that is not Unicode, more
+            levels than `MAX_DEPTH`.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except json.JSONDecodeError as exc:
+        raise JsonError(f"is not valid JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}") from exc
+    except UnicodeDecodeError as exc:
+        raise JsonError(f"is not valid JSON: byte {exc.start} is not UTF-8") from exc
+    except RecursionError as exc:
+        raise JsonError(_too_deep()) from exc
+    except JsonError:
+        raise
+    except ValueError as exc:
+        # Python refuses to read numbers of more than some 4,300 digits.
+        raise JsonError("has a number of thousands of digits; no number in a request is that long") from exc
+    _check(value)
+    return value
+
+
+def _check(value: Any) -> None:
+    """Walk without recursion: the depth is what is in question."""
+    waiting = [(value, "", 1)]
+    while waiting:
+        item, path, depth = waiting.pop()
+        if isinstance(item, str):
+            _check_text(item, path)
+        elif isinstance(item, dict | list):
+            if depth > MAX_DEPTH:
+                raise JsonError(_too_deep())
+            for key, inner in item.items() if isinstance(item, dict) else enumerate(item):
+                if isinstance(key, str):
+                    _check_text(key, path)
+                if isinstance(inner, str | dict | list):
+                    where = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
+                    waiting.append((inner, where, depth + 1))
+
+
+def _check_text(text: str, path: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        half = f"\\u{ord(text[exc.start]):04x}"
+        where = f" at {path.removeprefix('.')}" if path else ""
+        raise JsonError(
+            f"has half a character ({half}, a lone surrogate){where}, which is no text; save it again as UTF-8"
+        ) from exc
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise JsonError(f"has the number {digits[:40]}, which is too large")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise JsonError(f"has {name}, which is no JSON")
+
+
+def _too_deep() -> str:
+    return f"has more than {MAX_DEPTH} lists and objects in each other; simplify it"
