@@ -152,14 +152,19 @@ class AlreadyRunningError(KvtierError):
 
 
 class DaemonUnreachableError(KvtierError):
-    """No daemon answers at the address."""
+    """No daemon answers at the address.
+
+    Attributes:
+        address: The socket.
+        problem: Why.
+    """
 
     def __init__(self, address: str, problem: str) -> None:
         super().__init__(
             f"no kvtier-daemon answers at {address} ({problem}); start `kvtier-daemon`, or pass --socket; "
             "`kvtier doctor` says more"
         )
-        self.address = address
+        self.address, self.problem = address, problem
 
 
 class UntrustedSocketError(KvtierError):

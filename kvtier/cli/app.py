@@ -73,7 +73,9 @@ def _globals(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
     ] = False,
 ) -> None:
-    context.obj = Settings(socket=socket or default_socket_path(), daemon_uid=daemon_uid)
+    source = context.get_parameter_source("socket")
+    is_named = source is not None and source.name == "COMMANDLINE"
+    context.obj = Settings(socket=socket or default_socket_path(), daemon_uid=daemon_uid, is_named=is_named)
 
 
 # In the order in which --help lists them: what a newcomer needs first.

@@ -27,10 +27,12 @@ class Settings:
     Attributes:
         socket: The daemon's unix socket.
         daemon_uid: As whom the daemon may run, besides us and root.
+        is_named: The command line names it: a daemon that the settings of this environment may know nothing of.
     """
 
     socket: Path
     daemon_uid: int | None = None
+    is_named: bool = False
 
     def connect(self) -> AdminClient:
         """Return a client; the caller closes it."""

@@ -48,7 +48,7 @@ def fsck(
         _fail(f"{who} uses {folder}; run `kvtier fsck` without --offline, or stop it", EXIT_IMPOSSIBLE)
     except KvtierError as exc:
         _fail(str(exc), EXIT_FAILED)
-    print(json.dumps(dataclasses.asdict(report)))
+    print(json.dumps({"folder": str(folder), **dataclasses.asdict(report)}))
 
 
 def _check_is_folder(folder: Path, source: str) -> None:

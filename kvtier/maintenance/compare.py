@@ -8,6 +8,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.ledger import LedgerSnapshot
 from kvtier.maintenance.findings import Code, Finding
+from kvtier.printable import printable
 
 PACK_SUFFIX = ".kvpack"
 PACK_FILE = re.compile(r"([0-9a-f]{32})\.kvpack")
@@ -125,7 +126,10 @@ def _other_files(files: PackFiles) -> Iterator[Finding]:
             what = "set aside as damaged; kvtier does not read it any more, delete it when you have looked at it"
             yield Finding(code=Code.NOTE_QUARANTINED, subject=name, detail=what)
         elif not PACK_FILE.fullmatch(name):
-            yield Finding(code=Code.NOTE_UNKNOWN_FILE, subject=name, detail="not a file of kvtier; left alone")
+            # A name that is no UTF-8 would not travel to the CLI.
+            yield Finding(
+                code=Code.NOTE_UNKNOWN_FILE, subject=printable(name), detail="not a file of kvtier; left alone"
+            )
     for name in sorted(files.unclaimed):
         what = "a pack of a namespace that the ledger does not know; `kvtier fsck --repair` takes it in when it does"
         yield Finding(code=Code.NOTE_UNCLAIMED, subject=name, detail=what)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -193,18 +194,57 @@ def test_fsck_offline_rebuilds_a_lost_ledger(config: DaemonConfig) -> None:
     assert "clean" in kvtier("fsck", "--offline", "--state-dir", folder, "--deep").output
 
 
-def test_fsck_without_a_daemon_checks_the_configured_directory(
+def test_fsck_without_a_daemon_checks_the_configured_directory_and_names_it(
     config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with daemon(config, prompt=True):
         pass
-    monkeypatch.setenv("KVTIER_DISK_DIR", str(config.disk.disk_dir))
-    result = cli(config)("fsck")
+    folder = config.disk.disk_dir
+    monkeypatch.setenv("KVTIER_DISK_DIR", str(folder))
+    monkeypatch.setenv("KVTIER_SOCKET", str(config.server.socket))
+    monkeypatch.setenv("COLUMNS", "300")
+    result = CliRunner().invoke(app, ["fsck"])
     assert result.exit_code == 0, result.output
-    assert "checking its directory offline" in " ".join(result.output.split())
+    assert "checking the state directory of the settings here, offline" in result.output
+    assert f"checked offline: {folder}: " in result.output
     assert " packs, 5 chunks" in result.output
+    assert json.loads(CliRunner().invoke(app, ["fsck", "--json"]).stdout)["offline_folder"] == str(folder)
     assert cli(config)("fsck", "--state-dir", "x").exit_code == 2
-    assert cli(config)("fsck", "--offline", "--state-dir", config.disk.disk_dir / "no").exit_code == 2
+    assert cli(config)("fsck", "--offline", "--state-dir", folder / "no").exit_code == 2
+
+
+@pytest.mark.parametrize("state", ["dead", "stopped"])
+def test_fsck_of_a_named_daemon_that_does_not_answer_checks_nothing_else(
+    config: DaemonConfig, other: DaemonConfig, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """It checked the folder of the settings, which was another daemon's, and said `clean`."""
+    with daemon(other, prompt=True):
+        pass
+    monkeypatch.setenv("KVTIER_DISK_DIR", str(other.disk.disk_dir))
+    impatient = {**(AdminClient.__init__.__kwdefaults__ or {}), "timeout_s": 0.2}
+    monkeypatch.setattr(AdminClient.__init__, "__kwdefaults__", impatient)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(config.server.socket))
+        if state == "stopped":
+            silent.listen()
+        result = cli(config)("fsck")
+    said = " ".join(result.output.split())
+    assert (result.exit_code, "clean" in said) == (3, False), said
+    assert str(config.server.socket) in said
+    assert "start it" in said
+    assert "kvtier fsck --offline --state-dir DIR" in said
+
+
+def test_fsck_shows_names_of_files_that_are_no_text(config: DaemonConfig) -> None:
+    strange = config.disk.disk_dir / "packs" / os.fsdecode(b"\xff\x1b[31m[b]")
+    with daemon(config, prompt=True) as kvtier:
+        strange.touch()
+        online = kvtier("fsck")
+    offline = cli(config)("fsck", "--offline", "--state-dir", config.disk.disk_dir)
+    for result in (online, offline):
+        assert result.exit_code == 0, result.output
+        assert r"\udcff\x1b[31m[b]" in "".join(result.output.split())
+        assert {character for character in result.output if not character.isprintable()} == {"\n"}
 
 
 def test_fsck_offline_does_not_call_a_strange_folder_clean(tmp_path: Path, config: DaemonConfig) -> None:
