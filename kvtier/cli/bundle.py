@@ -1,6 +1,7 @@
 """`kvtier export` and `kvtier import`: a pinned prompt as a file."""
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ def export(
         str,
         typer.Option(metavar="ID", help="If the prompt is in several: which (kvtier show NAME)", show_default=False),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE, if it is a regular file")] = False,
     as_json: _Json = False,
 ) -> None:
     """Write a pinned prompt with its KV cache into a file, for `kvtier import` on another machine.
@@ -41,12 +42,12 @@ def export(
     The file holds the prompt's text and is made readable for you alone.
     """
     output = Output(json=as_json)
-    if not force and os.path.lexists(file):
-        raise InvalidArgumentError("FILE", str(file), "exists; pass --force to overwrite it")
+    _check_target(file, force=force)
     with settings_of(context).connect() as client:
         status = client.get(name)
         with _interruptible(output, "nothing was written"):
-            num_bytes = _write(client, ExportRequest(name=name, namespace_id=namespace), file, status, output)
+            request = ExportRequest(name=name, namespace_id=namespace)
+            num_bytes = _write(client, request, file, status, output, force=force)
     if as_json:
         output.answer({"name": name, "file": str(file), "bytes": num_bytes, "prompt": to_jsonable(status)})
         return
@@ -89,9 +90,41 @@ def import_(
     output.show(pin_result(status))
 
 
-def _write(client: AdminClient, request: ExportRequest, file: Path, status: PromptStatus, output: Output) -> int:
+_KINDS = {
+    stat.S_IFDIR: "a folder; name a file in it",
+    stat.S_IFIFO: "a pipe; name a new file, and copy that",
+    stat.S_IFSOCK: "a socket; name a new file",
+    stat.S_IFCHR: "a device; name a new file",
+    stat.S_IFBLK: "a device; name a new file, and copy that",
+}
+
+
+def _check_target(file: Path, *, force: bool) -> None:
+    """Refuse what a rename would replace and nothing brings back: all but regular files, and these without --force.
+
+    A link too, whatever it points to: replacing the link and writing through it are both surprising, so the operator
+    names the file.
+    """
+    try:
+        mode = file.lstat().st_mode
+        target = file.readlink() if stat.S_ISLNK(mode) else None
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise InvalidArgumentError("FILE", str(file), f"cannot be written: {exc.strerror}") from exc
+    if target is not None:
+        raise InvalidArgumentError("FILE", str(file), f"is a symbolic link to {target}; name the file itself")
+    if not stat.S_ISREG(mode):
+        raise InvalidArgumentError("FILE", str(file), f"is {_KINDS.get(stat.S_IFMT(mode), 'no file; name a new one')}")
+    if not force:
+        raise InvalidArgumentError("FILE", str(file), "exists; pass --force to overwrite it")
+
+
+def _write(
+    client: AdminClient, request: ExportRequest, file: Path, status: PromptStatus, output: Output, *, force: bool
+) -> int:
     """Write through a temporary file beside the target, which is durable and whole when it gets its name."""
-    temp = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temp = file.with_name(f".kvtier-export-{os.getpid()}.tmp")
     expected = max((binding.disk_bytes for binding in status.bindings), default=0)
     try:
         with _created(temp) as target, byte_progress(output, expected) as bar:
@@ -100,6 +133,7 @@ def _write(client: AdminClient, request: ExportRequest, file: Path, status: Prom
             target.flush()
             os.fsync(target.fileno())
             num_bytes = target.tell()
+        _check_target(file, force=force)  # again: an export takes long
         temp.rename(file)
         fsync_directory(file.absolute().parent)
     except OSError as exc:
