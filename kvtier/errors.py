@@ -7,6 +7,10 @@ are results, not errors. `kvtier.rpc.status` maps each leaf to one gRPC status.
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from kvtier.printable import printable, shown_value
+
+_MAX_KEY_CHARS = 100
+
 
 class KvtierError(Exception):
     """Root of all errors that kvtier raises on purpose."""
@@ -22,7 +26,7 @@ class ConfigError(KvtierError):
     """
 
     def __init__(self, key: str, value: object, source: str, problem: str) -> None:
-        super().__init__(f"{source}: {key} = {value!r}: {problem}")
+        super().__init__(f"{source}: {printable(key, _MAX_KEY_CHARS)} = {shown_value(value)}: {problem}")
         self.key, self.value, self.source = key, value, source
 
 
@@ -31,11 +35,11 @@ class InvalidArgumentError(KvtierError):
 
     Attributes:
         field: The field's name as the caller knows it.
-        value: The offending value, shortened.
+        value: The offending value; the message shows it shortened.
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        super().__init__(f"{field} = {value!r}: {remedy}")
+        super().__init__(f"{field} = {shown_value(value)}: {remedy}")
         self.field, self.value = field, value
 
 

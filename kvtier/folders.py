@@ -142,7 +142,7 @@ def existing_parent(path: Path) -> Path:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except PermissionError:  # a folder above it may not be searched
+    except OSError:  # a folder above it may not be searched, or the name is too long
         return False
 
 

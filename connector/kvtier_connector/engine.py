@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine import PROTOCOL_VERSION, NotReadyError
+from kvtier.printable import shown_url
 from kvtier.version import __version__
 from kvtier_connector.background import Background
 from kvtier_connector.binder import BlockHasher, PinBinder
@@ -85,7 +86,7 @@ class EngineFacts:
         facts = WarmFacts(
             socket=settings.socket,
             daemon_uid=settings.daemon_uid,
-            url=settings.warm_url,
+            url=shown_url(settings.warm_url),
             max_ratio=settings.warm_max_ratio,
             model_names=self.model_names,
             room_tokens=self._room_tokens,

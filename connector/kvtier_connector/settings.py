@@ -17,6 +17,7 @@ from kvtier.client.address import (
     usable_socket_path,
 )
 from kvtier.errors import ConfigError
+from kvtier.printable import shown_url
 from kvtier_connector.supported import CRYPTO_HASHES
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _warm_url(value: object) -> str | None:
     except ValueError:
         is_usable = False
     if not is_usable:
-        raise ConfigError("warm_url", value, _SOURCE, remedy)
+        raise ConfigError("warm_url", shown_url(value), _SOURCE, remedy)
     return url
 
 

@@ -45,7 +45,7 @@ class WarmFacts:
 
     Attributes:
         socket: The daemon's.
-        url: Of vLLM's API server.
+        url: Of vLLM's API server, as the log shows it.
         max_ratio: Share of vLLM's cache that warm prompts may take; 0: no limit.
         model_names: As in Hello; requests name the first one.
         room_tokens: Returns how many tokens vLLM's cache takes.

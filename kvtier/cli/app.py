@@ -13,6 +13,7 @@ from kvtier.cli.completion import complete_prompt_name
 from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
 from kvtier.cli.doctor import doctor
 from kvtier.cli.fsck import fsck
+from kvtier.cli.options import checked_text
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.pin import pin
 from kvtier.cli.tables import daemon_details, prompt_details, prompts_table
@@ -21,6 +22,7 @@ from kvtier.cli.warm import warm
 from kvtier.client.address import DAEMON_UID_VARIABLE, MAX_UID, SOCKET_VARIABLE, default_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config.units import format_size
+from kvtier.process import prepare_process
 from kvtier.version import __version__
 
 app = typer.Typer(
@@ -34,7 +36,13 @@ app = typer.Typer(
 
 _Name = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False, autocompletion=complete_prompt_name),
+    typer.Argument(
+        metavar="NAME",
+        help="Name of the prompt",
+        show_default=False,
+        autocompletion=complete_prompt_name,
+        callback=checked_text,
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
@@ -135,7 +143,11 @@ def evict(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Name of the prompt", show_default=False, autocompletion=complete_prompt_name
+            metavar="NAME",
+            help="Name of the prompt",
+            show_default=False,
+            autocompletion=complete_prompt_name,
+            callback=checked_text,
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every chunk that no pinned prompt has")] = False,
@@ -210,4 +222,5 @@ app.command()(trace)
 
 def main() -> None:
     """Entry point of the console script."""
+    prepare_process("error")
     sys.exit(app())

@@ -11,6 +11,7 @@ import typer
 
 from kvtier._pb.cache_pb2 import ExportRequest, ImportStart, PromptStatus
 from kvtier.cli.context import EXIT_INTERRUPTED, settings_of
+from kvtier.cli.options import checked_text
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.progress import byte_progress
 from kvtier.cli.summary import summarize
@@ -28,11 +29,18 @@ _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; p
 
 def export(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False, callback=checked_text)
+    ],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to write", show_default=False)],
     namespace: Annotated[
         str,
-        typer.Option(metavar="ID", help="If the prompt is in several: which (kvtier show NAME)", show_default=False),
+        typer.Option(
+            metavar="ID",
+            help="If the prompt is in several: which (kvtier show NAME)",
+            show_default=False,
+            callback=checked_text,
+        ),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE, if it is a regular file")] = False,
     as_json: _Json = False,
@@ -58,7 +66,10 @@ def export(
 def import_(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to read", show_default=False)],
-    name: Annotated[str, typer.Option(metavar="NEW", help="Pin it under another name", show_default=False)] = "",
+    name: Annotated[
+        str,
+        typer.Option(metavar="NEW", help="Pin it under another name", show_default=False, callback=checked_text),
+    ] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace another prompt of this name")] = False,
     ttl: Annotated[
         str, typer.Option(metavar="DURATION", help="End the pin after 90s, 30m, 12h, 7d, 2w", show_default=False)
@@ -73,8 +84,9 @@ def import_(
     start = ImportStart(name=name, replace=replace, ttl_s=parse_duration("--ttl", ttl))
     try:
         source = file.open("rb")
-    except OSError as exc:
-        raise InvalidArgumentError("FILE", str(file), f"cannot be read: {exc.strerror}") from exc
+    except (OSError, ValueError) as exc:
+        problem = exc.strerror if isinstance(exc, OSError) else exc
+        raise InvalidArgumentError("FILE", str(file), f"cannot be read: {problem}") from exc
     with (
         source,
         settings_of(context).connect() as client,

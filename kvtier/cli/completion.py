@@ -23,6 +23,6 @@ def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
         daemon_uid = default_daemon_uid() if daemon_uid is None else daemon_uid
         with AdminClient(Path(socket), daemon_uid=daemon_uid, timeout_s=_TIMEOUT_S) as client:
             names = [status.name for status in client.list()]
-    except KvtierError:
+    except (KvtierError, RuntimeError, ValueError):  # the last two: see `Settings.connect`
         return []
     return [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]

@@ -1,5 +1,6 @@
 """What every command shares: the daemon's socket, the exit codes, and how errors reach the shell."""
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _USAGE_KINDS = ("InvalidArgumentError",)
 
 
@@ -65,5 +67,16 @@ class ErrorReportingGroup(PrintableGroup):
             raise typer.Exit(exit_code(exc)) from exc
         except BrokenPipeError as exc:
             # `kvtier list | head`: not an error; nothing may be written on the way out either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _discard_stdout()
             raise typer.Exit(0) from exc
+        except OSError as exc:
+            if exc.errno not in _FULL or exc.filename is not None:
+                raise
+            _discard_stdout()
+            Output().fail(f"the answer cannot be written to stdout: {exc.strerror}; make room, or write it elsewhere")
+            raise typer.Exit(EXIT_FAILED) from exc
+
+
+def _discard_stdout() -> None:
+    """What is still to be written goes nowhere, and so does what Python writes on the way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

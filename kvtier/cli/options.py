@@ -1,10 +1,32 @@
-"""Options that several commands take."""
+"""Options that several commands take, and checks of what is given for them."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 
+from kvtier.printable import shown_value
+
 DEFAULT_URL = "http://127.0.0.1:8000"
+MAX_WAIT_S = 7 * 86400.0
+
+
+def checked_text(value: str | Sequence[str] | None) -> Any:
+    """Refuse what is not text: a name with bytes that are no UTF-8 cannot be sent. A callback of Typer's."""
+    for text in [value] if isinstance(value, str) else value or ():
+        try:
+            text.encode()
+        except UnicodeEncodeError as exc:
+            raise typer.BadParameter(f"{shown_value(text)} is not UTF-8; give it as UTF-8 text") from exc
+    return value
+
+
+def checked_number(value: float) -> float:
+    """Refuse nan, which is in every range. A callback of Typer's."""
+    if math.isnan(value):
+        raise typer.BadParameter("nan is not a number; give one")
+    return value
 
 
 def api_key_option(help_panel: str | None = None) -> Any:

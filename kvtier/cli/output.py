@@ -66,7 +66,7 @@ class Output:
             text.encode(sys.stdout.encoding or "utf-8")
         except UnicodeEncodeError:
             text = printable_json(value, indent=2, ascii_only=True)
-        print(text)
+        print(text, flush=True)  # now, so that a full disk is said as other errors are
 
 
 def _console(*, stderr: bool) -> Console:

@@ -1,5 +1,6 @@
 """`kvtier pin`: the command line of it. What happens then is in `pin_flow`."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ import typer
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli import sources
 from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, settings_of
-from kvtier.cli.options import DEFAULT_URL, api_key_option
+from kvtier.cli.options import DEFAULT_URL, MAX_WAIT_S, api_key_option, checked_number, checked_text
 from kvtier.cli.output import Output
 from kvtier.cli.pin_flow import PinFlow, PinJob
 from kvtier.cli.sources import Recipe, SourceKind
@@ -17,6 +18,7 @@ from kvtier.cli.units import parse_duration
 from kvtier.cli.vllm_http import VllmClient
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import InvalidArgumentError
+from kvtier.printable import shown_url
 
 _SOURCE, _VLLM, _PIN = "What to pin (one of)", "vLLM", "How"
 
@@ -78,7 +80,9 @@ class _PinOptions:
 
 def pin(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False, callback=checked_text)
+    ],
     system: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="System prompt, exactly as requests send it", rich_help_panel=_SOURCE),
@@ -110,11 +114,20 @@ def pin(
         str, typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="vLLM's API server", rich_help_panel=_VLLM)
     ] = DEFAULT_URL,
     model: Annotated[
-        str, typer.Option(metavar="NAME", help="Served model or LoRA (default: the first one)", rich_help_panel=_VLLM)
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Served model or LoRA (default: the first one)",
+            rich_help_panel=_VLLM,
+            callback=checked_text,
+        ),
     ] = "",
     api_key: Annotated[str | None, api_key_option(_VLLM)] = None,
     cache_salt: Annotated[
-        str, typer.Option(metavar="SALT", help="cache_salt as requests send it", rich_help_panel=_VLLM)
+        str,
+        typer.Option(
+            metavar="SALT", help="cache_salt as requests send it", rich_help_panel=_VLLM, callback=checked_text
+        ),
     ] = "",
     ttl: Annotated[
         str | None,
@@ -138,7 +151,15 @@ def pin(
         bool, typer.Option("--no-warm", help="Register only; capture when next computed", rich_help_panel=_PIN)
     ] = False,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="Time for warming", rich_help_panel=_PIN)
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            max=MAX_WAIT_S,
+            help="Time for warming",
+            rich_help_panel=_PIN,
+            callback=checked_number,
+        ),
     ] = 600.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr", rich_help_panel=_PIN)
@@ -166,7 +187,7 @@ def pin(
         replace=replace,
         warm=not no_warm,
         timeout_s=timeout,
-        url=url,
+        url=shown_url(url),
     )
     output = Output(json=as_json)
     read = source.read()
@@ -214,7 +235,7 @@ def _stored_job(options: _PinOptions, status: PromptStatus, ttl_s: int) -> PinJo
     recipe = Recipe.from_json(status.recipe_json)
     if recipe.kind is SourceKind.TOKENS:
         raise InvalidArgumentError("NAME", status.name, "was pinned by token ids; give them again with --tokens FILE")
-    keep_ttl = options.ttl is None and status.expires_unix_s
+    keep_ttl = options.ttl is None and status.expires_unix_s and math.isfinite(status.expires_unix_s)
     return PinJob(
         name=status.name,
         recipe=recipe,

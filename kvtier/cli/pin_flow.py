@@ -36,7 +36,7 @@ class PinJob:
         replace: Replace a prompt of that name.
         warm: Have vLLM compute it now.
         timeout_s: For warming.
-        url: vLLM's base URL, for what is said.
+        url: vLLM's base URL as it is shown, see `shown_url`.
     """
 
     name: str

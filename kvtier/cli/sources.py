@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from kvtier.cli.json_text import JsonError, read_json
 from kvtier.errors import InvalidArgumentError, RenderError
 
 RECIPE_VERSION = 2
@@ -19,6 +20,7 @@ _VERSION_WITHOUT_KWARGS = 1
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_TOKEN_ID = 2**32 - 1
 _SHOWN_CHARS = 60
+MAX_SOURCE_BYTES = 256 * 1024**2
 _BYTE_ORDER_MARK = "\ufeff"
 _KWARGS_EXAMPLE = """a JSON object like '{"enable_thinking": false}'"""
 
@@ -65,17 +67,18 @@ class Recipe:
             RenderError: This kvtier cannot read it.
         """
         try:
-            fields = json.loads(text)
+            fields = read_json(text)
             if fields["version"] > RECIPE_VERSION:
                 raise RenderError(f"the recipe has version {fields['version']}, this kvtier knows {RECIPE_VERSION}")
-            kwargs = fields.get("chat_template_kwargs")
+            tools, kwargs = fields.get("tools"), fields.get("chat_template_kwargs")
+            kind = SourceKind(fields["kind"])
             return cls(
-                kind=SourceKind(fields["kind"]),
-                content=fields.get("content"),
-                tools=fields.get("tools"),
-                chat_template_kwargs=dict(kwargs) if kwargs is not None else None,
+                kind=kind,
+                content=_checked_content(kind, fields.get("content")),
+                tools=_checked_tools("tools", tools) if tools is not None else None,
+                chat_template_kwargs=_require_object("chat_template_kwargs", kwargs) if kwargs is not None else None,
             )
-        except (ValueError, KeyError, TypeError) as exc:
+        except (ValueError, KeyError, TypeError, AttributeError, InvalidArgumentError) as exc:
             raise RenderError(
                 "the stored recipe is not kvtier's; pin again with --system, --messages or --text"
             ) from exc
@@ -89,6 +92,20 @@ class Recipe:
     def source_text(self) -> str:
         """Return all text of the source, to tell it from what a chat template adds."""
         return "\n".join([*_strings(self.content), *_strings(self.tools), *_strings(self.chat_template_kwargs)])
+
+
+def _checked_content(kind: SourceKind, content: Any) -> Any:
+    """Return the content of a stored recipe; of token ids there is none.
+
+    Raises:
+        ValueError: Not what a recipe of the kind has.
+        InvalidArgumentError: Likewise, in one of the messages.
+    """
+    if kind is SourceKind.MESSAGES:
+        return _checked_messages("content", content)
+    if kind is not SourceKind.TOKENS and not isinstance(content, str):
+        raise ValueError(content)
+    return content
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -117,24 +134,33 @@ def read_messages(path: str, tools: list[Any] | None, kwargs: dict[str, Any] | N
     """Read a list of chat messages, or a whole chat request, of which tools and template kwargs are taken too."""
     value = _read_json("--messages", path)
     if isinstance(value, dict) and "messages" in value:
-        tools = tools or value.get("tools")
+        if not tools and value.get("tools"):
+            tools = _checked_tools("--messages.tools", value["tools"])
         if kwargs is None and value.get("chat_template_kwargs") is not None:
             kwargs = _require_object("--messages.chat_template_kwargs", value["chat_template_kwargs"])
         value = value["messages"]
-    messages = _require_list("--messages", path, value, 'a JSON list like [{"role": "system", "content": "..."}]')
-    for index, message in enumerate(messages):
-        _check_message(f"--messages[{index}]", message)
+    messages = _checked_messages("--messages", value, path)
     return Recipe(kind=SourceKind.MESSAGES, content=messages, tools=tools, chat_template_kwargs=kwargs)
+
+
+def _checked_messages(field: str, value: Any, path: str = "") -> list[Any]:
+    messages = _require_list(field, path, value, 'a JSON list like [{"role": "system", "content": "..."}]')
+    for index, message in enumerate(messages):
+        _check_message(f"{field}[{index}]", message)
+    return messages
 
 
 def read_tools(path: str) -> list[Any]:
     """Read OpenAI tools; what is in them is vLLM's to judge."""
-    value = _read_json("--tools", path)
-    tools = _require_list("--tools", path, value, 'a JSON list like [{"type": "function", "function": {...}}]')
+    return _checked_tools("--tools", _read_json("--tools", path), path)
+
+
+def _checked_tools(field: str, value: Any, path: str = "") -> list[Any]:
+    tools = _require_list(field, path, value, 'a JSON list like [{"type": "function", "function": {...}}]')
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise InvalidArgumentError(
-                f"--tools[{index}]", _short(tool), "must be an object like the OpenAI API's tools"
+                f"{field}[{index}]", _short(tool), "must be an object like the OpenAI API's tools"
             )
     return tools
 
@@ -143,10 +169,9 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
     """Read chat template kwargs, given as JSON; what is in them is the template's to judge."""
     field = "--chat-template-kwargs"
     try:
-        return _require_object(field, json.loads(text))
-    except json.JSONDecodeError as exc:
-        problem = f"is not valid JSON: {exc.msg} at column {exc.colno}; it must be {_KWARGS_EXAMPLE}"
-        raise InvalidArgumentError(field, _short(text), problem) from exc
+        return _require_object(field, read_json(text))
+    except JsonError as exc:
+        raise InvalidArgumentError(field, _short(text), f"{exc}; it must be {_KWARGS_EXAMPLE}") from exc
 
 
 def read_tokens(path: str) -> list[int]:
@@ -189,21 +214,23 @@ def _require_object(field: str, value: Any) -> dict[str, Any]:
 def _read_json(field: str, path: str) -> Any:
     text = _read_text(field, path)
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as exc:
-        raise InvalidArgumentError(
-            field, path, f"is not valid JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}"
-        ) from exc
+        return read_json(text)
+    except JsonError as exc:
+        raise InvalidArgumentError(field, path, str(exc)) from exc
 
 
 def _read_text(field: str, path: str) -> str:
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        raw = _read_bytes(path)
         text = raw.decode("utf-8")
     except OSError as exc:
         raise InvalidArgumentError(field, path, f"cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise InvalidArgumentError(field, path, f"is not UTF-8 text (byte {exc.start}); save it as UTF-8") from exc
+    except ValueError as exc:  # a NUL in the path
+        raise InvalidArgumentError(field, path, f"cannot be read: {exc}") from exc
+    if len(raw) > MAX_SOURCE_BYTES:
+        raise InvalidArgumentError(field, path, f"has more than {MAX_SOURCE_BYTES} bytes; no prompt is that long")
     if text.startswith(_BYTE_ORDER_MARK):
         raise InvalidArgumentError(
             field, path, "begins with a byte order mark, which requests do not send; save it as UTF-8 without one"
@@ -211,6 +238,14 @@ def _read_text(field: str, path: str) -> str:
     if not text.strip():
         raise InvalidArgumentError(field, path, "is empty; there is nothing to pin")
     return text
+
+
+def _read_bytes(path: str) -> bytes:
+    """Read a file or stdin, up to one byte more than a source may have: a device may never end."""
+    if path == "-":
+        return sys.stdin.buffer.read(MAX_SOURCE_BYTES + 1)
+    with Path(path).open("rb") as file:
+        return file.read(MAX_SOURCE_BYTES + 1)
 
 
 def _json_kind(value: Any) -> str:

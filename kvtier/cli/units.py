@@ -9,21 +9,23 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 # Of a moment or a length beyond, which no clock of ours has written.
 UNKNOWN = "?"
 _MAX_SECONDS = 1e11
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
+_MAX_TTL_S = 100 * 365 * 86400
+_DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])\s*")
 
 
 def parse_duration(field: str, text: str) -> int:
     """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never".
 
     Raises:
-        InvalidArgumentError: Not a duration of at least a second.
+        InvalidArgumentError: Not a duration of at least a second and at most 100 years.
     """
     if text.strip().lower() == "never":
         return 0
     match = _DURATION.fullmatch(text.lower())
     seconds = int(float(match[1]) * _SECONDS[match[2]]) if match else 0
-    if seconds < 1:
-        raise InvalidArgumentError(field, text, 'must be a duration like "90s", "30m", "12h", "7d" or "2w", or "never"')
+    if not 1 <= seconds <= _MAX_TTL_S:
+        problem = 'must be a duration like "90s", "30m", "12h", "7d" or "2w", at most 36500d, or "never"'
+        raise InvalidArgumentError(field, text, problem)
     return seconds
 
 

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import httpx
 
+from kvtier.cli.json_text import JsonError, read_json
+from kvtier.cli.vllm_address import checked_key, checked_url
 from kvtier.client.warm_requests import warm_body
-from kvtier.errors import InvalidArgumentError, RenderError
+from kvtier.errors import RenderError
+from kvtier.printable import shown_url
 
 TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
@@ -19,6 +21,7 @@ _SHOWN_CHARS = 400
 _CACHE_CONFIG_METRIC = "vllm:cache_config_info{"
 _NO_VLLM = "--url must be the base URL of a vLLM server, like http://127.0.0.1:8000"
 _WAITING_METRIC = "vllm:num_requests_waiting{"
+_NUMBER = re.compile(r"[0-9]{1,15}")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -66,7 +69,7 @@ class CacheRoom:
 
 
 class VllmClient:
-    """vLLM's HTTP API, as far as kvtier needs it.
+    """vLLM's HTTP API, as far as kvtier needs it; `url` is where it is, as it may be shown.
 
     All methods raise VllmUnreachableError when nobody answers, RenderError when vLLM refuses.
     """
@@ -79,19 +82,18 @@ class VllmClient:
             api_key: Bearer token, if vLLM asks for one.
 
         Raises:
-            InvalidArgumentError: Not an HTTP URL.
+            InvalidArgumentError: Not an HTTP URL, or a key that no header can hold.
         """
-        self.url = url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidArgumentError("--url", url, "must look like http://127.0.0.1:8000")
+        trimmed = url.rstrip("/").removesuffix("/v1")
+        base_url = checked_url(trimmed)
+        self.url = shown_url(trimmed)
         self._http = httpx.Client(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             # A proxy in the environment cannot reach our loopback; loading CA files for http costs 0.1 s.
-            trust_env=parts.hostname not in _LOOPBACK,
-            verify=parts.scheme == "https",
+            trust_env=base_url.host not in _LOOPBACK,
+            verify=base_url.scheme == "https",
         )
 
     def __enter__(self) -> Self:
@@ -107,7 +109,7 @@ class VllmClient:
     def models(self) -> list[ServedModel]:
         """Return what is served: base models first, as vLLM lists them."""
         entries = self._request("GET", "/v1/models").get("data") or []
-        if not all(isinstance(entry, dict) and "id" in entry for entry in entries):
+        if not isinstance(entries, list) or not all(map(_is_model, entries)):
             raise RenderError(f"{self.url}/v1/models did not answer with models; {_NO_VLLM}")
         # Aliases of one model share its root; engines know the first of them.
         first_names: dict[str, str] = {}
@@ -129,7 +131,7 @@ class VllmClient:
 
         Source: `metrics_info` of vLLM 0.32, which writes every value with `str`.
         """
-        lines = self._send("GET", "/metrics").text.splitlines()
+        lines = _text(self._send("GET", "/metrics")).splitlines()
         shown = next((line for line in lines if line.startswith(_CACHE_CONFIG_METRIC)), "")
         return {match[1]: match[2] for match in _LABEL.finditer(shown)}
 
@@ -143,9 +145,9 @@ class VllmClient:
 
     def num_waiting(self) -> int:
         """Return how many requests wait in vLLM's queues; 0 where it does not say."""
-        lines = self._send("GET", "/metrics").text.splitlines()
+        lines = _text(self._send("GET", "/metrics")).splitlines()
         values = [line.rpartition(" ")[2] for line in lines if line.startswith(_WAITING_METRIC)]
-        return int(sum(float(value) for value in values))
+        return sum(_number(value.partition(".")[0]) for value in values)
 
     def tokenize_chat(
         self,
@@ -182,11 +184,12 @@ class VllmClient:
         body = warm_body(model, tokens, cache_salt, request_id)
         usage = self._request("POST", "/v1/completions", body, timeout_s).get("usage")
         details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-        return details.get("cached_tokens") or 0 if isinstance(details, dict) else None
+        cached_tokens = details.get("cached_tokens") or 0 if isinstance(details, dict) else None
+        return cached_tokens if isinstance(cached_tokens, int) else None
 
     def _tokenize(self, body: dict[str, Any]) -> list[int]:
         tokens = self._request("POST", "/tokenize", body).get("tokens")
-        if not isinstance(tokens, list):
+        if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
             raise RenderError(f"{self.url}/tokenize answered without tokens; {_NO_VLLM}")
         return tokens
 
@@ -206,13 +209,28 @@ class VllmClient:
             raise VllmUnreachableError(self.url, f"{path}: no answer within {timeout_s:g} s") from exc
         except httpx.TransportError as exc:
             raise VllmUnreachableError(self.url, _reason(exc)) from exc
+        except httpx.HTTPError as exc:  # a body that cannot be decompressed
+            raise RenderError(f"{self.url + path} did not answer as HTTP servers do ({exc}); {_NO_VLLM}") from exc
         if response.is_success:
             return response
         raise RenderError(_explain(response, self.url + path))
 
 
 def _number(label: str | None) -> int:
-    return int(label) if label is not None and label.isdigit() else 0
+    return int(label) if label is not None and _NUMBER.fullmatch(label) else 0
+
+
+def _is_model(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("id"), str)
+
+
+def _is_token(token: Any) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32
+
+
+def _text(response: httpx.Response) -> str:
+    """Return the body as text, whatever charset its header claims: vLLM speaks UTF-8."""
+    return response.content.decode("utf-8", errors="replace")
 
 
 def _served_model(entry: dict[str, Any], first_names: dict[str, str]) -> ServedModel:
@@ -225,8 +243,8 @@ def _served_model(entry: dict[str, Any], first_names: dict[str, str]) -> ServedM
 
 def _json_object(response: httpx.Response, url: str) -> dict[str, Any]:
     try:
-        value = response.json()
-    except ValueError:
+        value = read_json(response.content)
+    except JsonError:
         value = None
     if not isinstance(value, dict):
         raise RenderError(f"{url} did not answer with a JSON object; {_NO_VLLM}")
@@ -256,11 +274,12 @@ def _explain(response: httpx.Response, url: str) -> str:
 
 def _server_message(response: httpx.Response) -> str:
     try:
-        value = response.json()
+        value = read_json(response.content)
         error = value.get("error", value)
         said = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError):
         # A page of HTML says less than the status.
-        said = response.reason_phrase if response.text.lstrip().startswith("<") else response.text
+        text = _text(response)
+        said = response.reason_phrase if text.lstrip().startswith("<") else text
     said = " ".join(said.split()) or response.reason_phrase
     return said if len(said) <= _SHOWN_CHARS else said[: _SHOWN_CHARS - 1] + "…"

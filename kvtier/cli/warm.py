@@ -8,7 +8,7 @@ import typer
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli.completion import complete_prompt_name
 from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, settings_of
-from kvtier.cli.options import DEFAULT_URL, api_key_option
+from kvtier.cli.options import DEFAULT_URL, MAX_WAIT_S, api_key_option, checked_number, checked_text
 from kvtier.cli.output import Output
 from kvtier.cli.vllm_http import VllmClient
 from kvtier.cli.warm_flow import Fate, Warmed, WarmFlow, WarmPolicy
@@ -26,18 +26,36 @@ def warm(
             help="Names of prompts (default: all pinned ones)",
             show_default=False,
             autocompletion=complete_prompt_name,
+            callback=checked_text,
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All prompts, those whose pin has ended last")] = False,
     url: Annotated[str, typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="vLLM's API server")] = DEFAULT_URL,
     api_key: Annotated[str | None, api_key_option()] = None,
     max_ratio: Annotated[
-        float, typer.Option(metavar="RATIO", min=0, max=1, help="Of vLLM's cache to fill at most; 0: no limit")
+        float,
+        typer.Option(
+            metavar="RATIO",
+            min=0,
+            max=1,
+            help="Of vLLM's cache to fill at most; 0: no limit",
+            callback=checked_number,
+        ),
     ] = 0.5,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="In all, while requests wait in vLLM; then it gives up")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            max=MAX_WAIT_S,
+            help="In all, while requests wait in vLLM; then it gives up",
+            callback=checked_number,
+        ),
     ] = 60.0,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Time for one prompt")] = 600.0,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=1, max=MAX_WAIT_S, help="Time for one prompt", callback=checked_number),
+    ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Bring prompts into vLLM's own cache before anybody asks: by priority, then the newest first.

@@ -32,6 +32,7 @@ _TABLES = {
     "trace": TraceConfig,
     "log": LogConfig,
 }
+MAX_FILE_BYTES = 1024**2
 ENVIRONMENT = "environment"
 FLAG = "flag"
 DEFAULT = "default"
@@ -131,11 +132,23 @@ def _from_file(path: Path) -> dict[str, _Written]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise _unreadable(path, f"has more than {MAX_FILE_BYTES} bytes; name a file of settings")
+        return tomllib.loads(text.decode("utf-8"))
     except OSError as exc:
-        raise ConfigError("config", str(path), "config file", f"cannot be read: {exc.strerror}") from exc
+        raise _unreadable(path, f"cannot be read: {exc.strerror}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError("config", str(path), "config file", f"is not valid TOML: {exc}") from exc
+        raise _unreadable(path, f"is not valid TOML: {exc}") from exc
+    except RecursionError as exc:
+        raise _unreadable(path, "nests lists or tables too deep; settings need no more than [table] and key") from exc
+    except ValueError as exc:  # Python reads no number of more than some 4,300 digits; or a NUL in the path
+        raise _unreadable(path, f"cannot be read: {exc}") from exc
+
+
+def _unreadable(path: Path, problem: str) -> ConfigError:
+    return ConfigError("config", str(path), "config file", problem)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, _Written]:

@@ -29,6 +29,8 @@ AUTO_DISK_CAP_BYTES = 256 * 1024 * MIB
 AUTO_SPARE_CAP_BYTES = 256 * MIB
 AUTO_SPARE_SHARE = 8
 MIN_TIER_BYTES = MIB
+MAX_BYTES = 2**60
+"""Far beyond any file system; twice this is no number to SQLite and to the kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,16 @@ def _path(value: object, context: ParseContext, automatic: Callable[[], Path]) -
         raise ValueError("must be a path in quotes")  # noqa: TRY004 (one kind for every unusable value)
     if value == AUTO:
         return automatic()
-    return (context.base_dir / Path(value).expanduser()).absolute()
+    return _absolute(value, context)
+
+
+def _absolute(value: str | Path, context: ParseContext) -> Path:
+    if not str(value) or "\0" in str(value):
+        raise ValueError("must be a path: some characters, none of them NUL")
+    try:
+        return (context.base_dir / Path(value).expanduser()).absolute()
+    except RuntimeError as exc:
+        raise ValueError("~ names the home of a user that there is not here; write the path out") from exc
 
 
 def _arena_dir(value: object, context: ParseContext) -> Path:
@@ -101,8 +112,8 @@ def _size(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError('must be bytes, or a size in quotes like "64GiB"')  # noqa: TRY004
     size = value if isinstance(value, int) else parse_size(value)
-    if size < MIN_TIER_BYTES:
-        raise ValueError(f"must be at least {format_size(MIN_TIER_BYTES)}")
+    if not MIN_TIER_BYTES <= size <= MAX_BYTES:
+        raise ValueError(f"must be at least {format_size(MIN_TIER_BYTES)} and at most {format_size(MAX_BYTES)}")
     return size
 
 
@@ -155,7 +166,7 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Parser:
             raise ValueError(problem)  # noqa: TRY004
         try:
             number = kind(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError(problem) from None
         if not low <= number <= high:
             raise ValueError(problem)
@@ -201,7 +212,7 @@ def _folder_or_off(value: object, context: ParseContext) -> Path | None:
         return None
     if not isinstance(value, str) or not value:
         raise ValueError(f'must be a path in quotes, or "{OFF}"')
-    return (context.base_dir / Path(value).expanduser()).absolute()
+    return _absolute(value, context)
 
 
 def _switch(value: object, context: ParseContext) -> bool:

@@ -11,9 +11,9 @@ _UNITS = {
     "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s\[\]]+)):(\d{1,5})")
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%\s*")
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s\[\]]+)):([0-9]{1,5})")
 _LAST_PORT = 65535
 # Both cgroup versions; a container's memory is the smaller of this and the machine's.
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -29,12 +29,19 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ValueError('not a size; write bytes, or a number with a unit like "64GiB" or "512MiB"')
-    return int(float(match[1]) * unit)
+    # Not through a float, which has no odd number beyond 2**53.
+    return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
 
 
 def parse_percent(text: str) -> float | None:
-    """Return 0.25 for "25%", None when the text is no percentage."""
+    """Return 0.25 for "25%", None when the text is no percentage.
+
+    Raises:
+        ValueError: More than all.
+    """
     match = _PERCENT.fullmatch(text)
+    if match and float(match[1]) > 100:
+        raise ValueError('must be at most "100%"')
     return float(match[1]) / 100 if match else None
 
 

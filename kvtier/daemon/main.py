@@ -13,6 +13,7 @@ from kvtier.config.settings import SETTINGS
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.obs.log import setup_logging
 from kvtier.printable import printable
+from kvtier.process import prepare_process
 from kvtier.usage_errors import PrintableCommand
 from kvtier.version import __version__
 
@@ -152,6 +153,7 @@ def _toml_string(text: str) -> str:
 
 def main() -> None:
     """Entry point of the console script."""
+    prepare_process("kvtier-daemon")
     sys.exit(app())
 
 

@@ -67,7 +67,7 @@ def test_a_chat_request_brings_its_tools_and_template_kwargs(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{enable_thinking: false}", "is not valid JSON: .* at column 2; it must be a JSON object"),
+        ("{enable_thinking: false}", "is not valid JSON: .* at line 1, column 2; it must be a JSON object"),
         ("", "is not valid JSON"),
         ("false", "is a boolean; it must be a JSON object like '{\"enable_thinking\": false}'"),
         ("[]", "is a list"),

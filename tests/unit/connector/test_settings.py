@@ -114,6 +114,13 @@ def test_bad_settings_name_key_value_and_remedy(key: str, value: object, message
         parse_settings({key: value})
 
 
+def test_a_password_in_a_warm_url_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_settings({"warm_url": "http://me:hunter2@127.0.0.1:port"})
+    assert "hunter2" not in str(refused.value)
+    assert "***@127.0.0.1:port" in str(refused.value)
+
+
 def test_a_warm_url_is_taken_as_users_know_it() -> None:
     assert parse_settings({"warm_url": "https://[::1]:8000/v1/"}).warm_url == "https://[::1]:8000"
     assert parse_settings({"warm_max_ratio": 0}).warm_max_ratio == 0.0
