@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 import time
@@ -24,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 COMPILE_AFTER_BYTES = 1024**3
 """Chunks coded by numpy before the codecs are compiled: they took about as long to code as compiling takes."""
-MIN_OPEN_FILES = 64
-"""A daemon without engines had 21 open, 24 with those of a start."""
 EXIT_STUCK = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -42,7 +39,6 @@ def run(config: DaemonConfig) -> None:
         KvtierError: The daemon cannot start; nothing was changed that a later start would miss.
     """
     os.umask(0o077)
-    _check_open_files()
     _start_trace(config)
     try:
         while (removed := _run_once(config)) is not None:
@@ -53,16 +49,6 @@ def run(config: DaemonConfig) -> None:
         # Not sys.exit: that joins the thread in which the call is stuck.
         os._exit(EXIT_STUCK)
     log_event(logger, "stopped", pid=os.getpid())
-
-
-def _check_open_files() -> None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
-        problem = (
-            f"a daemon needs at least {MIN_OPEN_FILES} open files, and more for each engine; raise it to 1024 "
-            "(LimitNOFILE= in a unit)"
-        )
-        raise ConfigError("ulimit -n", limit, "start", problem)
 
 
 def _start_trace(config: DaemonConfig) -> None:

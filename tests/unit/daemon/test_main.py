@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from kvtier.cli.app import app as cli
 from kvtier.client.address import SOCKET_VARIABLE
 from kvtier.client.admin import AdminClient
-from kvtier.daemon.lifecycle import MIN_OPEN_FILES
 from kvtier.daemon.main import app
 from kvtier.doctor import examination
 from kvtier.doctor.engine_environment import EngineEnvironment
+from kvtier.process import MIN_OPEN_FILES
 from kvtier.version import __version__
 
 
@@ -119,10 +119,10 @@ def test_too_few_open_files_are_said_before_anything_is_made(tmp_path: Path) -> 
     command = [sys.executable, "-m", "kvtier.daemon.main", *map(str, arguments), "--host-bytes", "4MiB"]
     limited = ["sh", "-c", 'ulimit -n 12 && exec "$@"', "sh", *command]
     done = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert done.stderr == (
-        f"kvtier-daemon: start: ulimit -n = 12: a daemon needs at least {MIN_OPEN_FILES} open files, and more for each "
-        "engine; raise it to 1024 (LimitNOFILE= in a unit)\n"
+        f"kvtier-daemon: ulimit -n = 12: kvtier needs at least {MIN_OPEN_FILES} open files to start; raise it: "
+        "ulimit -n 1024, or LimitNOFILE= in a unit\n"
     )
     assert list(tmp_path.iterdir()) == []
 
