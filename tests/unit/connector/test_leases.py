@@ -216,6 +216,23 @@ def test_a_question_asked_anew_is_late_when_the_first_one_is(scheduler: Schedule
     assert scheduler.ask(scheduler.new_request("sys", 8, req_id="next")) == 0, "the breaker is open"
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_hit_that_shrinks_while_the_breaker_is_open_is_a_miss(scheduler: Scheduler, is_answered: bool) -> None:
+    """What it had asked for begins behind a gap now, and a daemon that does not answer is asked nothing."""
+    request, slow = scheduler.new_request("sys", 8), scheduler.new_request("sys", 8, "slow")
+    acquire = acquired(scheduler, request, num_computed_tokens=12)
+    assert scheduler.ask(slow) is None
+    if is_answered:
+        scheduler.answer(acquire, [PROMOTING] * 3)
+    scheduler.clock.now_s += 0.3
+    assert scheduler.ask(slow) == 0
+    scheduler.sent()
+    assert scheduler.ask(request, 8) == 0
+    assert scheduler.sent_one("release") == pb.Release(acquire_id=acquire.acquire_id, all=True)
+    assert scheduler.ask(request, 0) == 0
+    assert scheduler.sent() == []
+
+
 def test_a_part_is_taken_and_the_rest_released_at_allocation(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
     acquire = acquired(scheduler, request)
@@ -403,6 +420,18 @@ def test_load_source_tells_host_from_disk(scheduler: Scheduler) -> None:
 def test_gpu_hits_of_pinned_chunks_are_touched_once_a_second(scheduler: Scheduler) -> None:
     for number in range(3):
         scheduler.ask(scheduler.new_request("sys", 8, f"r{number}"), 24)
+    scheduler.step()
+    assert list(scheduler.sent_one("touch").keys) == keys_of("sys", 6)
+
+
+def test_what_was_touched_in_a_session_is_of_no_matter_to_the_next(scheduler: Scheduler) -> None:
+    """After a reset the next one is of another namespace; and what it has not heard of is touched at once."""
+    scheduler.ask(scheduler.new_request("sys", 8), 24)
+    scheduler.attach()
+    scheduler.step()
+    assert scheduler.sent() == []
+    scheduler.pin(keys_of("sys", 6))
+    scheduler.ask(scheduler.new_request("sys", 8, "r2"), 24)
     scheduler.step()
     assert list(scheduler.sent_one("touch").keys) == keys_of("sys", 6)
 

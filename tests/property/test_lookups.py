@@ -1,0 +1,317 @@
+"""Lookup rounds beside a daemon that answers when it likes, and a vLLM that evicts while requests wait.
+
+After every turn: what the daemon leases is one request's, and given back once; a request reads what is ready under its
+lease, all of it and nothing else; it waits for an answer no longer than the lookup timeout, for promotions no longer
+than computing would take, and for nothing while there is no session. A daemon that does not answer is asked nothing,
+and no session is sent what was touched in another.
+"""
+
+import os
+import random
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from kvtier_connector.lookups import Lookups
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.breaker import Breaker
+from kvtier.client.engine import Attachment
+from kvtier.client.outbox import Outbox
+from kvtier.core.layout import ChunkKey
+from kvtier_connector.keys import GroupShape
+from kvtier_connector.lease import Phase, RequestState
+from kvtier_connector.pins import BoundPin, PinMirror
+from kvtier_connector.planner import AcquirePlanner
+from kvtier_connector.policy import PrefillRate
+from kvtier_connector.stats import ConnectorStats
+
+BLOCK_TOKENS = 4
+NUM_BLOCKS = 6
+LOOKUP_TIMEOUT_S = 0.25
+TOKENS_PER_S = 50.0
+NUM_RUNS = int(os.environ.get("KVTIER_LOOKUPS", "0")) or 10
+NUM_TURNS = 1000
+GROUP = GroupShape(group_idx=0, chunk_tokens=BLOCK_TOKENS, hashes_per_chunk=1, window_chunks=0)
+HOST, MISS, PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
+
+
+def _hashes(names: str) -> list[bytes]:
+    return [name.encode().ljust(32, b".") for name in names]
+
+
+# The second parts from the first after three blocks; of the third nothing is known.
+PROMPTS: Sequence[list[bytes]] = (_hashes("abcdef"), _hashes("abcxyz"), _hashes("123456"))
+KNOWN = tuple(GROUP.key(hashes, index, None) for hashes in PROMPTS[:2] for index in range(NUM_BLOCKS))
+
+
+@dataclass
+class Question:
+    """An acquire as the daemon sees it.
+
+    Attributes:
+        waits_since_s: When its request began to wait for an answer.
+        chunks: State and slot of what it has named and was not given back.
+    """
+
+    req_id: str
+    keys: list[ChunkKey]
+    waits_since_s: float
+    answered_s: float | None = None
+    chunks: dict[ChunkKey, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Asker:
+    """A request.
+
+    Attributes:
+        hit: Blocks that vLLM has of it.
+        loading: What a load job of it reads.
+        is_over: vLLM has forgotten it, but for that job.
+    """
+
+    state: RequestState
+    hashes: list[bytes]
+    hit: int
+    loading: list[ChunkKey] = field(default_factory=list)
+    is_over: bool = False
+
+
+class Run:
+    """One engine's lookups; the run is daemon, vLLM and clock.
+
+    Attributes:
+        seen: How often what is rare came about.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.now_s, self.num_requests, self.num_slots = 100.0, 0, 0
+        self.mirror, self.breaker, rate = PinMirror(), Breaker(LOOKUP_TIMEOUT_S), PrefillRate(TOKENS_PER_S)
+        self.lookups = Lookups(AcquirePlanner([GROUP], self.mirror), self.breaker, rate, ConnectorStats())
+        self.askers: dict[str, Asker] = {}
+        self.outbox: Outbox | None = None
+        self.questions: dict[int, Question] = {}
+        self.past_ids: list[int] = []
+        self.to_touch: set[ChunkKey] = set()
+        self.seen: Counter[str] = Counter()
+        self.attach()
+
+    def turn(self) -> None:
+        """After a while the daemon has said something, and vLLM asks for a request or hears of its load."""
+        self.now_s += self.chance.choice((0.0, 0.0, 0.01, 0.1, 0.3))
+        self.happen(self.chance.random())
+        while self.chance.random() < 0.4:
+            self.say()
+        if sum(not asker.is_over for asker in self.askers.values()) < self.chance.randrange(4):
+            self.arrive()
+        if self.askers:
+            self.go_on(self.chance.choice(list(self.askers.values())))
+        if self.chance.random() < 0.3:
+            self.lookups.flush_touches()
+        self.hear(None)
+        self.check_owners()
+
+    # The daemon
+
+    def happen(self, chance: float) -> None:
+        """What is rare."""
+        if chance < 0.02 or (chance < 0.2 and self.outbox is None):
+            self.attach()
+        elif chance < 0.03:
+            self.detach()
+        elif chance < 0.1:
+            self.mirror.set_held([self.chance.choice(KNOWN)], self.chance.random() < 0.7)
+        elif chance < 0.3:
+            self.breaker.close()
+
+    def attach(self) -> None:
+        """Another session, after the last one's end or instead of it."""
+        self.detach()
+        self.outbox = Outbox()
+        self.breaker.close()
+        self.lookups.attach(Attachment(self.outbox, 0, pb.Welcome()))
+        self.mirror.add(BoundPin(pin_id="p", keys=KNOWN, pinned=True))
+        self.mirror.set_held(KNOWN, True)
+
+    def detach(self) -> None:
+        self.outbox = None
+        self.lookups.attach(None)
+        self.mirror.clear()
+        self.past_ids += self.questions
+        self.questions.clear()
+        self.to_touch.clear()
+
+    def say(self) -> None:
+        """Answer a question: any chunks at first, later some that were promoted. Or one that was taken back."""
+        number = self.chance.choice([*self.questions, *self.past_ids[-2:], 0])
+        question = self.questions.get(number) or Question("", list(KNOWN), 0.0)
+        indexes: Sequence[int] = range(len(question.keys))
+        if question.answered_s is not None:
+            indexes = [i for i in indexes if question.chunks.get(question.keys[i], (MISS, 0))[0] == PROMOTING]
+        update = pb.AcquireUpdate(acquire_id=number, ready_in_s=self.chance.choice((0.0, 0.05, 60.0)))
+        for index in indexes:
+            self.num_slots += 1
+            state = self.chance.choice((HOST, HOST, HOST, PROMOTING, PROMOTING, MISS))
+            question.chunks[question.keys[index]] = (state, self.num_slots)
+            update.chunks.add(index=index, state=state, slot=pb.SlotRef(slot=self.num_slots, generation=1))
+        question.answered_s = self.now_s if question.answered_s is None else question.answered_s
+        self.lookups.apply(update, self.now_s)
+
+    def hear(self, asker: Asker | None, waits_since_s: float = 0.0) -> None:
+        """Take in what the daemon is sent, of a request's question if it is an acquire."""
+        while self.outbox is not None and (messages := self.outbox.take(0)):
+            for message in messages:
+                match message.WhichOneof("kind"):
+                    case "acquire":
+                        assert asker is not None
+                        assert message.acquire.acquire_id not in [*self.questions, *self.past_ids]
+                        assert message.acquire.keys
+                        question = Question(asker.state.req_id, list(message.acquire.keys), waits_since_s)
+                        self.questions[message.acquire.acquire_id] = question
+                    case "release":
+                        self.hear_release(message.release)
+                    case "touch":
+                        assert self.to_touch.issuperset(message.touch.keys), "that was not touched in this session"
+                    case kind:
+                        raise AssertionError(kind)
+
+    def hear_release(self, release: pb.Release) -> None:
+        question = self.questions[release.acquire_id]  # else it was given back before
+        if release.all:
+            del self.questions[release.acquire_id]
+            self.past_ids.append(release.acquire_id)
+            return
+        assert release.indexes
+        for index in release.indexes:
+            question.chunks.pop(question.keys[index], None)
+
+    # vLLM
+
+    def arrive(self) -> None:
+        self.num_requests += 1
+        state = RequestState(req_id=f"r{self.num_requests}")
+        hashes = self.chance.choice((*PROMPTS, *PROMPTS[:2]))
+        self.askers[state.req_id] = Asker(state, hashes, self.chance.randint(0, NUM_BLOCKS))
+
+    def go_on(self, asker: Asker) -> None:
+        if not asker.is_over and self.chance.random() < 0.1:
+            self.finish(asker)
+        elif asker.loading:
+            asker.state.failed |= self.chance.random() < 0.2
+            self.end_load(asker)
+        elif not asker.is_over:
+            has_hit = self.ask(asker, max(0, min(NUM_BLOCKS, asker.hit - self.chance.choice((0, 0, 1, 2, -1)))))
+            if has_hit and self.chance.random() < 0.4:
+                self.allocate(asker, loads=self.chance.random() < 0.7)
+
+    def ask(self, asker: Asker, hit: int) -> bool:
+        """vLLM asks for a request, of which it may have lost blocks meanwhile; return whether it may go on with it."""
+        before, was_open = self.question_of(asker), not self.breaker.is_closed
+        waits_since_s = self.now_s if before is None or before.answered_s is not None else before.waits_since_s
+        has_shrunk, asker.hit = hit < asker.hit, hit
+        self.note_touches(asker)
+        request: Any = SimpleNamespace(block_hashes=asker.hashes)
+        is_settled = self.lookups.advance(asker.state, request, hit * BLOCK_TOKENS, self.now_s)
+        self.hear(asker, waits_since_s)
+        after = self.question_of(asker)
+        if has_shrunk and before is not None and after is not before:
+            self.seen["asked again" if after is not None else "given up"] += before.answered_s is None
+        assert after in (None, before) or not was_open, "a daemon that does not answer was asked"
+        if not is_settled:
+            assert after is not None, "it waits, and asks nothing"
+            self.check_wait(after, was_open=was_open)
+        self.check_reads(asker, after)
+        return is_settled
+
+    def note_touches(self, asker: Asker) -> None:
+        """What the question may touch: what is known of vLLM's own hit, if there is a daemon that answers."""
+        if self.outbox is not None and self.breaker.is_closed:
+            keys = [GROUP.key(asker.hashes, index, None) for index in range(asker.hit)]
+            self.to_touch.update(key for key in keys if self.mirror.knows(key))
+
+    def allocate(self, asker: Asker, *, loads: bool) -> None:
+        """What is a hit is loaded, unless another request has by now."""
+        if loads:
+            asker.loading = self.run_of(asker)
+            self.lookups.loading(asker.state, asker.loading, self.now_s)
+            self.seen["loaded"] += bool(asker.loading)
+        self.lookups.take(asker.state)
+
+    def run_of(self, asker: Asker) -> list[ChunkKey]:
+        """Return the hits behind vLLM's own."""
+        run: list[ChunkKey] = []
+        for index in range(asker.hit, NUM_BLOCKS):
+            key = GROUP.key(asker.hashes, index, None)
+            if self.lookups.readable(asker.state, key) is None:
+                break
+            run.append(key)
+        return run
+
+    def end_load(self, asker: Asker) -> None:
+        self.lookups.loaded(asker.state, asker.loading, self.now_s)
+        asker.loading = []
+
+    def finish(self, asker: Asker) -> None:
+        asker.is_over = True
+        self.lookups.finish(asker.state)
+
+    # Checks
+
+    def question_of(self, asker: Asker) -> Question | None:
+        found = [question for question in self.questions.values() if question.req_id == asker.state.req_id]
+        assert len(found) <= 1, "two questions of one request are open"
+        return found[0] if found else None
+
+    def check_wait(self, question: Question, *, was_open: bool) -> None:
+        if question.answered_s is None:
+            assert not was_open
+            assert self.now_s < question.waits_since_s + LOOKUP_TIMEOUT_S
+        else:
+            self.seen["waited for promotions"] += 1
+            assert self.now_s < question.answered_s + NUM_BLOCKS * BLOCK_TOKENS / TOKENS_PER_S
+
+    def check_reads(self, asker: Asker, question: Question | None) -> None:
+        """What is ready under the request's lease is a hit, in that very slot; nothing else is."""
+        for index in range(NUM_BLOCKS):
+            key = GROUP.key(asker.hashes, index, None)
+            state, slot = (MISS, 0) if question is None else question.chunks.get(key, (MISS, 0))
+            readable = self.lookups.readable(asker.state, key)
+            assert (None if readable is None else readable.slot) == (slot if state == HOST else None)
+
+    def check_owners(self) -> None:
+        for asker in self.askers.values():
+            question = self.question_of(asker)
+            if asker.loading:
+                assert question is None or question.chunks.keys() >= set(asker.loading), "a worker still reads it"
+            elif asker.is_over or asker.state.phase is Phase.TAKEN:
+                assert question is None, "a lease that serves nobody"
+        self.askers = {each: asker for each, asker in self.askers.items() if asker.loading or not asker.is_over}
+
+    def end(self) -> None:
+        for asker in self.askers.values():
+            if asker.loading:
+                self.end_load(asker)
+            if not asker.is_over:
+                self.finish(asker)
+        self.hear(None)
+        assert not self.questions
+        assert not self.lookups._leases
+
+
+@pytest.mark.parametrize("seed", range(NUM_RUNS))
+def test_lookups(seed: int) -> None:
+    """KVTIER_LOOKUPS=10000 for many runs."""
+    run = Run(seed)
+    for _ in range(NUM_TURNS):
+        run.turn()
+    run.end()
+    assert min(run.seen[what] for what in ("loaded", "waited for promotions", "asked again", "given up")), run.seen
