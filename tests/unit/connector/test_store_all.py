@@ -277,8 +277,16 @@ def test_beyond_its_bound_the_mirror_wants_and_takes_no_more(monkeypatch: pytest
     assert not mirror.wants(keys[3]), "it is held: stored again it would be thrown away, every time"
     assert mirror.wants(keys[5]), "pinned chunks are beyond the bound"
     assert "blocks_per_chunk" in caplog.text
+    mirror.set_held(keys[5:], True)
+    assert mirror.may_be_held(keys[5]), "so it is looked up, and not stored again"
+    assert not mirror.wants(keys[5])
     mirror.set_held(keys[:1], False)
+    assert not mirror.wants(keys[4]), "as many as before are held"
+    mirror.set_held(keys[1:2], False)
     assert mirror.wants(keys[4])
+    mirror.set_held(keys[4:5], True)
+    assert mirror.wants(keys[0]), "the last place is taken, and nothing was left out"
+    assert caplog.text.count("blocks_per_chunk") == 1
 
 
 def test_a_hybrid_plan_of_a_long_prompt_is_bounded_and_cut_where_the_last_window_ends() -> None:
