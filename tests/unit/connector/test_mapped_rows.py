@@ -97,6 +97,27 @@ def test_a_row_with_new_pages_is_mapped_again(arena: Arena, mapped: ArenaMap) ->
     assert (rows.num_mapped, in_page_table(mapped, 0)) == (2, [1, 2])
 
 
+@pytest.mark.parametrize("num_pages_per_call", [1, 2, 3, 8])
+def test_a_row_is_mapped_to_its_end_and_no_further(monkeypatch: pytest.MonkeyPatch, num_pages_per_call: int) -> None:
+    """The last call is for what is left: the next row has no pages, and would get some."""
+    layout = KVLayout(
+        num_ranks=2,
+        rank_bytes=3 * mmap.PAGESIZE,
+        num_writers=2,
+        groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=3 * mmap.PAGESIZE),),
+    )
+    monkeypatch.setattr(mapped_rows, "_CALL_BYTES", num_pages_per_call * mmap.PAGESIZE)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        arena = Arena.create(Path(folder), layout, NUM_ROWS)
+        arena.back([1, 3])
+        before = num_pages(arena)
+        with ArenaMap(arena.path, arena.geometry.arena_id) as mapped:
+            map_all(MappedRows(mapped, layout.rank_bytes))
+            found = [in_page_table(mapped, layout.rank_bytes + page * mmap.PAGESIZE) for page in range(3)]
+        assert (found, num_pages(arena)) == ([[1, 3]] * 3, before)
+        arena.close(unlink=True)
+
+
 def test_a_row_that_loses_its_pages_meanwhile_gets_none(arena: Arena, mapped: ArenaMap) -> None:
     rows = MappedRows(mapped, 0)
     arena.back([1, 2])
