@@ -67,6 +67,22 @@ def test_a_whole_hit_its_wait_and_its_chunks(scheduler: Scheduler) -> None:
     assert counted(scheduler) == {}
 
 
+def test_it_is_attached_from_a_sessions_begin_to_its_end(scheduler: Scheduler) -> None:
+    def attached() -> float | None:
+        scheduler.step()
+        found: float | None = counted(scheduler).get("attached")
+        return found
+
+    assert attached() == 1
+    scheduler.detach()
+    assert attached() == 0
+    assert attached() is None, "it has not changed"
+    scheduler.attach()
+    assert attached() == 1
+    scheduler.connector.reset_cache()
+    assert attached() == 0
+
+
 def test_promotions_that_are_not_waited_for_make_a_part(scheduler: Scheduler) -> None:
     request, acquire = asked(scheduler)
     scheduler.answer(acquire, [HOST, HOST, *[PROMOTING] * 4], pending_bytes=4000, ready_in_s=0.05)
