@@ -12,9 +12,12 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvtier_connector.gpu_pins import hard as hard_module
+from kvtier_connector.gpu_pins import soft as soft_module
 from kvtier_connector.gpu_pins.block_queue import BlockQueue, UnknownPoolError
 from kvtier_connector.gpu_pins.demand import Demand, EngineShape
-from kvtier_connector.gpu_pins.guard import GpuPins
+from kvtier_connector.gpu_pins.guard import GpuPins, Policy
+from kvtier_connector.gpu_pins.hard import HardPins
 from kvtier_connector.gpu_pins.pinned import PinnedBlocks
 from kvtier_connector.gpu_pins.soft import RATIO, SLICE, SoftPins
 from kvtier_connector.keys import GroupShape, gpu_keys
@@ -42,19 +45,44 @@ def pool_of(keys: list[bytes | None]) -> Any:
         if key is not None:
             block.set_block_hash(key, num_tokens=4)
     queue = FreeKVCacheBlockQueue(blocks)
+
+    def touch(taken: list[KVCacheBlock]) -> None:
+        for block in taken:
+            if not block.ref_cnt:
+                queue.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(given: list[KVCacheBlock]) -> None:
+        for block in given:
+            block.ref_cnt -= 1
+        queue.append_n([block for block in given if not block.ref_cnt])
+
     pool = SimpleNamespace(
         blocks=blocks,
         cached_block_hash_to_block=FakeCache(blocks),
         enable_caching=True,
         free_block_queue=queue,
-        free_blocks=None,
+        free_blocks=free_blocks,
         get_num_free_blocks=lambda: queue.num_free_blocks,
         hash_block_size=4,
         num_gpu_blocks=len(blocks) + 1,
         reset_prefix_cache=lambda: True,
-        touch=None,
+        touch=touch,
     )
     return SimpleNamespace(block_pool=pool, new_step_starts=lambda: None)
+
+
+def step_of(num_tokens: int) -> Any:
+    """Return what vLLM says of a step over so many tokens."""
+    return SimpleNamespace(
+        num_scheduled_tokens={}, total_num_scheduled_tokens=num_tokens, finished_req_ids=(), preempted_req_ids=None
+    )
+
+
+def request_of(num_tokens: int) -> Any:
+    return SimpleNamespace(
+        request_id="r", num_tokens=num_tokens, num_computed_tokens=0, resumable=False, status=RequestStatus.RUNNING
+    )
 
 
 def order(manager: Any) -> list[int]:
@@ -148,6 +176,129 @@ def test_many_blocks_move_in_slices_before_they_have_to() -> None:
         assert soft.num_moved - moved_before <= min(SLICE, 1 + 1.1 * 400 / (RATIO - 1))
         num_taken += 400
     assert soft.num_moved - num_pinned == pytest.approx(num_taken / (RATIO - 1), rel=0.1)
+
+
+def test_a_pass_goes_from_the_worst_to_the_best_and_begins_again_after_a_forced_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(soft_module, "SLICE", 2)
+    keys = [bytes([number]) * 36 for number in range(5)]
+    manager = pool_of([*keys, *[None] * 20])
+    soft, moved = SoftPins(BlockQueue(manager, 4), pinned_of(tuple(keys))), list[int]()
+    soft.shield(1)
+    assert order(manager)[-5:] == [4, 3, 2, 1, 0]
+    for _ in range(8):
+        before = soft.num_moved
+        soft.pace(3)  # of 25 blocks 5 are pinned, 17 are others, but for a margin and a slice: 15 / 17 of a move is due
+        moved += order(manager)[-1:] * (soft.num_moved - before)
+    assert moved == [4, 3, 2, 1, 0, 4]
+    manager.block_pool.free_block_queue.append_n(manager.block_pool.free_block_queue.popleft_n(20))
+    soft.shield(1)
+    assert order(manager)[-5:] == [4, 3, 2, 1, 0]
+    while soft.num_moved < 5 + 6 + 5 + 1:
+        soft.pace(3)
+    assert order(manager)[-1] == 4
+
+
+def test_what_vllm_takes_is_counted_in_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of three tokens take a block after two of them; what was cached of a request is taken, too."""
+    paced: list[int] = []
+    policy = Policy(BlockQueue(pool_of([A, None]), 4), pinned_of((A,)), Demand(SHAPE), is_hard=False)
+    monkeypatch.setattr(policy._soft, "pace", paced.append)
+    for _ in range(4):
+        policy.after_step(step_of(3), ConnectorStats())
+    assert paced == [0, 1, 1, 1]
+    policy.before_admission(request_of(20), 9, is_load=True)
+    policy.allocated(request_of(20))
+    policy.after_step(step_of(0), ConnectorStats())
+    assert paced[4:] == [2]
+    unpinned = Policy(BlockQueue(pool_of([A, None]), 4), PinnedBlocks(), Demand(SHAPE), is_hard=False)
+    monkeypatch.setattr(unpinned._soft, "pace", paced.append)
+    unpinned.after_step(step_of(8), ConnectorStats())
+    assert len(paced) == 5
+
+
+def test_more_blocks_than_one_step_looks_at_are_held_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And looked at again: one that vLLM has forgotten, since a load into it failed, is given back."""
+    monkeypatch.setattr(hard_module, "_SLICE", 2)
+    keys = [bytes([number]) * 36 for number in range(5)]
+    manager = pool_of([*keys[:3], None, *keys[3:], None, None])
+    pinned = pinned_of(tuple(keys))
+    hard = HardPins(BlockQueue(manager, 4), pinned)
+    held = []
+    for _ in range(3):
+        hard.hold(num_spare=1)
+        held.append(hard.num_held)
+    assert held == [2, 4, 5]
+    manager.block_pool.blocks[0].reset_hash()
+    del manager.block_pool.cached_block_hash_to_block.by_key[keys[0]]
+    hard.hold(num_spare=1)
+    assert hard.num_held == 4
+    pinned.remove("0")
+    hard.hold(num_spare=1)
+    assert (hard.num_held, len(order(manager))) == (0, 8)
+
+
+def test_blocks_are_held_while_so_many_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = pool_of([A, B, C, None, None])
+    hard = HardPins(BlockQueue(manager, 4), pinned_of((A, B, C)))
+    hard.hold(num_spare=3)
+    assert (hard.num_held, len(order(manager))) == (2, 3)
+    hard.make_room(3)
+    assert (hard.num_held, hard.num_let_go) == (2, 0), "vLLM has them"
+    hard.make_room(4)
+    assert (order(manager), hard.num_let_go) == ([2, 3, 4, 1], 1), "the worst goes first"
+    hard.make_room(9)
+    assert (hard.num_held, hard.num_let_go) == (0, 2)
+
+
+def test_the_pinned_blocks_that_vllm_has_are_counted_in_turn() -> None:
+    """A slice of them in each step; the result is told when it is another than the last."""
+    keys = [bytes([number]) * 36 for number in range(20)]
+    manager = pool_of([*keys[:12], *[None] * 40])
+    pinned, stats = PinnedBlocks(), ConnectorStats()
+    pins = GpuPins(ConnectorSettings(socket="/s", gpu_pin=GpuPin.SOFT), SHAPE, pinned, stats)  # type: ignore[arg-type]
+    pins.bind(manager)
+
+    def told() -> tuple[Any, Any] | None:
+        pins.after_step(step_of(0))
+        taken = stats.take()
+        found = taken.reduce() if taken is not None else {}
+        names = ("kvtier_connector_gpu_pinned_blocks", "kvtier_connector_gpu_resident_blocks")
+        return (found[names[0]], found[names[1]]) if names[0] in found else None
+
+    assert told() is None, "nothing is pinned"
+    pinned.add("p", keys)
+    assert [told() for _ in range(4)] == [None, (20, 12), None, None]
+    del manager.block_pool.cached_block_hash_to_block.by_key[keys[0]]
+    assert [told() for _ in range(3)] == [None, (20, 11), None]
+    pinned.add("q", [A + b"q"])
+    pinned.remove("q")  # in the middle of a round
+    assert [told() for _ in range(3)] == [None, None, None]
+    pinned.remove("p")
+    assert told() == (0, 0)
+
+
+def test_a_request_takes_and_needs_what_its_shape_says() -> None:
+    """Blocks of 4 tokens, steps of 16. What vLLM takes for one is a part of what it looks whether it has."""
+    plain, drafts = SHAPE, EngineShape(block_tokens=4, max_step_tokens=16, num_spec_tokens=2, num_lookahead_tokens=3)
+    for shape, num_tokens, num_cached, is_load, taken, needed in [
+        (plain, 20, 0, False, 4, 5),  # a chunk of it, and room for all
+        (plain, 20, 8, False, 5, 5),
+        (plain, 100, 8, False, 6, 25),
+        (plain, 20, 8, True, 2, 5 + 1),  # the loaded ones; a token more is computed before it is asked for again
+        (drafts, 20, 0, False, 5, 5),  # 16 and 3
+        (drafts, 20, 20, False, 7, 7),  # all are cached: one token, two drafts and 3
+        (drafts, 20, 8, True, 2, 5 + 3),
+    ]:
+        demand, request = Demand(shape), request_of(num_tokens)
+        assert demand.of_admission(request, num_cached, is_load=is_load) == taken
+        assert demand.to_admit(request, num_cached, 100, is_load=is_load) == needed
+    reserved = EngineShape(block_tokens=4, max_step_tokens=16, watermark_ratio=0.1, needs_room_for_all=False)
+    demand = Demand(reserved)
+    assert demand.to_admit(request_of(100), 8, 99, is_load=False) == 6 + 10
+    demand.allocated(request_of(12))
+    assert demand.to_admit(request_of(100), 8, 99, is_load=True) == 2 + 10 + 1 + (3 + 1), "others have yet to compute"
 
 
 def test_a_step_is_bound_by_prompts_left_and_requests() -> None:
