@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,7 +142,6 @@ class HelloMaker:
         self._facts = facts
         self._engine_id = uuid.uuid4().hex
         self._weights: str | None = None
-        self._computing = threading.Lock()  # protects _weights
         self.layout = engine_layout(facts.offloading, facts.kv_cache_config, facts.shapes)
         max_tokens = facts.vllm_config.scheduler_config.max_num_batched_tokens
         row_bytes = self.layout.num_ranks * self.layout.rank_bytes
@@ -183,7 +181,6 @@ class HelloMaker:
         )
 
     def _weights_once(self) -> str:
-        with self._computing:
-            if self._weights is None:
-                self._weights = weights_field(self._facts.vllm_config, self._facts.settings.weights_fingerprint)
-            return self._weights
+        if self._weights is None:
+            self._weights = weights_field(self._facts.vllm_config, self._facts.settings.weights_fingerprint)
+        return self._weights

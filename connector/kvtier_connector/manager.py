@@ -97,7 +97,6 @@ class KVTierOffloadingManager(OffloadingManager):
         self._requests: dict[str, RequestState] = {}
         self._mirror = PinMirror()
         self._pinned_blocks = PinnedBlocks()
-        self._rate = PrefillRate()
         self._attachment: Attachment | None = None
         self._told_attachment: Attachment | None = None  # whose arena the workers have been told of
         self._idle_until_s: float | None = None  # this step has begun to wait for word, and waits no longer than that
@@ -106,7 +105,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._stats = ConnectorStats()
 
     def start(self, parts: EngineParts) -> None:
-        """Begin to work with the daemon. Before, and without a session, everything is MISS."""
+        """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""
         self._parts = parts
         self._link = parts.link
         self._breaker = Breaker(parts.lookup_timeout_s)

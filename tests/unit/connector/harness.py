@@ -198,7 +198,7 @@ class Scheduler:
     """Drives a connector; the test plays the daemon.
 
     Attributes:
-        sent: What the connector sent on the current session and the test has not taken yet.
+        facts: Of the engine, as the connector starts its session with them.
     """
 
     def __init__(self, monkeypatch: Any, specs: Sequence[Any] = (), num_credits: int = 8, world_size: int = 1) -> None:
@@ -216,6 +216,7 @@ class Scheduler:
         self.attachment: Attachment | None = None
 
     def _parts(self, facts: EngineFacts, num_credits: int) -> EngineParts:
+        self.facts = facts
         shapes = group_shapes(facts.group_configs)
         layout = engine_layout(facts.offloading, facts.kv_cache_config, shapes)
         link: Any = self.link
