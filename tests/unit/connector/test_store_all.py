@@ -146,6 +146,26 @@ def test_prefix_order_is_told_after_the_last_of_several_store_jobs(scheduler: Sc
     assert list(touch.keys) == keys_of("chat", 6)
 
 
+def test_prefix_order_has_what_was_held_already(scheduler: Scheduler) -> None:
+    """A whole step of it, too: else what this request has stored before it would be kept longer than its middle."""
+    keys = keys_of("chat", 6)
+    scheduler.hold(keys[2:4])
+    request = scheduler.new_request("chat", 6)
+    assert scheduler.ask(request) == 0
+    block_ids = scheduler.allocate(request, 0, 0)
+    num_tokens, request.num_tokens = request.num_tokens, 8
+    jobs = list(scheduler.step(new=[(request, block_ids)]).store_jobs)
+    request.num_tokens = num_tokens
+    for num_computed_tokens in (16, 24):
+        request.num_computed_tokens = num_computed_tokens
+        jobs += scheduler.step(running=[request]).store_jobs
+    assert len(jobs) == 2
+    scheduler.finish(request)
+    scheduler.workers_report(jobs)
+    touches = [message.touch for message in scheduler.sent() if message.WhichOneof("kind") == "touch"]
+    assert [list(touch.keys) for touch in touches if touch.stored] == [keys]
+
+
 def test_stores_are_reported_in_prefix_order(scheduler: Scheduler) -> None:
     """vLLM names a job's chunks in the order of a set; the daemon takes the order for the prompt's."""
     meta = computed(scheduler, scheduler.new_request("chat", 6))
@@ -301,6 +321,20 @@ def test_a_hybrid_plan_of_a_long_prompt_is_bounded_and_cut_where_the_last_window
     assert (plan.num_prefix_keys, plan.end_token) == (6000, 6000 * 16), "behind the last window no hit can end"
     windows = list(plan.keys[plan.num_prefix_keys :])
     assert windows == [sliding.key(hashes, i, None) for i in range(6000 - 256, 6000)]
+
+
+def test_tokens_of_a_plan_are_counted_in_chunks_of_the_group_whose_run_it_is() -> None:
+    """Groups may have chunks of other lengths; vLLM's own hit may end inside the longer ones."""
+    short = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
+    long = GroupShape(group_idx=1, chunk_tokens=32, hashes_per_chunk=2, window_chunks=0)
+    mirror, hashes = PinMirror(), hashes_of("long", 8)
+    mirror.attach(stores_all=True)
+    keys = [short.key(hashes, i, None) for i in range(8)], [long.key(hashes, i, None) for i in range(3)]
+    mirror.set_held([*keys[0], *keys[1]], True)
+    plan = AcquirePlanner([short, long], mirror).plan(hashes, None, 48)
+    assert plan is not None
+    assert (plan.chunk_tokens, plan.first_token, plan.end_token) == (16, 48, 96)
+    assert (list(plan.keys), plan.num_prefix_keys) == ([*keys[0][3:6], *keys[1][1:]], 3)
 
 
 def test_a_hybrid_hit_ends_at_an_earlier_window_and_vllm_decides(monkeypatch: pytest.MonkeyPatch) -> None:
