@@ -67,6 +67,16 @@ def test_a_chunk_on_its_way_is_not_stored_twice(scheduler: Scheduler) -> None:
     assert computed(scheduler, scheduler.new_request("sys", 8, "r4")).store_jobs
 
 
+def test_a_store_that_the_daemon_could_not_take_is_made_again_at_once(scheduler: Scheduler) -> None:
+    """Of the others no word has come: their commit is awaited."""
+    meta = computed(scheduler, scheduler.new_request("sys", 8))
+    scheduler.workers_report(list(meta.store_jobs))
+    scheduler.hold(keys_of("sys", 2), held=False)
+    scheduler.sent()
+    computed(scheduler, scheduler.new_request("sys", 8, "r2"))
+    assert [store.key for store in scheduler.sent_one("store_begin").stores] == keys_of("sys", 2)
+
+
 def test_an_unpinned_prompt_is_not_stored(scheduler: Scheduler) -> None:
     scheduler.pin(keys_of("sys", 6), held=False, pinned=False)
     assert not computed(scheduler, scheduler.new_request("sys", 8)).store_jobs
