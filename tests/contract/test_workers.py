@@ -387,6 +387,15 @@ def test_blocks_that_do_not_match_the_chunks_fail_the_load(make_bench: MakeBench
     assert bench.finish(1) == {"r"}
 
 
+def test_every_job_is_accepted(make_bench: MakeBench) -> None:
+    """Also one that is bound to fail: vLLM has no way for a job that is not."""
+    bench = make_bench()
+    assert bench.worker.submit_load(1, bench.spec([(4, 3)]), GPULoadStoreSpec([5, 6], [2, 0], [0, 0]))
+    assert bench.finish(1) == {"r"}
+    assert bench.worker.submit_store(2, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(99, 3)]))
+    assert bench.finish(2) == set()
+
+
 def test_wait_returns_for_unknown_jobs_and_jobs_run_in_order(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.worker.wait({77})

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import struct
@@ -11,6 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvtier_connector import weights as weights_module
 from kvtier_connector.fingerprint import engine_fingerprint, explain_difference, weights_field
 from kvtier_connector.settings import WeightsFingerprint
 from kvtier_connector.weights import DigestCache, fingerprint_files, weight_files
@@ -113,6 +115,30 @@ def test_every_tensor_is_sampled_at_both_ends_and_full_reads_all(model: Path, tm
     assert digest(SAMPLED, last) != digest(SAMPLED, plain)
     assert digest(SAMPLED, between) == digest(SAMPLED, plain)
     assert digest(FULL, between) != digest(FULL, plain)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_samples"), [(16384, 4), (16385, 4), (100_000, 2), (100_001, 7), (5, 3), (0, 3)]
+)
+def test_samples_are_spread_evenly_over_the_whole(num_bytes: int, num_samples: int) -> None:
+    """None is wasted on what lies behind the end, where the next tensor begins."""
+    samples = list(weights_module._spread(1000, 1000 + num_bytes, num_samples))
+    if num_bytes <= num_samples * weights_module._SAMPLE_BYTES:
+        assert samples == [(1000, num_bytes)]
+        return
+    begins = [begin for begin, _ in samples]
+    assert {length for _, length in samples} == {weights_module._SAMPLE_BYTES}
+    assert (begins[0], begins[-1] + samples[-1][1], len(samples)) == (1000, 1000 + num_bytes, num_samples)
+    gaps = [after - before for before, after in itertools.pairwise(begins)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_digests_are_kept_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert weights_module.default_cache_path() == tmp_path / ".cache" / "kvtier" / "fingerprints.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert weights_module.default_cache_path() == tmp_path / "elsewhere" / "kvtier" / "fingerprints.json"
 
 
 def test_unchanged_files_are_not_read_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,11 @@ from kvtier.client import arena_map
 from kvtier.client.arena_map import ArenaMap
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.tiers.arena import Arena
-from kvtier_connector.workers import mapped_rows
+from kvtier_connector.transfer import ArenaSpec, PagePlace
+from kvtier_connector.workers import cpu, mapped_rows
+from kvtier_connector.workers.cpu import KVTierCPUWorker
 from kvtier_connector.workers.mapped_rows import MappedRows
+from kvtier_connector.workers.places import WorkerLayout
 from tests.unit.connector.harness import Scheduler
 from tests.unit.connector.test_leases import keys_of
 
@@ -164,6 +167,47 @@ def test_a_system_that_refuses(
     for _ in range(2):
         map_all(rows)
     assert (rows.is_able, rows.num_mapped, len(asked)) == (is_able, 0, num_asked)
+
+
+def test_looks_for_rows_are_ever_farther_apart_while_there_are_none(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at a million rows takes 10 ms; slices of those that were found follow each other closely."""
+    now_s = 100.0
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(mapped_rows, "_SLICE_BYTES", LAYOUT.rank_bytes)
+    monkeypatch.setattr(KVTierCPUWorker, "_run", lambda worker: None)  # the test is its thread
+    place = PagePlace(base_address=0, block_stride=0, page_bytes=2 * mmap.PAGESIZE, region_offset=0)
+    worker = KVTierCPUWorker(WorkerLayout(0, LAYOUT.rank_bytes, 1, {0: 0}, [[place]]), None)
+    assert worker._pause_s() is None, "there is no arena"
+    mapped = worker._open(
+        ArenaSpec(
+            req_id="",
+            arena_id=arena.geometry.arena_id,
+            arena_path=str(arena.path),
+            lock_path="/lock",
+            useful_bytes=(2 * mmap.PAGESIZE,),
+            chunks=(),
+        )
+    )
+
+    def pauses(num_turns: int) -> list[float | None]:
+        nonlocal now_s
+        found = []
+        for _ in range(num_turns):
+            worker._map_rows()
+            found.append(worker._pause_s())
+            now_s += found[-1] or 0.0
+        return found
+
+    assert worker._pause_s() == 0.0
+    assert pauses(7) == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    now_s += 3.0
+    assert worker._pause_s() == 0.0, "it is overdue: a job took long"
+    arena.back([0, 2])
+    assert pauses(5) == [0.003, 0.003, 0.25, 0.5, 1.0], "found, one row, the other, and none again"
+    assert in_page_table(mapped, 0) == [0, 2]
+    worker._unmap()
 
 
 def test_workers_hear_of_each_sessions_arena_once(monkeypatch: pytest.MonkeyPatch) -> None:
