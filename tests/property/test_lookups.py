@@ -106,7 +106,7 @@ class Run:
         self.attach()
 
     def turn(self) -> None:
-        """After a while the daemon has said something, and vLLM asks for a request or hears of its load."""
+        """After a while the daemon has said something, and vLLM asks for a request, or its load ends."""
         self.now_s += self.chance.choice((0.0, 0.0, 0.01, 0.1, 0.3))
         self.happen(self.chance.random())
         while self.chance.random() < 0.4:
@@ -117,7 +117,7 @@ class Run:
             self.go_on(self.chance.choice(list(self.askers.values())))
         if self.chance.random() < 0.3:
             self.lookups.flush_touches()
-        self.hear(None)
+        self.receive(None)
         self.check_owners()
 
     # The daemon
@@ -166,7 +166,7 @@ class Run:
         question.answered_s = self.now_s if question.answered_s is None else question.answered_s
         self.lookups.apply(update, self.now_s)
 
-    def hear(self, asker: Asker | None, waits_since_s: float = 0.0) -> None:
+    def receive(self, asker: Asker | None, waits_since_s: float = 0.0) -> None:
         """Take in what the daemon is sent, of a request's question if it is an acquire."""
         while self.outbox is not None and (messages := self.outbox.take(0)):
             for message in messages:
@@ -178,13 +178,13 @@ class Run:
                         question = Question(asker.state.req_id, list(message.acquire.keys), waits_since_s)
                         self.questions[message.acquire.acquire_id] = question
                     case "release":
-                        self.hear_release(message.release)
+                        self.receive_release(message.release)
                     case "touch":
                         assert self.to_touch.issuperset(message.touch.keys), "that was not touched in this session"
                     case kind:
                         raise AssertionError(kind)
 
-    def hear_release(self, release: pb.Release) -> None:
+    def receive_release(self, release: pb.Release) -> None:
         question = self.questions[release.acquire_id]  # else it was given back before
         if release.all:
             del self.questions[release.acquire_id]
@@ -221,7 +221,7 @@ class Run:
         self.note_touches(asker)
         request: Any = SimpleNamespace(block_hashes=asker.hashes)
         is_settled = self.lookups.advance(asker.state, request, hit * BLOCK_TOKENS, self.now_s)
-        self.hear(asker, waits_since_s)
+        self.receive(asker, waits_since_s)
         after = self.question_of(asker)
         if has_shrunk and before is not None and after is not before:
             self.seen["asked again" if after is not None else "given up"] += before.answered_s is None
@@ -293,7 +293,7 @@ class Run:
             if asker.loading:
                 assert question is None or question.chunks.keys() >= set(asker.loading), "a worker still reads it"
             elif asker.is_over or asker.state.phase is Phase.TAKEN:
-                assert question is None, "a lease that serves nobody"
+                assert question is None, "a lease without a use"
         self.askers = {each: asker for each, asker in self.askers.items() if asker.loading or not asker.is_over}
 
     def end(self) -> None:
@@ -302,7 +302,7 @@ class Run:
                 self.end_load(asker)
             if not asker.is_over:
                 self.finish(asker)
-        self.hear(None)
+        self.receive(None)
         assert not self.questions
         assert not self.lookups._leases
 

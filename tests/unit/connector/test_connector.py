@@ -20,7 +20,7 @@ def test_its_log_goes_where_vllms_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logger, "level", logging.NOTSET)
     monkeypatch.setattr(logging.getLogger("kvtier"), "handlers", mine := [logging.NullHandler()])
     Scheduler(monkeypatch)
-    assert [logger.handlers for logger in ours] == [mine, [handler]], "what somebody has configured stays"
+    assert [logger.handlers for logger in ours] == [mine, [handler]], "a configured logger stays as it is"
     assert [logger.propagate for logger in ours] == [True, False]
     assert ours[1].level == logging.getLogger("vllm").getEffectiveLevel()
 

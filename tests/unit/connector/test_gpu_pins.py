@@ -73,7 +73,7 @@ def pool_of(keys: list[bytes | None]) -> Any:
 
 
 def step_of(num_tokens: int) -> Any:
-    """Return what vLLM says of a step over so many tokens."""
+    """Return what vLLM says of a step over this many tokens."""
     return SimpleNamespace(
         num_scheduled_tokens={}, total_num_scheduled_tokens=num_tokens, finished_req_ids=(), preempted_req_ids=None
     )
@@ -253,30 +253,30 @@ def test_blocks_are_held_while_so_many_stay_free(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_pinned_blocks_that_vllm_has_are_counted_in_turn() -> None:
-    """A slice of them in each step; the result is told when it is another than the last."""
+    """A slice of them in each step; the result is reported when it differs from the last."""
     keys = [bytes([number]) * 36 for number in range(20)]
     manager = pool_of([*keys[:12], *[None] * 40])
     pinned, stats = PinnedBlocks(), ConnectorStats()
     pins = GpuPins(ConnectorSettings(socket="/s", gpu_pin=GpuPin.SOFT), SHAPE, pinned, stats)  # type: ignore[arg-type]
     pins.bind(manager)
 
-    def told() -> tuple[Any, Any] | None:
+    def reported() -> tuple[Any, Any] | None:
         pins.after_step(step_of(0))
         taken = stats.take()
         found = taken.reduce() if taken is not None else {}
         names = ("kvtier_connector_gpu_pinned_blocks", "kvtier_connector_gpu_resident_blocks")
         return (found[names[0]], found[names[1]]) if names[0] in found else None
 
-    assert told() is None, "nothing is pinned"
+    assert reported() is None, "nothing is pinned"
     pinned.add("p", keys)
-    assert [told() for _ in range(4)] == [None, (20, 12), None, None]
+    assert [reported() for _ in range(4)] == [None, (20, 12), None, None]
     del manager.block_pool.cached_block_hash_to_block.by_key[keys[0]]
-    assert [told() for _ in range(3)] == [None, (20, 11), None]
+    assert [reported() for _ in range(3)] == [None, (20, 11), None]
     pinned.add("q", [A + b"q"])
     pinned.remove("q")  # in the middle of a round
-    assert [told() for _ in range(3)] == [None, None, None]
+    assert [reported() for _ in range(3)] == [None, None, None]
     pinned.remove("p")
-    assert told() == (0, 0)
+    assert reported() == (0, 0)
 
 
 def test_a_request_takes_and_needs_what_its_shape_says() -> None:

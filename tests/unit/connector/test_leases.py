@@ -425,7 +425,7 @@ def test_gpu_hits_of_pinned_chunks_are_touched_once_a_second(scheduler: Schedule
 
 
 def test_what_was_touched_in_a_session_is_of_no_matter_to_the_next(scheduler: Scheduler) -> None:
-    """After a reset the next one is of another namespace; and what it has not heard of is touched at once."""
+    """After a reset the next one is of another namespace. The pause of a second between touches is of a session."""
     scheduler.ask(scheduler.new_request("sys", 8), 24)
     scheduler.attach()
     scheduler.step()

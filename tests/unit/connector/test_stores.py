@@ -68,7 +68,7 @@ def test_a_chunk_on_its_way_is_not_stored_twice(scheduler: Scheduler) -> None:
 
 
 def test_a_store_that_the_daemon_could_not_take_is_made_again_at_once(scheduler: Scheduler) -> None:
-    """Of the others no word has come: their commit is awaited."""
+    """The commit of the others is awaited: the daemon has not reported it."""
     meta = computed(scheduler, scheduler.new_request("sys", 8))
     scheduler.workers_report(list(meta.store_jobs))
     scheduler.hold(keys_of("sys", 2), held=False)
