@@ -7,13 +7,16 @@ are results, not errors. `kvtier.rpc.status` maps each leaf to one gRPC status.
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from kvtier.printable import printable, shown_value
+from kvtier.printable import printable, shortened, shown_value
 
 _MAX_KEY_CHARS = 100
 
 
 class KvtierError(Exception):
-    """Root of all errors that kvtier raises on purpose."""
+    """Root of all errors that kvtier raises on purpose. Its text is bounded, whatever it quotes."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(shortened(text))
 
 
 class ConfigError(KvtierError):
@@ -47,7 +50,7 @@ class PromptNotFoundError(KvtierError):
     """No prompt has this name."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"no prompt named {name!r}; `kvtier list` shows the names")
+        super().__init__(f"no prompt named {shown_value(name)}; `kvtier list` shows the names")
         self.name = name
 
 

@@ -11,7 +11,11 @@ import reprlib
 import unicodedata
 
 MAX_LINE_CHARS = 4000
-_MAX_VALUE_CHARS = 200
+MAX_TEXT_BYTES = 2000
+"""Of an error, or a field of a log line. gRPC sends an error's text in a header, percent-encoded, and a header of more
+than 8 KiB does not arrive: three characters for each byte of this fit."""
+_MAX_VALUE_CHARS = 80
+_CUT = " … "
 # Persian and Hindi words and many emojis need these two; they join what stands beside them and do nothing else.
 _JOINERS = "\u200c\u200d"
 _BEFORE_HOST = re.compile(r"^([a-z][a-z0-9+.-]*://|//)?.*@", re.IGNORECASE | re.DOTALL)
@@ -24,6 +28,22 @@ def printable(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
     """
     cut = text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"
     return cut if cut.isprintable() else "".join(map(_escaped, cut))
+
+
+def shortened(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return text of at most `max_bytes` in UTF-8, its middle left out when it is longer.
+
+    What UTF-8 cannot say (a lone surrogate) is escaped. More of the beginning is kept than of the end, where an error
+    has its remedy.
+    """
+    if len(text) > 2 * max_bytes:  # no work on megabytes that are thrown away
+        text = text[:max_bytes] + text[-max_bytes:]
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    room = max_bytes - len(_CUT.encode())
+    head = room * 3 // 4
+    return data[:head].decode(errors="ignore") + _CUT + data[head - room :].decode(errors="ignore")
 
 
 def printable_json(value: object, *, indent: int | None = None, ascii_only: bool = False) -> str:
@@ -56,6 +76,8 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MAX_VALUE_CHARS
 
 def shown_value(value: object) -> str:
     """Return how a message shows a value that cannot be used: quoted, printable, its middle left out if it is long."""
+    if isinstance(value, bytes | bytearray):
+        value = bytes(value[:_MAX_VALUE_CHARS])
     return _SHORT.repr(value)
 
 

@@ -1,7 +1,7 @@
 """Log lines: an event's name and fields, as text or JSON, on stderr.
 
-One event per transition, never per chunk; never a prompt's tokens or text, a cache salt or a credential. A field with
-such a name is withheld here, whatever the caller meant.
+One event per transition, never per chunk, and of bounded length, whatever text it quotes; never a prompt's tokens or
+text, a cache salt or a credential. A field with such a name is withheld here, whatever the caller meant.
 
 When stderr goes to systemd's journal, every line begins with its priority, which the journal takes off and keeps beside
 the line (`journalctl -p warning`), and text has no time, which the journal has too.
@@ -15,12 +15,13 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
-from kvtier.printable import printable, printable_json
+from kvtier.printable import printable, printable_json, shortened
 
 _WITHHELD = frozenset(
     {"tokens", "token_ids", "text", "messages", "content", "recipe", "recipe_json", "cache_salt", "api_key"}
 )
 _ATTRIBUTE = "kvtier_fields"
+_MAX_TRACEBACK_BYTES = 16 * 1024
 _JOURNAL_VARIABLE = "JOURNAL_STREAM"
 # syslog(3): LOG_CRIT, LOG_ERR, LOG_WARNING, LOG_INFO, LOG_DEBUG.
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
@@ -69,11 +70,9 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         time = f"{_time(record)} " if self._with_time else ""
-        head = f"{time}{record.levelname} {record.name} {printable(record.getMessage())}"
+        head = f"{time}{record.levelname} {record.name} {printable(shortened(record.getMessage()))}"
         line = " ".join([head, *(f"{name}={_text(value)}" for name, value in _fields(record).items())])
-        if not record.exc_info:
-            return line
-        return "\n".join([line, *map(printable, self.formatException(record.exc_info).split("\n"))])
+        return "\n".join([line, *map(printable, _traceback(self, record).splitlines())])
 
 
 class JsonFormatter(logging.Formatter):
@@ -85,9 +84,9 @@ class JsonFormatter(logging.Formatter):
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": shortened(record.getMessage()),
         }
-        tail = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
+        tail = {"exception": _traceback(self, record)} if record.exc_info else {}
         # The head wins: a field named "event" must not hide what happened.
         return json.dumps({**_fields(record), **head, **tail}, default=str)
 
@@ -120,7 +119,19 @@ def _is_journal(stream: TextIO) -> bool:
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     fields: dict[str, object] = getattr(record, _ATTRIBUTE, {})
-    return fields
+    return {name: _bounded(value) for name, value in fields.items()}
+
+
+def _bounded(value: object) -> object:
+    if isinstance(value, bool | int | float | None):
+        return value
+    text = str(value)
+    short = shortened(text)
+    return value if short == text else short
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return shortened(formatter.formatException(record.exc_info), _MAX_TRACEBACK_BYTES) if record.exc_info else ""
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -16,6 +16,7 @@ from kvtier.config import DaemonConfig
 from kvtier.errors import TierIOError
 from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.engine_servicer import EngineServicer
+from kvtier.rpc.malformed import RefuseMalformed
 from kvtier.rpc.metrics import MetricsState, serving_metrics
 from kvtier.service import Cache
 
@@ -91,7 +92,7 @@ def _build(cache: Cache, metrics: MetricsState) -> tuple[grpc.aio.Server, Engine
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
     ]
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
     engines, health_servicer = EngineServicer(cache), HealthServicer()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
     cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache, metrics), server)

@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,20 +74,31 @@ def chunk_key(name: object, group_idx: int = 0) -> ChunkKey:
     return hashlib.sha256(repr(name).encode()).digest() + group_idx.to_bytes(4, "big")
 
 
+def hello_message(layout: KVLayout = ONE_GROUP, **fields: Any) -> pb.Hello:
+    """A Hello that a daemon accepts, but for what the fields say."""
+    groups = [pb.KVGroup(**asdict(group)) for group in layout.groups]
+    message = pb.KVLayout(
+        num_ranks=layout.num_ranks, rank_bytes=layout.rank_bytes, num_writers=layout.num_writers, groups=groups
+    )
+    usual: dict[str, Any] = {
+        "protocol": 1,
+        "engine_id": "engine",
+        "pid": 1,
+        "model_names": ["model"],
+        "fingerprint": {"weights": "1"},
+        "store_credits": 4,
+        "layout": message,
+    }
+    return pb.Hello(**usual | fields)
+
+
 class ScriptedEngine:
     """One session. Messages that are not awaited by kind are kept in order."""
 
     def __init__(self, config: DaemonConfig, layout: KVLayout = ONE_GROUP, **hello: Any) -> None:
         self.layout = layout
         self._config = config
-        self._hello: dict[str, Any] = {
-            "protocol": 1,
-            "engine_id": "engine",
-            "pid": 1,
-            "model_names": ["model"],
-            "fingerprint": {"weights": "1"},
-            "store_credits": 4,
-        } | hello
+        self.hello = hello_message(layout, **hello)
         self._unread: list[pb.DaemonMessage] = []
         self.credits: list[pb.SlotRef] = []
         self.held: dict[bytes, bool] = {}
@@ -96,22 +108,7 @@ class ScriptedEngine:
         own_pool = [("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket), options=own_pool)
         self._call = engine_pb2_grpc.EngineServiceStub(self._channel).Attach()
-        groups = [
-            pb.KVGroup(
-                group_idx=group.group_idx,
-                chunk_tokens=group.chunk_tokens,
-                useful_bytes=group.useful_bytes,
-                window_chunks=group.window_chunks,
-            )
-            for group in self.layout.groups
-        ]
-        layout = pb.KVLayout(
-            num_ranks=self.layout.num_ranks,
-            rank_bytes=self.layout.rank_bytes,
-            num_writers=self.layout.num_writers,
-            groups=groups,
-        )
-        await self.send(hello=pb.Hello(layout=layout, **self._hello))
+        await self.send(hello=self.hello)
         self.welcome = (await self.receive("welcome")).welcome
         self.arena = ArenaMap(self.welcome.arena.path, self.welcome.arena.arena_id)
         self.lock = SessionLockHolder(self.welcome.lock_path)

@@ -59,6 +59,19 @@ def test_secrets_are_withheld(log_format: str) -> None:
     assert "<withheld>" in line
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_line_is_short_whatever_it_is_about(log_format: str) -> None:
+    """An engine's reason of 30 MB was one line of 30 MB; so was an exception's text."""
+    long = "x" * 1_000_000
+    line = written(log_format, "oops", problem=long, path=Path(long), several=[long])
+    assert len(line) < 10_000
+    stream = io.StringIO()
+    setup_logging("info", log_format, stream)
+    logging.getLogger("kvtier.test").error(long, exc_info=ValueError(long))
+    assert "ValueError" in stream.getvalue()
+    assert len(stream.getvalue()) < 20_000
+
+
 def to_journal(monkeypatch: pytest.MonkeyPatch, path: Path, log_format: str, log: Callable[[], None]) -> list[str]:
     """Return the lines that a stream gets which systemd says is the journal's."""
     with path.open("w+") as stream:
