@@ -300,7 +300,7 @@ class TierStatus(_message.Message):
     def __init__(self, location: _Optional[str] = ..., used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., latched: _Optional[str] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
-    __slots__ = ("session_id", "engine_id", "pid", "namespace_id", "model_names", "attached_unix_s", "num_leases", "num_store_grants", "quarantined")
+    __slots__ = ("session_id", "engine_id", "pid", "namespace_id", "model_names", "attached_unix_s", "num_leases", "num_store_grants", "quarantined", "num_acquires")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +310,7 @@ class SessionStatus(_message.Message):
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_STORE_GRANTS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACQUIRES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     engine_id: str
     pid: int
@@ -319,7 +320,8 @@ class SessionStatus(_message.Message):
     num_leases: int
     num_store_grants: int
     quarantined: bool
-    def __init__(self, session_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., namespace_id: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., attached_unix_s: _Optional[float] = ..., num_leases: _Optional[int] = ..., num_store_grants: _Optional[int] = ..., quarantined: bool = ...) -> None: ...
+    num_acquires: int
+    def __init__(self, session_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., pid: _Optional[int] = ..., namespace_id: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., attached_unix_s: _Optional[float] = ..., num_leases: _Optional[int] = ..., num_store_grants: _Optional[int] = ..., quarantined: bool = ..., num_acquires: _Optional[int] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
     __slots__ = ("namespace_id", "model", "num_host_chunks", "num_disk_chunks", "disk_bytes", "row_bytes", "fingerprint", "live")

@@ -23,7 +23,7 @@ _HIT_BYTES = counter(
 _MISSED_CHUNKS = counter(
     "missed_chunks",
     "Chunks that engines asked for and did not get in the first answer. They ask only for what they were told is held.",
-    reason=("absent", "no_slot", "disk_off"),
+    reason=("absent", "no_slot", "disk_off", "over_limit"),
 )
 _STORES_DISCARDED = counter("stores_discarded", "Chunks not taken in, by why.", reason=("stamp", "aborted"))
 _PROMOTIONS_GIVEN_UP = counter(
@@ -94,6 +94,11 @@ class Counters:
     )
     missed_chunks_disk_off: int = series(
         _MISSED_CHUNKS, "Chunks on disk while the disk tier is switched off.", reason="disk_off"
+    )
+    missed_chunks_over_limit: int = series(
+        _MISSED_CHUNKS,
+        "Chunks asked for by an engine that has not released as much as one may hold.",
+        reason="over_limit",
     )
 
     stores_committed: int = counted(

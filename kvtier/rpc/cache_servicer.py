@@ -6,15 +6,15 @@ from contextlib import aclosing
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
-from kvtier.bundles import ImportWish, export_bundle, import_bundle
+from kvtier.bundles import export_bundle, import_bundle
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.rpc.convert import daemon_status, fsck_report, prompt_status
 from kvtier.rpc.metrics import MetricsState
+from kvtier.rpc.parsing import parse_import_start, parse_pin
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.evicting import EvictTier
-from kvtier.service.prompts import PinWish
 from kvtier.service.views import EvictionView, PromptView
 
 _WATCH_POLL_S = 0.1
@@ -35,19 +35,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         """Make a prompt a pinned one."""
         async with translated(context):
-            wish = PinWish(
-                name=request.name,
-                tokens=tuple(request.tokens),
-                model=request.model,
-                lora_name=request.lora_name,
-                lora_path=request.lora_path,
-                cache_salt=request.cache_salt,
-                recipe_json=request.recipe_json,
-                ttl_s=request.ttl_s,
-                replace=request.replace,
-                priority=request.priority,
-            )
-            view = await self._cache.pins.pin(wish)
+            view = await self._cache.pins.pin(parse_pin(request))
         return prompt_status(view)
 
     async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
@@ -129,16 +117,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Import(self, request_iterator: AsyncIterator[pb.ImportMessage], context: Context) -> pb.PromptStatus:
         """Take a bundle in."""
         async with translated(context):
-            wish = _import_wish(await anext(request_iterator, None))
+            wish = parse_import_start(await anext(request_iterator, None))
             view = await import_bundle(self._cache, wish, _pieces(request_iterator))
         return prompt_status(view)
-
-
-def _import_wish(message: pb.ImportMessage | None) -> ImportWish:
-    if message is None or message.WhichOneof("kind") != "start":
-        raise InvalidArgumentError("message", "piece", "the first message of an import is ImportStart")
-    start = message.start
-    return ImportWish(name=start.name, replace=start.replace, ttl_s=start.ttl_s)
 
 
 async def _pieces(messages: AsyncIterator[pb.ImportMessage]) -> AsyncIterator[bytes]:

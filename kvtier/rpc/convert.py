@@ -103,6 +103,7 @@ def _session(session: Session) -> pb.SessionStatus:
         model_names=session.hello.model_names,
         attached_unix_s=session.attached_unix_s,
         num_leases=session.num_leases,
+        num_acquires=session.num_acquires,
         num_store_grants=session.num_store_grants,
         quarantined=session.ended,
     )

@@ -8,21 +8,22 @@ from typing import Any
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.core.chunk import Chunk
-from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
+from kvtier.rpc.parsing import bounded_list, parse_hello, parse_stores
 from kvtier.rpc.status import Context, translated
-from kvtier.service import Cache, EngineHello
+from kvtier.service import Cache
 from kvtier.service.differences import differing_namespaces
 from kvtier.service.peer import PromotionForecast
 from kvtier.service.session import Session, SessionEnd
+from kvtier.shortened import shortened
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1
 MAX_QUEUED_BYTES = 256 * 1024**2
 """Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
 HELLO_TIMEOUT_S = 10.0
@@ -32,7 +33,6 @@ _SMALL_BYTES = 64
 _CHUNK_BYTES = 40
 _TOKEN_BYTES = 3
 MAX_WELCOME_PIN_BYTES = 16 * 1024**2
-_MAX_STORE_CREDITS = 4096
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
 # A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take.
@@ -213,21 +213,23 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _dispatch(self, session: Session, message: pb.EngineMessage) -> None:
         match message.WhichOneof("kind"):
             case "acquire":
-                session.acquire(message.acquire.acquire_id, list(message.acquire.keys))
+                session.acquire(message.acquire.acquire_id, bounded_list("acquire.keys", message.acquire.keys))
             case "release":
                 release = message.release
-                session.release(release.acquire_id, None if release.all else list(release.indexes))
+                indexes = None if release.all else bounded_list("release.indexes", release.indexes)
+                session.release(release.acquire_id, indexes)
             case "touch":
-                session.touch(list(message.touch.keys), stored=message.touch.stored)
+                session.touch(bounded_list("touch.keys", message.touch.keys), stored=message.touch.stored)
             case "store_begin":
-                session.store_begin(_stores(message.store_begin.stores))
+                session.store_begin(parse_stores("store_begin.stores", message.store_begin.stores))
             case "store_done":
-                session.store_done(_stores(message.store_done.stores))
+                session.store_done(parse_stores("store_done.stores", message.store_done.stores))
             case "store_abort":
-                session.store_abort(_stores(message.store_abort.stores))
+                session.store_abort(parse_stores("store_abort.stores", message.store_abort.stores))
             case "bind_pin":
                 bind = message.bind_pin
-                await self._cache.bind(session, bind.pin_id, list(bind.keys), bind.covered_tokens, bind.error)
+                keys = bounded_list("bind_pin.keys", bind.keys)
+                await self._cache.bind(session, bind.pin_id, keys, bind.covered_tokens, shortened(bind.error))
             case "engine_rates":
                 session.measured(message.engine_rates.prefill_tokens_per_s)
             case "ping":
@@ -311,61 +313,5 @@ def pin_message(prompt: PromptRow) -> pb.Pin:
     )
 
 
-def parse_hello(message: pb.EngineMessage | None) -> EngineHello:
-    """Check the first message of a stream.
-
-    Raises:
-        InvalidArgumentError: It is not a usable Hello.
-    """
-    if message is None or message.WhichOneof("kind") != "hello":
-        kind = message.WhichOneof("kind") if message is not None else "nothing"
-        raise InvalidArgumentError("message", kind, "the first message of a session is Hello")
-    hello = message.hello
-    if hello.protocol != PROTOCOL:
-        raise InvalidArgumentError(
-            "hello.protocol", hello.protocol, f"this daemon speaks {PROTOCOL}; run daemon and connector of one version"
-        )
-    for field in ("engine_id", "model_names", "fingerprint"):
-        if not getattr(hello, field):
-            raise InvalidArgumentError(f"hello.{field}", "", "must not be empty")
-    if not 0 < hello.store_credits <= _MAX_STORE_CREDITS:
-        raise InvalidArgumentError("hello.store_credits", hello.store_credits, f"use 1 to {_MAX_STORE_CREDITS}")
-    return EngineHello(
-        engine_id=hello.engine_id,
-        pid=hello.pid,
-        vllm_version=hello.vllm_version,
-        model_names=tuple(hello.model_names),
-        fingerprint=dict(hello.fingerprint),
-        layout=_layout(hello.layout),
-        store_credits=hello.store_credits,
-        ephemeral=hello.ephemeral,
-    )
-
-
-def _layout(message: pb.KVLayout) -> KVLayout:
-    groups = sorted(
-        (
-            GroupLayout(
-                group_idx=group.group_idx,
-                chunk_tokens=group.chunk_tokens,
-                useful_bytes=group.useful_bytes,
-                window_chunks=group.window_chunks,
-            )
-            for group in message.groups
-        ),
-        key=lambda group: group.group_idx,
-    )
-    return KVLayout(
-        num_ranks=message.num_ranks,
-        rank_bytes=message.rank_bytes,
-        num_writers=message.num_writers,
-        groups=tuple(groups),
-    )
-
-
 def _slot(ref: SlotRef) -> pb.SlotRef:
     return pb.SlotRef(slot=ref.slot, generation=ref.generation)
-
-
-def _stores(stores: Sequence[pb.StoreSlot]) -> list[tuple[ChunkKey, SlotRef]]:
-    return [(store.key, SlotRef(store.slot.slot, store.slot.generation)) for store in stores]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.config import DaemonConfig
+from kvtier.core import limits
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import ArenaError, DrainingError, KvtierError, LedgerError, NamespaceMismatchError, StuckError
@@ -200,24 +201,32 @@ class Cache:
     # Engines
 
     async def attach(self, hello: EngineHello, peer: EnginePeer) -> Session:
-        """Open a session.
+        """Open a session. A refused engine leaves nothing behind: its namespace is recorded last.
 
         Raises:
             DrainingError: The daemon is stopping.
             NamespaceMismatchError: The namespace exists with another layout, or is ephemeral and shall not be.
             ArenaError: No arena can be had.
             TierIOError: The session's lock file cannot be made.
+            LedgerError: The ledger refused.
         """
         async with self.changes.lock:
             if self._draining:
                 raise DrainingError
-            namespace = await self._namespace_of(hello)
+            is_new = namespace_id(hello.fingerprint) not in self.namespaces
+            namespace = self._namespace_of(hello)
             session_id = uuid.uuid4().hex
             try:
                 arena = namespace.open_arena(self.config.host.arena_dir)
                 lock = SessionLock.create(self.config.host.arena_dir, session_id)
+                try:
+                    await self._record_namespace(namespace)
+                except BaseException:
+                    lock.close()
+                    raise
             except KvtierError:
-                await self._end_if_over(namespace)
+                if is_new:
+                    await self._close_namespace(namespace)
                 raise
             session = Session(session_id, namespace, hello, peer, lock)
             namespace.sessions.append(session)
@@ -235,7 +244,7 @@ class Cache:
         )
         return session
 
-    async def _namespace_of(self, hello: EngineHello) -> Namespace:
+    def _namespace_of(self, hello: EngineHello) -> Namespace:
         found_id = namespace_id(hello.fingerprint)
         namespace = self.namespaces.get(found_id)
         now_unix_s = time.time()
@@ -259,11 +268,14 @@ class Cache:
                 f"namespace {found_id} is {'' if namespace.ephemeral else 'not '}ephemeral and this engine's is not to "
                 "share it; give an ephemeral engine a fingerprint of its own"
             )
-        namespace.row = replace(namespace.row, seen_unix_s=now_unix_s)
-        if not namespace.ephemeral:
-            await self.stores.in_ledger(self.stores.ledger.put_namespace, namespace.row)
-            await self._save_namespace(namespace.row)
         return namespace
+
+    async def _record_namespace(self, namespace: Namespace) -> None:
+        row = replace(namespace.row, seen_unix_s=time.time())
+        if not namespace.ephemeral:
+            await self.stores.in_ledger(self.stores.ledger.put_namespace, row)
+            await self._save_namespace(row)
+        namespace.row = row
 
     async def _save_namespace(self, row: NamespaceRow) -> None:
         try:
@@ -281,7 +293,7 @@ class Cache:
         """An engine recognizes a prompt by these keys (or says why it cannot).
 
         Raises:
-            InvalidArgumentError: A key is of no group of the namespace.
+            InvalidArgumentError: There are no keys and no error, or the keys, or the tokens they cover, cannot be.
             LedgerError: The ledger refused.
         """
         await self.changes.to_end("bind", self._bind(session, pin_id, keys, covered_tokens, error))
@@ -298,7 +310,8 @@ class Cache:
                 session.bind_errors[pin_id] = error
                 log_event(logger, "pin_not_bound", level=logging.WARNING, name=prompt.name, problem=error)
                 return
-            namespace.check_keys("bind_pin.keys", keys)
+            limits.check_keys("bind_pin.keys", keys, namespace.layout)
+            limits.Whole(0, len(prompt.tokens)).check("bind_pin.covered_tokens", covered_tokens)
             row = BindingRow(
                 pin_id=pin_id, namespace_id=namespace.namespace_id, keys=tuple(keys), covered_tokens=covered_tokens
             )

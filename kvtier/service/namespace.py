@@ -7,11 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.core import limits
 from kvtier.core.chunks import ChunkTable
-from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, KVLayout, group_idx_of
+from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.pack_index import PackIndex
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
-from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError, LedgerError, TierIOError
+from kvtier.errors import ArenaError, ArenaFullError, LedgerError, TierIOError
 from kvtier.ledger import NamespaceRow
 from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH
@@ -196,12 +197,11 @@ class Namespace:
         """Refuse keys that are no chunk's of this namespace.
 
         Raises:
-            InvalidArgumentError: A key is too short, or of no group.
+            InvalidArgumentError: A key has no possible length, or is of no group.
         """
         groups = set(self.layout.group_indexes())
         for key in keys:
-            if len(key) <= GROUP_SUFFIX_BYTES or group_idx_of(key) not in groups:
-                raise InvalidArgumentError(field, key.hex(), f"group suffix must be one of {sorted(groups)}")
+            limits.check_key(field, key, groups)
 
     def payload_bytes(self, key: ChunkKey) -> int:
         """Return the uncompressed length of a chunk."""

@@ -1,7 +1,6 @@
 """Named prompts: what is pinned, by which keys each is recognized in which namespace, and how far it is durable."""
 
 import hashlib
-import re
 import sys
 import uuid
 from array import array
@@ -9,16 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
-_MAX_TOKENS = 4 * 1024**2
-_MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +37,17 @@ class PinWish:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise InvalidArgumentError(
-                "name", self.name[:40], "use 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
-            )
+        limits.check_name(self.name)
+        limits.check_count("tokens", len(self.tokens), limits.MAX_TOKENS)
+        for field in ("model", "lora_name", "lora_path", "cache_salt"):
+            limits.TEXT.check(field, getattr(self, field))
+        limits.RECIPE.check("recipe_json", self.recipe_json)
+        limits.TTL_S.check("ttl_s", self.ttl_s)
+        limits.PRIORITY.check("priority", self.priority)
         if not self.tokens and not self.recipe_json:
-            raise InvalidArgumentError("tokens", "[]", "give the prompt's token ids, or a recipe to render later")
-        if len(self.tokens) > _MAX_TOKENS:
-            raise InvalidArgumentError("tokens", f"{len(self.tokens)} ids", f"at most {_MAX_TOKENS} are supported")
+            raise InvalidArgumentError("tokens", [], "give the prompt's token ids, or a recipe to render later")
         if bool(self.lora_name) != bool(self.lora_path):
             raise InvalidArgumentError("lora_path", self.lora_path, "lora_name and lora_path go together")
-        if abs(self.priority) > _MAX_PRIORITY:
-            raise InvalidArgumentError("priority", self.priority, f"use -{_MAX_PRIORITY} to {_MAX_PRIORITY}")
 
 
 def tokens_digest(tokens: Sequence[int]) -> str:

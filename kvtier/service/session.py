@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from kvtier.core import limits
 from kvtier.core.acquire import AcquirePlan, by_importance, plan_acquire
 from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, group_idx_of
@@ -99,6 +99,8 @@ class Session:
         self._credits: dict[int, SlotRef] = {}
         self._writing: dict[SlotRef, ChunkKey] = {}
         self._leases: dict[int, _Lease] = {}
+        self._num_leased = 0
+        self._is_over_limit = False
         self._topping_up = False
         self._num_seals = 0
         self._sealing: set[int] = set()
@@ -111,8 +113,13 @@ class Session:
 
     @property
     def num_leases(self) -> int:
-        """Chunks leased."""
-        return sum(len(lease.chunks) for lease in self._leases.values())
+        """Chunks leased, once for each acquire."""
+        return self._num_leased
+
+    @property
+    def num_acquires(self) -> int:
+        """Acquires that lease something."""
+        return len(self._leases)
 
     @property
     def num_store_grants(self) -> int:
@@ -141,12 +148,18 @@ class Session:
         if len(set(keys)) < len(keys):
             raise InvalidArgumentError("acquire.keys", len(keys), "each key may come once in an acquire")
         self.has_worked = True
+        if len(self._leases) >= limits.MAX_ACQUIRES or self._num_leased + len(keys) > limits.MAX_LEASED_CHUNKS:
+            self._answer_nothing(acquire_id, len(keys))
+            return
         namespace, began_s = self.namespace, time.monotonic()
         if namespace.slots.num_takable < len(keys):  # else there is room for all of them
             namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
         from_disk = namespace.stores.disk_health.readable
         plan = plan_acquire(namespace.table, namespace.layout, keys, from_disk=from_disk)
-        lease = self._leases[acquire_id] = _Lease(began_s, plan.leased)
+        lease = _Lease(began_s, plan.leased)
+        if plan.leased:
+            self._leases[acquire_id] = lease
+            self._num_leased += len(plan.leased)
         pending = [(index, keys[index]) for index in plan.promoting]
         for index, key in pending:
             lease.wait_for(index, namespace.payload_bytes(key))
@@ -161,6 +174,23 @@ class Session:
         namespace.stores.timings.acquire.observe(ended_s - began_s)
         trace.record("acquire", began_s, ended_s, chunks=len(keys), leased=len(plan.leased), from_disk=len(pending))
         self._count(plan, lease, keys, from_disk=from_disk)
+
+    def _answer_nothing(self, acquire_id: int, num_chunks: int) -> None:
+        """The engine holds more than one may: a miss, which it computes, until it has released some."""
+        counters = self.namespace.stores.counters
+        counters.acquires += 1
+        counters.missed_chunks_over_limit += num_chunks
+        self.peer.acquire_answered(acquire_id, {}, PromotionForecast())
+        if not self._is_over_limit:
+            self._is_over_limit = True
+            log_event(
+                logger,
+                "session_over_limit",
+                level=logging.WARNING,
+                session=self.session_id,
+                acquires=self.num_acquires,
+                leases=self.num_leases,
+            )
 
     def _count(
         self, plan: AcquirePlan[StoredChunk], lease: _Lease, keys: Sequence[ChunkKey], *, from_disk: bool
@@ -198,7 +228,7 @@ class Session:
         if lease is None:
             return
         for index in failed:
-            lease.chunks.pop(index, None)
+            self._num_leased -= lease.chunks.pop(index, None) is not None
         for index in [*(index for index, _ in ready), *failed]:
             lease.settle(index)
         self._time_promotion(lease, any_ready=bool(ready))
@@ -229,6 +259,7 @@ class Session:
             chunk = lease.chunks.pop(index, None)
             if chunk is None:
                 continue
+            self._num_leased -= 1
             self.namespace.table.unlease(chunk)
             if index in lease.pending:
                 lease.settle(index)
@@ -254,10 +285,12 @@ class Session:
         """The engine says how fast it computes.
 
         Raises:
-            InvalidArgumentError: No speed.
+            InvalidArgumentError: No engine has that speed.
         """
-        if not 0 < prefill_tokens_per_s < math.inf:
-            raise InvalidArgumentError("engine_rates.prefill_tokens_per_s", prefill_tokens_per_s, "must be positive")
+        least, most = limits.PREFILL_TOKENS_PER_S
+        if not least <= prefill_tokens_per_s <= most:
+            remedy = f"use {least:g} to {most:g}"
+            raise InvalidArgumentError("engine_rates.prefill_tokens_per_s", prefill_tokens_per_s, remedy)
         self.has_worked = True
         self.namespace.prefill_tokens_per_s = prefill_tokens_per_s
 

@@ -74,12 +74,8 @@ def chunk_key(name: object, group_idx: int = 0) -> ChunkKey:
     return hashlib.sha256(repr(name).encode()).digest() + group_idx.to_bytes(4, "big")
 
 
-def hello_message(layout: KVLayout = ONE_GROUP, **fields: Any) -> pb.Hello:
+def hello_message(layout: KVLayout | pb.KVLayout = ONE_GROUP, **fields: Any) -> pb.Hello:
     """A Hello that a daemon accepts, but for what the fields say."""
-    groups = [pb.KVGroup(**asdict(group)) for group in layout.groups]
-    message = pb.KVLayout(
-        num_ranks=layout.num_ranks, rank_bytes=layout.rank_bytes, num_writers=layout.num_writers, groups=groups
-    )
     usual: dict[str, Any] = {
         "protocol": 1,
         "engine_id": "engine",
@@ -87,9 +83,16 @@ def hello_message(layout: KVLayout = ONE_GROUP, **fields: Any) -> pb.Hello:
         "model_names": ["model"],
         "fingerprint": {"weights": "1"},
         "store_credits": 4,
-        "layout": message,
+        "layout": _layout_message(layout) if isinstance(layout, KVLayout) else layout,
     }
     return pb.Hello(**usual | fields)
+
+
+def _layout_message(layout: KVLayout) -> pb.KVLayout:
+    groups = [pb.KVGroup(**asdict(group)) for group in layout.groups]
+    return pb.KVLayout(
+        num_ranks=layout.num_ranks, rank_bytes=layout.rank_bytes, num_writers=layout.num_writers, groups=groups
+    )
 
 
 class ScriptedEngine:
@@ -169,7 +172,8 @@ class ScriptedEngine:
 
     async def bind(self, pin_id: str, keys: Sequence[ChunkKey]) -> None:
         """Bind a pin and wait for both answers."""
-        await self.send(bind_pin=pb.BindPin(pin_id=pin_id, keys=keys, covered_tokens=16 * len(keys)))
+        covered_tokens = 16 * sum(group_idx_of(key) == 0 for key in keys)
+        await self.send(bind_pin=pb.BindPin(pin_id=pin_id, keys=keys, covered_tokens=covered_tokens))
         await self.receive("chunks_held")
         await self.receive("chunks_held")
 

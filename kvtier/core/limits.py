@@ -1,0 +1,211 @@
+"""The bound of every field that comes from outside: one table for messages, for bundles, and for what engines send.
+
+A value is checked before anything is recorded or allocated for it, so that what is recorded can always be read back and
+sent. docs/format.md lists the same bounds. What is in a ledger already is read without them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayout
+from kvtier.errors import InvalidArgumentError
+
+_YEAR_S = 365 * 24 * 3600
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number between two bounds, both included."""
+
+    least: int
+    most: int
+
+    def check(self, field: str, value: object) -> int:
+        """Return the number.
+
+        Raises:
+            InvalidArgumentError: It is none, or out of bounds.
+        """
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidArgumentError(field, value, "must be a whole number")
+        if not self.least <= value <= self.most:
+            raise InvalidArgumentError(field, value, f"use {self.least} to {self.most}")
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that UTF-8 can say, without NUL, of bounded length."""
+
+    max_bytes: int
+    may_be_empty: bool = True
+
+    def check(self, field: str, value: object) -> str:
+        """Return the text.
+
+        Raises:
+            InvalidArgumentError: It is none, too long, empty and must not be, or cannot be stored.
+        """
+        if not isinstance(value, str):
+            raise InvalidArgumentError(field, value, "must be text")
+        if not value and not self.may_be_empty:
+            raise InvalidArgumentError(field, value, "must not be empty")
+        if len(value) > self.max_bytes or not value.isascii():
+            self._check_encoded(field, value)
+        if "\0" in value:
+            raise InvalidArgumentError(field, value, "must not have a NUL character")
+        return value
+
+    def _check_encoded(self, field: str, value: str) -> None:
+        try:
+            num_bytes = len(value.encode())
+        except UnicodeEncodeError as exc:
+            raise InvalidArgumentError(field, value, "has a character that UTF-8 cannot say") from exc
+        if num_bytes > self.max_bytes:
+            raise InvalidArgumentError(field, value, f"has {num_bytes} bytes, at most {self.max_bytes} are supported")
+
+
+# Prompts
+MAX_TOKENS = 4 * 1024**2
+TOKEN = Whole(0, 2**32 - 1)
+TTL_S = Whole(0, 100 * _YEAR_S)
+"""0: no end."""
+PRIORITY = Whole(-100, 100)
+TEXT = Text(4096)
+"""Models, LoRA names, paths (PATH_MAX), salts."""
+RECIPE = Text(16 * 1024**2)
+"""A prompt's source; one of `MAX_TOKENS` has about so many bytes of text. It has to fit into a status and a bundle."""
+
+# Chunk keys
+MAX_KEYS = 2**18
+"""Keys, slots or indexes of one message, chunks of one prompt: `MAX_TOKENS` in chunks of 16, vLLM's smallest block."""
+KEY_BYTES = Whole(GROUP_SUFFIX_BYTES + 1, 64)
+"""vLLM's are 36: a SHA-256 and the group."""
+
+# Engines
+ENGINE_TEXT = Text(256)
+"""Versions."""
+ENGINE_ID = Text(256, may_be_empty=False)
+MODEL_NAME = Text(4096, may_be_empty=False)
+NUM_MODEL_NAMES = Whole(1, 256)
+NUM_FINGERPRINT_FIELDS = Whole(1, 64)
+FINGERPRINT_FIELD = Text(128, may_be_empty=False)
+FINGERPRINT_BYTES = Whole(1, 1024**2)
+"""Of all values together: a model's configuration and a digest of each of its files; the largest known has 0.5 MB."""
+STORE_CREDITS = Whole(1, 4096)
+PREFILL_TOKENS_PER_S = (1e-3, 1e9)
+
+# Layouts
+NUM_RANKS = Whole(1, 1024)
+RANK_BYTES = Whole(1, 2**36)
+"""With the most ranks, a row is 2**46 bytes: all sums over chunks stay below 2**63."""
+NUM_GROUPS = Whole(1, 256)
+GROUP_IDX = Whole(0, 2**16 - 1)
+CHUNK_TOKENS = Whole(1, MAX_TOKENS)
+WINDOW_CHUNKS = Whole(0, MAX_TOKENS)
+_LAYOUT_FIELDS = {"num_ranks": NUM_RANKS, "rank_bytes": RANK_BYTES, "num_writers": NUM_RANKS}
+_GROUP_FIELDS = {
+    "group_idx": GROUP_IDX,
+    "chunk_tokens": CHUNK_TOKENS,
+    "useful_bytes": RANK_BYTES,
+    "window_chunks": WINDOW_CHUNKS,
+}
+
+# One session. More is answered as a miss: the engine computes, and asks again when it has released some.
+MAX_ACQUIRES = 2**14
+"""Acquires that were not released: far more than requests that an engine runs at once. Each takes 1.5 kB."""
+MAX_LEASED_CHUNKS = 2**22
+"""Of all of them together; each takes some 100 bytes."""
+
+
+def check_name(value: object) -> str:
+    """Return a prompt's name.
+
+    Raises:
+        InvalidArgumentError: It cannot be one.
+    """
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        remedy = "use 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
+        raise InvalidArgumentError("name", value, remedy)
+    return value
+
+
+def check_count(field: str, num_items: int, most: int) -> None:
+    """Refuse a list for its length, before it is looked at.
+
+    Raises:
+        InvalidArgumentError: It is too long.
+    """
+    if num_items > most:
+        raise InvalidArgumentError(field, f"{num_items} of them", f"at most {most} are supported")
+
+
+def check_keys(field: str, keys: Sequence[ChunkKey], layout: KVLayout) -> None:
+    """Refuse keys that cannot be those of a prompt's chunks.
+
+    Raises:
+        InvalidArgumentError: There are none or too many, one comes twice or is of no group, or their lengths differ.
+    """
+    if not keys:
+        raise InvalidArgumentError(field, [], "must name at least one chunk; say with `error` why there is none")
+    check_count(field, len(keys), MAX_KEYS)
+    groups = set(layout.group_indexes())
+    for key in keys:
+        check_key(field, key, groups)
+    if len({len(key) for key in keys}) > 1:
+        raise InvalidArgumentError(field, sorted({len(key) for key in keys}), "all keys must have one length")
+    if len(set(keys)) < len(keys):
+        raise InvalidArgumentError(field, f"{len(keys)} of them", "each key may come once")
+
+
+def check_key(field: str, key: ChunkKey, groups: "set[int]") -> None:
+    """Refuse a key that is no chunk's of these KV cache groups.
+
+    Raises:
+        InvalidArgumentError: It has no possible length, or is of another group.
+    """
+    if not KEY_BYTES.least <= len(key) <= KEY_BYTES.most:
+        remedy = f"has {len(key)} bytes, a hash and its group suffix have {KEY_BYTES.least} to {KEY_BYTES.most}"
+        raise InvalidArgumentError(field, key[: KEY_BYTES.most].hex(), remedy)
+    if int.from_bytes(key[-GROUP_SUFFIX_BYTES:], "big") not in groups:
+        raise InvalidArgumentError(field, key.hex(), f"group suffix must be one of {sorted(groups)}")
+
+
+def check_fingerprint(field: str, fields: Mapping[str, object]) -> dict[str, str]:
+    """Return a namespace's fields, bounded.
+
+    Raises:
+        InvalidArgumentError: There are none or too many, or one cannot be used.
+    """
+    NUM_FINGERPRINT_FIELDS.check(f"number of {field} fields", len(fields))
+    values: dict[str, str] = {}
+    room = FINGERPRINT_BYTES.most
+    for name, value in fields.items():
+        known = FINGERPRINT_FIELD.check(f"name in {field}", name)
+        values[known] = Text(room).check(f"{field}.{known}", value)
+        room -= len(values[known].encode())
+    return values
+
+
+def read_layout(field: str, fields: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> KVLayout:
+    """Return a layout from its fields by name, those of its groups apart, ordered by group.
+
+    Raises:
+        InvalidArgumentError: A field is missing, unknown, out of bounds or does not fit the others.
+    """
+    NUM_GROUPS.check(f"number of {field}.groups", len(groups))
+    numbers = _read_numbers(field, fields, _LAYOUT_FIELDS)
+    read = [GroupLayout(**_read_numbers(f"{field}.groups", group, _GROUP_FIELDS)) for group in groups]
+    read.sort(key=lambda group: group.group_idx)
+    layout = KVLayout(groups=tuple(read), **numbers)
+    if len(set(layout.group_indexes())) < len(read):
+        raise InvalidArgumentError(f"{field}.groups", layout.group_indexes(), "each group may come once")
+    return layout
+
+
+def _read_numbers(field: str, fields: Mapping[str, object], known: Mapping[str, Whole]) -> dict[str, int]:
+    if set(fields) != set(known):
+        raise InvalidArgumentError(field, sorted(map(str, fields)), f"has the fields {', '.join(known)}")
+    return {name: bound.check(f"{field}.{name}", fields[name]) for name, bound in known.items()}
