@@ -1,6 +1,7 @@
 """Bundles: a pinned prompt as one portable, checksummed file. docs/format.md has the bytes."""
 
 from kvtier.bundles.exporting import export_bundle
-from kvtier.bundles.importing import ImportWish, import_bundle
+from kvtier.bundles.importing import import_bundle
+from kvtier.bundles.receiving import ImportWish
 
 __all__ = ["ImportWish", "export_bundle", "import_bundle"]

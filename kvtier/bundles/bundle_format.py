@@ -14,25 +14,27 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, KVLayout
-from kvtier.errors import BundleDamagedError, InvalidArgumentError
-from kvtier.ledger.rows import decode_layout, encode_layout
+from kvtier.errors import InvalidArgumentError
+from kvtier.ledger.rows import encode_layout
 
 FORMAT_VERSION = 2
 """Version 1 had no priorities. A prompt that has none is written as 1, so that an older kvtier can take it in."""
 DATA_ALIGNMENT_BYTES = 4096
 LENGTH_PREFIX = struct.Struct("<Q")
-MAX_HEADER_BYTES = 100_000_000
-"""safetensors' own limit. Source: safetensors 0.8.0, tensor.rs, MAX_HEADER_SIZE."""
+MAX_HEADER_BYTES = 32 * 1024**2
+"""A chunk takes some 460 bytes of it and a token 7: a prompt of 900,000 tokens in chunks of 16 fits, one of 3 million
+in those of 128. Reading a header takes ten times its length in memory, and 0.1 to 0.3 s of a thread for each MiB."""
 
-_META = "__metadata__"
-_VERSION = "kvtier.bundle"
-_DIGEST = "kvtier.digest"
-_DIGEST_MARK = b'"kvtier.digest":"'
-_ZEROS = "0" * 64
+META = "__metadata__"
+VERSION = "kvtier.bundle"
+DIGEST = "kvtier.digest"
+DIGEST_MARK = b'"kvtier.digest":"'
+ZEROS = "0" * 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +90,12 @@ class Bundle:
     covered_tokens: int
     chunks: tuple[BundleChunk, ...]
 
-    @property
+    @cached_property
     def namespace_id(self) -> str:
         """The id of the only namespace that may take it."""
         return namespace_id(self.fingerprint)
 
-    @property
+    @cached_property
     def data_bytes(self) -> int:
         """Stored bytes of all chunks."""
         return sum(chunk.stored_bytes for chunk in self.chunks)
@@ -114,63 +116,14 @@ def build_header(bundle: Bundle) -> bytes:
     text = _header_json(bundle)
     room = -(-(LENGTH_PREFIX.size + len(text)) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES - LENGTH_PREFIX.size
     if room > MAX_HEADER_BYTES:
-        raise InvalidArgumentError("prompt", bundle.prompt.name, f"{len(bundle.keys)} chunks are too many for a bundle")
+        remedy = (
+            f"{len(bundle.keys)} chunks and {len(bundle.prompt.tokens)} tokens are too many for a bundle, whose header "
+            f"has at most {MAX_HEADER_BYTES} bytes; larger chunks (blocks_per_chunk) need less of it"
+        )
+        raise InvalidArgumentError("prompt", bundle.prompt.name, remedy)
     blank = LENGTH_PREFIX.pack(room) + text.ljust(room)
     digest = hashlib.sha256(blank).hexdigest()
-    return blank.replace(_DIGEST_MARK + _ZEROS.encode(), _DIGEST_MARK + digest.encode(), 1)
-
-
-def header_bytes_of(prefix: bytes, file_bytes: int) -> int:
-    """Return N from the first 8 bytes.
-
-    Raises:
-        BundleDamagedError: N cannot be.
-    """
-    if len(prefix) < LENGTH_PREFIX.size:
-        raise BundleDamagedError(f"it has {file_bytes} bytes, a bundle has at least {DATA_ALIGNMENT_BYTES}")
-    (header_bytes,) = LENGTH_PREFIX.unpack_from(prefix)
-    if header_bytes > MAX_HEADER_BYTES:
-        raise BundleDamagedError("it does not begin like a bundle; was it made by `kvtier export`?")
-    if header_bytes > file_bytes - LENGTH_PREFIX.size:
-        raise BundleDamagedError(f"it is cut short: {file_bytes} bytes, its header alone needs {header_bytes + 8}")
-    return int(header_bytes)
-
-
-def parse_header(start: bytes, file_bytes: int) -> Bundle:
-    """Return what a bundle's header says, after checking its digest and the file's length.
-
-    Args:
-        start: The first 8 + N bytes.
-        file_bytes: Length of the whole file.
-
-    Raises:
-        BundleDamagedError: It is not a bundle, or not whole, or changed, or of a newer version.
-    """
-    try:
-        tensors = json.loads(start[LENGTH_PREFIX.size :])
-        metadata = tensors.pop(_META)
-        version = int(metadata[_VERSION])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise BundleDamagedError("its header is no bundle's; was it made by `kvtier export`?") from exc
-    if version > FORMAT_VERSION:
-        raise BundleDamagedError(f"its format version is {version}, this kvtier knows {FORMAT_VERSION}; upgrade kvtier")
-    _check_digest(start, str(metadata.get(_DIGEST)))
-    try:
-        bundle = _parse(tensors, metadata)
-    except (ValueError, KeyError, TypeError, AttributeError, InvalidArgumentError) as exc:
-        raise BundleDamagedError(f"its header makes no sense ({type(exc).__name__}: {exc})") from exc
-    end = len(start) + bundle.data_bytes
-    if end != file_bytes:
-        what = "it is cut short" if file_bytes < end else "something follows its end"
-        raise BundleDamagedError(f"{what}: {file_bytes} bytes, its header says {end}")
-    return bundle
-
-
-def _check_digest(start: bytes, stated: str) -> None:
-    marked = _DIGEST_MARK + stated.encode()
-    blank = start.replace(marked, _DIGEST_MARK + _ZEROS.encode(), 1)
-    if len(stated) != len(_ZEROS) or marked not in start or hashlib.sha256(blank).hexdigest() != stated:
-        raise BundleDamagedError("its header is not what was written (digest differs); copy it again")
+    return blank.replace(DIGEST_MARK + ZEROS.encode(), DIGEST_MARK + digest.encode(), 1)
 
 
 def _header_json(bundle: Bundle) -> bytes:
@@ -188,8 +141,8 @@ def _header_json(bundle: Bundle) -> bytes:
         del prompt["priority"]
     binding = {"keys": [key.hex() for key in bundle.keys], "covered_tokens": bundle.covered_tokens}
     metadata = {
-        _VERSION: str(FORMAT_VERSION if bundle.prompt.priority else 1),
-        _DIGEST: _ZEROS,
+        VERSION: str(FORMAT_VERSION if bundle.prompt.priority else 1),
+        DIGEST: ZEROS,
         "kvtier.prompt": _compact(prompt),
         "kvtier.namespace": bundle.namespace_id,
         "kvtier.model": bundle.model,
@@ -198,59 +151,11 @@ def _header_json(bundle: Bundle) -> bytes:
         "kvtier.binding": _compact(binding),
         "kvtier.chunks": _compact(facts),
     }
-    tensors: dict[str, Any] = {_META: metadata}
+    tensors: dict[str, Any] = {META: metadata}
     for offset, chunk in bundle.offsets(0):
         end = offset + chunk.stored_bytes
         tensors[chunk.key.hex()] = {"dtype": "U8", "shape": [chunk.stored_bytes], "data_offsets": [offset, end]}
     return _compact(tensors).encode()
-
-
-def _parse(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Bundle:
-    binding = json.loads(metadata["kvtier.binding"])
-    facts = json.loads(metadata["kvtier.chunks"])
-    bundle = Bundle(
-        prompt=_parse_prompt(json.loads(metadata["kvtier.prompt"])),
-        model=metadata["kvtier.model"],
-        fingerprint=json.loads(metadata["kvtier.fingerprint"]),
-        layout=decode_layout(metadata["kvtier.layout"]),
-        keys=tuple(bytes.fromhex(key) for key in binding["keys"]),
-        covered_tokens=int(binding["covered_tokens"]),
-        chunks=_parse_chunks(tensors, facts),
-    )
-    if bundle.namespace_id != metadata["kvtier.namespace"]:
-        raise ValueError("the namespace id is not its fingerprint's")
-    if {chunk.key for chunk in bundle.chunks} != set(bundle.keys) or not bundle.keys:
-        raise ValueError("the chunks are not those of the binding")
-    return bundle
-
-
-def _parse_prompt(fields: Mapping[str, Any]) -> BundlePrompt:
-    tokens = tuple(int(token) for token in fields["tokens"])
-    return BundlePrompt(**{**fields, "tokens": tokens, "priority": int(fields.get("priority", 0))})
-
-
-def _parse_chunks(tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[BundleChunk, ...]:
-    names = sorted(tensors, key=lambda name: tensors[name]["data_offsets"])
-    chunks: list[BundleChunk] = []
-    offset = 0
-    for name in names:
-        start, end = tensors[name]["data_offsets"]
-        if start != offset or end < start:
-            raise ValueError(f"chunk {name} spans {start}..{end}, expected to begin at {offset}")
-        offset = end
-        chunks.append(_parse_chunk(name, end - start, facts[name]))
-    return tuple(chunks)
-
-
-def _parse_chunk(name: str, stored_bytes: int, facts: Mapping[str, Any]) -> BundleChunk:
-    return BundleChunk(
-        key=bytes.fromhex(name),
-        stored_bytes=stored_bytes,
-        raw_bytes=int(facts["raw_bytes"]),
-        codec=str(facts["codec"]),
-        checksum=int(facts["xxh3_64"], 16),
-        sha256=str(facts["sha256"]),
-    )
 
 
 def _compact(value: Mapping[str, Any] | Sequence[Any]) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header
 from kvtier.bundles.spool import PACK_SUFFIX, Spool, in_batches
 from kvtier.core.stored import StoredChunk
-from kvtier.errors import BundleDamagedError, ChunkDamagedError, PromptNotDurableError, TierIOError
+from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError, TierIOError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.service import Cache
+from kvtier.service.disk_usage import ScratchRoom
 from kvtier.service.namespace import Namespace
 from kvtier.service.scratch import scratch_folder
 
@@ -22,7 +23,8 @@ async def export_bundle(cache: Cache, name: str, namespace_id: str) -> AsyncGene
     """Yield the prompt's bundle in pieces of at most 1 MiB.
 
     The whole is written to a scratch file and verified there first: what is sent is what was verified, and eviction or
-    compaction in the meantime cannot tear it. It takes the bundle's size of disk space beyond `disk.bytes` for so long.
+    compaction in the meantime cannot tear it. It takes the bundle's size of disk space beyond `disk.bytes` for so long,
+    which is kept for it before the first byte is written.
 
     Args:
         cache: Loop thread only.
@@ -32,12 +34,14 @@ async def export_bundle(cache: Cache, name: str, namespace_id: str) -> AsyncGene
     Raises:
         PromptNotFoundError: There is no such prompt.
         PromptNotDurableError: It is not whole on disk, or it is not clear which namespace is meant.
+        DiskRoomError: The file system has no room for the bundle.
+        InvalidArgumentError: It has more chunks than a bundle's header may name.
         ChunkDamagedError: A chunk on disk is not what was written.
         TierIOError: The operating system refused.
     """
     stores = cache.stores
-    with await stores.in_io(_spool_in, cache.config.disk.disk_dir) as spool:
-        await _fill(cache, spool, name, namespace_id)
+    with stores.disk_usage.scratch_room() as room, await stores.in_io(_spool_in, cache.config.disk.disk_dir) as spool:
+        await _fill(cache, spool, room, name, namespace_id)
         for offset in range(0, spool.num_bytes, PIECE_BYTES):
             yield await stores.in_io(spool.read, PIECE_BYTES, offset)
 
@@ -46,13 +50,13 @@ def _spool_in(state_dir: Path) -> Spool:
     return Spool(scratch_folder(state_dir))
 
 
-async def _fill(cache: Cache, spool: Spool, name: str, namespace_id: str) -> None:
+async def _fill(cache: Cache, spool: Spool, room: ScratchRoom, name: str, namespace_id: str) -> None:
     for attempt in range(_MAX_TRIES):
         prompt = cache.prompts.get(name)
         namespace, binding = _choose(cache, prompt, namespace_id)
         stored = _stored(namespace, binding, name)
         try:
-            await _write(cache, spool, _bundle(prompt, namespace, binding, stored), stored)
+            await _write(cache, spool, room, _bundle(prompt, namespace, binding, stored), stored)
         except (FileNotFoundError, EOFError) as exc:
             # Compaction or an eviction took the pack away meanwhile: look again where the chunks are.
             if attempt + 1 == _MAX_TRIES:
@@ -123,18 +127,29 @@ def _chunk(chunk: StoredChunk, sha256: str) -> BundleChunk:
     )
 
 
-async def _write(cache: Cache, spool: Spool, draft: Bundle, stored: Sequence[StoredChunk]) -> None:
+async def _write(cache: Cache, spool: Spool, room: ScratchRoom, draft: Bundle, stored: Sequence[StoredChunk]) -> None:
     stores, packs = cache.stores, cache.config.disk.disk_dir / "packs"
-    data_offset = offset = len(build_header(draft))  # digests do not change its length
+    data_offset = offset = len(await stores.in_io(build_header, draft))  # digests do not change its length
+    await _keep_room(cache, room, draft.prompt.name, data_offset + draft.data_bytes)
     chunks: list[BundleChunk] = []
     for batch in in_batches(stored, [chunk.stored_bytes for chunk in stored]):
         sha256s = await stores.in_io(_copy, spool, packs, batch, offset)
         chunks += [_chunk(chunk, sha256) for chunk, sha256 in zip(batch, sha256s, strict=True)]
         offset += sum(chunk.stored_bytes for chunk in batch)
+        room.grew(spool.num_bytes)
     bundle = replace(draft, chunks=tuple(chunks))
     for part in in_batches(list(bundle.offsets(data_offset)), [chunk.raw_bytes for chunk in chunks]):
         await stores.in_io(spool.verify, part)
-    await stores.in_io(spool.write, build_header(bundle), 0)
+    await stores.in_io(spool.write, await stores.in_io(build_header, bundle), 0)
+
+
+async def _keep_room(cache: Cache, room: ScratchRoom, name: str, file_bytes: int) -> None:
+    """Nothing is dropped for it: the disk's cache is worth more than a copy of a part of it."""
+    usage = cache.stores.disk_usage
+    await cache.stores.measure_disk()
+    if room.file_shortage(file_bytes) > 0:
+        raise DiskRoomError(f"the export of prompt {name!r}", file_bytes, usage.free_bytes, usage.kept_bytes)
+    room.keep(file_bytes)
 
 
 def _copy(spool: Spool, packs: Path, batch: Sequence[StoredChunk], offset: int) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from kvtier.bundles.bundle_format import LENGTH_PREFIX, Bundle, BundleChunk, header_bytes_of, parse_header
+from kvtier.bundles.bundle_format import Bundle, BundleChunk
+from kvtier.bundles.header_parsing import parse_header
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
 from kvtier.tiers.packs import PackTier
@@ -99,15 +100,13 @@ class Spool:
             source_offset, offset, num_bytes = source_offset + len(data), offset + len(data), num_bytes - len(data)
         return digest.hexdigest()
 
-    def header(self) -> tuple[Bundle, int]:
-        """Return what the header says, and where the data begins.
+    def header(self, data_offset: int) -> Bundle:
+        """Return what the header, the bytes before `data_offset`, says.
 
         Raises:
-            BundleDamagedError: It is no whole, undamaged bundle's.
+            BundleDamagedError: It is no undamaged bundle's.
         """
-        header_bytes = header_bytes_of(self.read(LENGTH_PREFIX.size, 0), self.num_bytes)
-        data_offset = LENGTH_PREFIX.size + header_bytes
-        return parse_header(self.read(data_offset, 0), self.num_bytes), data_offset
+        return parse_header(self.read(data_offset, 0))
 
     def verify(self, chunks: Sequence[tuple[int, BundleChunk]]) -> None:
         """Compare the digests of chunks at their offsets, and decode them.

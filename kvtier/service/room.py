@@ -74,16 +74,24 @@ class Room:
     async def find_disk_room(self, num_bytes: int) -> None:
         """Drop ordinary chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
 
+        Raises:
+            LedgerError: The ledger refused to drop them.
+        """
+        await self.drop_until_enough(lambda: self._stores.disk_usage.shortage(num_bytes))
+
+    async def drop_until_enough(self, shortage: Callable[[], int]) -> None:
+        """Drop ordinary chunks from disk until no more bytes are short, or none is left to drop.
+
         First the cheapest chunks, as many bytes as are short. Where these leave holes only, then whole packs, those of
         which the least is left: going on chunk by chunk would drop almost everything before a pack comes free.
 
         Raises:
             LedgerError: The ledger refused to drop them.
         """
-        short_bytes = self._stores.disk_usage.shortage(num_bytes)
+        short_bytes = shortage()
         while short_bytes > 0 and (dropped_bytes := await self._drop_cheapest(short_bytes)):
             short_bytes -= dropped_bytes
-        while (short_bytes := self._stores.disk_usage.shortage(num_bytes)) > 0:
+        while (short_bytes := shortage()) > 0:
             if not await self._drop_emptiest_packs(short_bytes):
                 return
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import zstandard
 
-from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header
+from kvtier.bundles.bundle_format import LENGTH_PREFIX, Bundle, BundleChunk, BundlePrompt, build_header
+from kvtier.bundles.header_parsing import check_length, header_bytes_of
 from kvtier.bundles.spool import Spool
 from kvtier.tiers.base import checksum_of
 from tests.fakes.chunks import key_of, layout_of, soft
@@ -56,6 +57,8 @@ def read_bundle(data: bytes, folder: Path) -> Bundle:
     """Take a bundle apart as an import does, and verify every chunk."""
     with Spool(folder) as spool:
         spool.append(data)
-        bundle, data_offset = spool.header()
+        data_offset = LENGTH_PREFIX.size + header_bytes_of(spool.read(LENGTH_PREFIX.size, 0), spool.num_bytes)
+        bundle = spool.header(data_offset)
+        check_length(bundle, data_offset, spool.num_bytes)
         spool.verify(list(bundle.offsets(data_offset)))
         return bundle

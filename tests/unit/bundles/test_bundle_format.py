@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header, header_bytes_of
+from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header
+from kvtier.bundles.header_parsing import header_bytes_of
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.errors import BundleDamagedError
 from tests.fakes.bundles import LAYOUT, bundle_bytes, read_bundle
@@ -116,5 +117,5 @@ def test_header_length_does_not_depend_on_digests() -> None:
 def test_a_spool_is_gone_after_an_error(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     with pytest.raises(BundleDamagedError), spool:
-        spool.header()
+        spool.header(8)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,192 @@
+"""A bundle on its way in: its header is judged, and room for all of it kept, before the rest of it is taken.
+
+What cannot be taken in is refused with its first pieces, not after gigabytes. Of imports at once each has room for the
+whole of its bundle and of the packs made of it, or is refused with the numbers.
+"""
+
+import time
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass
+
+from kvtier.bundles.bundle_format import LENGTH_PREFIX, Bundle, BundleChunk
+from kvtier.bundles.header_parsing import check_length, header_bytes_of
+from kvtier.bundles.matching import find_namespace
+from kvtier.bundles.spool import Spool
+from kvtier.core.layout import ChunkKey
+from kvtier.errors import BundleDamagedError, DiskRoomError, InvalidArgumentError, QuotaExceededError
+from kvtier.service import Cache
+from kvtier.service.disk_usage import ScratchRoom
+from kvtier.service.namespace import Namespace
+from kvtier.service.prompts import PinWish, pinned_bytes
+from kvtier.tiers.pack_format import reserve_bytes
+
+MAX_PIECE_BYTES = 1024**2
+
+Placed = Mapping[ChunkKey, tuple[int, BundleChunk]]
+"""Where in the bundle's file each chunk's stored bytes begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportWish:
+    """ImportStart of proto/kvtier/v1/cache.proto.
+
+    Attributes:
+        name: Empty: the bundle's.
+        replace: Take the place of another prompt of this name.
+        ttl_s: 0: the pin does not end by itself.
+    """
+
+    name: str = ""
+    replace: bool = False
+    ttl_s: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A bundle that may be taken in, as things stand: its header, the pin it becomes, and where."""
+
+    bundle: Bundle
+    placed: Placed
+    data_offset: int
+    pin: PinWish
+    namespace: Namespace
+
+
+def admit(cache: Cache, wish: ImportWish, bundle: Bundle) -> tuple[PinWish, Namespace]:
+    """Say which pin a bundle becomes, in which namespace. It is asked again when all of the bundle is there.
+
+    Raises:
+        NamespaceMismatchError: No namespace here has its fingerprint and layout.
+        PromptExistsError: The name is taken.
+        QuotaExceededError: It would not fit on disk.
+        InvalidArgumentError: The name cannot be used.
+    """
+    pin = _pin_wish(wish, bundle)
+    namespace = find_namespace(cache, bundle)
+    cache.prompts.draft(pin, time.time())
+    _check_quota(cache, namespace, pin.name, bundle)
+    return pin, namespace
+
+
+def pack_bytes(namespace: Namespace, placed: Placed, keys: Collection[ChunkKey]) -> int:
+    """Return the largest length of the packs of these chunks."""
+    sizes = [(key, placed[key][1].raw_bytes) for key in keys]
+    stored_bytes = sum(placed[key][1].stored_bytes for key in keys)
+    return stored_bytes + (reserve_bytes(namespace.namespace_id, sizes) if sizes else 0)
+
+
+def is_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
+    """Say whether a chunk needs no pack."""
+    chunk = namespace.table.get(key)
+    return chunk is not None and chunk.location is not None
+
+
+class Reception:
+    """Takes a bundle's pieces into its spool.
+
+    Args:
+        cache: Loop thread only.
+        wish: How it is to be taken in.
+        spool: Gets the pieces.
+        room: What is kept for the spool, and later for packs.
+    """
+
+    def __init__(self, cache: Cache, wish: ImportWish, spool: Spool, room: ScratchRoom) -> None:
+        self._cache, self._wish, self._spool, self._room = cache, wish, spool, room
+        self._admitted: Admitted | None = None
+
+    async def receive(self, pieces: AsyncIterator[bytes]) -> Admitted:
+        """Take all pieces.
+
+        Raises:
+            BundleDamagedError: It is no bundle, or not whole.
+            NamespaceMismatchError, PromptExistsError, QuotaExceededError, InvalidArgumentError: See `admit`.
+            DiskRoomError: There is no room for it while it is taken in.
+            TierIOError: The operating system refused.
+        """
+        async for piece in pieces:
+            if len(piece) > MAX_PIECE_BYTES:
+                raise InvalidArgumentError("piece.data", f"{len(piece)} bytes", f"at most {MAX_PIECE_BYTES} at a time")
+            await self._take(piece)
+        if self._admitted is None:
+            header_bytes_of(self._spool.read(LENGTH_PREFIX.size, 0), self._spool.num_bytes)
+            raise BundleDamagedError("it ends before its data")
+        check_length(self._admitted.bundle, self._admitted.data_offset, self._spool.num_bytes)
+        return self._admitted
+
+    async def _take(self, piece: bytes) -> None:
+        num_bytes = self._spool.num_bytes + len(piece)
+        if self._admitted is None:
+            await self._keep_room("(bundle)", num_bytes)
+        elif num_bytes > self._admitted.data_offset + self._admitted.bundle.data_bytes:
+            check_length(self._admitted.bundle, self._admitted.data_offset, num_bytes)
+        await self._cache.stores.in_io(self._spool.append, piece)
+        self._room.grew(num_bytes)
+        if self._admitted is None and num_bytes >= LENGTH_PREFIX.size:
+            start = await self._cache.stores.in_io(self._spool.read, LENGTH_PREFIX.size, 0)
+            data_offset = LENGTH_PREFIX.size + header_bytes_of(start)
+            if num_bytes >= data_offset:
+                self._admitted = await self._judge(data_offset)
+
+    async def _judge(self, data_offset: int) -> Admitted:
+        """The header is there: say whether the bundle can be taken in, and keep room for all of it."""
+        bundle, placed = await self._cache.stores.in_io(_read_header, self._spool, data_offset)
+        if self._spool.num_bytes > data_offset + bundle.data_bytes:
+            check_length(bundle, data_offset, self._spool.num_bytes)
+        pin, namespace = admit(self._cache, self._wish, bundle)
+        missing = [key for key in placed if not is_on_disk(namespace, key)]
+        file_bytes, num_pack_bytes = data_offset + bundle.data_bytes, pack_bytes(namespace, placed, missing)
+        await self._keep_room(pin.name, file_bytes, num_pack_bytes)
+        return Admitted(bundle=bundle, placed=placed, data_offset=data_offset, pin=pin, namespace=namespace)
+
+    async def _keep_room(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:
+        usage = self._cache.stores.disk_usage
+
+        def shortage() -> int:
+            return self._room.shortage(file_bytes, num_pack_bytes)
+
+        if shortage() > 0 or num_pack_bytes:
+            await self._cache.stores.measure_disk()
+        if 0 < shortage() <= usage.used_bytes:  # else nothing that may be dropped is enough
+            await self._cache.room.drop_until_enough(shortage)
+        if shortage() > 0:
+            raise _no_room(self._cache, name, file_bytes, num_pack_bytes)
+        self._room.keep(file_bytes, num_pack_bytes)
+
+
+def _no_room(cache: Cache, name: str, file_bytes: int, num_pack_bytes: int) -> DiskRoomError | QuotaExceededError:
+    usage = cache.stores.disk_usage
+    if usage.used_bytes + usage.promised_bytes + num_pack_bytes > usage.limit_bytes:
+        return QuotaExceededError(name, num_pack_bytes, usage.used_bytes + usage.promised_bytes, usage.limit_bytes)
+    needed_bytes = file_bytes + num_pack_bytes
+    return DiskRoomError(f"the import of prompt {name!r}", needed_bytes, usage.free_bytes, usage.kept_bytes)
+
+
+def _read_header(spool: Spool, data_offset: int) -> tuple[Bundle, Placed]:
+    bundle = spool.header(data_offset)
+    return bundle, {chunk.key: (offset, chunk) for offset, chunk in bundle.offsets(data_offset)}
+
+
+def _pin_wish(wish: ImportWish, bundle: Bundle) -> PinWish:
+    prompt = bundle.prompt
+    return PinWish(
+        name=wish.name or prompt.name,
+        tokens=prompt.tokens,
+        model=prompt.model,
+        lora_name=prompt.lora_name,
+        lora_path=prompt.lora_path,
+        cache_salt=prompt.cache_salt,
+        recipe_json=prompt.recipe_json,
+        ttl_s=wish.ttl_s,
+        replace=wish.replace,
+        priority=prompt.priority,
+    )
+
+
+def _check_quota(cache: Cache, namespace: Namespace, name: str, bundle: Bundle) -> None:
+    limit_bytes = cache.config.disk.disk_bytes
+    used_bytes = sum(
+        pinned_bytes(namespace, other, cache.prompts) for other in cache.prompts if other.pinned and other.name != name
+    )
+    if bundle.data_bytes + used_bytes > limit_bytes:
+        raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes)
