@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.core.limits import MAX_KEYS
 from kvtier_connector.keys import GroupShape, gpu_keys, reachable_keys
 from kvtier_connector.lora import Adapter, AdapterDigests
 from kvtier_connector.pins import BoundPin
@@ -87,6 +88,9 @@ class PinBinder:
             chunk_tokens = max(group.chunk_tokens for group in self._groups)
             remedy = "only whole chunks are kept, so pin a longer prompt (tools count)"
             return _refuse(pin, f"the prompt has {num_tokens} tokens, less than one chunk of {chunk_tokens}; {remedy}")
+        if len(reachable.keys) > MAX_KEYS:
+            remedy = f"a prompt has at most {MAX_KEYS}: raise blocks_per_chunk, or pin a shorter one"
+            return _refuse(pin, f"the prompt has {len(reachable.keys)} chunks; {remedy}")
         logger.info("kvtier pin bound name=%s tokens=%d covered=%d", pin.name, num_tokens, reachable.covered_tokens)
         return Binding(
             message=pb.BindPin(

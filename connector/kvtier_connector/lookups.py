@@ -13,6 +13,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.client.breaker import Breaker
 from kvtier.client.engine import Attachment
 from kvtier.core.layout import ChunkKey
+from kvtier.core.limits import MAX_KEYS
 from kvtier.obs import trace
 from kvtier_connector.lease import AcquirePlan, Lease, Phase, RequestState, Residency
 from kvtier_connector.load_cost import LoadCost
@@ -213,6 +214,8 @@ class Lookups:
             # vLLM may evict the rest, too: ask for everything, and only this once.
             whole = self._planner.plan(hashes, digest, 0)
             plan = whole if whole is not None and whole.end_token >= plan.end_token else plan
+        if len(plan.keys) > MAX_KEYS:  # the daemon would end the session
+            return LookupEnd.NOT_CACHEABLE
         state.asked_tokens = plan.first_token
         state.lease = self._acquire(state.req_id, plan, attachment, now_s)
         return None

@@ -51,7 +51,7 @@ class BundlePrompt:
     priority: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BundleChunk:
     """One chunk; chunks lie back to back in the order of their entries.
 

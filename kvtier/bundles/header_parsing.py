@@ -23,7 +23,6 @@ from kvtier.bundles.bundle_format import (
     BundlePrompt,
 )
 from kvtier.bundles.header_json import read_json, read_list, read_object
-from kvtier.collector import collector_off
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
@@ -79,15 +78,13 @@ def parse_header(start: bytes) -> Bundle:
     Raises:
         BundleDamagedError: It is no bundle's, or changed, of a newer version, or a field of it cannot be used.
     """
-    # What is read is no garbage, and its reader shall not hold up the others with looking for some.
-    with collector_off():
-        tensors, metadata = _read(start)
-        _check_version(metadata)
-        _check_digest(start, metadata.get(DIGEST))
-        try:
-            return _parse(tensors, metadata)
-        except InvalidArgumentError as exc:
-            raise BundleDamagedError(f"in its header, {exc}") from exc
+    tensors, metadata = _read(start)
+    _check_version(metadata)
+    _check_digest(start, metadata.get(DIGEST))
+    try:
+        return _parse(tensors, metadata)
+    except InvalidArgumentError as exc:
+        raise BundleDamagedError(f"in its header, {exc}") from exc
 
 
 def check_length(bundle: Bundle, data_offset: int, file_bytes: int) -> None:

@@ -12,6 +12,7 @@ from kvtier.bundles.bundle_format import LENGTH_PREFIX, Bundle, BundleChunk
 from kvtier.bundles.header_parsing import check_length, header_bytes_of
 from kvtier.bundles.matching import find_namespace
 from kvtier.bundles.spool import Spool
+from kvtier.collector import collector_off
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import BundleDamagedError, DiskRoomError, InvalidArgumentError, QuotaExceededError
 from kvtier.service import Cache
@@ -69,7 +70,7 @@ def admit(cache: Cache, wish: ImportWish, bundle: Bundle) -> tuple[PinWish, Name
 
 
 def pack_bytes(namespace: Namespace, placed: Placed, keys: Collection[ChunkKey]) -> int:
-    """Return the largest length of the packs of these chunks."""
+    """Return the largest length of the packs of these chunks. Any thread."""
     sizes = [(key, placed[key][1].raw_bytes) for key in keys]
     stored_bytes = sum(placed[key][1].stored_bytes for key in keys)
     return stored_bytes + (reserve_bytes(namespace.namespace_id, sizes) if sizes else 0)
@@ -135,7 +136,8 @@ class Reception:
             check_length(bundle, data_offset, self._spool.num_bytes)
         pin, namespace = admit(self._cache, self._wish, bundle)
         missing = [key for key in placed if not is_on_disk(namespace, key)]
-        file_bytes, num_pack_bytes = data_offset + bundle.data_bytes, pack_bytes(namespace, placed, missing)
+        file_bytes = data_offset + bundle.data_bytes
+        num_pack_bytes = await self._cache.stores.in_io(pack_bytes, namespace, placed, missing)
         await self._keep_room(pin.name, file_bytes, num_pack_bytes)
         return Admitted(bundle=bundle, placed=placed, data_offset=data_offset, pin=pin, namespace=namespace)
 
@@ -163,8 +165,10 @@ def _no_room(cache: Cache, name: str, file_bytes: int, num_pack_bytes: int) -> D
 
 
 def _read_header(spool: Spool, data_offset: int) -> tuple[Bundle, Placed]:
-    bundle = spool.header(data_offset)
-    return bundle, {chunk.key: (offset, chunk) for offset, chunk in bundle.offsets(data_offset)}
+    with collector_off():  # it would hold up all threads, and what is read is no garbage
+        bundle = spool.header(data_offset)
+        _ = bundle.data_bytes  # added up here, once
+        return bundle, {chunk.key: (offset, chunk) for offset, chunk in bundle.offsets(data_offset)}
 
 
 def _pin_wish(wish: ImportWish, bundle: Bundle) -> PinWish:

@@ -1,7 +1,10 @@
 """Bundles for tests, made without a daemon."""
 
+import copy
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -12,6 +15,7 @@ from kvtier.tiers.base import checksum_of
 from tests.fakes.chunks import key_of, layout_of, soft
 
 LAYOUT = layout_of(useful_bytes=1000)
+JSON_FIELDS = ("kvtier.prompt", "kvtier.fingerprint", "kvtier.layout", "kvtier.binding", "kvtier.chunks")
 
 
 def bundle_bytes(*, codec: str = "zstd", recipe_json: str = "", priority: int = 0) -> bytes:
@@ -62,3 +66,29 @@ def read_bundle(data: bytes, folder: Path) -> Bundle:
         check_length(bundle, data_offset, spool.num_bytes)
         spool.verify(list(bundle.offsets(data_offset)))
         return bundle
+
+
+def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return a bundle's header, the JSON inside of it too, and its data."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    for field in JSON_FIELDS:
+        header["__metadata__"][field] = json.loads(header["__metadata__"][field])
+    return header, data[end:]
+
+
+def sealed(header: dict[str, Any], data: bytes) -> bytes:
+    """Return a bundle with this header, whose digest is right."""
+    header = copy.deepcopy(header)
+    metadata = header.get("__metadata__")
+    if isinstance(metadata, dict):
+        for field in JSON_FIELDS:
+            if not isinstance(metadata.get(field, ""), str):
+                metadata[field] = json.dumps(metadata[field])
+        if isinstance(metadata.get("kvtier.digest"), str):
+            metadata["kvtier.digest"] = "0" * 64
+    text = json.dumps(header, separators=(",", ":")).encode()
+    start = len(text).to_bytes(8, "little") + text
+    zeros = b'"kvtier.digest":"' + b"0" * 64
+    digest = hashlib.sha256(start).hexdigest()
+    return start.replace(zeros, b'"kvtier.digest":"' + digest.encode(), 1) + data

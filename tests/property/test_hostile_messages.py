@@ -6,8 +6,6 @@ and the next start refused the ledger. 25 of 57 made-up headers ended as UNKNOWN
 
 import asyncio
 import copy
-import hashlib
-import json
 import shutil
 import tempfile
 from collections.abc import Coroutine
@@ -22,7 +20,7 @@ from hypothesis import strategies as st
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
-from tests.fakes.bundles import LAYOUT, bundle_bytes
+from tests.fakes.bundles import LAYOUT, bundle_bytes, opened, sealed
 from tests.fakes.fsck import assert_clean
 from tests.fakes.operator import Stub, status_of
 from tests.fakes.scripted_engine import ScriptedEngine, config_in, hello_message, running
@@ -83,35 +81,8 @@ def run(scenario: Coroutine[Any, Any, None], daemon: Daemon) -> None:
 
 # Bundles
 
-JSON_FIELDS = ("kvtier.prompt", "kvtier.fingerprint", "kvtier.layout", "kvtier.binding", "kvtier.chunks")
 Edit = tuple[int, str, Any]
 edits = st.tuples(st.integers(0, 10**6), st.sampled_from(["replace", "drop", "add", "rename"]), values)
-
-
-def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return a bundle's header, the JSON inside of it too, and its data."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    for field in JSON_FIELDS:
-        header["__metadata__"][field] = json.loads(header["__metadata__"][field])
-    return header, data[end:]
-
-
-def sealed(header: dict[str, Any], data: bytes) -> bytes:
-    """Return a bundle with this header, whose digest is right."""
-    header = copy.deepcopy(header)
-    metadata = header.get("__metadata__")
-    if isinstance(metadata, dict):
-        for field in JSON_FIELDS:
-            if not isinstance(metadata.get(field, ""), str):
-                metadata[field] = json.dumps(metadata[field])
-        if isinstance(metadata.get("kvtier.digest"), str):
-            metadata["kvtier.digest"] = "0" * 64
-    text = json.dumps(header, separators=(",", ":")).encode()
-    start = len(text).to_bytes(8, "little") + text
-    zeros = b'"kvtier.digest":"' + b"0" * 64
-    digest = hashlib.sha256(start).hexdigest()
-    return start.replace(zeros, b'"kvtier.digest":"' + digest.encode(), 1) + data
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:

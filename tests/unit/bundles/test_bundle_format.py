@@ -1,17 +1,19 @@
 """A bundle's bytes: what goes in comes out, and any other byte is an error that says so."""
 
 import dataclasses
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.bundles import bundle_format
 from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header
 from kvtier.bundles.header_parsing import header_bytes_of
 from kvtier.bundles.spool import Spool, in_batches
-from kvtier.errors import BundleDamagedError
-from tests.fakes.bundles import LAYOUT, bundle_bytes, read_bundle
+from kvtier.errors import BundleDamagedError, InvalidArgumentError
+from tests.fakes.bundles import LAYOUT, bundle_bytes, opened, read_bundle, sealed
 from tests.fakes.chunks import key_of
 
 
@@ -119,3 +121,50 @@ def test_a_spool_is_gone_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(BundleDamagedError), spool:
         spool.header(8)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_header_is_refused_by_its_length(tmp_path: Path) -> None:
+    """One of 57 MB took 1.4 GB of memory and 4.8 s of the daemon's loop."""
+    told = refusal((57_000_000).to_bytes(8, "little") + bytes(1000), tmp_path)
+    assert "its header has 57000000 bytes, at most 33554432 are supported" in told
+
+
+def test_a_header_of_nothing_but_lists_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """Ten million of them take a gigabyte of memory, in a header of 30 MB."""
+    text = b"[" + b"[]," * 2_000_000 + b"0]"
+    whole = len(text).to_bytes(8, "little") + text
+    tracemalloc.start()
+    try:
+        assert "no bundle's" in refusal(whole, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_prompt_of_too_many_chunks_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle_format, "MAX_HEADER_BYTES", 2000)
+    with pytest.raises(InvalidArgumentError, match=r"3 chunks and 48 tokens are too many .*blocks_per_chunk"):
+        bundle_bytes()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cache_salt", 7),
+        ("model", None),
+        ("recipe_json", {}),
+        ("lora_path", ["x"]),
+        ("tokens", [1, 2.5]),
+        ("tokens", [True]),
+        ("tokens", [-1]),
+        ("tokens", []),
+        ("priority", 101),
+        ("priority", "1"),
+        ("more", ""),
+    ],
+)
+def test_a_refused_field_of_the_prompt_is_named(whole: bytes, tmp_path: Path, field: str, value: object) -> None:
+    header, data = opened(whole)
+    header["__metadata__"]["kvtier.prompt"][field] = value
+    assert "in its header, " in (told := refusal(sealed(header, data), tmp_path))
+    assert field in told

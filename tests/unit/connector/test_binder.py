@@ -12,6 +12,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+import kvtier_connector.binder
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.background import Background
 from kvtier_connector.binder import BlockHasher, PinBinder
@@ -99,6 +100,16 @@ def test_whole_chunks_are_covered_but_a_windows_end_is_one_token_before_the_prom
     assert full_only.bind(pin_of(list(range(24)))).message.covered_tokens == 24
     assert hybrid.bind(pin_of(list(range(24)))).message.covered_tokens == 16
     assert hybrid.bind(pin_of(list(range(25)))).message.covered_tokens == 24
+
+
+def test_a_prompt_of_more_chunks_than_a_binding_may_name_is_refused_with_the_remedy(
+    binder: PinBinder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon ends a session that binds more, and the next one would bind the same."""
+    monkeypatch.setattr(kvtier_connector.binder, "MAX_KEYS", 4)
+    binding = binder.bind(pin_of(list(range(30))))
+    assert binding.bound is None
+    assert "the prompt has 5 chunks; a prompt has at most 4: raise blocks_per_chunk" in binding.message.error
 
 
 def test_a_cache_salt_enters_as_for_a_request(binder: PinBinder, hasher: BlockHasher) -> None:

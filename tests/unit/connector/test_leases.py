@@ -62,6 +62,15 @@ def test_a_hit_is_loaded_and_released_when_the_workers_are_done(scheduler: Sched
     assert scheduler.sent_one("release") == pb.Release(acquire_id=acquire.acquire_id, all=True)
 
 
+def test_more_chunks_than_a_message_may_name_are_computed(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon ends a session that asks for more, and with it the hits of everybody."""
+    monkeypatch.setattr(kvtier_connector.lookups, "MAX_KEYS", 5)
+    assert scheduler.ask(scheduler.new_request("sys", 8)) == 0
+    assert "acquire" not in [message.WhichOneof("kind") for message in scheduler.sent()]
+
+
 def test_the_load_job_names_slots_generations_and_the_session(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
     scheduler.answer(acquired(scheduler, request), [HOST] * 6)
