@@ -14,13 +14,13 @@ from kvtier.core.stored import StoredChunk
 from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
+from kvtier.printable import shortened
 from kvtier.rpc.parsing import bounded_list, parse_hello, parse_stores
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.differences import differing_namespaces
 from kvtier.service.peer import PromotionForecast
 from kvtier.service.session import Session, SessionEnd
-from kvtier.shortened import shortened
 
 logger = logging.getLogger(__name__)
 
