@@ -187,7 +187,7 @@ def test_unknown_variable_of_a_table_is_refused_and_others_are_not_ours() -> Non
         ("log.format", 3, "text, json"),
         ("disk.dir", 3, "path in quotes"),
         ("server.socket", "/" + "x" * 107, "at most 107"),
-        ("server.socket", "/run/a\0b", "NUL character"),
+        ("server.socket", "/run/a\0b", "none of them NUL"),
         ("metrics.listen", 9464, "address in quotes"),
         ("metrics.listen", ":9464", '"0.0.0.0:9464" for every interface'),
         ("metrics.listen", "localhost", "host:port"),
