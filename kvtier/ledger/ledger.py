@@ -378,12 +378,14 @@ class Ledger:
         if self._copies is None:
             yield
             return
-        self.misses_copies = self.is_behind = True  # until it is known that no row is without its copy
         try:
             self._copies.drop(*find(self._connection, of))
-        except (OSError, sqlite3.Error) as exc:
-            raise LedgerError(f"cannot remove copies in {self._copies.folder}: {exc}; nothing was changed") from exc
-        yield
+            yield
+        except BaseException as exc:
+            self.misses_copies = self.is_behind = True  # of rows that stay
+            if isinstance(exc, OSError | sqlite3.Error):
+                raise LedgerError(f"cannot remove copies in {self._copies.folder}: {exc}; nothing was changed") from exc
+            raise
 
 
 def _chunk_columns(namespace_id: str, chunk: StoredChunk) -> tuple[object, ...]:

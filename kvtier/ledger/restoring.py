@@ -19,12 +19,15 @@ class Restored:
         num_bindings: Of these and of other prompts.
         num_namespaces: That the bindings needed.
         num_damaged: Copies that were newer than their rows, or had none, and are not what was written: set aside.
+        without_copy: Names of prompts in a database that had lost something, which have no copy: they may have been
+            deleted since, and are kept.
     """
 
     prompts: list[str] = field(default_factory=list)
     num_bindings: int = 0
     num_namespaces: int = 0
     num_damaged: int = 0
+    without_copy: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Something was lost."""
@@ -60,6 +63,9 @@ def restore(
             _restore_binding(sql, binding, put_namespace, namespaces, restored)
         else:
             ended.append(binding_id(binding.pin_id, binding.namespace_id))
+    if restored:
+        prompts = [(copy_id, ref.key[0]) for copy_id, ref in row_refs(sql).items() if len(ref.key) == 1]
+        restored.without_copy = [name for copy_id, name in prompts if copy_id not in copies.revisions]
     if not restored.num_damaged:  # else its prompt's copy may be the damaged one
         with suppress(OSError):
             copies.drop(*ended)

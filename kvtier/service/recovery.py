@@ -83,6 +83,7 @@ async def _restore_promises(cache: "Cache") -> None:
             bindings=restored.num_bindings,
             damaged_copies=restored.num_damaged,
             names=",".join(restored.prompts[:_MAX_NAMES]),
+            perhaps_deleted_since=",".join(restored.without_copy[:_MAX_NAMES]),
             why="the ledger had lost what was acknowledged, or an old backup of it was put back",
             remedy="compare `kvtier list` with what you pinned; `kvtier unpin` what was ended since the backup",
         )

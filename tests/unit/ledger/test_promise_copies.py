@@ -123,14 +123,18 @@ def test_a_database_that_is_new_gets_everything_back(ledger: Ledger, path: Path)
 
 
 def test_an_old_row_is_replaced_and_a_new_one_is_not(ledger: Ledger, path: Path) -> None:
+    ledger.put_prompt(prompt_row("ended", "pin-9"))
     backup = path.read_bytes()
+    ledger.delete_prompt("ended")
+    assert not ledger.is_behind or ledger.catch_up()
     ledger.put_prompt(prompt_row(pinned=False, tokens=(7,)))
     ledger.close()
     newer = path.read_bytes()
     path.write_bytes(backup)
     ledger = Ledger.open(path)
-    assert ledger.restore_promises([]).prompts == ["support"]
-    assert ledger.load().prompts == (prompt_row(pinned=False, tokens=(7,)),)
+    restored = ledger.restore_promises([])
+    assert (restored.prompts, restored.without_copy) == (["support"], ["ended"])
+    assert ledger.load().prompts == (prompt_row("ended", "pin-9"), prompt_row(pinned=False, tokens=(7,)))
     ledger.close()
     path.write_bytes(newer)
     ledger = Ledger.open(path)
