@@ -19,7 +19,7 @@ help:
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make test-models the rarer models and setups of vLLM that docs/compatibility.md lists"
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon (half a minute each, a minute on a busy machine)"
-	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call, damaged files, the whole service"
+	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call, damaged files, every bit of a WAL, the whole service"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make peers-venv set up .venv-peers: LMCache, for make bench and python -m benchmarks.peers"
 	@echo "make clean      remove .venv, models, caches and bench-results"
@@ -54,6 +54,7 @@ chaos: venv
 	KVTIER_CHAOS_KILLS=$(KILLS) KVTIER_CHAOS_FAULTS=1000 KVTIER_CHAOS_DAMAGES=20 KVTIER_CHAOS_EXAMPLES=1000 \
 		$(BIN)/pytest -q -s tests/property/test_whole_service.py \
 		tests/fault/test_daemon_kill.py tests/fault/test_service_failing_calls.py tests/fault/test_damaged_directory.py
+	KVTIER_CHAOS_KILLS=$(KILLS) $(BIN)/pytest -q -rP -n $(E2E_WORKERS) tests/fault/test_ledger_loss.py
 
 test-e2e: venv
 	$(BIN)/pytest -q -m timed tests/e2e
