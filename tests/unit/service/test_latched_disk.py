@@ -1,0 +1,154 @@
+"""A disk tier that is switched off: nobody but the probe calls it, and all go on when it is back."""
+
+import errno
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import TierIOError
+from kvtier.service.compactor import Compactor
+from kvtier.service.scrubber import CURSOR_FILE, Scrubber
+from kvtier.service.tasks import Tasks
+from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
+from tests.fakes.rig import Rig, eventually, keys_of, rig
+
+MINUTE_S = 60.0
+CALLS = ("write_pack", "rewrite_pack", "read_chunks", "delete_pack", "quarantine_pack", "list_packs", "sweep", "probe")
+
+
+def recorded(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that takes up every call of the tier when it begins."""
+    calls: list[str] = []
+
+    def record(name: str) -> None:
+        original = getattr(r.tier, name)
+
+        def call(*args: object) -> object:
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(r.tier, name, call)
+
+    for name in CALLS:
+        record(name)
+    return calls
+
+
+def latch(r: Rig) -> None:
+    """Switch the tier off, as three refusals in a row do."""
+    while r.stores.disk_health.readable:
+        r.stores.disk_health.failed("read", TierIOError(Path("tier"), "read", OSError(errno.EIO, "I/O error")))
+
+
+async def spill(r: Rig) -> None:
+    r.table.pin(keys_of([20]))
+    r.namespace.spiller.add(r.in_host([20, 21]))
+
+
+async def compact(r: Rig) -> None:
+    r.stores.holes.set()
+    await Compactor(r.stores, lambda: [r.namespace]).run()
+
+
+async def scrub(r: Rig) -> None:
+    await Scrubber(r.stores, lambda: [r.namespace], r.stores.config.disk.disk_dir / CURSOR_FILE).run()
+
+
+async def prefetch(r: Rig) -> None:
+    r.namespace.promoter.warm_up(keys_of(range(3)))
+
+
+@pytest.mark.parametrize(
+    ("work", "wanted"),
+    [
+        (spill, ["write_pack", "write_pack"]),
+        (compact, ["rewrite_pack", "write_pack", "delete_pack"]),
+        (scrub, ["read_chunks", "read_chunks"]),
+        (prefetch, ["read_chunks"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_background_work_waits_for_the_probe(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    work: Callable[[Rig], Coroutine[Any, Any, None]],
+    wanted: Sequence[str],
+) -> None:
+    """Each looked whether the tier is open by a wait that nothing would have noticed missing."""
+
+    async def scenario(loop: JumpingLoop) -> None:
+        async with rig(tmp_path, store="all", compact_dead_ratio=0.1) as r:
+            await r.on_disk(range(5))
+            await r.on_disk(range(5, 10))
+            await r.namespace.drop_from_disk(keys_of(range(3, 5)))
+            session, peer = await r.session()
+            await at_rest(r.stores)
+            latch(r)
+            calls = recorded(r, monkeypatch)
+            tasks = Tasks()
+            tasks.start("work", work(r))
+            for _ in range(3):
+                loop.jump(MINUTE_S)
+                await at_rest(r.stores)
+            session.acquire(1, keys_of([5]))
+            assert not peer.answers[1][0], "a miss at once"
+            assert calls == []
+            await r.stores.disk_health.probe_once()
+            assert r.stores.disk_health.writable
+            for _ in range(len(wanted)):
+                loop.jump(MINUTE_S)  # packs of ordinary chunks linger
+                await at_rest(r.stores)
+            assert calls == ["probe", *wanted]
+            await tasks.close()
+
+    run_with_jumps(scenario)
+
+
+def test_probes_become_rare_and_the_first_that_succeeds_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(loop: JumpingLoop) -> None:
+        async with rig(tmp_path) as r:
+            health = r.stores.disk_health
+            health._now_s = loop.time
+            tasks = Tasks()
+            tasks.start("probe", health.run())
+            calls = recorded(r, monkeypatch)
+            loop.jump(MINUTE_S)
+            await at_rest(r.stores)
+            assert calls == [], "it works"
+            r.tier.refuse_writes = errno.EIO
+            latch(r)
+            due: list[float] = []
+            for second in range(1, 40):
+                loop.jump(1.0)
+                await at_rest(r.stores)
+                due += [second] * (len(calls) - len(due))
+            assert due == [2, 6, 14, 30]
+            r.tier.refuse_writes = 0
+            loop.jump(MINUTE_S)
+            await eventually(lambda: not health.latched)
+            assert r.counters.disk_probes == len(calls) == 5
+            await tasks.close()
+
+    run_with_jumps(scenario)
+
+
+def test_a_write_that_fails_is_tried_again_after_a_pause(tmp_path: Path) -> None:
+    """Without one a disk that refuses was asked as fast as it could say no, until the third refusal latched it."""
+
+    async def scenario(loop: JumpingLoop) -> None:
+        async with rig(tmp_path) as r:
+            object.__setattr__(r.stores.config.disk, "pack_bytes", 6000)  # a pack for each chunk, without lingering
+            r.table.pin(keys_of(range(2)))
+            r.tier.refuse_writes = errno.EIO
+            r.namespace.spiller.add(r.in_host(range(2)))
+            for num_failed in (1, 2):
+                await at_rest(r.stores)
+                assert r.counters.packs_failed == num_failed
+                loop.jump(MINUTE_S)
+                r.tier.refuse_writes = errno.EIO if num_failed == 1 else 0
+            await at_rest(r.stores)
+            assert r.tier.written == [keys_of([0]), keys_of([1])], "no pause after what went well"
+
+    run_with_jumps(scenario)
