@@ -1,0 +1,139 @@
+"""What engines hear of pins that begin, change and end, by command or by the clock, and that nothing ends twice."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import kvtier.service.pins
+from kvtier.ledger import Ledger, PromptRow
+from kvtier.service.prompts import PinWish
+from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
+from tests.fakes.gates import gated
+from tests.fakes.operator import reached
+from tests.fakes.rig import ListPeer, Rig, eventually, hello_of, rig
+
+MINUTE_S = 60.0
+WISH = PinWish(name="p", tokens=(1, 2, 3))
+
+
+@dataclass
+class PinPeer(ListPeer):
+    """Keeps what it hears of pins: whether each is pinned, by id."""
+
+    pinned: dict[str, bool] = field(default_factory=dict)
+
+    def pin_added(self, prompt: PromptRow) -> None:
+        """See EnginePeer."""
+        self.pinned[prompt.pin_id] = prompt.pinned
+
+    def pin_removed(self, pin_id: str) -> None:
+        """See EnginePeer."""
+        del self.pinned[pin_id]
+
+
+class WallClock:
+    """Of the operators' side, set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.unix_s = 1e9
+        monkeypatch.setattr(kvtier.service.pins, "time", SimpleNamespace(time=lambda: self.unix_s))
+
+
+async def attached(r: Rig) -> PinPeer:
+    peer = PinPeer()
+    await r.cache.attach(hello_of("listens"), peer)
+    r.cache._verified.set()  # there was nothing to adopt
+    return peer
+
+
+def true_pins(r: Rig) -> dict[str, bool]:
+    return {prompt.pin_id: prompt.pinned for prompt in r.cache.prompts}
+
+
+def test_engines_hear_of_every_pin_that_begins_changes_or_ends(tmp_path: Path) -> None:
+    """The word that a pin had ended could be left out: the engine kept offering chunks that nobody wanted."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            peer, pins = await attached(r), r.cache.pins
+            await pins.pin(WISH)
+            (pin_id,) = peer.pinned
+            assert peer.pinned == {pin_id: True} == true_pins(r)
+            await pins.unpin("p")
+            assert peer.pinned == {pin_id: False} == true_pins(r)
+            await pins.pin(WISH)
+            assert peer.pinned == {pin_id: True} == true_pins(r)
+            await pins.pin(PinWish(name="p", tokens=(4, 5), replace=True))
+            assert pin_id not in peer.pinned
+            assert list(peer.pinned.values()) == [True]
+            assert peer.pinned == true_pins(r)
+            await pins.pin(PinWish(name="other", tokens=(6,), model="another model"))
+            assert len(peer.pinned) == 1, "not its model"
+            await pins.unpin("other")
+            assert len(peer.pinned) == 1
+            await pins.unpin("p")
+            await pins.evict("p", force=False)
+            assert peer.pinned == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_expires_when_it_is_due_and_engines_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(loop: JumpingLoop) -> None:
+        clock = WallClock(monkeypatch)
+        async with rig(tmp_path) as r:
+            peer = await attached(r)
+            expiring = asyncio.create_task(r.cache.pins.expire())
+            await r.cache.pins.pin(PinWish(name="p", tokens=(1,), ttl_s=60, priority=3))
+            await r.cache.pins.pin(PinWish(name="for-ever", tokens=(2,)))
+            for seconds, is_pinned in ((0, True), (59, True), (1, False), (3600, False)):
+                clock.unix_s += seconds
+                loop.jump(MINUTE_S)
+                await at_rest(r.stores)
+                assert r.cache.prompts.get("p").pinned is is_pinned
+                assert peer.pinned == true_pins(r)
+            ended = r.cache.prompts.get("p")
+            assert (ended.expires_unix_s, ended.priority) == (0.0, 0)
+            assert r.cache.prompts.get("for-ever").pinned
+            assert {row.name: row.pinned for row in r.stores.ledger.load().prompts} == {"p": False, "for-ever": True}
+            expiring.cancel()
+            await asyncio.gather(expiring, return_exceptions=True)
+
+    run_with_jumps(scenario)
+
+
+@pytest.mark.parametrize(
+    "again", [PinWish(name="p", tokens=(1, 2, 3), ttl_s=600), PinWish(name="p", tokens=(7,), replace=True)]
+)
+def test_a_pin_that_comes_while_an_old_one_expires_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: PinWish
+) -> None:
+    """The expiry waits for the change that goes on; what it found expired may be pinned for longer by then, or another
+    prompt of that name."""
+
+    async def scenario(loop: JumpingLoop) -> None:
+        clock = WallClock(monkeypatch)
+        async with rig(tmp_path) as r:
+            peer = await attached(r)
+            await r.cache.pins.pin(PinWish(name="p", tokens=(1, 2, 3), ttl_s=60))
+            clock.unix_s += 100
+            expiring = asyncio.create_task(r.cache.pins.expire())
+            with gated(monkeypatch, Ledger, "put_prompt") as gate:
+                pinning = asyncio.create_task(r.cache.pins.pin(again))
+                await reached(gate.reached)
+                loop.jump(MINUTE_S)
+                await eventually(lambda: bool(r.cache.changes.lock._waiters))
+                gate.open()
+                view = await pinning
+            await at_rest(r.stores)
+            assert r.cache.prompts.get("p") == view.prompt
+            assert view.prompt.pinned
+            assert [(row.pin_id, row.pinned) for row in r.stores.ledger.load().prompts] == [(view.prompt.pin_id, True)]
+            assert peer.pinned == true_pins(r)
+            expiring.cancel()
+            await asyncio.gather(expiring, return_exceptions=True)
+
+    run_with_jumps(scenario)
