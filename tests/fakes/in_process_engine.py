@@ -39,6 +39,7 @@ class InProcessEngine:
         mirror: The connector's own.
         credits: Slots to write into.
         writing: Stores begun.
+        pinned: Prompts that it shall recognize, by pin id: whether they are pinned.
         num_read: Chunks whose bytes were looked at.
     """
 
@@ -48,6 +49,7 @@ class InProcessEngine:
         self.mirror = PinMirror()
         self.credits: list[SlotRef] = []
         self.writing: list[tuple[ChunkKey, SlotRef]] = []
+        self.pinned: dict[str, bool] = {}
         self.num_read = 0
         self._seen: dict[SlotRef, ChunkKey] = {}
         self._num_acquires = 0
@@ -56,6 +58,7 @@ class InProcessEngine:
         """Begin a session, as the servicer and the connector do it together."""
         self.session: Session = await cache.attach(self.hello, self)
         self.mirror.attach(stores_all=cache.stores.stores_all)
+        self.pinned = {prompt.pin_id: prompt.pinned for prompt in cache.pins_for(self.session)}
         arena = self.session.namespace.arena
         self.arena = ArenaMap(arena.path, arena.geometry.arena_id)
         self.lock = SessionLockHolder(self.session.lock.path)
@@ -155,7 +158,7 @@ class InProcessEngine:
                 asked.promoting.add(index)
             else:
                 self._may_read(asked, index, chunk.host.slot)
-        assert bool(forecast.pending_bytes) == bool(asked.promoting)
+        self._check_forecast(asked, forecast)
 
     def promotion_advanced(
         self,
@@ -171,9 +174,13 @@ class InProcessEngine:
             self._may_read(asked, index, ref)
         for index in failed:
             asked.promoting.remove(index)
-        assert bool(forecast.pending_bytes) == bool(asked.promoting)
+        self._check_forecast(asked, forecast)
         if not asked.readable and not asked.promoting:
             del self.asked[acquire_id]
+
+    def _check_forecast(self, asked: Asked, forecast: PromotionForecast) -> None:
+        waited_for = [group_idx_of(asked.keys[index]) for index in asked.promoting]
+        assert forecast.pending_bytes == sum(map(self.layout.payload_bytes, waited_for))
 
     def _may_read(self, asked: Asked, index: int, ref: SlotRef) -> None:
         asked.readable[index], self._seen[ref] = ref, asked.keys[index]
@@ -193,9 +200,11 @@ class InProcessEngine:
 
     def pin_added(self, prompt: PromptRow) -> None:
         """See EnginePeer."""
+        self.pinned[prompt.pin_id] = prompt.pinned
 
     def pin_removed(self, pin_id: str) -> None:
         """See EnginePeer."""
+        self.pinned.pop(pin_id, None)  # or one that it never heard of
         self.mirror.remove(pin_id)
 
     def ponged(self, ping_id: int) -> None:

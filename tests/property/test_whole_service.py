@@ -283,6 +283,12 @@ class WholeServiceMachine(RuleBasedStateMachine):
         self.end_stores(which, "well")
 
     @rule(which=choices, chosen=numbers)
+    def abort(self, which: int, chosen: list[int]) -> None:
+        """Stores that are open end without having been written."""
+        self.begin_store(which, chosen)
+        self.end_stores(which, "abort")
+
+    @rule(which=choices, chosen=numbers)
     def acquire(self, which: int, chosen: list[int]) -> None:
         if (engine := self.pick(which)) is not None:
             self.service.sync(lambda: engine.acquire(keys_of(engine, chosen)))
@@ -507,6 +513,8 @@ class WholeServiceMachine(RuleBasedStateMachine):
             assert len(engine.credits) + len(engine.writing) == engine.session.num_store_grants
             leased = sum(len(asked.readable) for asked in engine.asked.values())
             assert leased == engine.session.num_leases
+            prompts = [row for row in self.service.cache.prompts if engine.session.serves(row)]
+            assert engine.pinned == {row.pin_id: row.pinned for row in prompts}
             assert not any(asked.promoting for asked in engine.asked.values()), "never answered"
 
     @invariant()

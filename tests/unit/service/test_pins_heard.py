@@ -31,7 +31,7 @@ class PinPeer(ListPeer):
 
     def pin_removed(self, pin_id: str) -> None:
         """See EnginePeer."""
-        del self.pinned[pin_id]
+        self.pinned.pop(pin_id, None)
 
 
 class WallClock:

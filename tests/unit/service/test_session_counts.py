@@ -1,0 +1,83 @@
+"""What a session has of slots and promotions, to the last one: what it gives back is there for the next."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+import kvtier.service.promotion_batch
+from kvtier.core.slots import SlotRef, SlotState
+from tests.fakes.clocks import at_rest
+from tests.fakes.rig import ListPeer, eventually, hello_of, keys_of, rig
+from tests.fakes.scripted_engine import chunk_key
+
+ROW_BYTES = 8192
+CHUNK_BYTES = 6000
+
+
+@dataclass
+class CreditPeer(ListPeer):
+    """Keeps its credits."""
+
+    credits: list[SlotRef] = field(default_factory=list)
+
+    def credits_granted(self, slots: list[SlotRef]) -> None:  # type: ignore[override]
+        """See EnginePeer."""
+        self.credits += slots
+
+
+def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> None:
+    """Slots of aborted stores could leak: each session had enough of them for its first hour."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=8 * ROW_BYTES) as r:
+            peer = CreditPeer()
+            session = await r.cache.attach(replace(hello_of("aborts"), store_credits=2), peer)
+            session.top_up()
+            slots = r.namespace.slots
+            for number in range(3 * slots.num_slots):
+                await eventually(lambda: len(peer.credits) == 2)
+                stores = [(chunk_key(number + place), peer.credits.pop()) for place in range(2)]
+                session.store_begin(stores)
+                assert session.is_busy
+                session.store_abort(stores)
+                session.store_abort(stores)  # what is unknown is ignored
+                assert not session.is_busy
+                await at_rest(r.stores)
+                granted = sum(each.num_store_grants for each in r.namespace.sessions)
+                assert slots.counts()[SlotState.GRANTED] == granted
+            assert r.counters.stores_aborted == 2 * 3 * slots.num_slots
+            assert r.counters.host_evictions == r.counters.store_credits_short == 0
+            r.check()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("how", "left"), [("read", [4, 3, 2, 1, 0]), ("given back", [4, 2, 1, 0]), ("unreadable", [4, 3, 2, 1, 0])]
+)
+def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, left: list[int]
+) -> None:
+    """The connector waits only while the rest is read before it could be computed: the rest could stay the whole."""
+    monkeypatch.setattr(kvtier.service.promotion_batch, "_WORD_BYTES", 1)  # each chunk is told alone
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(5))
+            session, peer = await r.session()
+            r.tier.unreadable = set(keys_of([2])) if how == "unreadable" else set()
+            with r.tier.stepping():
+                session.acquire(1, keys_of(range(5)))
+                assert peer.answers[1][1].pending_bytes == 5 * CHUNK_BYTES
+                for num_told in range(1, 1 + len(left)):
+                    r.tier.allow(2 if how == "given back" and num_told == len(left) else 1)
+                    await eventually(lambda: len(peer.forecasts) == num_told)  # noqa: B023
+                    if how == "given back" and num_told == 1:
+                        session.release(1, [3])
+            assert [forecast.pending_bytes for forecast in peer.forecasts] == [num * CHUNK_BYTES for num in left]
+            assert session.num_leases == (5 if how == "read" else 4)
+            assert (r.counters.acquired_bytes_disk, r.counters.acquired_bytes_host) == (5 * CHUNK_BYTES, 0)
+
+    asyncio.run(scenario())
