@@ -304,3 +304,48 @@ def test_reads_that_fail_again_and_again_latch(tmp_path: Path) -> None:
             r.check()
 
     asyncio.run(scenario())
+
+
+def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Path) -> None:
+    """One chunk that was on disk already, or not readable yet, and all that were stored with it could stay volatile."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            unknown, wanted, on_disk, both, promoting, lost, doomed, queued = range(8)
+            good = [10 + number for number in range(9)]
+            session, _ = await r.session()
+            await r.on_disk([on_disk, both, promoting, lost])
+            r.in_host([both, doomed, queued, *good])
+            r.table.pin(keys_of([wanted]))
+            session.acquire(1, keys_of([doomed]))
+            r.table.doom(keys_of([doomed])[0])
+            r.namespace.spiller.add(keys_of([queued]))
+            with r.tier.stepping():
+                session.acquire(2, keys_of([promoting, lost]))
+                await eventually(lambda: bool(r.tier.asked))
+                await r.namespace.drop_from_disk(keys_of([lost]))
+                each = (unknown, wanted, on_disk, both, promoting, lost, doomed, queued)
+                r.namespace.spiller.add(keys_of(number for pair in zip(good, each, strict=False) for number in pair))
+                r.namespace.spiller.add(keys_of(good[-1:]))
+                await r.namespace.spiller.flush()
+                (written,) = r.tier.written[1:]
+                assert sorted(written) == sorted(keys_of([queued, *good]))
+                assert r.namespace.spiller.queued_bytes == 0
+            session.release(1, None)
+            await eventually(lambda: r.chunk(promoting).readable and r.location(lost) is not None)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_of_an_ephemeral_namespace_nothing_is_written_and_all_may_be_evicted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            r.namespace.ephemeral = True
+            r.table.pin(keys_of([0, 1]))
+            r.namespace.spiller.add(r.in_host([0, 1]))
+            await r.namespace.spiller.flush()
+            assert r.tier.written == []
+            assert all(r.chunk(number).evictable for number in (0, 1))
+
+    asyncio.run(scenario())
