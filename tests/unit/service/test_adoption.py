@@ -16,6 +16,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
 from kvtier.core.slots import SlotState
+from kvtier.errors import TierIOError
 from kvtier.service import adoption
 from kvtier.service.adoption import Adoption
 from kvtier.service.cache import Cache
@@ -681,3 +682,33 @@ def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
                 assert (await status_of(stub)).host.used_bytes == 0
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_came_first_hears_of_rows_that_are_in_no_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had been told that they are lost: served once verified, they were never asked for by it, and stored again."""
+
+    async def scenario() -> None:
+        config = kept(config_in(tmp_path))
+        config = replace(config, server=replace(config.server, drain_timeout_s=0.1))
+        with monkeypatch.context() as patch, gated(patch, PackTier, "write_pack") as gate:
+            async with running(config) as stub, ScriptedEngine(config) as engine:
+                await engine.bind(await pin(stub), KEYS)
+                await engine.store(KEYS)
+                patch.setattr(PackTier, "write_pack", refused_write)
+                gate.open()
+        with held_verification(monkeypatch) as verifying:
+            async with next_life(config) as (stub, engine):
+                await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
+                assert engine.held == dict.fromkeys(KEYS, False)
+                verifying.open()
+                await engine.wait_held(KEYS)
+                await settled(stub, adopted=5)
+                assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
+
+    asyncio.run(scenario())
+
+
+def refused_write(tier: PackTier, *_: object) -> None:
+    raise TierIOError(tier.directory, "write", OSError(errno.EIO, "Input/output error"))

@@ -19,6 +19,7 @@ from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.codecs import CodecChooser
 from kvtier.tiers.codecs.zstd import ZstdCodec
 from kvtier.tiers.file_ops import FileFacts, FileOps
+from kvtier.tiers.pack_loading import MAX_OPEN_PACKS
 from kvtier.tiers.pack_reading import TURN_MAX_BYTES
 from kvtier.tiers.packs import PackTier
 from kvtier.tiers.scratch import ScratchPool
@@ -360,3 +361,36 @@ def tmp_path_takes_direct_reads(folder: Path) -> bool:
         return False
     finally:
         path.unlink()
+
+
+def test_one_batch_holds_few_descriptors_however_many_packs_it_reads(tmp_path: Path) -> None:
+    """A long prompt may lie in thousands of packs: each costs a descriptor while it is open."""
+
+    class CountingOps(FileOps):
+        def __init__(self) -> None:
+            self.open_fds: set[int] = set()
+            self.most = self.num_opened = 0
+
+        def open(self, path: Path, flags: int) -> int:
+            fd = super().open(path, flags)
+            self.open_fds.add(fd)
+            self.most, self.num_opened = max(self.most, len(self.open_fds)), self.num_opened + 1
+            return fd
+
+        def close(self, fd: int) -> None:
+            self.open_fds.discard(fd)
+            super().close(fd)
+
+    num_packs = MAX_OPEN_PACKS + 10
+    writer, ops = PackTier(tmp_path / "packs"), CountingOps()
+    payloads = [payload_of(number, noise(3000, number)) for number in range(num_packs)]
+    chunks = [writer.write_pack("ns", [payload]).chunks[0] for payload in payloads]
+    reads = [ChunkRead(chunk=chunk, into=[memoryview(bytearray(3000))]) for chunk in chunks]
+    errors: list[object] = []
+    PackTier(tmp_path / "packs", ops=ops).read_chunks(reads, lambda _, error: errors.append(error), lambda: False)
+    assert errors == [None] * num_packs
+    assert [bytes(read.into[0]) for read in reads] == [noise(3000, number) for number in range(num_packs)]
+    # One more while the oldest of them is closed.
+    assert ops.most <= MAX_OPEN_PACKS + 1
+    assert ops.num_opened == num_packs
+    assert ops.open_fds == set()
