@@ -1,0 +1,35 @@
+"""A repair of a running daemon drops what it found, where it found it; what has moved since is left alone."""
+
+import asyncio
+from pathlib import Path
+
+from kvtier.maintenance.online import _ServiceRows
+from tests.fakes.rig import keys_of, rig
+
+
+def test_a_chunk_that_lies_in_another_pack_by_now_stays(tmp_path: Path) -> None:
+    """Compaction, or a store, can move it between the look and the repair: with its place the good copy was lost."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path, store="all") as r:
+            loop = asyncio.get_running_loop()
+            _, peer = await r.session()
+            damaged_id = await r.on_disk(range(4))
+            record = r.stores.ledger.load().packs[damaged_id]
+            newer_id = await r.on_disk([1])  # written again, as compaction would
+            await r.namespace.drop_from_disk(keys_of([2]))
+            r.in_host([3])
+            rows = _ServiceRows(r.cache, lambda work: asyncio.run_coroutine_threadsafe(work, loop).result())
+            await asyncio.to_thread(rows.drop_chunks, record, record.chunks)
+            places = [location.pack_id if (location := r.location(number)) else None for number in range(4)]
+            assert places == [None, newer_id, None, None]
+            assert set(r.stores.ledger.load().packs[newer_id].chunks) == {r.location(1)}
+            assert peer.held[keys_of([0])[0]] is False
+            assert keys_of([1])[0] not in peer.held
+            assert r.table.holds(keys_of([3])[0])
+            await r.namespace.spiller.flush()
+            assert r.location(3) is not None, "what is in host memory is written again"
+            assert rows.holds(r.namespace.namespace_id, keys_of(range(4))) == set(keys_of([1, 3]))
+            r.table.check()
+
+    asyncio.run(scenario())
