@@ -1,5 +1,6 @@
 """Stopping a tier's call in its worker thread, or making it fail, while a test goes on."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,20 @@ def gated(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> Iterator
         yield gate
     finally:
         gate.open()
+
+
+@contextmanager
+def begun(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> Iterator[asyncio.Event]:
+    """Yield what is set once a method of the loop thread, or a coroutine of it, has run to where it first waits."""
+    event, original = asyncio.Event(), getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asyncio.get_running_loop().call_soon(lambda: asyncio.get_running_loop().call_soon(event.set))
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, call)
+        yield event
 
 
 def failing(

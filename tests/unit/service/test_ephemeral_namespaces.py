@@ -1,17 +1,16 @@
 """An ephemeral namespace ends with its session, and nothing that outlives it stumbles over what it leaves."""
 
 import asyncio
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from kvtier.service.cache import Cache
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.packs import PackTier
-from tests.fakes.gates import gated
+from tests.fakes.gates import Gate, begun, gated
 from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.rig import rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -87,10 +86,9 @@ def test_the_arena_is_closed_after_the_last_call_on_it(tmp_path: Path, monkeypat
             async with running(config) as stub:
                 async with ScriptedEngine(config, ephemeral=True):
                     await reached(gate.reached)
-                await asyncio.sleep(0.3)
+                await gone(stub)  # it is being closed
                 assert calls == []
                 gate.open()
-                await gone(stub)
 
     asyncio.run(scenario())
     assert calls == ["back", "close"]
@@ -102,15 +100,24 @@ def test_a_stop_does_not_close_the_arena_before_that_either(tmp_path: Path, monk
 
     async def scenario() -> None:
         config = config_in(tmp_path)
-        with gated(monkeypatch, Arena, "back") as gate:
-            async with running(config):
+        with gated(monkeypatch, Arena, "back") as gate, begun(monkeypatch, Cache, "_end") as ending:
+            async with running(config) as stub:
                 async with ScriptedEngine(config, ephemeral=True):
                     await reached(gate.reached)
-                await asyncio.sleep(0.3)
-                threading.Timer(0.5, gate.open).start()
+                await gone(stub)  # it is being closed
+                stopping = asyncio.create_task(opened_after(ending, gate))
+            await stopping
         assert calls == ["back", "close"]
 
     asyncio.run(scenario())
+
+
+async def opened_after(ending: asyncio.Event, gate: Gate) -> None:
+    """Open the gate when the stop has cancelled what runs, and that has had its turns."""
+    await ending.wait()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    gate.open()
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -147,23 +154,30 @@ def test_a_refused_ephemeral_engine_leaves_no_namespace(tmp_path: Path) -> None:
 def test_the_drain_is_not_disturbed_by_a_namespace_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was deleted while the drain went through all namespaces: the rest was not written, and nothing was closed."""
 
-    original = PackTier.write_pack
-
-    def slow(*args: Any) -> Any:
-        time.sleep(0.7)
-        return original(*args)
-
-    monkeypatch.setattr(PackTier, "write_pack", slow)
-
     async def scenario() -> None:
         config = config_in(tmp_path)
-        async with running(config) as stub:
-            pin_id = await pin(stub)
-            ephemeral = await ScriptedEngine(config, ephemeral=True).__aenter__()
-            async with ScriptedEngine(config, fingerprint={"weights": "2"}) as engine:
-                await engine.bind(pin_id, KEYS)
-                await engine.store(KEYS)
-            asyncio.get_running_loop().call_later(0.2, ephemeral.lock.release)
+        with (
+            gated(monkeypatch, PackTier, "write_pack") as gate,
+            begun(monkeypatch, Cache, "close") as closing,
+            begun(monkeypatch, Cache, "_close_namespace") as ended,
+        ):
+            async with running(config) as stub:
+                pin_id = await pin(stub)
+                ephemeral = await ScriptedEngine(config, ephemeral=True).__aenter__()
+                async with ScriptedEngine(config, fingerprint={"weights": "2"}) as engine:
+                    await engine.bind(pin_id, KEYS)
+                    await engine.store(KEYS)
+                await reached(gate.reached)
+
+                async def end_while_it_drains() -> None:
+                    await closing.wait()
+                    assert not ended.is_set()
+                    ephemeral.lock.release()
+                    await ended.wait()
+                    gate.open()
+
+                ending = asyncio.create_task(end_while_it_drains())
+            await ending
         assert list(config.host.arena_dir.iterdir()) == []
         await ephemeral.__aexit__()
         async with running(config) as stub:

@@ -7,8 +7,9 @@ import pytest
 
 from kvtier.errors import TierIOError
 from kvtier.ledger import Ledger
+from kvtier.service.pins import Pins
 from kvtier.tiers.packs import PackTier
-from tests.fakes.gates import failing, gated
+from tests.fakes.gates import begun, failing, gated
 from tests.fakes.operator import evict, make_durable, pin, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
@@ -36,10 +37,12 @@ def test_a_chunk_that_becomes_durable_meanwhile_goes_too(
                 await reached(gate.reached)
                 if not force:
                     # Unpin waits for the ledger's thread: it is enough that it was asked for before.
-                    unpinned = asyncio.create_task(unpin(stub))
-                    await asyncio.sleep(0.05)
-                evicted = asyncio.create_task(evict(stub, force=force))
-                await asyncio.sleep(0.1)
+                    with begun(monkeypatch, Pins, "unpin") as asked:
+                        unpinned = asyncio.create_task(unpin(stub))
+                        await asked.wait()
+                with begun(monkeypatch, Pins, "evict") as asked:
+                    evicted = asyncio.create_task(evict(stub, force=force))
+                    await asked.wait()
                 gate.open()
                 if not force:
                     await unpinned

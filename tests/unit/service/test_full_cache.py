@@ -14,6 +14,7 @@ from kvtier.service import cache as cache_module
 from kvtier.service import namespace as namespace_module
 from kvtier.service import session as session_module
 from kvtier.service import stores as stores_module
+from kvtier.service.room import Room
 from tests.fakes.operator import Stub, evict, on_disk, pin, prompt_of, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
@@ -313,6 +314,15 @@ def test_a_rate_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_namespace_that_holds_nothing_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every change of weights left a row in the ledger and a line in `kvtier status`, for ever."""
     monkeypatch.setattr(cache_module, "_EMPTY_GRACE_S", 0.0)
+    monkeypatch.setattr(cache_module, "_ROOM_POLL_S", 0.01)
+    num_looks, trim = 0, Room.trim_host
+
+    def counted(room: Room) -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return trim(room)
+
+    monkeypatch.setattr(Room, "trim_host", counted)
 
     async def scenario() -> None:
         config = config_in(tmp_path, store="all")
@@ -321,7 +331,12 @@ def test_a_namespace_that_holds_nothing_is_forgotten(tmp_path: Path, monkeypatch
                 await engine.store(KEYS)
                 await on_disk(stub, 5)
                 await evict(stub, "")
-                await asyncio.sleep(0.3)
+                after = num_looks + 2
+
+                async def looked_twice() -> bool:
+                    return num_looks > after
+
+                await until(looked_twice)
                 assert len((await status_of(stub)).namespaces) == 1, "an engine uses it"
 
             async def forgotten() -> bool:

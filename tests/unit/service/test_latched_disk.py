@@ -152,3 +152,24 @@ def test_a_write_that_fails_is_tried_again_after_a_pause(tmp_path: Path) -> None
             assert r.tier.written == [keys_of([0]), keys_of([1])], "no pause after what went well"
 
     run_with_jumps(scenario)
+
+
+def test_what_was_to_be_prefetched_is_left_on_disk_when_the_tier_is_switched_off(tmp_path: Path) -> None:
+    async def scenario(loop: JumpingLoop) -> None:
+        async with rig(tmp_path, store="all", io_threads=1) as r:
+            await r.on_disk(range(6))
+            session, _ = await r.session()
+            with r.tier.stepping():
+                session.acquire(1, keys_of([0]))
+                await eventually(lambda: bool(r.tier.asked))
+                r.namespace.promoter.warm_up(keys_of(range(1, 6)))  # after the request
+                assert not r.namespace.promoter._warm.is_set()
+                latch(r)
+                await r.namespace.promoter.until_warm()
+            await at_rest(r.stores)
+            await r.stores.disk_health.probe_once()
+            loop.jump(MINUTE_S)
+            await at_rest(r.stores)
+            assert r.tier.asked == keys_of([0])
+
+    run_with_jumps(scenario)

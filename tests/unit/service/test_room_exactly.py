@@ -99,7 +99,8 @@ def test_rows_that_are_free_go_before_chunks_and_as_few(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("low", [0.1, 0.33, 0.5])
+# The last one leaves a single byte too much in some row: that row goes.
+@pytest.mark.parametrize("low", [0.1, 0.33, 0.5, (10 * ROW_BYTES - 0.5) / (NUM_ROWS * ROW_BYTES)])
 @pytest.mark.parametrize("num_rows", [21, 22, 29, 37, 40])
 def test_above_the_high_watermark_rows_are_freed_down_to_the_low_one_exactly(
     tmp_path: Path, num_rows: int, low: float

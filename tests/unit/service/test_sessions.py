@@ -11,6 +11,7 @@ import pytest
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
+from kvtier.tiers.session_locks import SessionLock
 from tests.fakes.operator import make_durable, pack_of, store_last_apart
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in, running, wait_durable
 
@@ -101,7 +102,24 @@ def test_a_store_without_a_right_stamp_is_refused_and_stays_wanted(tmp_path: Pat
     asyncio.run(scenario())
 
 
-def test_slots_of_a_lost_session_wait_for_its_processes(tmp_path: Path) -> None:
+async def asked_again(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Return when the daemon has asked so many more times whether an engine's processes hold their lock."""
+    num_asked, original = 0, SessionLock.released
+
+    def released(lock: SessionLock) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return original(lock)
+
+    async def enough() -> bool:
+        return num_asked >= times
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionLock, "released", released)
+        await until(enough)
+
+
+def test_slots_of_a_lost_session_wait_for_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease table's last row: write slots are quarantined until the process is gone."""
 
     async def scenario() -> None:
@@ -117,7 +135,7 @@ def test_slots_of_a_lost_session_wait_for_its_processes(tmp_path: Path) -> None:
             await until(quarantined)
             async with ScriptedEngine(config, store_credits=2) as second:
                 await second.bind(await pin(stub), KEYS)
-                await asyncio.sleep(0.3)
+                await asked_again(monkeypatch, 3)
                 for key in KEYS:  # more stores than free slots are left in one round
                     ref = await second.take_credit()
                     assert ref.slot not in lost

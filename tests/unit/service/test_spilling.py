@@ -9,6 +9,7 @@ import pytest
 import kvtier.service.spiller
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
+from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import failing
 from tests.fakes.operator import reached
 from tests.fakes.rig import content, eventually, keys_of, rig
@@ -127,7 +128,7 @@ def test_a_full_pack_is_written_without_lingering(tmp_path: Path) -> None:
             object.__setattr__(r.stores.config.disk, "pack_bytes", 3 * 6000)
             r.in_host(range(3))
             r.namespace.spiller.add(keys_of([0]))
-            await asyncio.sleep(0)
+            await at_rest(r.stores)
             assert r.tier.written == []
             r.namespace.spiller.add(keys_of([1, 2]))
             await eventually(lambda: r.tier.written == [keys_of([0, 1, 2])])
@@ -138,28 +139,61 @@ def test_a_full_pack_is_written_without_lingering(tmp_path: Path) -> None:
 def test_ordinary_chunks_linger_longer_and_hold_up_no_pin(tmp_path: Path) -> None:
     """Every fifth of a second a small pack of what nobody had asked to keep: a thread, two fsyncs, a ledger commit."""
 
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.stores.config.disk, "pack_linger_s", 0.1)
+            object.__setattr__(r.stores.config.disk, "pack_linger_s", 100.0)
             r.table.pin(keys_of([5, 6]))
-            began_s = asyncio.get_running_loop().time()
             r.namespace.spiller.add(r.in_host([1, 2]))
-            await asyncio.sleep(0.3)
-            assert not r.tier.written, "nobody waits for these"
+            loop.jump(300.0)
+            await at_rest(r.stores)
+            assert r.tier.written == [], "nobody waits for these"
             r.namespace.spiller.add(r.in_host([3, 5, 6]))
-            await eventually(lambda: r.tier.written == [keys_of([5, 6])])
-            await eventually(lambda: len(r.tier.written) == 2)
-            assert r.tier.written[1] == keys_of([1, 2, 3])
-            assert asyncio.get_running_loop().time() - began_s >= 0.9
+            await at_rest(r.stores)
+            loop.jump(90.0)
+            await at_rest(r.stores)
+            assert r.tier.written == [], "more pinned ones may come"
+            loop.jump(20.0)
+            await at_rest(r.stores)
+            assert r.tier.written == [keys_of([5, 6])]
+            loop.jump(580.0)  # 990 s since the first of them came
+            await at_rest(r.stores)
+            assert len(r.tier.written) == 1
+            loop.jump(20.0)
+            await at_rest(r.stores)
+            assert r.tier.written[1:] == [keys_of([1, 2, 3])]
             r.table.pin(keys_of([8]))
             r.namespace.spiller.add(r.in_host([7, 8]))
             r.table.pin(keys_of([7]))
             r.namespace.spiller.add(keys_of([7]))  # pinned while it lingered
-            await eventually(lambda: len(r.tier.written) == 3)
-            assert sorted(r.tier.written[2]) == sorted(keys_of([7, 8]))
+            await at_rest(r.stores)
+            loop.jump(110.0)
+            await at_rest(r.stores)
+            assert [sorted(pack) for pack in r.tier.written[2:]] == [sorted(keys_of([7, 8]))]
             r.check()
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
+
+
+def test_after_a_slow_pack_the_next_one_gathers_for_as_long(tmp_path: Path) -> None:
+    """On a slow device a pack costs its fsync, whatever is in it."""
+
+    async def scenario(loop: JumpingLoop) -> None:
+        async with rig(tmp_path) as r:
+            object.__setattr__(r.stores.config.disk, "pack_linger_s", 10.0)
+            r.table.pin(keys_of(range(3)))
+            for number, (slow_s, linger_s) in enumerate([(30.0, 10.0), (1000.0, 30.0), (0.0, 50.0)]):
+                with r.tier.holding("write_pack") as gate:
+                    r.namespace.spiller.add(r.in_host([number]))
+                    await at_rest(r.stores)
+                    loop.jump(linger_s - 1.0)
+                    await at_rest(r.stores)
+                    assert not gate.reached.is_set()
+                    loop.jump(2.0)
+                    await reached(gate.reached)
+                    loop.jump(slow_s)
+                await eventually(lambda: r.location(number) is not None)  # noqa: B023
+
+    run_with_jumps(scenario)
 
 
 def test_a_small_host_tier_is_not_full_of_what_lingers(tmp_path: Path) -> None:
@@ -168,11 +202,28 @@ def test_a_small_host_tier_is_not_full_of_what_lingers(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, host_bytes=64 * 8192) as r:
             object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
-            r.namespace.spiller.add(r.in_host(range(5)))
-            await asyncio.sleep(0.05)
+            r.namespace.spiller.add(r.in_host(range(10)))
+            await at_rest(r.stores)
             assert not r.tier.written
-            r.namespace.spiller.add(r.in_host(range(5, 12)))
-            await eventually(lambda: bool(r.tier.written))
+            r.namespace.spiller.add(r.in_host([10]))
+            await eventually(lambda: r.tier.written == [keys_of(range(11))])
+
+    asyncio.run(scenario())
+
+
+def test_a_flush_does_not_linger(tmp_path: Path) -> None:
+    """A daemon that stops waits for what is queued: not as if more were to come."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
+            r.namespace.spiller.add(r.in_host([0]))
+            await at_rest(r.stores)
+            await r.namespace.spiller.flush()
+            assert r.tier.written == [keys_of([0])]
+            r.namespace.spiller.add(r.in_host([1]))
+            await r.namespace.spiller.flush()
+            assert r.tier.written[1:] == [keys_of([1])]
 
     asyncio.run(scenario())
 
@@ -311,6 +362,7 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
+            object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
             unknown, wanted, on_disk, both, promoting, lost, doomed, queued = range(8)
             good = [10 + number for number in range(9)]
             session, _ = await r.session()
@@ -332,7 +384,7 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
                 assert sorted(written) == sorted(keys_of([queued, *good]))
                 assert r.namespace.spiller.queued_bytes == 0
             session.release(1, None)
-            await eventually(lambda: r.chunk(promoting).readable and r.location(lost) is not None)
+            await eventually(lambda: r.chunk(promoting).readable and r.chunk(lost).readable)
             r.check()
 
     asyncio.run(scenario())
