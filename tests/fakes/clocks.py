@@ -45,3 +45,9 @@ async def at_rest(stores: Stores) -> None:
             has_calls = any(pool._calls for pool in stores._pools)
             await asyncio.sleep(0.001 if has_calls else 0)
             num_turns = 0 if has_calls or ready else num_turns + 1
+
+
+async def turns(number: int = 50) -> None:
+    """Let the loop turn so many times: whoever is not held up is further by then."""
+    for _ in range(number):
+        await asyncio.sleep(0)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvtier.service.evicting import EvictTier
 from kvtier.service.prompts import PinWish
+from tests.fakes.clocks import at_rest
 from tests.fakes.rig import Rig, eventually, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
 
@@ -76,7 +77,7 @@ def test_what_leaves_host_memory_and_disk_is_counted_once_and_where_it_was(tmp_p
             made.in_host(range(3))
             await made.on_disk(range(10, 12))
             session, _ = await made.session()
-            await asyncio.sleep(0.05)
+            await at_rest(made.stores)
             num_before = made.table.num_host
             session.acquire(1, keys_of([10, 11]))
             assert made.counters.host_evictions == num_before - made.table.num_host > 0

@@ -1,15 +1,14 @@
 """The disk quota: kept exactly, and never held by what nobody is promised."""
 
 import asyncio
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier.tiers.packs import PackTier
-from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
+from tests.fakes.gates import gated
+from tests.fakes.operator import Stub, pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
@@ -66,13 +65,6 @@ def test_unpinning_lets_what_was_refused_become_durable(tmp_path: Path) -> None:
 
 def test_two_namespaces_do_not_fill_the_same_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both saw room for one pack, and both wrote one."""
-    original = PackTier.write_pack
-
-    def slow(*args: Any) -> Any:
-        time.sleep(0.2)
-        return original(*args)
-
-    monkeypatch.setattr(PackTier, "write_pack", slow)
 
     async def scenario() -> None:
         config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE)
@@ -81,11 +73,21 @@ def test_two_namespaces_do_not_fill_the_same_room(tmp_path: Path, monkeypatch: p
             async with ScriptedEngine(config) as one, ScriptedEngine(config, fingerprint={"weights": "2"}) as two:
                 await one.bind(pin_id, KEYS)
                 await two.bind(pin_id, KEYS)
-                await asyncio.gather(one.store(KEYS), two.store(KEYS))
-                await wait_over_quota(stub, "p")
+                with gated(monkeypatch, PackTier, "write_pack") as gate:
+                    await asyncio.gather(one.store(KEYS), two.store(KEYS))
+                    await reached(gate.reached)
+                    await wait_over_quota(stub, "p")  # while the other's pack is being written
+                await until_durable_in_one(stub)
                 assert (await status_of(stub)).disk.used_bytes <= ROOM_FOR_ONE
 
     asyncio.run(scenario())
+
+
+async def until_durable_in_one(stub: Stub) -> None:
+    async def durable() -> bool:
+        return sorted(each.num_durable_chunks for each in (await prompt_of(stub)).bindings) == [0, len(KEYS)]
+
+    await until(durable)
 
 
 def test_a_pack_with_its_header_stays_within_the_quota(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvtier.service.cache import Cache
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.packs import PackTier
+from tests.fakes.clocks import turns
 from tests.fakes.gates import Gate, begun, gated
 from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.rig import rig
@@ -115,8 +116,7 @@ def test_a_stop_does_not_close_the_arena_before_that_either(tmp_path: Path, monk
 async def opened_after(ending: asyncio.Event, gate: Gate) -> None:
     """Open the gate when the stop has cancelled what runs, and that has had its turns."""
     await ending.wait()
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns()
     gate.open()
 
 

@@ -17,6 +17,7 @@ import kvtier.service.spare_rows
 from kvtier.core.slots import SlotState
 from kvtier.service.namespace import Namespace
 from kvtier.service.spare_rows import SpareRows
+from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps, turns
 from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
 
@@ -44,6 +45,13 @@ async def spare_rig(folder: Path, spare_rows: int = SPARE_ROWS, **settings: Any)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+async def a_second(loop: JumpingLoop, r: Rig) -> None:
+    """Let a second pass, in steps as long as the longest of the waits above."""
+    for _ in range(50):
+        loop.jump(0.02)
+        await at_rest(r.stores)
 
 
 def num_backed(namespace: Namespace) -> int:
@@ -97,7 +105,7 @@ def test_rows_are_made_fast_until_an_engine_serves(
     monkeypatch.setattr(kvtier.service.spare_rows, "_PAUSE_S", 1000.0)
     monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
 
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             (session,) = r.namespace.sessions
             await settled(r)
@@ -106,14 +114,14 @@ def test_rows_are_made_fast_until_an_engine_serves(
             else:
                 session.measured(1000.0)
             r.namespace.give_back_free(1 << 30)
-            await asyncio.sleep(0.1)
+            await a_second(loop, r)
             assert r.namespace.slots.num_free <= 1, "the next one after a pause"
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
 
 
 def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path, spare_bytes=SPARE_ROWS * ROW_BYTES) as r:
             calls: list[int] = []
             monkeypatch.setattr(r.tier, "prepare_reads", lambda: calls.append(1))
@@ -121,16 +129,16 @@ def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch:
             r.cache.end(session)
             await eventually(lambda: not r.namespace.sessions)
             running = asyncio.create_task(SpareRows(r.stores, r.cache.namespaces.values).run())
-            await asyncio.sleep(0.05)
+            await a_second(loop, r)
             assert calls == []
             await r.session()
             await eventually(lambda: bool(calls))
-            await asyncio.sleep(0.05)
+            await a_second(loop, r)
             assert calls == [1]
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
 
 
 @pytest.mark.parametrize(("held_up_s", "num_made"), [(0.0, SPARE_ROWS), (0.005, SPARE_ROWS // 2 + 1)])
@@ -143,7 +151,7 @@ def test_rows_are_made_slowly_where_others_need_the_cores(
     monkeypatch.setattr(kvtier.service.spare_rows, "_CROWDED_PAUSE_RATIO", 1e6)
     monkeypatch.setattr(kvtier.service.spare_rows, "_MAX_PAUSE_S", 1000.0)
 
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             session, _ = await r.session()
             await settled(r)
@@ -157,14 +165,14 @@ def test_rows_are_made_slowly_where_others_need_the_cores(
             monkeypatch.setattr(r.namespace.arena, "back", held_up)
             r.namespace.give_back_free(1 << 30)
             await eventually(lambda: r.namespace.slots.num_free >= num_made)
-            await asyncio.sleep(0.1)
+            await a_second(loop, r)
             assert r.namespace.slots.num_free == num_made
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
 
 
 def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
             (session,) = r.namespace.sessions
@@ -173,23 +181,23 @@ def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
             num_free = r.namespace.slots.num_free
             r.namespace.give_back_free(1 << 30)
             assert num_free >= SPARE_ROWS
-            await asyncio.sleep(0.05)
+            await a_second(loop, r)
             assert r.namespace.slots.num_free == 0
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
 
 
 def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             row_bytes, limit_bytes = r.namespace.layout.row_bytes, r.stores.budget.limit_bytes
             num_rows = int(0.9 * limit_bytes) // row_bytes
             r.in_host(range(num_rows - r.namespace.slots.num_backed - 2))
             await eventually(lambda: r.stores.budget.used_bytes > 0.9 * limit_bytes - row_bytes)
-            await asyncio.sleep(0.05)
+            await a_second(loop, r)
             assert 0.9 * limit_bytes - row_bytes < r.stores.budget.used_bytes <= 0.9 * limit_bytes
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
 
 
 def test_all_rows_can_be_made_at_once_and_are_free_to_everybody(tmp_path: Path) -> None:
@@ -242,7 +250,7 @@ def test_nothing_is_evicted_for_rows_that_get_their_pages_now(tmp_path: Path, mo
                 granting = asyncio.create_task(r.namespace.grant_slots(2 * SPARE_ROWS))
                 granted = num_others + 2 * SPARE_ROWS - num_made
                 await eventually(lambda: slots.counts()[SlotState.GRANTED] == granted)
-                await asyncio.sleep(0.05)
+                await turns()
                 assert not granting.done()
                 held_up.go_on.set()
                 assert len(await granting) == 2 * SPARE_ROWS
@@ -301,19 +309,19 @@ def test_another_namespace_gets_their_memory(tmp_path: Path) -> None:
 
 
 def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
             r.stores.traffic.began()
             r.namespace.give_back_free(4 * r.namespace.layout.row_bytes)
-            await asyncio.sleep(0.05)
+            await a_second(loop, r)
             assert r.namespace.slots.num_free == SPARE_ROWS - 4
             ended_s = time.monotonic()
             r.stores.traffic.ended()
             await settled(r)
             assert time.monotonic() - ended_s >= kvtier.service.spare_rows._CALM_S, "their engine is at work then"
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
 
 
 def test_hits_in_memory_come_first_while_there_are_many_of_them(
@@ -324,7 +332,7 @@ def test_hits_in_memory_come_first_while_there_are_many_of_them(
     monkeypatch.setattr(kvtier.service.spare_rows, "_URGENT_BYTES", 4 * ROW_BYTES)
     monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
 
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
             r.in_host(range(1))
@@ -332,28 +340,28 @@ def test_hits_in_memory_come_first_while_there_are_many_of_them(
             session.acquire(1, keys_of(range(1)))
             r.namespace.give_back_free(1 << 30)
             await eventually(lambda: r.namespace.slots.num_free == 4)
-            await asyncio.sleep(0.05)
+            await a_second(loop, r)
             assert r.namespace.slots.num_free == 4
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
 
 
 def test_a_full_file_system(tmp_path: Path) -> None:
     """What is there is used, the rest is nobody's, and it is tried again."""
 
-    async def scenario() -> None:
+    async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
             r.namespace.give_back_free(1 << 30)
             r.namespace.arena._pages = pages = LimitedPages(3 * r.namespace.layout.row_bytes)
             await eventually(lambda: r.namespace.slots.num_free == 3)
-            await asyncio.sleep(0.05)
+            await a_second(loop, r)
             assert r.namespace.slots.num_free == 3
             assert r.namespace.slots.counts()[SlotState.BACKING] <= SPARE_ROWS
             pages.room_bytes = 1 << 30
             await settled(r)
 
-    asyncio.run(scenario())
+    run_with_jumps(scenario)
 
 
 def test_a_namespace_that_is_closed_meanwhile(tmp_path: Path) -> None:
