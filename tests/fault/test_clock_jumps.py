@@ -2,15 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvtier.service.cache
 import kvtier.service.pins
 from kvtier._pb import cache_pb2
+from kvtier.service.cache import Cache
+from kvtier.service.pins import Pins
 from tests.fakes.fsck import assert_clean_online
-from tests.fakes.operator import Stub, evict, make_durable, pin, prompt_of, status_of, until
+from tests.fakes.operator import evict, make_durable, pin, prompt_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 
 YEAR_S = 365 * 24 * 3600.0
@@ -18,10 +22,15 @@ KEYS = [chunk_key(i) for i in range(3)]
 
 
 class Clock:
-    """Wall time with an offset; monotonic time goes on as ever."""
+    """Wall time with an offset; monotonic time goes on as ever.
+
+    Attributes:
+        num_looks: How often expiry, and the keeping of room, have looked at it, each to the end.
+    """
 
     def __init__(self) -> None:
         self.offset_s, self._real = 0.0, time.time
+        self.num_looks = {"expiry": 0, "room": 0}
 
     def __call__(self) -> float:
         return self._real() + self.offset_s
@@ -33,15 +42,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(time, "time", clock)
     monkeypatch.setattr(kvtier.service.pins, "_EXPIRY_POLL_S", 0.01)
     monkeypatch.setattr(kvtier.service.cache, "_ROOM_POLL_S", 0.01)
+    for kind, owner, method in (("expiry", Pins, "_end_expired"), ("room", Cache, "_keep_room_once")):
+        monkeypatch.setattr(owner, method, counted(clock, kind, getattr(owner, method)))
     return clock
 
 
-async def some_polls(stub: Stub) -> None:
-    """Let expiry, room and what else looks at the clock have many turns."""
-    end_s = time.monotonic() + 0.2
-    while time.monotonic() < end_s:
-        await status_of(stub)
-        await asyncio.sleep(0.01)
+def counted(clock: Clock, kind: str, look: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+    async def counted_look(of: Any) -> None:
+        await look(of)
+        clock.num_looks[kind] += 1
+
+    return counted_look
+
+
+async def some_polls(clock: Clock) -> None:
+    """Let expiry and room look at the clock some more times."""
+    before = dict(clock.num_looks)
+
+    async def looked() -> bool:
+        return all(clock.num_looks[kind] >= before[kind] + 4 for kind in before)
+
+    await until(looked)
 
 
 async def served(engine: ScriptedEngine, acquire_id: int) -> None:
@@ -65,17 +86,17 @@ def test_a_jump_ends_only_what_has_an_end(tmp_path: Path, clock: Clock, jump_s: 
                     return not (await prompt_of(stub, "an-hour")).pinned
 
                 await until(ended)
-            await some_polls(stub)
+            await some_polls(clock)
             assert (await prompt_of(stub, "an-hour")).pinned is (jump_s < 0)
             await evict(stub, "for-ever", tier=cache_pb2.TIER_HOST)
             await served(engine, 1)
             await pin(stub, "later", first=2000, ttl_s=1800)
-            await some_polls(stub)
+            await some_polls(clock)
             assert (await prompt_of(stub, "later")).pinned, "its time is counted from the new now"
             await assert_clean_online(stub)
         clock.offset_s = 0.0  # somebody sets it right while the daemon is down
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            await some_polls(stub)
+            await some_polls(clock)
             status = await prompt_of(stub, "for-ever")
             assert (status.pinned, status.state) == (True, cache_pb2.PromptStatus.DURABLE)
             await served(engine, 1)
@@ -94,7 +115,7 @@ def test_a_namespace_that_holds_chunks_outlives_any_jump(tmp_path: Path, clock: 
                 await make_durable(stub, engine, KEYS, "p")
             for offset_s in (50 * YEAR_S, -50 * YEAR_S, 0.0):
                 clock.offset_s = offset_s
-                await some_polls(stub)
+                await some_polls(clock)
                 assert (await prompt_of(stub, "p")).state == cache_pb2.PromptStatus.DURABLE
             async with ScriptedEngine(config) as engine:
                 await served(engine, 1)

@@ -25,6 +25,7 @@ from kvtier.tiers.base import ChunkRead
 from kvtier.tiers.packs import PackTier
 from kvtier.tiers.pages import PageOps
 from tests.fakes.chunks import layout_of
+from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import Gate, gated
 from tests.fakes.left_arena import LeftArena, page_bytes
 from tests.fakes.operator import Stub, evict, pin, status_of, unpin, until
@@ -692,12 +693,11 @@ def test_an_engine_that_came_first_hears_of_rows_that_are_in_no_pack(
     async def scenario() -> None:
         config = kept(config_in(tmp_path))
         config = replace(config, server=replace(config.server, drain_timeout_s=0.1))
-        with monkeypatch.context() as patch, gated(patch, PackTier, "write_pack") as gate:
+        with monkeypatch.context() as patch:
+            patch.setattr(PackTier, "write_pack", refused_write)
             async with running(config) as stub, ScriptedEngine(config) as engine:
                 await engine.bind(await pin(stub), KEYS)
                 await engine.store(KEYS)
-                patch.setattr(PackTier, "write_pack", refused_write)
-                gate.open()
         with held_verification(monkeypatch) as verifying:
             async with next_life(config) as (stub, engine):
                 await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
@@ -708,6 +708,30 @@ def test_an_engine_that_came_first_hears_of_rows_that_are_in_no_pack(
                 assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
 
     asyncio.run(scenario())
+
+
+def test_the_locks_of_the_last_daemon_are_asked_for_now_and_then(tmp_path: Path) -> None:
+    """Without a pause between two looks a whole core goes, for as long as an old engine hangs."""
+    config = kept(config_in(tmp_path))
+    asyncio.run(first_life(config))
+    lock = config.host.arena_dir / f"session-{'5' * 32}.lock"
+
+    async def scenario(loop: JumpingLoop) -> None:
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+            cache = await Cache.open(config)
+            (namespace,) = cache.namespaces.values()
+            loop.jump(1.0)
+            await at_rest(cache.stores)
+            assert namespace.keep_pages
+            fcntl.flock(held, fcntl.LOCK_UN)
+            loop.jump(1.0)
+            await at_rest(cache.stores)
+            assert not namespace.keep_pages
+            assert not lock.exists()
+            await cache.close()
+
+    run_with_jumps(scenario)
 
 
 def refused_write(tier: PackTier, *_: object) -> None:
