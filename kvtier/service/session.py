@@ -450,8 +450,6 @@ class Session:
             await asyncio.sleep(_LOCK_POLL_S)
         for ref in [*self._credits.values(), *self._writing]:
             self.namespace.table.abort_store(ref)
-        self._credits.clear()
-        self._writing.clear()
         for acquire_id in list(self._leases):
             self.release(acquire_id, None)
         log_event(logger, "session_let_go", session=self.session_id)
