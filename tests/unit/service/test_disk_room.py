@@ -1,6 +1,7 @@
 """The disk quota: kept exactly, and never held by what nobody is promised."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ def test_two_namespaces_do_not_fill_the_same_room(tmp_path: Path, monkeypatch: p
     """Both saw room for one pack, and both wrote one."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE)
+        config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE, pack_bytes=len(KEYS) * 6000)
+        config = replace(config, disk=replace(config.disk, pack_linger_s=3600.0))  # a pack of all, or none
         async with running(config) as stub:
             pin_id = await pin(stub)
             async with ScriptedEngine(config) as one, ScriptedEngine(config, fingerprint={"weights": "2"}) as two:

@@ -1,6 +1,7 @@
 """What a session has of slots and promotions, to the last one: what it gives back is there for the next."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class CreditPeer(ListPeer):
 
     credits: list[SlotRef] = field(default_factory=list)
 
-    def credits_granted(self, slots: list[SlotRef]) -> None:  # type: ignore[override]
+    def credits_granted(self, slots: Sequence[SlotRef]) -> None:
         """See EnginePeer."""
         self.credits += slots
 

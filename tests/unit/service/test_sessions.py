@@ -381,3 +381,17 @@ def test_packs_without_a_ledger_are_never_swept(tmp_path: Path) -> None:
             await wait_durable(stub, "p")
 
     asyncio.run(scenario())
+
+
+def test_a_stop_leaves_no_file_even_of_an_engine_that_goes_on(tmp_path: Path) -> None:
+    """Its lock is for the next daemon only when the arena stays too."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config):
+            engine = await ScriptedEngine(config).__aenter__()
+            assert len(list(config.host.arena_dir.iterdir())) == 2
+        assert list(config.host.arena_dir.iterdir()) == []
+        await engine.__aexit__()
+
+    asyncio.run(scenario())
