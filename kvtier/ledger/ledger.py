@@ -116,14 +116,25 @@ class Ledger:
             "from a backup, or give these rows up with `kvtier fsck --offline --repair`"
         )
 
+    def pack_ids(self) -> set[str]:
+        """Return the packs that have a row.
+
+        Raises:
+            LedgerError: The database cannot be read.
+        """
+        return self._pack_ids("packs")
+
     def removed_packs(self) -> set[str]:
         """Return the packs whose rows were dropped on purpose and whose files may be there still.
 
         Raises:
             LedgerError: The database cannot be read.
         """
+        return self._pack_ids("removed_packs")
+
+    def _pack_ids(self, table: str) -> set[str]:
         try:
-            return {pack_id for (pack_id,) in self._connection.execute("SELECT pack_id FROM removed_packs")}
+            return {pack_id for (pack_id,) in self._connection.execute(f"SELECT pack_id FROM {table}")}
         except sqlite3.Error as exc:
             raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
 

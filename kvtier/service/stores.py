@@ -199,9 +199,10 @@ class Stores:
         return [pool.name for pool in self._pools if pool.is_busy]
 
     def _sweep(self) -> None:
-        """A pack emptied by a task that the stop has cancelled would count until the next start."""
+        """A pack copied, or emptied, by a task that the stop has cancelled would count until the next start."""
         try:
-            self.disk.sweep(self.ledger.removed_packs())
+            unrecorded = self.disk.written_packs() - self.ledger.pack_ids()
+            self.disk.sweep(self.ledger.removed_packs() | unrecorded)
             self.ledger.catch_up()
         except (TierIOError, LedgerError) as error:  # the next start sweeps
             log_event(logger, "not_swept", level=logging.WARNING, problem=str(error))

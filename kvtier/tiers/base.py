@@ -155,6 +155,10 @@ class DiskTier(Protocol):
         """
         ...
 
+    def written_packs(self) -> set[str]:
+        """Return the ids of packs that this object has written, or tried to, and has not deleted since."""
+        ...
+
     def sweep(self, removed: Collection[str]) -> list[str]:
         """Remove what a crash left: temporary files, and packs whose rows are gone. Only while nothing is written.
 

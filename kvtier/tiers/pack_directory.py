@@ -31,7 +31,11 @@ _PROBE = b"kvtier probe\n"
 
 
 class PackDirectory:
-    """Names and files of one directory. Has no state, so threads need no lock."""
+    """Names and files of one directory. Its state is a set of names, so threads need no lock.
+
+    Attributes:
+        made: Ids that were given out and not deleted since: packs of this process, recorded or not.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class PackDirectory:
             TierIOError: The directory cannot be created.
         """
         self.path = directory
+        self.made: set[str] = set()
         self._ops = ops
         self._quarantine_max_bytes, self._quarantine_max_packs = quarantine_max_bytes, quarantine_max_packs
         try:
@@ -62,7 +67,9 @@ class PackDirectory:
 
     def new_pack_id(self) -> str:
         """Return an id that was never used: random, so that no pack is ever taken for an older one."""
-        return uuid.uuid4().hex
+        pack_id = uuid.uuid4().hex
+        self.made.add(pack_id)
+        return pack_id
 
     def pack_path(self, pack_id: str) -> Path:
         """Return where a complete pack lies.
@@ -91,6 +98,7 @@ class PackDirectory:
         """Remove a pack's name; one that is gone is fine. Raises TierIOError."""
         # Without fsync of the directory: a name that comes back after a crash is one that the ledger calls removed.
         self._remove(self.pack_path(pack_id), "delete")
+        self.made.discard(pack_id)
 
     def sweep(self, removed: Collection[str]) -> list[str]:
         """Remove temporary files and the packs named; return the names of those that were there. Raises TierIOError."""

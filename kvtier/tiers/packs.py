@@ -130,6 +130,10 @@ class PackTier:
         """See `DiskTier.list_packs`."""
         return self._places.lengths()
 
+    def written_packs(self) -> set[str]:
+        """See `DiskTier.written_packs`."""
+        return set(self._places.made)
+
     def sweep(self, removed: Collection[str]) -> list[str]:
         """See `DiskTier.sweep`. Files that kvtier did not name are left alone, and so are packs that were set aside."""
         return self._places.sweep(removed)

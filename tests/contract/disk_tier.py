@@ -87,6 +87,13 @@ class DiskTierContract:
         assert list(tier.list_packs()) == [kept.pack_id]
         assert tier.sweep({removed.pack_id}) == []
 
+    def test_it_knows_what_it_has_written_and_not_deleted(self, tier: DiskTier) -> None:
+        kept, deleted = (tier.write_pack("ns", [payload_of(1, soft(1000))]) for _ in range(2))
+        copied = tier.rewrite_pack("ns", kept.chunks)
+        assert tier.written_packs() == {kept.pack_id, deleted.pack_id, copied.pack_id}
+        tier.delete_pack(deleted.pack_id)
+        assert tier.written_packs() == {kept.pack_id, copied.pack_id}
+
     def test_several_reads_run_at_once_with_a_write(self, tier: DiskTier) -> None:
         data = [soft(20_000, seed) for seed in range(8)]
         record = tier.write_pack("ns", [payload_of(i, each) for i, each in enumerate(data)])

@@ -22,6 +22,7 @@ class MemoryTier:
 
     def __init__(self) -> None:
         self.packs: dict[str, bytearray] = {}
+        self.made: set[str] = set()
         self.leftovers: list[str] = []
         self.fail_writes = 0
         self.fail_reads = 0
@@ -32,6 +33,7 @@ class MemoryTier:
         if not chunks or len({chunk.key for chunk in chunks}) != len(chunks):
             raise InvalidArgumentError("chunks", len(chunks), "a pack needs chunks, each key once")
         pack_id = uuid.uuid4().hex
+        self.made.add(pack_id)
         if self.fail_writes:
             self.fail_writes -= 1
             raise TierIOError(Path(pack_id), "write", OSError(28, "No space left on device"))
@@ -99,6 +101,11 @@ class MemoryTier:
     def delete_pack(self, pack_id: str) -> None:
         """See `DiskTier.delete_pack`."""
         self.packs.pop(pack_id, None)
+        self.made.discard(pack_id)
+
+    def written_packs(self) -> set[str]:
+        """See `DiskTier.written_packs`."""
+        return set(self.made)
 
     def list_packs(self) -> dict[str, int]:
         """See `DiskTier.list_packs`."""

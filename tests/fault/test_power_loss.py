@@ -120,7 +120,7 @@ def test_a_durable_chunk_survives_any_loss_of_power_and_nothing_else_is_left(tmp
 def test_the_model_finds_a_tier_that_leaves_out_a_sync(tmp_path: Path, forgotten: str) -> None:
     """The suite's own alarm: without it, a model that loses nothing would pass for a tier that loses nothing."""
     events = Story(tmp_path / "live", [forgotten], row_first=True).act()
-    with pytest.raises(Exception, match=r"assert|damaged|missing|pack ends|checksum"):
+    with pytest.raises(Exception, match=r"assert|damaged|missing|pack ends|checksum|is not a kvtier pack"):
         check_every_loss(tmp_path, events)
 
 

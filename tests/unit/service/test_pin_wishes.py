@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-import kvtier.service.prompts
+from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError
 from kvtier.service.prompts import PinWish
 
@@ -25,7 +25,7 @@ RECIPE = '{"kind": "text"}'
     ],
 )
 def test_what_lies_within_the_bounds_is_accepted(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
-    monkeypatch.setattr(kvtier.service.prompts, "_MAX_TOKENS", 4)
+    monkeypatch.setattr(limits, "MAX_TOKENS", 4)
     PinWish(**({"name": "p", "tokens": (1,)} | fields))
 
 
@@ -49,7 +49,7 @@ def test_what_lies_within_the_bounds_is_accepted(monkeypatch: pytest.MonkeyPatch
 def test_what_lies_beyond_is_refused_by_field(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], field: str
 ) -> None:
-    monkeypatch.setattr(kvtier.service.prompts, "_MAX_TOKENS", 4)
+    monkeypatch.setattr(limits, "MAX_TOKENS", 4)
     with pytest.raises(InvalidArgumentError) as refused:
         PinWish(**({"name": "p", "tokens": (1,)} | fields))
     assert refused.value.field == field
