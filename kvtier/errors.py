@@ -127,7 +127,7 @@ class ArenaError(KvtierError):
 
 
 class ArenaFullError(ArenaError):
-    """No arena fits: the row is larger than what host_bytes or the file system leaves."""
+    """No arena fits: host_bytes, the file system or the daemon's descriptors have no place for one."""
 
 
 class TierIOError(KvtierError):

@@ -53,10 +53,10 @@ class EngineServiceServicer(object):
         process holds the session's lock file (Welcome.lock_path) any more. So a stopped (SIGSTOP) engine is never harmed. One
         that does not read while 256 MiB of messages wait for it loses its session, and attaches anew when it goes on.
 
-        A session that is refused leaves nothing behind. Fails with INVALID_ARGUMENT (a field of Hello is unusable, or bytes are
-        no message; the error names field, value and remedy),
-        FAILED_PRECONDITION (the namespace exists with another layout), RESOURCE_EXHAUSTED (no arena of this row size fits
-        into host_bytes), UNAVAILABLE (the daemon drains), DEADLINE_EXCEEDED (no Hello within 10 s of the stream's beginning).
+        A session that is refused leaves nothing behind. Fails with INVALID_ARGUMENT (a field of Hello is unusable, or bytes
+        are no message; the error names field, value and remedy), FAILED_PRECONDITION (the namespace exists with another
+        layout), RESOURCE_EXHAUSTED (host_bytes, the file system or the daemon's descriptors have no place for an arena),
+        UNAVAILABLE (the daemon drains), DEADLINE_EXCEEDED (no Hello within 10 s of the stream's beginning).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

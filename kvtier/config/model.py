@@ -34,7 +34,7 @@ class HostConfig:
     arena_dir: Path
     """Folder of the arena files, on a tmpfs; vLLM's processes map the files by this path."""
     host_bytes: int
-    """Bytes of all arenas together."""
+    """Bytes of all arenas together: rows, slot tables and headers."""
     keep_arena: bool = False
     """A daemon that is stopped leaves its arenas to the next start; a crash always does."""
     spare_bytes: int = 256 * MIB

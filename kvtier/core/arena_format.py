@@ -54,6 +54,25 @@ def mark_of(slot: int, key_tag: int, generation: int, checksum: int) -> int:
     return xxhash.xxh3_64_intdigest(_MARKED.pack(slot, key_tag, generation, checksum)) or 1
 
 
+def entry_words(num_ranks: int) -> int:
+    """Return the words of one slot table entry."""
+    return OWNER_WORDS + STAMP_WORDS * num_ranks
+
+
+def overhead_bytes(num_slots: int, num_ranks: int) -> int:
+    """Return the bytes of header page and slot table, which have their pages from the start: the offset of row 0."""
+    end = HEADER_BYTES + num_slots * entry_words(num_ranks) * WORD_BYTES
+    return -(-end // HEADER_BYTES) * HEADER_BYTES
+
+
+def num_slots_within(limit_bytes: int, row_bytes: int, num_ranks: int) -> int:
+    """Return how many rows an arena may have so that all of it, rows, slot table and header, fits; 0 for none."""
+    num_slots = max(0, limit_bytes - HEADER_BYTES) // (row_bytes + entry_words(num_ranks) * WORD_BYTES)
+    if num_slots and overhead_bytes(num_slots, num_ranks) + num_slots * row_bytes > limit_bytes:
+        num_slots -= 1  # the table takes whole pages; a row is at least one
+    return num_slots
+
+
 class SlotEntry(NamedTuple):
     """What a slot table says of one slot, as far as it outlives a daemon.
 
@@ -106,7 +125,7 @@ class ArenaGeometry:
     @property
     def entry_words(self) -> int:
         """Words of one slot table entry."""
-        return OWNER_WORDS + STAMP_WORDS * self.num_ranks
+        return entry_words(self.num_ranks)
 
     @property
     def table_words(self) -> int:
@@ -116,8 +135,7 @@ class ArenaGeometry:
     @property
     def rows_offset(self) -> int:
         """File offset of row 0."""
-        end = HEADER_BYTES + self.table_words * WORD_BYTES
-        return -(-end // HEADER_BYTES) * HEADER_BYTES
+        return overhead_bytes(self.num_slots, self.num_ranks)
 
     @property
     def file_bytes(self) -> int:

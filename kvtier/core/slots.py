@@ -39,7 +39,7 @@ class SlotRef(NamedTuple):
 
 
 class HostBudget:
-    """Bytes of backed arena rows, over all namespaces, against `host_bytes`."""
+    """Bytes of arenas, over all namespaces, against `host_bytes`: backed rows, header pages and slot tables."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -58,7 +58,7 @@ class HostBudget:
         return True
 
     def count(self, num_bytes: int) -> None:
-        """Count `num_bytes` that are used whether they fit or not: a dead daemon's rows have their pages."""
+        """Count `num_bytes` that are used whether they fit or not: a dead daemon's arena has its pages."""
         self.used_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -107,6 +107,23 @@ class SlotTable:
         self.num_slots, self._num_untouched = len(generations), len(generations) - num_touched
         self._unbacked = [slot for slot in range(num_touched) if slot not in self._states]
         self._budget.count(self.row_bytes * len(self._states))
+
+    def reset(self, num_slots: int) -> list[int]:
+        """Begin as a new arena of `num_slots` rows, none of which has pages; only while no slot is owned.
+
+        Returns:
+            Slots of the old arena that have pages. The budget still counts them.
+        """
+        if self._states:
+            raise ValueError(f"{len(self._states)} slots are in use")
+        backed, self._free, self._unbacked, self._generations = self._free, [], [], {}
+        self.num_slots = self._num_untouched = num_slots
+        return backed
+
+    @property
+    def num_owned(self) -> int:
+        """Slots that somebody owns: neither free nor unbacked."""
+        return len(self._states)
 
     @property
     def num_affordable(self) -> int:

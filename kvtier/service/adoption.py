@@ -37,10 +37,13 @@ _BATCH_BYTES = 32 * 1024**2
 class Adoption:
     """Runs once per daemon, on the loop thread: `open` before anything is served, then `verify`, then `release`."""
 
-    def __init__(self, stores: Stores, namespaces: Mapping[str, "Namespace"], prompts: PromptBook) -> None:
+    def __init__(
+        self, stores: Stores, namespaces: Mapping[str, "Namespace"], prompts: PromptBook, max_arenas: int
+    ) -> None:
         self._stores = stores
         self._namespaces = namespaces
         self._prompts = prompts
+        self._max_arenas = max_arenas
         self._locks: list[SessionLock] = []
         self._left: dict[str, set[int]] = {}  # by namespace: slots with pages that are not adopted
         self._entries: dict[str, list[SlotEntry]] = {}
@@ -48,20 +51,37 @@ class Adoption:
     async def open(self, directory: Path) -> None:
         """Map the arenas that fit a namespace, drop the others, and learn which sessions have not let go.
 
-        Reads headers and slot tables only, no rows.
+        Reads headers and slot tables only, no rows. Of more arenas than there are descriptors for, those that were used
+        last are taken over.
         """
         self._locks = await self._stores.in_io(SessionLock.left_in, directory)
+        found: list[tuple[Namespace, Path]] = []
         for path in await self._stores.in_io(left_arenas, directory):
             try:
-                await self._take(path)
+                found.append((self._home_of(await self._stores.in_io(left_header, path), path), path))
             except ArenaError as error:
-                log_event(logger, "arena_dropped", level=logging.WARNING, problem=str(error))
-                await self._stores.in_io(_unlink, path)
+                await self._drop(path, error)
+        found.sort(key=lambda each: each[0].row.seen_unix_s, reverse=True)
+        for namespace, path in found:
+            try:
+                await self._take(namespace, path)
+            except ArenaError as error:
+                await self._drop(path, error)
         await self._ask_locks()
 
-    async def _take(self, path: Path) -> None:
-        geometry = await self._stores.in_io(left_header, path)
-        namespace = self._home_of(geometry, path)
+    async def _drop(self, path: Path, why: ArenaError) -> None:
+        """Take the file's name away; engines of the dead daemon that map it keep their mapping."""
+        log_event(logger, "arena_dropped", level=logging.WARNING, problem=str(why))
+        await self._stores.in_io(_unlink, path)
+
+    async def _take(self, namespace: "Namespace", path: Path) -> None:
+        if namespace.has_arena:
+            raise ArenaError(f"{path} is a second arena of namespace {namespace.namespace_id}")
+        if len(self._left) >= self._max_arenas:
+            raise ArenaError(
+                f"{path} is one more than the {self._max_arenas} arenas that this daemon's open files allow; raise the "
+                "limit (`ulimit -n`; LimitNOFILE= in a systemd unit) to keep more models in memory"
+            )
         arena, entries = await self._stores.in_io(_reopen, namespace, path)
         backed = {entry.slot for entry in entries if entry.backed}
         namespace.adopt_arena(arena, [entry.generation for entry in entries], backed)
@@ -72,8 +92,6 @@ class Adoption:
         namespace = self._namespaces.get(geometry.namespace_id)
         if namespace is None:
             raise ArenaError(f"{path} belongs to namespace {geometry.namespace_id}, which is not in the ledger")
-        if namespace.has_arena:
-            raise ArenaError(f"{path} is a second arena of namespace {geometry.namespace_id}")
         if geometry.num_slots < 1 or namespace.slots.num_slots < 1:
             raise ArenaError(f"{path} has rows of {geometry.row_bytes} bytes, host.bytes is less")
         if geometry.num_slots < namespace.slots.num_slots:

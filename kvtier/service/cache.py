@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from kvtier.obs.log import log_event
 from kvtier.obs.loop_lag import watch_loop_lag
 from kvtier.obs.timings import Timings
 from kvtier.service.adoption import Adoption
+from kvtier.service.arenas import Arenas, max_open_arenas
 from kvtier.service.changes import Changes
 from kvtier.service.compactor import Compactor
 from kvtier.service.ledger_upkeep import LedgerUpkeep
@@ -64,6 +65,7 @@ class Cache:
         self.compactor = Compactor(stores, lambda: list(self.namespaces.values()))
         self.scrubber = Scrubber(stores, lambda: list(self.namespaces.values()), config.disk.disk_dir / CURSOR_FILE)
         self._tasks = Tasks()
+        self.arenas = Arenas(stores, self.namespaces, self._tasks, self._top_up_all, max_open_arenas())
         self.changes = Changes(self._tasks)
         self._draining = False
         self._ending: list[Namespace] = []  # ephemeral ones that are being closed, by a task that a stop cancels
@@ -90,7 +92,7 @@ class Cache:
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path), counters, timings))
         await recover(cache, disk)
-        adoption = Adoption(cache.stores, cache.namespaces, cache.prompts)
+        adoption = Adoption(cache.stores, cache.namespaces, cache.prompts, cache.arenas.max_open)
         await adoption.open(config.host.arena_dir)
         cache._tasks.start("adoption", cache._adopt(adoption))
         cache._tasks.start("expiry", cache.pins.expire())
@@ -113,14 +115,14 @@ class Cache:
             await adoption.verify()
         finally:
             self._verified.set()
-        self._prewarm()
+        self._prewarm(self.namespaces.values())
         if await adoption.release():
-            self._prewarm()  # what did not fit beside the rows that are gone now
+            self._prewarm(self.namespaces.values())  # what did not fit beside the rows that are gone now
 
-    def _prewarm(self) -> None:
+    def _prewarm(self, namespaces: Iterable[Namespace]) -> None:
         if self.config.host.prewarm:
-            prewarmer = Prewarmer(self.prompts, self.config.host.arena_dir)
-            self._tasks.start("prewarm", prewarmer.run(list(self.namespaces.values())))
+            prewarmer = Prewarmer(self.prompts, self.arenas.open_if_room)
+            self._tasks.start("prewarm", prewarmer.run(list(namespaces)))
 
     @property
     def sessions(self) -> list[Session]:
@@ -168,6 +170,7 @@ class Cache:
         await self.room.trim_disk()
         for namespace in self.namespaces.values():
             namespace.spiller.retry_if_room()
+        await self.arenas.close_empty()
         await self._forget_empty_namespaces()
 
     async def _forget_empty_namespaces(self) -> None:
@@ -215,9 +218,10 @@ class Cache:
                 raise DrainingError
             is_new = namespace_id(hello.fingerprint) not in self.namespaces
             namespace = self._namespace_of(hello)
-            session_id = uuid.uuid4().hex
+            has_arena, session_id = namespace.has_arena, uuid.uuid4().hex
+            namespace.attaching = True
             try:
-                arena = namespace.open_arena(self.config.host.arena_dir)
+                arena = await self.arenas.open(namespace)
                 lock = SessionLock.create(self.config.host.arena_dir, session_id)
                 try:
                     await self._record_namespace(namespace)
@@ -228,8 +232,12 @@ class Cache:
                 if is_new:
                     await self._close_namespace(namespace)
                 raise
+            finally:
+                namespace.attaching = False
             session = Session(session_id, namespace, hello, peer, lock)
             namespace.sessions.append(session)
+            if not has_arena and self._verified.is_set():  # else it comes when a dead daemon's memory is verified
+                self._prewarm([namespace])
             self.stores.counters.sessions_opened += 1
         log_event(
             logger,
@@ -365,7 +373,7 @@ class Cache:
         self._ending.append(namespace)
         await namespace.close()
         self._ending.remove(namespace)
-        self.stores.budget.give_back(namespace.slots.num_backed * namespace.layout.row_bytes)
+        self.stores.budget.give_back(namespace.held_bytes)
         self._top_up_all()
 
     # The end

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.core import limits
+from kvtier.core.arena_format import WORD_BYTES, entry_words, num_slots_within, overhead_bytes
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.pack_index import PackIndex
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLICE_CHUNKS = 2000
+_EVICTED_AT_ONCE = 500
+"""A few milliseconds of the loop."""
 _MAKING_TIMEOUT_S = 0.1
 """Ten times what a slice of spare rows takes: threads may be held up by a disk that hangs."""
 
@@ -49,6 +52,14 @@ class NewRows(NamedTuple):
     refs: list[SlotRef]
     num_refused: int
     error: ArenaError | None = None
+
+
+class DetachedArena(NamedTuple):
+    """An arena that its namespace has given up: rows that still have pages, and the bytes that it takes in all."""
+
+    arena: Arena
+    backed: Sequence[int]
+    num_bytes: int
 
 
 class RecomputeCost:
@@ -100,8 +111,8 @@ class Namespace:
         self.ephemeral = ephemeral
         self.sessions: list[Session] = []
         self.tasks = Tasks()
-        num_slots = stores.config.host.host_bytes // row.layout.row_bytes
-        self.slots = SlotTable(num_slots, row.layout.row_bytes, stores.budget, self._uncommit)
+        self.slots = SlotTable(self._num_possible_slots, row.layout.row_bytes, stores.budget, self._uncommit)
+        self.attaching = False  # an engine's session is about to be one of `sessions`
         self.keep_pages = False  # a dead daemon's engine may be copying from any row
         self._pages_stay = False  # the file system refused the last time that it was to take pages back
         self.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
@@ -114,6 +125,7 @@ class Namespace:
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
         self._arena: Arena | None = None
+        self._overhead_bytes = 0  # of the arena, as far as it is counted
         self._find_room = find_room
         self.find_disk_room = find_disk_room
         self.top_up_all = top_up_all
@@ -155,28 +167,97 @@ class Namespace:
             raise ArenaError(f"namespace {self.namespace_id} has no arena yet")
         return self._arena
 
-    def open_arena(self, directory: Path) -> Arena:
-        """Create the arena if there is none.
+    @property
+    def is_idle(self) -> bool:
+        """It has an arena that no engine, of this daemon or of a dead one, may touch, and nothing is under way."""
+        if self.sessions or self.attaching:
+            return False
+        return self.has_arena and not (self.keep_pages or self.ephemeral or self.tasks.running)
+
+    @property
+    def _num_possible_slots(self) -> int:
+        return num_slots_within(self.stores.config.host.host_bytes, self.layout.row_bytes, self.layout.num_ranks)
+
+    @property
+    def arena_overhead_bytes(self) -> int:
+        """Memory of its arena, if it had one, beside the rows: header page and slot table."""
+        return overhead_bytes(self.slots.num_slots, self.layout.num_ranks)
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the budget."""
+        return self._overhead_bytes + self.slots.num_backed * self.layout.row_bytes
+
+    def check_arena_fits(self) -> None:
+        """Refuse what no arena within host_bytes could hold.
 
         Raises:
-            ArenaFullError: host_bytes holds not even one row.
+            ArenaFullError: Not even one row.
+        """
+        if self.slots.num_slots < 1:
+            raise ArenaFullError(
+                f"one chunk of this model takes {self.layout.row_bytes} bytes and, with {self.layout.num_ranks} ranks, "
+                f"{entry_words(self.layout.num_ranks) * WORD_BYTES} bytes of the slot table; host.bytes is "
+                f"{self.stores.budget.limit_bytes}; raise host.bytes"
+            )
+
+    def open_arena(self, directory: Path) -> Arena:
+        """Create the arena if there is none; chunks of others make way for its slot table if they can.
+
+        Raises:
+            ArenaFullError: host_bytes has no room, or the file system.
             ArenaError: The file cannot be made.
         """
         if self._arena is None:
-            if self.slots.num_slots < 1:
-                raise ArenaFullError(
-                    f"one chunk of this model takes {self.layout.row_bytes} bytes, host.bytes is "
-                    f"{self.stores.budget.limit_bytes}; raise host.bytes"
-                )
-            self._arena = Arena.create(directory, self.layout, self.slots.num_slots, namespace_id=self.namespace_id)
+            self.check_arena_fits()
+            needed_bytes = self._reserve_overhead()
+            try:
+                self._arena = Arena.create(directory, self.layout, self.slots.num_slots, namespace_id=self.namespace_id)
+            except ArenaError:
+                self.stores.budget.give_back(needed_bytes)
+                raise
+            self._overhead_bytes = needed_bytes
             self.promoter.warm_up(())  # what could not be read for want of an arena
         return self._arena
+
+    def _reserve_overhead(self) -> int:
+        budget, needed_bytes = self.stores.budget, self.arena_overhead_bytes
+        if needed_bytes > budget.free_bytes:
+            self._find_room(self, needed_bytes)
+        if not budget.reserve(needed_bytes):
+            raise ArenaFullError(
+                f"an arena of this model begins with a slot table of {needed_bytes} bytes; of host.bytes = "
+                f"{budget.limit_bytes} other models take {budget.used_bytes}, of which nothing can be evicted now; "
+                "raise host.bytes, or end an engine of another model"
+            )
+        return needed_bytes
 
     def adopt_arena(self, arena: Arena, generations: Sequence[int], backed: Collection[int]) -> None:
         """Take over an arena of a dead daemon; slots with pages are quarantined until somebody vouches for them."""
         self._arena = arena
         self.slots.resume(generations, backed)
+        self._overhead_bytes = self.arena_overhead_bytes
+        self.stores.budget.count(self._overhead_bytes)
         self.keep_pages = True
+
+    async def evict_all(self) -> bool:
+        """Evict what is in host memory while the namespace is idle; say whether nothing is left there."""
+        while self.is_idle and self.evict_rows(_EVICTED_AT_ONCE):  # noqa: ASYNC110 - no waiting: turns for others
+            await asyncio.sleep(0)
+        return not self.table.num_host
+
+    def detach_arena(self) -> DetachedArena | None:
+        """Part with an idle arena that holds nothing, None when it is in use; the caller gives back what it took.
+
+        From now on the namespace is as before its first engine: its next arena is a new file.
+        """
+        if self._arena is None or not self.is_idle or self.slots.num_owned:
+            return None
+        num_bytes, backed = self.held_bytes, self.slots.reset(self._num_possible_slots)
+        detached = DetachedArena(self._arena, backed, num_bytes)
+        self._arena, self._overhead_bytes, self._pages_stay = None, 0, False
+        self.promoter.forget_background()
+        return detached
 
     def mark_committed(self, key: ChunkKey) -> None:
         """Say in the arena, for a daemon that comes after this one, that the chunk's slot holds it, if it does."""
@@ -209,8 +290,8 @@ class Namespace:
 
     @property
     def occupied_bytes(self) -> int:
-        """Bytes of arena rows that hold, or are given out for, chunks; backed free rows are room."""
-        return (self.slots.num_backed - self.slots.num_free) * self.layout.row_bytes
+        """Bytes of the arena without its free rows, which are room."""
+        return self.held_bytes - self.slots.num_free * self.layout.row_bytes
 
     async def prepare_disk_room(self, num_bytes: int) -> None:
         """Have ordinary chunks dropped from disk if a pack of `num_bytes` does not fit; `disk_usage.fits` says whether.
@@ -346,11 +427,12 @@ class Namespace:
         """Chunks went out of the last tier they were in."""
         self.announce(keys, held=False)
 
-    def evict_rows(self, num_slots: int) -> None:
-        """Evict up to `num_slots` chunks from host memory, those of pinned prompts last."""
+    def evict_rows(self, num_slots: int) -> int:
+        """Evict up to `num_slots` chunks from host memory, those of pinned prompts last; return how many."""
         evicted = self.table.make_room(num_slots)
         self.stores.counters.host_evictions += evicted.num_slots
         self.forget_lost(evicted.lost)
+        return evicted.num_slots
 
     def evict_ordinary(self, num_slots: int) -> int:
         """Evict up to `num_slots` chunks of no pinned prompt from host memory; return how many rows came free."""
@@ -475,7 +557,6 @@ class Namespace:
         await self.promoter.close()
         await self.tasks.close()
         if self._arena is not None:
-            num_possible = self.stores.config.host.host_bytes // self.layout.row_bytes
-            kept = keep_arena and not self.ephemeral and self.slots.num_slots >= num_possible
+            kept = keep_arena and not self.ephemeral and self.slots.num_slots >= self._num_possible_slots
             self._arena.close(unlink=not kept)
             self._arena = None

@@ -1,9 +1,8 @@
 """Start with cold host memory: pinned prompts are promoted in the background, before their first request asks."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.core.layout import ChunkKey
@@ -21,11 +20,15 @@ class Prewarmer:
     """Hands pinned prompts to the promoters' background class, which gives way to every request.
 
     It takes free memory only, up to the low watermark of `host_bytes`: it evicts nothing and asks nobody for room.
+
+    Args:
+        prompts: All of them.
+        open_if_room: Sees to it that a namespace has an arena to promote into, if there is room for one; says so.
     """
 
-    def __init__(self, prompts: PromptBook, directory: Path) -> None:
+    def __init__(self, prompts: PromptBook, open_if_room: "Callable[[Namespace], bool]") -> None:
         self._prompts = prompts
-        self._directory = directory
+        self._open_if_room = open_if_room
 
     async def run(self, namespaces: Iterable["Namespace"]) -> None:
         """Promote what is pinned and only on disk: the namespace last used first, prompts by priority, heads first."""
@@ -43,11 +46,10 @@ class Prewarmer:
         if not _has_room(namespace):
             return False
         try:
-            namespace.open_arena(self._directory)
+            return self._open_if_room(namespace)
         except ArenaError as error:
             log_event(logger, "not_prewarmed", level=logging.WARNING, problem=str(error))
             return False
-        return True
 
 
 def _only_on_disk(namespace: "Namespace", key: ChunkKey) -> bool:

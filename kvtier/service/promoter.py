@@ -119,6 +119,16 @@ class Promoter:
         self._background.extend(keys)
         self._pump()
 
+    @property
+    def is_warm(self) -> bool:
+        """Nothing is left to promote that nobody waits for."""
+        return self._warm.is_set()
+
+    def forget_background(self) -> None:
+        """The arena goes: what `warm_up` was given, and was not read yet, is left on disk."""
+        self._background.clear()
+        self._mind_background()
+
     async def until_warm(self) -> None:
         """Return when what `warm_up` was given is read, or left on disk for good."""
         await self._warm.wait()

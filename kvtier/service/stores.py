@@ -43,7 +43,7 @@ class Stores:
         config: The daemon's configuration.
         disk: The last tier.
         ledger: Called through `in_ledger` only.
-        budget: Bytes of backed arena rows.
+        budget: Bytes of arenas: backed rows, header pages and slot tables.
         disk_usage: Bytes of packs.
         counters: Events since the daemon started.
         timings: How long things took.

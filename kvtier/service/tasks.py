@@ -19,6 +19,11 @@ class Tasks:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
+    @property
+    def running(self) -> bool:
+        """A task has not ended yet."""
+        return bool(self._tasks)
+
     def start(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background; after `close` it is dropped."""
         if self._closed:

@@ -34,6 +34,7 @@ __all__ = ["Arena", "key_tag_of", "left_arenas", "left_header", "sweep_arena_dir
 
 ARENA_PREFIX = "arena-"
 _FULL = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class Arena:
@@ -77,7 +78,7 @@ class Arena:
             pages: Replaced by tests.
 
         Raises:
-            ArenaFullError: Not one row fits, or the file system has no room for the slot table.
+            ArenaFullError: Not one row fits, the file system has no room for the slot table, or no descriptor is left.
             ArenaError: The file cannot be created or mapped.
         """
         if num_slots < 1:
@@ -335,10 +336,21 @@ def _open_new(path: Path) -> int:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as exc:
+        if exc.errno in _NO_DESCRIPTOR:
+            raise _no_descriptor(path, exc) from exc
         raise ArenaError(f"cannot create {path}: {exc.strerror}; check host.arena_dir and its owner") from exc
 
 
+def _no_descriptor(path: Path, cause: OSError) -> ArenaFullError:
+    return ArenaFullError(
+        f"no descriptor is left to make {path}: {cause.strerror}; raise the daemon's limit (`ulimit -n`; LimitNOFILE= "
+        "in a systemd unit), or end engines of other models"
+    )
+
+
 def _creation_error(path: Path, geometry: ArenaGeometry, cause: Exception) -> ArenaError:
+    if isinstance(cause, OSError) and cause.errno in _NO_DESCRIPTOR:
+        return _no_descriptor(path, cause)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         return ArenaFullError(
             f"{path.parent} has no room for an arena of {geometry.num_slots} rows of {geometry.row_bytes} bytes: "

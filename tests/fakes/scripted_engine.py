@@ -17,7 +17,7 @@ from kvtier.client.address import channel_target
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder
 from kvtier.config import CacheConfig, DaemonConfig, DiskConfig, HostConfig, MetricsConfig, ServerConfig
 from kvtier.config.model import OFF, StoreMode
-from kvtier.core.arena_format import key_tag_of
+from kvtier.core.arena_format import HEADER_BYTES, key_tag_of, num_slots_within
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout, group_idx_of
 from kvtier.rpc.server import serve
 
@@ -28,6 +28,14 @@ ONE_GROUP = KVLayout(
     num_writers=1,
     groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=6000),),
 )
+
+
+def room_for(num_rows: int, *, num_arenas: int = 1, layout: KVLayout = ONE_GROUP) -> int:
+    """Return the host.bytes of so many rows, over all arenas, and of the slot tables of so many arenas."""
+    host_bytes = num_rows * layout.row_bytes
+    while num_slots_within(host_bytes, layout.row_bytes, layout.num_ranks) < num_rows:
+        host_bytes += HEADER_BYTES
+    return host_bytes + (num_arenas - 1) * (host_bytes - num_rows * layout.row_bytes)
 
 
 def config_in(

@@ -35,7 +35,9 @@ Stub = cache_pb2_grpc.CacheServiceStub
 State = cache_pb2.PromptStatus
 
 
-async def started(config: DaemonConfig, settings: Mapping[str, str]) -> asyncio.subprocess.Process:
+async def started(
+    config: DaemonConfig, settings: Mapping[str, str], command: str = COMMAND
+) -> asyncio.subprocess.Process:
     """Start `kvtier-daemon` with further settings as environment variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     flags = {
@@ -50,16 +52,16 @@ async def started(config: DaemonConfig, settings: Mapping[str, str]) -> asyncio.
     defaults = {"KVTIER_DISK_PACK_LINGER_S": "0.01", "KVTIER_HOST_PREWARM": str(config.host.prewarm)}
     defaults["KVTIER_METRICS_LISTEN"] = config.metrics.listen
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", COMMAND, *arguments), env=environment | defaults | dict(settings)
+        *(sys.executable, "-c", command, *arguments), env=environment | defaults | dict(settings)
     )
 
 
 @contextlib.asynccontextmanager
 async def daemon(
-    config: DaemonConfig, settings: Mapping[str, str] | None = None
+    config: DaemonConfig, settings: Mapping[str, str] | None = None, command: str = COMMAND
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Stub]]:
     """Run a daemon until the block ends; then it is killed, if it was not before."""
-    process = await started(config, settings or {})
+    process = await started(config, settings or {}, command)
     try:
         # A pool of its own: a shared connection is that of the daemon killed before, until somebody notices.
         # And tried often: the usual pauses of 1 to 10 s are longer than a start takes.

@@ -19,7 +19,7 @@ from kvtier.service.damage import drop_damaged
 from kvtier.service.evicting import EvictTier
 from kvtier.service.prompts import PinWish
 from tests.fakes.rig import Rig, eventually, keys_of, rig
-from tests.fakes.scripted_engine import ONE_GROUP
+from tests.fakes.scripted_engine import ONE_GROUP, room_for
 from tests.property.test_compaction import NUM_CHUNKS, numbers
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="kvtier-test-"))
         self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()
-        opened = rig(self.folder, store="all", host_bytes=6 * ROW_BYTES, disk_bytes=60_000)
+        opened = rig(self.folder, store="all", host_bytes=room_for(6), disk_bytes=60_000)
         self.rig: Rig = self.run(self.stack.enter_async_context(opened))
         self.rig.cache._verified.set()  # there was nothing to adopt
         self.session, self.peer = self.run(self.rig.session())

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
-from kvtier.core.arena_format import key_tag_of, mark_of
+from kvtier.core.arena_format import key_tag_of, mark_of, num_slots_within
 from kvtier.core.slots import SlotState
 from kvtier.errors import TierIOError
 from kvtier.service import adoption
@@ -35,6 +35,7 @@ from tests.fakes.scripted_engine import (
     ScriptedEngine,
     chunk_key,
     config_in,
+    room_for,
     running,
     wait_durable,
 )
@@ -101,7 +102,8 @@ async def cleared(caches: list[Cache], number: int) -> Namespace:
     await until(is_there)
     (namespace,) = caches[number].namespaces.values()
     assert namespace.slots.counts()[SlotState.QUARANTINED] == 0
-    assert caches[number].stores.budget.used_bytes == namespace.slots.num_backed * ROW_BYTES
+    rows_offset = namespace.arena.geometry.rows_offset
+    assert caches[number].stores.budget.used_bytes == rows_offset + namespace.slots.num_backed * ROW_BYTES
     return namespace
 
 
@@ -353,7 +355,7 @@ def test_no_page_is_taken_away_from_under_an_old_reader(tmp_path: Path) -> None:
     """Reading a row without pages is SIGBUS when the file system is full: another namespace has to wait for room."""
 
     async def scenario() -> None:
-        config = kept(config_in(tmp_path, host_bytes=5 * ROW_BYTES))
+        config = kept(config_in(tmp_path, host_bytes=room_for(5, num_arenas=2)))
         async with running(config) as stub:
             engine = await ScriptedEngine(config, store_credits=1).__aenter__()
             await engine.bind(await pin(stub), KEYS[:4])
@@ -386,7 +388,8 @@ def test_fewer_host_bytes_take_the_newest_prompt_and_its_head(tmp_path: Path) ->
             for name in ("p", "late", "loose"):
                 await wait_durable(stub, name)
             await unpin(stub, "loose")
-        smaller = kept(config, host_bytes=5 * ROW_BYTES)
+            rows_offset = engine.arena.geometry.rows_offset  # of the larger table, which stays
+        smaller = kept(config, host_bytes=5 * ROW_BYTES + rows_offset)
         async with running(smaller) as stub:
             await settled(stub, adopted=5)
 
@@ -496,10 +499,10 @@ def test_more_host_bytes_keep_the_smaller_arena_until_a_stop(tmp_path: Path) -> 
         larger = kept(config, host_bytes=2 << 20)
         async with next_life(larger) as (stub, engine):
             await settled(stub, adopted=5)
-            assert engine.welcome.arena.num_slots == (1 << 20) // ROW_BYTES
+            assert engine.welcome.arena.num_slots == num_slots_within(1 << 20, ROW_BYTES, 1)
         assert list(config.host.arena_dir.glob("arena-*")) == []
         async with next_life(larger) as (stub, engine):
-            assert engine.welcome.arena.num_slots == (2 << 20) // ROW_BYTES
+            assert engine.welcome.arena.num_slots == num_slots_within(2 << 20, ROW_BYTES, 1)
 
     asyncio.run(scenario())
 

@@ -16,7 +16,7 @@ from kvtier.service import session as session_module
 from kvtier.service import stores as stores_module
 from kvtier.service.room import Room
 from tests.fakes.operator import Stub, evict, on_disk, pin, prompt_of, status_of, unpin, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
 FLOOD = [chunk_key(n) for n in range(100, 160)]
@@ -81,11 +81,11 @@ def test_a_flood_stays_within_host_memory_and_losses_are_told(tmp_path: Path) ->
     """The ephemeral namespace has no disk: what leaves host memory is lost, and engines must know."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=16 * ROW_BYTES)
+        config = config_in(tmp_path, store="all", host_bytes=room_for(16))
         async with running(config) as stub, ScriptedEngine(config, ephemeral=True) as engine:
             for key in FLOOD:
                 await engine.store([key])
-                assert (await status_of(stub)).host.used_bytes <= 16 * ROW_BYTES
+                assert (await status_of(stub)).host.used_bytes <= config.host.host_bytes
             await engine.barrier()
             num_held = sum(engine.held.values())
 
@@ -101,7 +101,7 @@ def test_a_flood_stays_within_host_memory_and_losses_are_told(tmp_path: Path) ->
 
 def test_a_hot_prefix_survives_a_flood_and_pinned_chunks_survive_everything(tmp_path: Path) -> None:
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=24 * ROW_BYTES, disk_bytes=200_000)
+        config = config_in(tmp_path, store="all", host_bytes=room_for(24), disk_bytes=200_000)
         pinned, hot = KEYS[:2], KEYS[2:]
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(await pin(stub, tokens=32), pinned)
@@ -129,7 +129,7 @@ async def written(stub: Stub, num_packs: int) -> bool:
 
 def test_above_the_high_watermark_host_memory_is_freed_down_to_the_low_one(tmp_path: Path) -> None:
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=20 * ROW_BYTES)
+        config = config_in(tmp_path, store="all", host_bytes=room_for(20))
         config = replace(config, host=replace(config.host, high_watermark=0.7, low_watermark=0.5))
         async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
             for start in range(0, 16, 4):  # not faster than the disk takes it: what it does not take is not spilled
@@ -278,7 +278,7 @@ def test_the_dearer_model_keeps_its_chunks(tmp_path: Path) -> None:
     """Two live namespaces, one asks for room: the one whose chunks are computed in no time gives way."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=16 * ROW_BYTES)
+        config = config_in(tmp_path, store="all", host_bytes=room_for(16, num_arenas=2))
         async with running(config) as stub:
             dear = ScriptedEngine(config, store_credits=1, ephemeral=True, fingerprint={"w": "dear"})
             cheap = ScriptedEngine(config, store_credits=1, ephemeral=True, fingerprint={"w": "cheap"})
@@ -291,7 +291,7 @@ def test_the_dearer_model_keeps_its_chunks(tmp_path: Path) -> None:
                 await until(lambda: lost(cheap))
                 await dear.barrier()
                 assert all(dear.held[key] for key in FLOOD[:12])
-                assert (await status_of(stub)).host.used_bytes <= 16 * ROW_BYTES
+                assert (await status_of(stub)).host.used_bytes <= config.host.host_bytes
 
     async def lost(engine: ScriptedEngine) -> bool:
         await engine.barrier()
@@ -356,7 +356,7 @@ def test_the_order_of_a_prompt_stored_in_steps_is_told_after_the_last(tmp_path: 
     """Stored head first, the head was the first to go, and the tail served nobody."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=12 * ROW_BYTES)
+        config = config_in(tmp_path, store="all", host_bytes=room_for(12))
         async with running(config), ScriptedEngine(config, ephemeral=True, store_credits=1) as engine:
             prompt = FLOOD[:6]
             for key in prompt:

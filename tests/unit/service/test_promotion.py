@@ -9,6 +9,7 @@ import kvtier.service.promoter
 import kvtier.service.promotion_batch
 from kvtier.core.slots import SlotState
 from tests.fakes.rig import Rig, content, eventually, keys_of, rig
+from tests.fakes.scripted_engine import room_for
 
 
 @pytest.fixture(autouse=True)
@@ -283,7 +284,7 @@ def test_a_request_joins_the_background_read_of_its_chunk(tmp_path: Path) -> Non
 
 def test_background_promotions_evict_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=4 * 8192) as r:
+        async with rig(tmp_path, host_bytes=room_for(4)) as r:
             await r.on_disk(range(8))
             session, peer = await r.session()
             session.acquire(1, keys_of(range(2)))
@@ -365,7 +366,8 @@ def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> N
 
             # The release lets a session have its credit: a row that is counted, and gets its pages in a worker thread.
             await eventually(lambda: num_backed() == r.namespace.slots.num_backed)
-            assert r.stores.budget.used_bytes == num_backed() * r.namespace.layout.row_bytes
+            geometry = r.namespace.arena.geometry
+            assert r.stores.budget.used_bytes == geometry.rows_offset + num_backed() * geometry.row_bytes
             r.check()
 
     asyncio.run(scenario())

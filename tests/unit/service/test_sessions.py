@@ -13,7 +13,15 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.tiers.session_locks import SessionLock
 from tests.fakes.operator import make_durable, pack_of, store_last_apart
-from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in, running, wait_durable
+from tests.fakes.scripted_engine import (
+    DEADLINE_S,
+    ScriptedEngine,
+    chunk_key,
+    config_in,
+    room_for,
+    running,
+    wait_durable,
+)
 
 Stub = cache_pb2_grpc.CacheServiceStub
 KEYS = [chunk_key(n) for n in range(5)]
@@ -123,7 +131,7 @@ def test_slots_of_a_lost_session_wait_for_its_processes(tmp_path: Path, monkeypa
     """The lease table's last row: write slots are quarantined until the process is gone."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=8 * 8192)
+        config = config_in(tmp_path, host_bytes=room_for(8))
         async with running(config) as stub:
             engine = await ScriptedEngine(config, store_credits=2).__aenter__()
             lost = {(await engine.take_credit()).slot for _ in range(2)}
@@ -167,7 +175,7 @@ def test_leases_protect_from_eviction_and_two_large_prompts_never_wait(tmp_path:
     """Arena of 6 slots, 2 of them credits; two prompts of 5 chunks: each acquire is answered at once, truncated."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=6 * 8192)
+        config = config_in(tmp_path, host_bytes=room_for(6))
         other = [chunk_key(("other", n)) for n in range(5)]
         async with running(config) as stub, ScriptedEngine(config, store_credits=2) as engine:
             await engine.bind(await pin(stub), KEYS)

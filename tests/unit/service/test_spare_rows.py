@@ -63,7 +63,8 @@ async def settled(r: Rig) -> None:
     """Return when rows and budget agree, with the spare rows free."""
     await eventually(lambda: r.namespace.slots.num_free == SPARE_ROWS)
     await eventually(lambda: num_backed(r.namespace) == r.namespace.slots.num_backed)
-    assert r.stores.budget.used_bytes == num_backed(r.namespace) * r.namespace.layout.row_bytes
+    geometry = r.namespace.arena.geometry
+    assert r.stores.budget.used_bytes == geometry.rows_offset + num_backed(r.namespace) * geometry.row_bytes
     r.check()
 
 
@@ -191,7 +192,7 @@ def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             row_bytes, limit_bytes = r.namespace.layout.row_bytes, r.stores.budget.limit_bytes
-            num_rows = int(0.9 * limit_bytes) // row_bytes
+            num_rows = (int(0.9 * limit_bytes) - r.namespace.arena_overhead_bytes) // row_bytes
             r.in_host(range(num_rows - r.namespace.slots.num_backed - 2))
             await eventually(lambda: r.stores.budget.used_bytes > 0.9 * limit_bytes - row_bytes)
             await a_second(loop, r)
@@ -203,8 +204,8 @@ def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
 def test_all_rows_can_be_made_at_once_and_are_free_to_everybody(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with spare_rig(tmp_path, spare_rows=128) as r:
-            num_rows = int(0.9 * 128)
             slots = r.namespace.slots
+            num_rows = (int(0.9 * (1 << 20)) - r.namespace.arena_overhead_bytes) // ROW_BYTES
             await eventually(lambda: slots.num_backed == num_rows and not slots.counts()[SlotState.BACKING])
             num_takable = slots.num_takable
             assert num_takable > num_rows - 16, "but for store credits"

@@ -13,6 +13,7 @@ from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import failing
 from tests.fakes.operator import reached
 from tests.fakes.rig import content, eventually, keys_of, rig
+from tests.fakes.scripted_engine import room_for
 
 MIB = 1024 * 1024
 
@@ -106,7 +107,7 @@ def test_what_was_passed_over_is_spilled_when_the_disk_has_caught_up(tmp_path: P
 
 def test_a_session_gets_fewer_credits_while_the_disk_is_behind(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=64 * 8192) as r:
+        async with rig(tmp_path, host_bytes=room_for(64)) as r:
             session, _ = await r.session()
             await eventually(lambda: not r.namespace.tasks._tasks)
             most = session._num_short
@@ -200,7 +201,7 @@ def test_a_small_host_tier_is_not_full_of_what_lingers(tmp_path: Path) -> None:
     """What could be evicted if it were on disk is written when it is an eighth of host memory."""
 
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=64 * 8192) as r:
+        async with rig(tmp_path, host_bytes=room_for(64)) as r:
             object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
             r.namespace.spiller.add(r.in_host(range(10)))
             await at_rest(r.stores)
@@ -270,7 +271,7 @@ def test_a_latched_disk_keeps_the_queue_and_goes_on_after_a_probe(
     monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.0)
 
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=8 * 8192) as r:
+        async with rig(tmp_path, host_bytes=room_for(8)) as r:
             await r.on_disk([8])
             r.table.pin(keys_of(range(4)))
             r.in_host(range(4))

@@ -1,0 +1,173 @@
+"""Which namespaces have an arena: opened for an engine, closed again when nothing uses it and others need its place.
+
+An arena takes shared memory (rows, slot table, header page) and two descriptors of the daemon. States, by namespace:
+
+    NONE        no file; chunks are on disk only
+    SERVING     a session is attached, or an ended one whose lock a process of its engine still holds
+    IDLE        no session; chunks in memory are ordinary cache or on disk, or on their way there
+    TAKEN OVER  a dead daemon left it, and a process may still hold a session lock of that daemon (`keep_pages`)
+    CLOSING     a worker thread gives its pages back and unlinks it; its bytes count until that is done
+
+    NONE --attach, prewarm--> SERVING, IDLE    the header and slot table are counted before the file is made
+    SERVING --last lock released--> IDLE       until then processes may read and write rows
+    IDLE --attach--> SERVING                   same file: what is in memory is a hit
+    IDLE --close--> CLOSING --> NONE           see below
+    (start) --adopt--> TAKEN OVER --all old locks released--> IDLE
+
+IDLE is closed when an engine of another namespace attaches and descriptors, `host.bytes` or the file system have no
+place for its arena, the longest unused first; and, in the background, when it has no row with pages any more (others
+took them). What is pinned and not yet on disk is not evictable, so its arena is closed only once it is written. Pins
+stay durable, and are promoted again at the next attach. Nothing closes a TAKEN OVER or SERVING arena. A process that
+still maps a closed file keeps a valid mapping: the path is unlinked, and the file is never shortened.
+"""
+
+import logging
+import resource
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from kvtier.errors import ArenaError, ArenaFullError
+from kvtier.obs.log import log_event
+from kvtier.tiers.arena import Arena
+
+if TYPE_CHECKING:
+    from kvtier.service.namespace import DetachedArena, Namespace
+    from kvtier.service.stores import Stores
+    from kvtier.service.tasks import Tasks
+
+logger = logging.getLogger(__name__)
+
+_DESCRIPTORS_EACH = 2  # the file's, and the one that mmap duplicates
+_OTHER_DESCRIPTORS = 64
+"""Of the daemon without arenas and engines: 21 at rest; packs that are read and written, exports, a scrape."""
+_LEAST_ARENAS = 4
+
+
+def max_open_arenas() -> int:
+    """Return how many arenas may be open: half of the descriptors that this process may have are for connections."""
+    soft_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft_limit == resource.RLIM_INFINITY:
+        soft_limit = 2**20
+    return max(_LEAST_ARENAS, (soft_limit - _OTHER_DESCRIPTORS) // (2 * _DESCRIPTORS_EACH))
+
+
+class Arenas:
+    """Opens and closes arenas over all namespaces. Loop thread only.
+
+    Args:
+        stores: Budget, threads and configuration.
+        namespaces: By id; the cache's own, which changes.
+        tasks: Closing goes on in one of these when the caller is cancelled.
+        top_up_all: Called when memory has come free.
+        max_open: At most so many at once.
+    """
+
+    def __init__(
+        self,
+        stores: "Stores",
+        namespaces: Mapping[str, "Namespace"],
+        tasks: "Tasks",
+        top_up_all: Callable[[], None],
+        max_open: int,
+    ) -> None:
+        self._stores, self._namespaces, self._tasks, self._top_up_all = stores, namespaces, tasks, top_up_all
+        self.max_open = max_open
+        self._num_closing = 0
+
+    @property
+    def num_open(self) -> int:
+        """Arenas that have descriptors."""
+        return self._num_closing + sum(namespace.has_arena for namespace in self._namespaces.values())
+
+    async def open(self, namespace: "Namespace") -> Arena:
+        """Return the namespace's arena, which is made if there is none; idle ones are closed if they are in the way.
+
+        Nothing else runs between its return and the caller's next `await`: a session attached until then keeps it.
+
+        Raises:
+            ArenaFullError: host.bytes, the file system or the descriptors have no place for it; the message says which.
+            ArenaError: The file cannot be made.
+        """
+        namespace.check_arena_fits()
+        while not namespace.has_arena:
+            try:
+                self._check_descriptors()
+                namespace.open_arena(self._stores.config.host.arena_dir)
+            except ArenaFullError:
+                if not await self._close_longest_unused():
+                    raise
+        return namespace.arena
+
+    def open_if_room(self, namespace: "Namespace") -> bool:
+        """Make the namespace's arena if nothing has to make way for it; say whether there is one.
+
+        Raises:
+            ArenaError: The file cannot be made.
+        """
+        if not namespace.has_arena:
+            has_memory = namespace.arena_overhead_bytes + namespace.layout.row_bytes <= self._stores.budget.free_bytes
+            if not has_memory or self.num_open >= self.max_open:
+                return False
+            namespace.open_arena(self._stores.config.host.arena_dir)
+        return True
+
+    def _check_descriptors(self) -> None:
+        if self.num_open >= self.max_open:
+            raise ArenaFullError(
+                f"{self.num_open} models have an arena, as many as this daemon's limit of "
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files allows, and all of them are in use; raise "
+                "it (`ulimit -n`; LimitNOFILE= in a systemd unit), or end an engine of another model"
+            )
+
+    async def close_empty(self) -> None:
+        """Close idle arenas that have no row with pages: others took them all, or there never was one."""
+        for namespace in list(self._namespaces.values()):
+            if namespace.is_idle and namespace.promoter.is_warm and not namespace.slots.num_backed:
+                await self._close(namespace)
+
+    async def _close_longest_unused(self) -> bool:
+        """Close an idle arena; say whether there was one that could be closed."""
+        for namespace in sorted(self._idle(), key=lambda each: each.row.seen_unix_s):
+            if namespace.is_idle and await self._close(namespace):
+                return True
+        return False
+
+    def _idle(self) -> "Iterable[Namespace]":
+        return (each for each in self._namespaces.values() if each.is_idle and not each.spiller.queued_bytes)
+
+    async def _close(self, namespace: "Namespace") -> bool:
+        if not await namespace.evict_all():
+            return False
+        detached = namespace.detach_arena()
+        if detached is None:
+            return False
+        log_event(
+            logger,
+            "arena_closed",
+            namespace=namespace.namespace_id,
+            model=namespace.row.model,
+            path=detached.arena.path,
+        )
+        self._num_closing += 1
+        await self._tasks.complete("close-arena", self._give_back(detached))
+        return True
+
+    async def _give_back(self, detached: "DetachedArena") -> None:
+        try:
+            await self._stores.in_io(_discard, detached)
+        finally:
+            self._num_closing -= 1
+            self._stores.budget.give_back(detached.num_bytes)
+            self._top_up_all()
+
+
+def _discard(detached: "DetachedArena") -> None:
+    """Worker thread: pages first, since a process that maps the file would keep those of an unlinked one."""
+    try:
+        detached.arena.unback(detached.backed)
+    except ArenaError as error:
+        log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
+    try:
+        detached.arena.close(unlink=True)
+    except OSError as error:
+        log_event(logger, "arena_not_dropped", level=logging.WARNING, path=detached.arena.path, problem=str(error))

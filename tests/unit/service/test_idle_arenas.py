@@ -1,0 +1,277 @@
+"""Arenas of namespaces that no engine uses: they stay for the next engine, until another model needs their place.
+
+They stayed for a day. After some 500 fingerprints (a CI) no engine could attach, for want of descriptors.
+"""
+
+import asyncio
+import errno
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from kvtier.errors import ArenaError, ArenaFullError
+from kvtier.service.cache import Cache
+from kvtier.service.namespace import Namespace
+from kvtier.service.prompts import PinWish
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.pages import PageOps
+from tests.fakes.in_process_engine import InProcessEngine
+from tests.fakes.rig import eventually, hello_of
+from tests.fakes.scripted_engine import chunk_key, config_in, room_for
+
+MAX_OPEN = 4
+KEYS = [chunk_key(number) for number in range(3)]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder on the file system of real arenas."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+@asynccontextmanager
+async def cache_in(
+    folder: Path, *, host_bytes: int = 1 << 20, max_open: int = MAX_OPEN, prewarm: bool = False
+) -> AsyncIterator[Cache]:
+    config = config_in(folder, host_bytes=host_bytes)
+    cache = await Cache.open(replace(config, host=replace(config.host, prewarm=prewarm)))
+    cache.arenas.max_open = max_open
+    try:
+        await cache._verified.wait()
+        yield cache
+    finally:
+        await cache.close()
+
+
+async def attached(cache: Cache, name: str) -> InProcessEngine:
+    engine = InProcessEngine(replace(hello_of(name, weights=name), store_credits=3, model_names=(name,)), 0)
+    await engine.attach(cache)
+    return engine
+
+
+async def gone(cache: Cache, engine: InProcessEngine) -> None:
+    """Its stream and its processes end, and the daemon has noticed."""
+    cache.end(engine.session)
+    engine.let_go()
+    await eventually(lambda: engine.session not in engine.session.namespace.sessions)
+    await eventually(lambda: not engine.session.namespace.tasks.running)
+
+
+async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: bool = True) -> Namespace:
+    """Pin a prompt and store it."""
+    namespace = engine.session.namespace
+    view = await cache.pins.pin(PinWish(name=name, tokens=tuple(range(48)), model=name))
+    await cache.bind(engine.session, view.prompt.pin_id, KEYS, 48, "")
+    for key in KEYS:
+        await eventually(lambda: bool(engine.credits))
+        engine.begin_store([key])
+        (written,) = engine.writing
+        engine.write(*written)
+        engine.session.store_done([written])
+        engine.writing.clear()
+        await eventually(partial(namespace.table.holds, key))
+    if durable:
+        await eventually(lambda: all(_location(namespace, key) for key in KEYS) and not namespace.spiller.queued_bytes)
+    return namespace
+
+
+def _location(namespace: Namespace, key: bytes) -> object:
+    chunk = namespace.table.get(key)
+    return chunk.location if chunk is not None else None
+
+
+def shared_bytes(cache: Cache) -> int:
+    return sum(path.stat().st_blocks * 512 for path in cache.config.host.arena_dir.iterdir())
+
+
+def num_files(cache: Cache) -> int:
+    return len(list(cache.config.host.arena_dir.glob("arena-*")))
+
+
+def test_the_longest_unused_gives_way_and_its_prompt_comes_back(folder: Path) -> None:
+    async def scenario() -> None:
+        async with cache_in(folder, prewarm=True) as cache:
+            namespaces = []
+            for number in range(MAX_OPEN + 2):
+                engine = await attached(cache, f"m{number}")
+                namespaces.append(await pinned(cache, engine, f"m{number}"))
+                await gone(cache, engine)
+                assert num_files(cache) == cache.arenas.num_open <= MAX_OPEN
+                assert shared_bytes(cache) == cache.stores.budget.used_bytes
+            assert [namespace.has_arena for namespace in namespaces] == [False, False, True, True, True, True]
+            assert all(cache.pins.view(f"m{n}").state.name == "DURABLE" for n in range(MAX_OPEN + 2))
+            again = await attached(cache, "m0")
+            assert again.session.namespace is namespaces[0]
+            await eventually(lambda: namespaces[0].table.num_host == len(KEYS))  # without anybody asking
+            again.acquire(KEYS)
+            assert again.num_read == len(KEYS), "the right bytes, at once"
+            await gone(cache, again)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_not_written_yet_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only copy of what was promised is in an arena: an engine of another model is refused rather."""
+
+    async def scenario() -> None:
+        async with cache_in(folder, max_open=1) as cache:
+            writable = asyncio.Event()
+            original = cache.stores.disk.write_pack
+
+            monkeypatch.setattr(cache.stores.disk_health, "until_open", writable.wait)
+            engine = await attached(cache, "one")
+            namespace = await pinned(cache, engine, "one", durable=False)
+            await gone(cache, engine)
+            with pytest.raises(ArenaFullError, match="1 models have an arena, as many as"):
+                await attached(cache, "two")
+            assert namespace.table.num_host == len(KEYS)
+            assert cache.stores.disk.write_pack == original
+            writable.set()
+            await eventually(lambda: not namespace.spiller.queued_bytes)
+            two = await attached(cache, "two")
+            assert not namespace.has_arena
+            await gone(cache, two)
+
+    asyncio.run(scenario())
+
+
+def test_an_arena_that_a_process_may_touch_stays(folder: Path) -> None:
+    """The stream is gone, the lock of its session is held: a stopped worker may go on to copy."""
+
+    async def scenario() -> None:
+        async with cache_in(folder, max_open=1) as cache:
+            engine = await attached(cache, "one")
+            cache.end(engine.session)
+            with pytest.raises(ArenaFullError, match="ulimit -n"):
+                await attached(cache, "two")
+            assert engine.session.namespace.has_arena
+            engine.let_go()
+            await eventually(lambda: not engine.session.namespace.sessions)
+            two = await attached(cache, "two")
+            await gone(cache, two)
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_still_maps_a_closed_arena_reads_on_and_keeps_no_rows(folder: Path) -> None:
+    async def scenario() -> None:
+        async with cache_in(folder, max_open=1) as cache:
+            engine = await attached(cache, "one")
+            await pinned(cache, engine, "one")
+            generations = [engine.arena.generation(slot) for slot in range(3)]
+            engine.lock.release()
+            cache.end(engine.session)
+            await eventually(lambda: not engine.session.namespace.sessions)
+            two = await attached(cache, "two")
+            assert not engine.arena.path.exists()
+            assert all(engine.arena.generation(slot) > generations[slot] for slot in range(3)), "the slots were lost"
+            assert not any(engine.arena.backings() % 2), "rows have no pages"
+            assert bytes(engine.arena._mapping[engine.arena.geometry.rows_offset :][:10]) == bytes(10)
+            engine.arena.close()
+            await gone(cache, two)
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_idle_models_take_is_given_to_the_next(folder: Path) -> None:
+    """Each takes all of host.bytes. Every table counts; an arena without a row with pages is closed by and by."""
+
+    async def scenario() -> None:
+        host_bytes = room_for(6, num_arenas=2)
+        async with cache_in(folder, host_bytes=host_bytes, max_open=100) as cache:
+            for number in range(12):
+                engine = await attached(cache, f"m{number}")
+                await pinned(cache, engine, f"m{number}")
+                assert shared_bytes(cache) == cache.stores.budget.used_bytes <= host_bytes
+                await gone(cache, engine)
+            await cache._keep_room_once()
+            for namespace in cache.namespaces.values():
+                assert namespace.has_arena == (namespace.slots.num_backed > 0)
+            assert shared_bytes(cache) == cache.stores.budget.used_bytes
+
+    asyncio.run(scenario())
+
+
+def test_a_file_system_without_room_is_a_reason_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others took the memory of /dev/shm, or the daemon's descriptors, that host.bytes had promised."""
+
+    async def scenario(number: int, message: str) -> None:
+        async with cache_in(folder) as cache:
+            one = await attached(cache, "one")
+            namespace = await pinned(cache, one, "one")
+            await gone(cache, one)
+            create = Arena.create
+
+            def refuse_while_one_is_there(*args: object, **kwargs: object) -> Arena:
+                if not namespace.has_arena:
+                    return create(*args, **kwargs)  # type: ignore[arg-type]
+                with monkeypatch.context() as patched:
+                    patched.setattr(PageOps, "allocate", refuse)
+                    return create(*args, **kwargs)  # type: ignore[arg-type]
+
+            def refuse(*_: object) -> NoReturn:
+                raise OSError(number, os.strerror(number))
+
+            with monkeypatch.context() as patched:
+                patched.setattr(Arena, "create", refuse_while_one_is_there)
+                two = await attached(cache, "two")
+                assert not namespace.has_arena
+                three = await attached(cache, "three")
+            with monkeypatch.context() as patched:
+                patched.setattr(PageOps, "allocate", refuse)
+                with pytest.raises(ArenaFullError, match=message):
+                    await attached(cache, "four")
+            for engine in (two, three):
+                await gone(cache, engine)
+            assert shared_bytes(cache) == cache.stores.budget.used_bytes
+
+    asyncio.run(scenario(errno.ENOSPC, "has no room for an arena"))
+    asyncio.run(scenario(errno.EMFILE, "no descriptor is left"))
+
+
+def test_a_refusal_that_nothing_can_mend_closes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scenario() -> None:
+        async with cache_in(folder) as cache:
+            one = await attached(cache, "one")
+            namespace = await pinned(cache, one, "one")
+            await gone(cache, one)
+            with monkeypatch.context() as patched:
+                patched.setattr(PageOps, "allocate", refuse)
+                with pytest.raises(ArenaError):
+                    await attached(cache, "two")
+            assert namespace.has_arena
+            assert shared_bytes(cache) == cache.stores.budget.used_bytes
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_comes_back_while_its_arena_is_emptied_keeps_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.service.namespace._EVICTED_AT_ONCE", 1)
+
+    async def scenario() -> None:
+        async with cache_in(folder) as cache:
+            one = await attached(cache, "one")
+            namespace = await pinned(cache, one, "one")
+            await gone(cache, one)
+            closing = asyncio.create_task(cache.arenas._close(namespace))
+            await asyncio.sleep(0)
+            assert namespace.table.num_host == len(KEYS) - 1, "on its way"
+            namespace.sessions.append(one.session)
+            assert not await closing
+            assert namespace.has_arena
+            namespace.sessions.remove(one.session)
+
+    asyncio.run(scenario())
