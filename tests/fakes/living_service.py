@@ -70,6 +70,7 @@ class LivingService:
 
     Args:
         config_in: Makes the configuration of a daemon whose files are in a folder.
+        max_arenas: As many have descriptors.
 
     Attributes:
         cache: The daemon that lives now.
@@ -86,8 +87,8 @@ class LivingService:
     faults: Faults
     config: DaemonConfig
 
-    def __init__(self, config_in: Callable[[Path], DaemonConfig]) -> None:
-        self._config_in = config_in
+    def __init__(self, config_in: Callable[[Path], DaemonConfig], max_arenas: int = 100) -> None:
+        self._config_in, self._max_arenas = config_in, max_arenas
         self._loop = asyncio.new_event_loop()
         self._stack = ExitStack()
         self._folder = Path(tempfile.mkdtemp(prefix="kvtier-test-", dir=SHM if SHM.is_dir() else None))
@@ -120,6 +121,7 @@ class LivingService:
         for module, name, value in (
             (kvtier.service.pins, "_EXPIRY_POLL_S", 1e6),
             (kvtier.service.cache, "_ROOM_POLL_S", 1e6),
+            (kvtier.service.cache, "max_open_arenas", lambda: self._max_arenas),
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.service.pins, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.service.session, "_LOCK_POLL_S", 0.001),

@@ -76,15 +76,16 @@ class WholeServiceMachine(RuleBasedStateMachine):
         prewarm=st.booleans(),
         keep_arena=st.booleans(),
         may_damage=st.sampled_from([False, False, True]),
+        max_arenas=st.sampled_from([1, 2, 100]),
     )
-    def start(self, store: StoreMode, prewarm: bool, keep_arena: bool, may_damage: bool) -> None:
+    def start(self, store: StoreMode, prewarm: bool, keep_arena: bool, may_damage: bool, max_arenas: int) -> None:
         def config(folder: Path) -> DaemonConfig:
             return config_of(folder, store, prewarm=prewarm, keep_arena=keep_arena)
 
         self.model = Model(Random(0))
         self.keep_arena, self.may_damage, self.was_damaged = keep_arena, may_damage, False
         self.num_refusals = 0  # of this daemon's writes
-        self.service = LivingService(config)
+        self.service = LivingService(config, max_arenas)
 
     def teardown(self) -> None:
         if not hasattr(self, "service"):
@@ -570,6 +571,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
             self.detach(0, True)
         while self.service.orphans:
             self.let_go(0)
+        self.service.cache.arenas.max_open = len(SPACES)
         for space in range(len(SPACES)):
             self.attach(space, 1)
         for prompt in [prompt for prompt in self.model.prompts.values() if prompt.durable]:
