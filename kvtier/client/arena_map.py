@@ -59,6 +59,21 @@ class ArenaMap:
         """The arena's identity, new with every file."""
         return self.geometry.arena_id
 
+    def check_length(self) -> None:
+        """Refuse to go on when somebody has shortened the file: the kernel ends a process that touches what is gone.
+
+        One system call. It cannot help when that happens between this look and the copy.
+
+        Raises:
+            ArenaError: The file is shorter than its rows.
+        """
+        num_bytes = self._mapping.size()
+        if num_bytes < self.geometry.file_bytes:
+            raise ArenaError(
+                f"{self.path} has {num_bytes} of {self.geometry.file_bytes} bytes: it was shortened; the daemon makes "
+                "another"
+            )
+
     def row_address(self, slot: int) -> int:
         """Return the address of a row's first byte, valid until `close`.
 
@@ -78,7 +93,12 @@ class ArenaMap:
         return self._words[self.geometry.backed_word(slot)]
 
     def backings(self) -> npt.NDArray[np.uint64]:
-        """Return that number of every slot, copied."""
+        """Return that number of every slot, copied.
+
+        Raises:
+            ArenaError: The file was shortened.
+        """
+        self.check_length()
         return np.array(self._words[self.geometry.backed_word(0) :: self.geometry.entry_words], np.uint64)
 
     def map_pages(self, address: int, num_bytes: int) -> None:

@@ -44,8 +44,8 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         ready: Called once calls are answered.
 
     Returns:
-        What somebody has removed: the socket, an arena or a session's lock. Such a file cannot be had back, only
-        another in its place, by serving anew. None: `stop` was set, before or during the drain.
+        What somebody has removed: the socket, an arena (or shortened it) or a session's lock. Such a file cannot be had
+        back, only another in its place, by serving anew. None: `stop` was set, before or during the drain.
 
     Raises:
         KvtierError: The stores cannot be opened, or the socket cannot be bound.
@@ -60,13 +60,20 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         if ready is not None:
             ready()
         async with serving_metrics(config.metrics, cache, metrics):
-            removed = await _until_stopped_or_removed(stop, lambda: [config.server.socket, *cache.shared_files])
+            removed = await _until_stopped_or_removed(stop, lambda: _watched(config, cache))
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         engines.finish_all()
         await server.stop(grace=min(_STREAM_GRACE_S, config.server.drain_timeout_s))
     finally:
         await cache.close()
     return None if stop.is_set() else removed
+
+
+def _watched(config: DaemonConfig, cache: Cache) -> list[Path]:
+    """Return the files that have to be there; an arena that was shortened is removed first, which comes to the same."""
+    files = [config.server.socket, *cache.shared_files]
+    cache.give_up_shortened_arenas()
+    return files
 
 
 async def _until_stopped_or_removed(stop: asyncio.Event, files: Callable[[], Iterable[Path]]) -> Path | None:

@@ -140,6 +140,17 @@ class Cache:
         arenas = [namespace.arena.path for namespace in self.namespaces.values() if namespace.has_arena]
         return [*arenas, *(session.lock.path for session in self.live_sessions)]
 
+    def give_up_shortened_arenas(self) -> None:
+        """Notice arenas that somebody has shortened: from then on they are as removed, and the drain touches none."""
+        for namespace in self.namespaces.values():
+            if not namespace.has_arena or namespace.arena.is_whole:
+                continue
+            log_event(logger, "arena_shortened", level=logging.ERROR, path=namespace.arena.path)
+            try:
+                namespace.arena.give_up()
+            except ArenaError as error:
+                log_event(logger, "arena_not_dropped", level=logging.ERROR, problem=str(error))
+
     def adopt_namespace(self, row: NamespaceRow, *, ephemeral: bool) -> Namespace:
         """Take a namespace in."""
         namespace = Namespace(

@@ -247,6 +247,25 @@ class Arena:
         row = self._row_offset(slot)
         return [self._bytes[row + start : row + start + size] for start, size in self.layout.segments(group_idx)]
 
+    @property
+    def is_whole(self) -> bool:
+        """The file is as long as it was made."""
+        return os.fstat(self._fd).st_size >= self.geometry.file_bytes
+
+    def give_up(self) -> None:
+        """Touch a shortened file no more, and take its name away; what is read from now on is zeros.
+
+        The kernel ends a process that touches a page beyond a file's end (SIGBUS). Engines map the file themselves.
+
+        Raises:
+            ArenaError: The operating system refused; to touch the arena may end the process.
+        """
+        try:
+            self._pages.replace_mapping(self._bytes)
+            self.path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise ArenaError(f"cannot give up {self.path}, which was shortened: {exc.strerror}") from exc
+
     def close(self, *, unlink: bool) -> None:
         """Give up the mapping, and the file's name with `unlink`. Idempotent; other processes' mappings stay valid."""
         if unlink:

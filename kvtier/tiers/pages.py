@@ -1,6 +1,8 @@
 """Allocating, mapping and releasing pages of an arena file, the one seam where its tests run out of memory."""
 
 import ctypes
+import errno
+import mmap
 import os
 
 _FALLOC_FL_KEEP_SIZE = 1
@@ -13,14 +15,40 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.fallocate.restype = ctypes.c_int
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int64),
+)
+_libc.mmap.restype = ctypes.c_void_p
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class PageOps:
     """Thin and stateless; raises OSError."""
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
-        """Give a range of the file pages, zeroed where it had none; all of it or nothing."""
-        os.posix_fallocate(fd, offset, length)
+        """Give a range of the file pages, zeroed where it had none; all of it or nothing.
+
+        It never lengthens the file: rows of one that somebody has shortened would come back as zeros under a slot table
+        that says what they held.
+        """
+        if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, offset, length) == 0:
+            return
+        number = ctypes.get_errno()
+        if number == errno.EOPNOTSUPP:  # writes to each block instead
+            os.posix_fallocate(fd, offset, length)
+        else:
+            raise OSError(number, os.strerror(number))
+
+    def replace_mapping(self, memory: memoryview) -> None:
+        """Put zeroed memory of this process in place of a mapped file."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        if _libc.mmap(address, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def populate(self, memory: memoryview) -> None:
         """Map a page-aligned range of allocated pages writable. A hint: without it writing faults once a page."""

@@ -459,6 +459,20 @@ def test_a_slot_given_out_again_during_the_copy_fails_the_load(make_bench: MakeB
     assert bench.finish(1) == {"r"}
 
 
+def test_a_shortened_arena_fails_loads_and_stores_and_not_the_process(make_bench: MakeBench) -> None:
+    """The worker copied beyond the end of the file, and vLLM ended by SIGBUS."""
+    bench = make_bench()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    bench.finish(1)
+    with bench.path.open("r+b") as file:
+        file.truncate(0)
+    bench.worker.submit_load(2, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(2) == {"r"}
+    bench.worker.submit_store(3, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(5, 3)]))
+    assert bench.finish(3) == set()
+    assert bench.path.stat().st_size == 0
+
+
 def test_a_new_arena_waits_for_the_jobs_in_the_old_one(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench()
     bench.gate.shut()

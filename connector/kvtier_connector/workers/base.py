@@ -150,8 +150,9 @@ class KVTierWorker(OffloadingWorker):
 
         Raises:
             TransferMismatchError: vLLM lists other blocks for a load than its chunks have.
-            ArenaError: The arena has no such slot.
+            ArenaError: The arena has no such slot, or somebody has shortened its file.
         """
+        arena.check_length()
         positions = [self._position(chunk.group_idx) for chunk in job.chunks]
         groups = split_groups(job.blocks.block_ids, job.blocks.group_sizes, job.blocks.block_indices)
         plan = plan_load if job.is_load else plan_store

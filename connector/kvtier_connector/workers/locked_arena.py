@@ -117,11 +117,11 @@ class LockedArena:
 
     def _look(self) -> None:
         """Unlock rows that have other pages now, then lock those that have pages and are not locked."""
-        backed = self.map.backings()
-        with self._mutex:
-            stale = np.flatnonzero((self._locked != 0) & (self._locked != backed) & (self._holders == 0))
-            new = np.flatnonzero((backed % 2 == 1) & (self._locked == 0) & (self._holders == 0))
         try:
+            backed = self.map.backings()
+            with self._mutex:
+                stale = np.flatnonzero((self._locked != 0) & (self._locked != backed) & (self._holders == 0))
+                new = np.flatnonzero((backed % 2 == 1) & (self._locked == 0) & (self._holders == 0))
             for slot in stale.tolist():
                 self._unlock_if_stale(slot)
             for slot in new.tolist():
@@ -136,6 +136,7 @@ class LockedArena:
     def _lock(self, slot: int) -> None:
         # The mutex is let go between rows: a step that begins a job waits for one of them at most.
         with self._mutex:
+            self.map.check_length()
             number = self.map.backing(slot)
             if self._locked[slot] or self._holders[slot] or not has_pages(number):
                 return

@@ -56,7 +56,12 @@ class MappedRows:
         return self._found.size > 0 and self.is_able
 
     def map_some(self, is_wanted: Callable[[], bool]) -> bool:
-        """Map a slice of what was found, or less when something else is wanted; say whether any is left."""
+        """Map a slice of what was found, or less when something else is wanted; say whether any is left.
+
+        Raises:
+            ArenaError: The file was shortened.
+        """
+        self._arena.check_length()
         most = max(1, _SLICE_BYTES // self._length)
         for slot in self._found[self._num_tried : self._num_tried + most].tolist():
             if is_wanted() or not self._map(slot, is_wanted):

@@ -39,6 +39,23 @@ def test_a_truncated_arena_is_refused(tmp_path: Path, geometry: ArenaGeometry) -
         ArenaMap(path, geometry.arena_id)
 
 
+def test_an_arena_that_is_truncated_later_is_noticed_before_it_is_touched(
+    tmp_path: Path, geometry: ArenaGeometry
+) -> None:
+    """To touch what is gone would be SIGBUS, in vLLM's process."""
+    path = tmp_path / "arena"
+    write_arena(path, geometry)
+    with ArenaMap(path, geometry.arena_id) as arena:
+        arena.check_length()
+        with path.open("r+b") as file:
+            file.truncate(0)
+        path.unlink()
+        with pytest.raises(ArenaError, match=rf"has 0 of {geometry.file_bytes} bytes: it was shortened"):
+            arena.check_length()
+        with pytest.raises(ArenaError, match="shortened"):
+            arena.backings()
+
+
 def test_a_missing_arena_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ArenaError, match=r"cannot open arena .* as uid \d+; run vLLM and kvtier-daemon as one user"):
         ArenaMap(tmp_path / "none", b"A" * 16)

@@ -45,6 +45,21 @@ def test_only_the_owner_reaches_the_file(arena: Arena) -> None:
     assert stat.S_IMODE(arena.path.parent.stat().st_mode) == 0o700
 
 
+def test_a_shortened_file_is_noticed_never_lengthened_and_can_be_given_up(arena: Arena) -> None:
+    """Pages of a later row brought the file's length back, and zeros where the table said that chunks were."""
+    arena.back([0, 1])
+    assert arena.is_whole
+    os.truncate(arena.path, arena.geometry.row_offset(1))
+    assert not arena.is_whole
+    arena.back([5])
+    assert arena.path.stat().st_size == arena.geometry.row_offset(1)
+    arena.give_up()
+    assert not arena.path.exists()
+    assert bytes(arena.payload(1, 0)[0]) == bytes(arena.layout.group(0).useful_bytes), "to touch it is harmless"
+    arena.set_generation(7, 3)
+    assert (arena.generation(7), arena.entries()[0].generation) == (3, 0)
+
+
 @pytest.mark.skipif(
     tuple(int(part) for part in platform.release().split(".")[:2]) < (5, 14), reason="the kernel has no such call"
 )
