@@ -201,3 +201,14 @@ def test_recurrent_state_that_is_missing_is_computed(
     scheduler.clock.now_s += 10
     later = scheduler.new_request("sys", num_blocks, "r3", tail_tokens=num_tail_tokens)
     assert later.skip_reading_prefix_cache is is_computed
+
+
+def test_recurrent_state_that_another_session_lacks_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reset it is another namespace's; the pause of ten seconds is of a session."""
+    state = MambaSpec(block_size=4, shapes=((128,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    scheduler = Scheduler(monkeypatch, [full_spec(), state])
+    for session in range(2):
+        scheduler.attach()
+        scheduler.pin(keys_of("sys", 6) + keys_of("sys", 6, group_idx=1)[-1:], held=False)
+        computed = [scheduler.new_request("sys", 6, f"{session}-{number}") for number in range(2)]
+        assert [request.skip_reading_prefix_cache for request in computed] == [True, False]
