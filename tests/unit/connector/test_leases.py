@@ -491,6 +491,16 @@ def test_an_adapter_that_takes_long_to_read_is_a_miss(
     assert scheduler.ask(request) == 0
 
 
+def test_without_a_session_no_adapter_is_waited_for(
+    scheduler: Scheduler, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.digests.digest_for_pin(Adapter("sql", str(adapter)))
+    monkeypatch.setattr(scheduler.digests._background, "submit", lambda task: None)
+    scheduler.step()
+    scheduler.detach()
+    assert scheduler.ask(lora_request(scheduler, adapter, load_id=1)) == 0
+
+
 def test_an_adapter_without_pins_or_unreadable_is_not_waited_for(scheduler: Scheduler, adapter: Path) -> None:
     assert scheduler.ask(lora_request(scheduler, adapter, load_id=1)) == 0
     scheduler.digests.digest_for_pin(Adapter("sql", str(adapter)))
