@@ -116,8 +116,8 @@ class ScriptedEngine:
 
     async def __aenter__(self) -> Self:
         # A pool of its own: a shared connection is that of a daemon killed before, until somebody notices.
-        own_pool = [("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket), options=own_pool)
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
+        self._channel = grpc.aio.insecure_channel(channel_target(self._config.server.socket), options=options)
         self._call = engine_pb2_grpc.EngineServiceStub(self._channel).Attach()
         await self.send(hello=self.hello)
         self.welcome = (await self.receive("welcome")).welcome
