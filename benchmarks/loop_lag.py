@@ -2,10 +2,10 @@
 
 usage: python -m benchmarks.loop_lag [--rounds 3] [--pins 10000x512,100x65536]
 
-A real daemon over gRPC, in a process of its own, whose loop notes how long each turn takes, from one wait for events to
-the next: as long do all engines wait for an answer. Every pin is bound and durable, with chunks of 64 bytes (what counts
-here is their number). CPU is that of the loop's thread, so a machine on which others compute makes it no longer; wall
-time is beside it.
+A real daemon over gRPC, in a process of its own, whose loop notes how long each turn takes, from one wait for events
+to the next: as long do all engines wait for an answer. Every pin is bound and durable, with chunks of 64 bytes (what
+counts here is their number). CPU is that of the loop's thread, so a machine on which others compute makes it no longer;
+wall time is beside it.
 """
 
 import argparse

@@ -99,7 +99,7 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow, stored: Se
     return Bundle(
         prompt=BundlePrompt(
             name=prompt.name,
-            tokens=prompt.tokens,
+            tokens=tuple(prompt.tokens),
             model=prompt.model,
             lora_name=prompt.lora_name,
             lora_path=prompt.lora_path,

@@ -69,7 +69,7 @@ async def _take_in(
     cache: Cache, wish: ImportWish, admitted: Admitted, spool: Spool, room: ScratchRoom, held: ExitStack
 ) -> PromptView:
     with held:
-        pin, namespace = admit(cache, wish, admitted.bundle)  # things may have changed while it came
+        pin, namespace = await admit(cache, wish, admitted.bundle)  # things may have changed while it came
         placed = admitted.placed
         for part in in_batches(list(placed.values()), [chunk.raw_bytes for _, chunk in placed.values()]):
             await cache.stores.in_io(spool.verify, part)

@@ -53,7 +53,7 @@ class Admitted:
     namespace: Namespace
 
 
-def admit(cache: Cache, wish: ImportWish, bundle: Bundle) -> tuple[PinWish, Namespace]:
+async def admit(cache: Cache, wish: ImportWish, bundle: Bundle) -> tuple[PinWish, Namespace]:
     """Say which pin a bundle becomes, in which namespace. It is asked again when all of the bundle is there.
 
     Raises:
@@ -65,7 +65,7 @@ def admit(cache: Cache, wish: ImportWish, bundle: Bundle) -> tuple[PinWish, Name
     pin = _pin_wish(wish, bundle)
     namespace = find_namespace(cache, bundle)
     cache.prompts.draft(pin, time.time())
-    _check_quota(cache, namespace, pin.name, bundle)
+    await _check_quota(cache, namespace, pin.name, bundle)
     return pin, namespace
 
 
@@ -134,7 +134,7 @@ class Reception:
         bundle, placed = await self._cache.stores.in_io(_read_header, self._spool, data_offset)
         if self._spool.num_bytes > data_offset + bundle.data_bytes:
             check_length(bundle, data_offset, self._spool.num_bytes)
-        pin, namespace = admit(self._cache, self._wish, bundle)
+        pin, namespace = await admit(self._cache, self._wish, bundle)
         missing = [key for key in placed if not is_on_disk(namespace, key)]
         file_bytes = data_offset + bundle.data_bytes
         num_pack_bytes = await self._cache.stores.in_io(pack_bytes, namespace, placed, missing)
@@ -187,10 +187,8 @@ def _pin_wish(wish: ImportWish, bundle: Bundle) -> PinWish:
     )
 
 
-def _check_quota(cache: Cache, namespace: Namespace, name: str, bundle: Bundle) -> None:
+async def _check_quota(cache: Cache, namespace: Namespace, name: str, bundle: Bundle) -> None:
     limit_bytes = cache.config.disk.disk_bytes
-    used_bytes = sum(
-        pinned_bytes(namespace, other, cache.prompts) for other in cache.prompts if other.pinned and other.name != name
-    )
+    used_bytes = await pinned_bytes(namespace, cache.prompts, besides=name)
     if bundle.data_bytes + used_bytes > limit_bytes:
         raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes)

@@ -115,7 +115,7 @@ class ChunkTable(Generic[L]):
         """Count one more pinned prompt for each key."""
         for key in keys:
             chunk = self._ensure(key)
-            chunk.num_pins += 1
+            self.disk.count_pin(chunk, 1)
             if chunk.num_pins == 1:
                 self._change_queue(chunk, self._ordinary, self._pinned)
                 self.disk.pinned(chunk)
@@ -124,7 +124,7 @@ class ChunkTable(Generic[L]):
         """Count one pinned prompt less for each key."""
         for key in keys:
             chunk = self._chunks[key]
-            chunk.num_pins -= 1
+            self.disk.count_pin(chunk, -1)
             if not chunk.num_pins:
                 self._change_queue(chunk, self._pinned, self._ordinary)
                 self.disk.unpinned(chunk)

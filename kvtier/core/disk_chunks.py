@@ -23,6 +23,8 @@ class DiskChunks(Generic[L]):
         num_chunks: Chunks on disk.
         num_bytes: Stored bytes of those, without holes and headers of packs.
         pinned_bytes: Of chunks of pinned prompts.
+        promised_bytes: What pins take on disk or will take, uncompressed until it is there; what several prompts share
+            counts for each of them.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class DiskChunks(Generic[L]):
         chunks: Callable[[], Iterable[Chunk[L]]],
         on_move: Callable[[L | None, L | None], None] | None,
     ) -> None:
-        self.num_chunks = self.num_bytes = self.pinned_bytes = 0
+        self.num_chunks = self.num_bytes = self.pinned_bytes = self.promised_bytes = 0
         self._appraiser = appraiser
         self._chunks = chunks
         self._on_move = on_move
@@ -51,9 +53,11 @@ class DiskChunks(Generic[L]):
     def place(self, chunk: Chunk[L], location: L | None) -> None:
         """The chunk lies at `location` now; None is nowhere."""
         old = chunk.location
+        promised_bytes = self._promised_bytes(chunk)
         if old is not None:
             self._account(chunk, old, -1)
         chunk.location = location
+        self.promised_bytes += self._promised_bytes(chunk) - promised_bytes
         if location is not None:
             self._account(chunk, location, 1)
         if self._on_move is not None:
@@ -72,6 +76,20 @@ class DiskChunks(Generic[L]):
             self._queue.remove(chunk)
         elif not chunk.queued:  # one that only moved to another pack was not used by that
             self._queue.add(chunk, max(1, chunk.host.frequency) if chunk.host is not None else 1)
+
+    def needed_bytes(self, chunk: Chunk[L]) -> int:
+        """Return what the chunk takes on disk, or may take when it comes there."""
+        if chunk.location is None:
+            return self._appraiser.payload_bytes(chunk.key)
+        return self._appraiser.stored_bytes(chunk.location)
+
+    def _promised_bytes(self, chunk: Chunk[L]) -> int:
+        return chunk.num_pins * self.needed_bytes(chunk) if chunk.num_pins else 0
+
+    def count_pin(self, chunk: Chunk[L], sign: int) -> None:
+        """One pin more, or one less."""
+        chunk.num_pins += sign
+        self.promised_bytes += sign * self.needed_bytes(chunk)
 
     def pinned(self, chunk: Chunk[L]) -> None:
         """Its first pin came."""
@@ -127,3 +145,6 @@ class DiskChunks(Generic[L]):
         counted = (self.num_chunks, self.num_bytes, self.pinned_bytes)
         if counted != (len(on_disk), sum(self._stored_bytes(chunk) for chunk in on_disk), pinned_bytes):
             raise AssertionError(f"disk counters {counted} are not what the chunks add up to")
+        promised_bytes = sum(map(self._promised_bytes, self._chunks()))
+        if self.promised_bytes != promised_bytes:
+            raise AssertionError(f"{self.promised_bytes} bytes are promised, the pins add up to {promised_bytes}")

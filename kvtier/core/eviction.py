@@ -52,6 +52,10 @@ class Appraiser(Protocol[L_contra]):
         """Return the bytes that it takes on disk."""
         ...
 
+    def payload_bytes(self, key: ChunkKey) -> int:
+        """Return the bytes that it takes on disk at most."""
+        ...
+
 
 class EqualWorth:
     """Every chunk costs the same in every respect."""
@@ -67,6 +71,10 @@ class EqualWorth:
     def stored_bytes(self, location: object) -> int:
         """See `Appraiser`."""
         return 1
+
+    def payload_bytes(self, key: ChunkKey) -> int:
+        """See `Appraiser`."""
+        return 2
 
 
 @dataclass(slots=True)

@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import sys
-from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.stored import PackRecord
+from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
 
 CHECKSUM_MASK = 2**64 - 1
@@ -43,7 +42,7 @@ class PromptRow:
         name: Unique.
         pin_id: Unique; bindings refer to it.
         pinned: The promise stands.
-        tokens: Token ids, empty for a recipe that is not rendered yet.
+        tokens: Token ids, empty for a recipe that is not rendered yet; any sequence may be given.
         model: Empty for any model.
         lora_name: Empty for none.
         lora_path: Empty for none.
@@ -58,7 +57,7 @@ class PromptRow:
     name: str
     pin_id: str
     pinned: bool
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     model: str
     lora_name: str
     lora_path: str
@@ -68,6 +67,15 @@ class PromptRow:
     expires_unix_s: float
     priority: int = 0
     revision: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _token_ids(self.tokens))
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The tokens, as they are kept."""
+        assert isinstance(self.tokens, TokenIds)
+        return self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,27 +114,29 @@ class LedgerSnapshot:
     packs: dict[str, PackRecord]
 
 
-def encode_tokens(tokens: tuple[int, ...]) -> bytes:
+def encode_tokens(tokens: Sequence[int]) -> bytes:
     """Return tokens as little-endian uint32.
 
     Raises:
         InvalidArgumentError: A token is negative or needs more than 32 bits.
     """
-    try:
-        return _little_endian(array("I", tokens)).tobytes()
-    except OverflowError as exc:
-        raise InvalidArgumentError("tokens", f"{min(tokens)}..{max(tokens)}", "token ids have 32 bits") from exc
+    return _token_ids(tokens).to_bytes()
 
 
-def decode_tokens(blob: bytes) -> tuple[int, ...]:
+def decode_tokens(blob: bytes) -> TokenIds:
     """Undo `encode_tokens`.
 
     Raises:
         ValueError: The blob is no whole number of tokens.
     """
-    tokens = array("I")
-    tokens.frombytes(blob)
-    return tuple(_little_endian(tokens))
+    return TokenIds.from_bytes(blob)
+
+
+def _token_ids(tokens: Sequence[int]) -> TokenIds:
+    try:
+        return tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
+    except OverflowError as exc:
+        raise InvalidArgumentError("tokens", f"{min(tokens)}..{max(tokens)}", "token ids have 32 bits") from exc
 
 
 def encode_keys(keys: tuple[ChunkKey, ...]) -> tuple[int, bytes]:
@@ -177,9 +187,3 @@ def decode_layout(text: str) -> KVLayout:
 def encode_checksum(checksum: int) -> int:
     """Return 64 unsigned bits as SQLite's signed integer; `& CHECKSUM_MASK` undoes it."""
     return checksum - 2**64 if checksum >= 2**63 else checksum
-
-
-def _little_endian(values: "array[int]") -> "array[int]":
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values

@@ -8,7 +8,6 @@ from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache
 from kvtier.service.gauges import read_gauges
 from kvtier.service.namespace import Namespace
-from kvtier.service.prompts import tokens_digest
 from kvtier.service.session import Session
 from kvtier.service.views import BindingView, PromptState, PromptView
 from kvtier.version import __version__
@@ -40,7 +39,7 @@ def prompt_status(view: PromptView) -> pb.PromptStatus:
         recipe_json=prompt.recipe_json,
         num_engines=view.num_engines,
         num_confirmed=view.num_confirmed,
-        tokens_digest=tokens_digest(prompt.tokens),
+        tokens_digest=prompt.token_ids.digest,
         error=view.error,
         priority=prompt.priority,
     )
@@ -86,7 +85,7 @@ def daemon_status(cache: Cache, metrics: MetricsState) -> pb.DaemonStatus:
         sessions=[_session(session) for session in cache.sessions],
         namespaces=[_namespace(namespace) for namespace in cache.namespaces.values()],
         num_prompts=gauges.prompts,
-        num_pinned=sum(prompt.pinned for prompt in cache.prompts),
+        num_pinned=cache.prompts.num_pinned,
         counters=cache.stores.counters.as_dict(),
         store=cache.config.cache.store,
         metrics_url=metrics.url,

@@ -196,7 +196,7 @@ class Cache:
     def _is_over(self, namespace: Namespace) -> bool:
         if namespace.keep_pages:  # its arena is still being taken over from a dead daemon
             return False
-        if namespace.sessions or len(namespace.table) or self.prompts.bindings_in(namespace.namespace_id):
+        if namespace.sessions or len(namespace.table) or self.prompts.num_bound_in(namespace.namespace_id):
             return False
         return time.time() - namespace.row.seen_unix_s > _EMPTY_GRACE_S
 

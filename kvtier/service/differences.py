@@ -26,14 +26,18 @@ def differing_namespaces(
 ) -> list[NamespaceDifference]:
     """Explain an empty namespace: others of the same model that hold chunks, and what differs."""
     mine = session.namespace
-    if any(chunk.held for chunk in mine.table):
+    if _holds_chunks(mine):
         return []
     return [
         NamespaceDifference(
             namespace_id=other.namespace_id,
             fields=tuple(differing_fields(mine.fingerprint, other.fingerprint)),
-            num_prompts=sum(prompts.binding(prompt.pin_id, other.namespace_id) is not None for prompt in prompts),
+            num_prompts=prompts.num_bound_in(other.namespace_id),
         )
         for other in namespaces
-        if other is not mine and other.row.model in session.hello.model_names and any(c.held for c in other.table)
+        if other is not mine and other.row.model in session.hello.model_names and _holds_chunks(other)
     ]
+
+
+def _holds_chunks(namespace: "Namespace") -> bool:
+    return namespace.table.num_host > 0 or namespace.table.disk.num_chunks > 0

@@ -67,7 +67,9 @@ class RecomputeCost:
 
     def __init__(self, namespace: "Namespace") -> None:
         self._namespace = namespace
-        self._tokens = {group.group_idx: group.chunk_tokens for group in namespace.layout.groups}
+        layout = namespace.layout
+        self._tokens = {group.group_idx: group.chunk_tokens for group in layout.groups}
+        self._payload_bytes = {group_idx: layout.payload_bytes(group_idx) for group_idx in layout.group_indexes()}
 
     def host_worth(self, key: ChunkKey) -> float:
         """See `core.eviction.Appraiser`."""
@@ -80,6 +82,10 @@ class RecomputeCost:
     def stored_bytes(self, location: StoredChunk) -> int:
         """See `core.eviction.Appraiser`."""
         return location.stored_bytes
+
+    def payload_bytes(self, key: ChunkKey) -> int:
+        """See `core.eviction.Appraiser`."""
+        return self._payload_bytes.get(group_idx_of(key), 0)
 
     def _seconds(self, key: ChunkKey) -> float:
         return self._tokens.get(group_idx_of(key), 1) / self._namespace.prefill_tokens_per_s

@@ -79,7 +79,7 @@ class Pins:
     async def _pin(self, wish: PinWish) -> None:
         async with self._changes.lock:
             prompt, old = self._prompts.draft(wish, time.time())
-            check_quota(self._prompts, self._namespaces, prompt, self._stores.config.disk.disk_bytes)
+            await check_quota(self._prompts, self._namespaces, prompt, self._stores.config.disk.disk_bytes)
             await self._stores.in_ledger(self._stores.ledger.put_prompt, prompt)
             self.take_in(prompt, old)
         log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)

@@ -1,10 +1,10 @@
 """Named prompts: what is pinned, by which keys each is recognized in which namespace, and how far it is durable."""
 
-import hashlib
-import sys
+import asyncio
 import uuid
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
+from kvtier.service.turns import slices
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace
@@ -50,33 +51,41 @@ class PinWish:
             raise InvalidArgumentError("lora_path", self.lora_path, "lora_name and lora_path go together")
 
 
-def tokens_digest(tokens: Sequence[int]) -> str:
-    """Return a short digest of a token sequence, empty for none."""
-    if not tokens:
-        return ""
-    data = array("I", tokens)  # not token by token: this runs on the loop for every status of a prompt
-    if sys.byteorder == "big":
-        data.byteswap()
-    return hashlib.sha256(data).hexdigest()[:12]
-
-
 class PromptBook:
-    """All prompts and bindings, in memory; the ledger has the same, written before this changes. Loop thread only."""
+    """All prompts and bindings, in memory; the ledger has the same, written before this changes. Loop thread only.
+
+    Attributes:
+        num_pinned: Pinned prompts.
+        num_bytes: Memory that token ids and recipes take.
+    """
 
     def __init__(self) -> None:
+        self.num_pinned = self.num_bytes = 0
         self._by_name: dict[str, PromptRow] = {}
+        self._names: list[str] = []  # in order
         self._by_pin_id: dict[str, PromptRow] = {}
         self._bindings: dict[str, dict[str, BindingRow]] = {}  # by pin id and namespace
+        self._num_bound: Counter[str] = Counter()  # by namespace
 
     def __iter__(self) -> Iterator[PromptRow]:
-        return iter(sorted(self._by_name.values(), key=lambda prompt: prompt.name))
+        """Yield all, by name."""
+        return iter([self._by_name[name] for name in self._names])
 
     def __len__(self) -> int:
         return len(self._by_name)
 
+    def after(self, name: str, max_prompts: int) -> list[PromptRow]:
+        """Return the next prompts behind this name, in the order of names."""
+        start = bisect_right(self._names, name)
+        return [self._by_name[each] for each in self._names[start : start + max_prompts]]
+
     def pinned(self) -> list[PromptRow]:
         """Return the pinned ones, in no order: sorting ten thousand takes longer than looking at them."""
         return [prompt for prompt in self._by_name.values() if prompt.pinned]
+
+    def find(self, name: str) -> PromptRow | None:
+        """Return the prompt, None when there is none of this name."""
+        return self._by_name.get(name)
 
     def get(self, name: str) -> PromptRow:
         """Return the prompt.
@@ -96,9 +105,9 @@ class PromptBook:
         """Return the prompt's bindings, over all namespaces."""
         return list(self._bindings.get(pin_id, {}).values())
 
-    def bindings_in(self, namespace_id: str) -> list[BindingRow]:
-        """Return the bindings in a namespace, over all prompts."""
-        return [rows[namespace_id] for rows in self._bindings.values() if namespace_id in rows]
+    def num_bound_in(self, namespace_id: str) -> int:
+        """Return how many prompts have a binding in a namespace."""
+        return self._num_bound[namespace_id]
 
     def pinned_keys(self, namespace_id: str) -> Iterator[ChunkKey]:
         """Yield the chunk keys of a namespace's pinned prompts: by priority, then the newest first, heads first."""
@@ -148,27 +157,57 @@ class PromptBook:
 
     def put(self, prompt: PromptRow) -> None:
         """Take in a prompt; another one of its name must have been forgotten before."""
+        if (old := self._by_name.get(prompt.name)) is None:
+            insort(self._names, prompt.name)
+        else:
+            self._count(old, -1)
+        self._count(prompt, 1)
         self._by_name[prompt.name] = prompt
         self._by_pin_id[prompt.pin_id] = prompt
 
+    def _count(self, prompt: PromptRow, sign: int) -> None:
+        self.num_pinned += sign * prompt.pinned
+        self.num_bytes += sign * _bytes_of(prompt)
+
     def forget(self, prompt: PromptRow) -> None:
         """Drop a prompt and its bindings."""
-        self._by_name.pop(prompt.name, None)
+        if (known := self._by_name.pop(prompt.name, None)) is not None:
+            del self._names[bisect_right(self._names, prompt.name) - 1]
+            self._count(known, -1)
         self._by_pin_id.pop(prompt.pin_id, None)
-        self._bindings.pop(prompt.pin_id, None)
+        self._num_bound.subtract(list(self._bindings.pop(prompt.pin_id, ())))
 
     def bind(self, row: BindingRow) -> None:
         """Take in a binding, in place of an older one."""
-        self._bindings.setdefault(row.pin_id, {})[row.namespace_id] = row
+        rows = self._bindings.setdefault(row.pin_id, {})
+        self._num_bound[row.namespace_id] += row.namespace_id not in rows
+        rows[row.namespace_id] = row
 
     def forget_namespace(self, namespace_id: str) -> None:
         """Drop the bindings in a namespace that has ended."""
         for rows in self._bindings.values():
             rows.pop(namespace_id, None)
+        del self._num_bound[namespace_id]
+
+    def check(self) -> None:
+        """Raise AssertionError unless what is counted is what there is."""
+        counted = (self._names, self.num_pinned, self.num_bytes, +self._num_bound)
+        prompts = self._by_name.values()
+        if counted != (
+            sorted(self._by_name),
+            len(self.pinned()),
+            sum(map(_bytes_of, prompts)),
+            Counter(namespace_id for rows in self._bindings.values() for namespace_id in rows),
+        ):
+            raise AssertionError(f"names, counts and prompts disagree: {counted}")
 
     def expired(self, now_unix_s: float) -> list[PromptRow]:
         """Return pinned prompts whose time is over."""
         return [prompt for prompt in self.pinned() if 0 < prompt.expires_unix_s <= now_unix_s]
+
+
+def _bytes_of(prompt: PromptRow) -> int:
+    return prompt.token_ids.num_bytes + len(prompt.recipe_json)
 
 
 def _importance(prompt: PromptRow) -> tuple[int, float]:
@@ -182,7 +221,9 @@ def _difference(old: PromptRow, wish: PinWish) -> str | None:
     return None
 
 
-def check_quota(book: PromptBook, namespaces: Mapping[str, "Namespace"], prompt: PromptRow, limit_bytes: int) -> None:
+async def check_quota(
+    book: PromptBook, namespaces: Mapping[str, "Namespace"], prompt: PromptRow, limit_bytes: int
+) -> None:
     """Refuse a prompt that, with all pinned prompts, would not fit on disk in the namespaces that engines use now.
 
     The estimate counts uncompressed bytes for what is not on disk yet, so it errs towards refusing.
@@ -190,18 +231,14 @@ def check_quota(book: PromptBook, namespaces: Mapping[str, "Namespace"], prompt:
     Raises:
         QuotaExceededError: With the numbers.
     """
-    for namespace in namespaces.values():
+    for namespace in list(namespaces.values()):
         if not namespace.live or namespace.ephemeral:
             continue
         serving = [session for session in namespace.sessions if session.serves(prompt)]
         if not serving:
             continue
         needed_bytes = estimate_bytes(namespace, prompt)
-        used_bytes = sum(
-            pinned_bytes(namespace, other, book)
-            for other in book
-            if other.pinned and other.name != prompt.name and serving[0].serves(other)
-        )
+        used_bytes = await pinned_bytes(namespace, book, besides=prompt.name, applies=serving[0].serves)
         if needed_bytes + used_bytes > limit_bytes:
             raise QuotaExceededError(prompt.name, needed_bytes, used_bytes, limit_bytes)
 
@@ -217,16 +254,40 @@ def estimate_bytes(namespace: "Namespace", prompt: PromptRow) -> int:
     return total
 
 
-def pinned_bytes(namespace: "Namespace", prompt: PromptRow, book: PromptBook) -> int:
-    """Return bytes that a pinned prompt takes on disk now, or will take."""
-    binding = book.binding(prompt.pin_id, namespace.namespace_id)
-    if binding is None:
-        return estimate_bytes(namespace, prompt)
-    return sum(_chunk_bytes(namespace, key) for key in binding.keys)
+async def pinned_bytes(
+    namespace: "Namespace",
+    book: PromptBook,
+    *,
+    besides: str,
+    applies: Callable[[PromptRow], bool] = lambda prompt: True,
+) -> int:
+    """Return bytes that pinned prompts take on disk in a namespace now, or will take.
+
+    What is bound is added up as it changes; what is not bound yet is estimated here, in slices with turns of the loop
+    between them.
+
+    Args:
+        namespace: The namespace.
+        book: All prompts.
+        besides: Name of a prompt that does not count.
+        applies: Says whether a prompt that is not bound yet will be.
+    """
+    own_id, num_bytes = namespace.namespace_id, 0
+    for part in slices(book.pinned()):
+        for prompt in part:
+            if prompt.name != besides and book.binding(prompt.pin_id, own_id) is None and applies(prompt):
+                num_bytes += estimate_bytes(namespace, prompt)
+        await asyncio.sleep(0)
+    besides_bytes = await _bound_bytes(namespace, book, besides)
+    return num_bytes + namespace.table.disk.promised_bytes - besides_bytes
 
 
-def _chunk_bytes(namespace: "Namespace", key: ChunkKey) -> int:
-    chunk = namespace.table.get(key)
-    if chunk is None or chunk.location is None:
-        return namespace.payload_bytes(key)
-    return chunk.location.stored_bytes
+async def _bound_bytes(namespace: "Namespace", book: PromptBook, name: str) -> int:
+    """Return what one prompt's part of `promised_bytes` is."""
+    prompt = book.find(name)
+    binding = book.binding(prompt.pin_id, namespace.namespace_id) if prompt is not None and prompt.pinned else None
+    num_bytes = 0
+    for part in slices(binding.keys if binding is not None else ()):
+        num_bytes += sum(map(namespace.table.disk.needed_bytes, namespace.table.known(part)))
+        await asyncio.sleep(0)
+    return num_bytes

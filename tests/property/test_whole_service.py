@@ -488,11 +488,27 @@ class WholeServiceMachine(RuleBasedStateMachine):
             assert used_bytes == self.shared_bytes()
         assert self.service.orphans or used_bytes <= stores.budget.limit_bytes
         assert not stores.traffic.busy
+        self.check_quota_sums()
         assert stores.counters.spill_queue_bytes == 0
 
     def shared_bytes(self) -> int:
         """Memory that the files of the arena folder take."""
         return sum(path.stat().st_blocks * 512 for path in self.service.config.host.arena_dir.iterdir())
+
+    def check_quota_sums(self) -> None:
+        """What is added up as it changes is what a walk over all pins finds."""
+        book = self.service.cache.prompts
+        book.check()
+        for namespace in self.service.cache.namespaces.values():
+            table, num_bytes = namespace.table, 0
+            for prompt in book.pinned():
+                row = book.binding(prompt.pin_id, namespace.namespace_id)
+                for key in row.keys if row is not None else ():
+                    chunk = table.get(key)
+                    assert chunk is not None
+                    stored = chunk.location
+                    num_bytes += namespace.payload_bytes(key) if stored is None else stored.stored_bytes
+            assert table.disk.promised_bytes == num_bytes
 
     def check_slots(self, namespace: Namespace) -> None:
         sessions = namespace.sessions

@@ -51,6 +51,6 @@ def test_equal_seeds_pin_equal_tokens(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         fill_with_pins(tmp_path / name, 2, tokens_each=8, seed=seed)
         ledger = Ledger.open(tmp_path / name / "ledger.sqlite")
-        tokens.append(sorted(prompt.tokens for prompt in ledger.load().prompts))
+        tokens.append(sorted(tuple(prompt.tokens) for prompt in ledger.load().prompts))
         ledger.close()
     assert tokens[0] == tokens[1] != tokens[2]

@@ -1,0 +1,65 @@
+"""Token ids in four bytes each."""
+
+import hashlib
+import struct
+import sys
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.core.tokens import TokenIds
+
+ids = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+
+
+@given(ids)
+def test_they_are_the_sequence_that_was_given(given_ids: list[int]) -> None:
+    tokens = TokenIds(given_ids)
+    assert tokens == tuple(given_ids) == tuple(tokens)
+    assert tokens == TokenIds(tuple(given_ids))
+    assert hash(tokens) == hash(TokenIds(given_ids))
+    assert (len(tokens), tokens.to_list(), list(tokens[1:3])) == (len(given_ids), given_ids, given_ids[1:3])
+    assert all(tokens[index] == token for index, token in enumerate(given_ids))
+    assert tokens != [*given_ids, 1]
+
+
+@given(ids)
+def test_bytes_come_back_as_the_same_ids(given_ids: list[int]) -> None:
+    data = TokenIds(given_ids).to_bytes()
+    assert data == struct.pack(f"<{len(given_ids)}I", *given_ids)
+    assert TokenIds.from_bytes(data) == given_ids
+
+
+@given(ids)
+def test_the_digest_is_that_of_the_ids(given_ids: list[int]) -> None:
+    tokens = TokenIds(given_ids)
+    expected = hashlib.sha256(struct.pack(f"<{len(given_ids)}I", *given_ids)).hexdigest()[:12]
+    assert tokens.digest == (expected if given_ids else "")
+    assert tokens.digest is tokens.digest, "computed once: lists ask for it"
+
+
+def test_an_id_takes_four_bytes() -> None:
+    tokens = TokenIds(range(100_000, 110_000))
+    assert tokens.num_bytes == 40_000
+    assert sys.getsizeof(tokens._ids) < 45_000
+
+
+def test_an_array_is_taken_over() -> None:
+    given_ids = array("I", [1, 2])
+    assert TokenIds(given_ids)._ids is given_ids
+    assert TokenIds(array("q", [1, 2])) == [1, 2]
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_an_id_has_32_bits(token: int) -> None:
+    with pytest.raises(OverflowError):
+        TokenIds([token])
+
+
+def test_other_things_are_not_equal() -> None:
+    assert TokenIds([1]) != 1
+    assert repr(TokenIds([1, 2])) == "TokenIds([1, 2])"
+    with pytest.raises(ValueError, match="multiple"):
+        TokenIds.from_bytes(b"abc")
