@@ -59,14 +59,36 @@ class PromptTokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListPromptsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListPromptsResponse(_message.Message):
-    __slots__ = ("prompts",)
+    __slots__ = ("prompts", "next_page_token")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     prompts: _containers.RepeatedCompositeFieldContainer[PromptStatus]
-    def __init__(self, prompts: _Optional[_Iterable[_Union[PromptStatus, _Mapping]]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, prompts: _Optional[_Iterable[_Union[PromptStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ListNamespacesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListNamespacesResponse(_message.Message):
+    __slots__ = ("namespaces", "next_page_token")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStatus]
+    next_page_token: str
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
     __slots__ = ("name",)
@@ -245,7 +267,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DaemonStatus(_message.Message):
-    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "metrics_url", "metrics_problem")
+    __slots__ = ("version", "pid", "started_unix_s", "socket", "host", "disk", "sessions", "namespaces", "num_prompts", "num_pinned", "counters", "store", "metrics_url", "metrics_problem", "prompt_bytes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +289,7 @@ class DaemonStatus(_message.Message):
     STORE_FIELD_NUMBER: _ClassVar[int]
     METRICS_URL_FIELD_NUMBER: _ClassVar[int]
     METRICS_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
     started_unix_s: float
@@ -281,7 +304,8 @@ class DaemonStatus(_message.Message):
     store: str
     metrics_url: str
     metrics_problem: str
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., metrics_url: _Optional[str] = ..., metrics_problem: _Optional[str] = ...) -> None: ...
+    prompt_bytes: int
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., metrics_url: _Optional[str] = ..., metrics_problem: _Optional[str] = ..., prompt_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks", "pinned_bytes", "latched")

@@ -74,6 +74,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.DaemonStatus.FromString,
                 _registered_method=True)
+        self.ListNamespaces = channel.unary_unary(
+                '/kvtier.v1.CacheService/ListNamespaces',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.ListNamespacesRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.ListNamespacesResponse.FromString,
+                _registered_method=True)
         self.Fsck = channel.unary_unary(
                 '/kvtier.v1.CacheService/Fsck',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.FsckRequest.SerializeToString,
@@ -107,7 +112,12 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPrompts(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """All prompts in the order of their names, a page at a time: ask again with next_page_token until it is empty. A prompt that
+        is pinned or forgotten meanwhile is listed or not, every other one exactly once. Statuses in a list have no recipe.
+        Pages, not a stream: a client that stops in the middle leaves nothing behind in the daemon, each page has a deadline of
+        its own, and any gRPC client can ask for one.
+        Fails with INVALID_ARGUMENT (page_token is none).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -156,7 +166,15 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Its namespaces have no fingerprint; ListNamespaces names them with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNamespaces(self, request, context):
+        """All namespaces with their fingerprints, in the order of their ids, in pages as ListPrompts.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -233,6 +251,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetStatusRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.DaemonStatus.SerializeToString,
+            ),
+            'ListNamespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNamespaces,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.ListNamespacesRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.ListNamespacesResponse.SerializeToString,
             ),
             'Fsck': grpc.unary_unary_rpc_method_handler(
                     servicer.Fsck,
@@ -466,6 +489,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/GetStatus',
             kvtier_dot_v1_dot_cache__pb2.GetStatusRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.DaemonStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNamespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/ListNamespaces',
+            kvtier_dot_v1_dot_cache__pb2.ListNamespacesRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.ListNamespacesResponse.FromString,
             options,
             channel_credentials,
             insecure,

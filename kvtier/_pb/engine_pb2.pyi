@@ -118,7 +118,7 @@ class KVGroup(_message.Message):
     def __init__(self, group_idx: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., useful_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "arena", "lock_path", "pins", "other_namespaces", "store_mode")
+    __slots__ = ("session_id", "namespace_id", "arena", "lock_path", "pins", "other_namespaces", "store_mode", "pin_ids")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class Welcome(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     OTHER_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     STORE_MODE_FIELD_NUMBER: _ClassVar[int]
+    PIN_IDS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: str
     arena: ArenaInfo
@@ -133,7 +134,8 @@ class Welcome(_message.Message):
     pins: _containers.RepeatedCompositeFieldContainer[Pin]
     other_namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceDifference]
     store_mode: StoreMode
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[str] = ..., arena: _Optional[_Union[ArenaInfo, _Mapping]] = ..., lock_path: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., other_namespaces: _Optional[_Iterable[_Union[NamespaceDifference, _Mapping]]] = ..., store_mode: _Optional[_Union[StoreMode, str]] = ...) -> None: ...
+    pin_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[str] = ..., arena: _Optional[_Union[ArenaInfo, _Mapping]] = ..., lock_path: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., other_namespaces: _Optional[_Iterable[_Union[NamespaceDifference, _Mapping]]] = ..., store_mode: _Optional[_Union[StoreMode, str]] = ..., pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ArenaInfo(_message.Message):
     __slots__ = ("arena_id", "path", "num_slots", "row_bytes")

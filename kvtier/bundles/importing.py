@@ -75,7 +75,7 @@ async def _take_in(
             await cache.stores.in_io(spool.verify, part)
         room.release_packs()
         await _Import(cache, namespace, admitted.bundle, pin, spool, placed).run()
-        return cache.pins.view(pin.name)
+        return await cache.pins.view(pin.name)
 
 
 def _spool_in(state_dir: Path) -> Spool:

@@ -204,6 +204,9 @@ def status(
     output = Output(json=as_json)
     with settings_of(context).connect() as client:
         daemon = client.status()
+        if as_json and not quiet:
+            del daemon.namespaces[:]
+            daemon.namespaces.extend(client.namespaces())  # the same, with their fingerprints
     if quiet:
         return
     if as_json:

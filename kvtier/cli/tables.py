@@ -114,7 +114,7 @@ def daemon_details(status: DaemonStatus) -> Sequence[Part]:
         "host": _tier(status.host),
         "disk": _tier(status.disk),
         "disk writes": _writes(status.counters),
-        "prompts": f"{status.num_prompts}, {status.num_pinned} pinned",
+        "prompts": _prompts(status),
         "metrics": f"NOT SERVED: {status.metrics_problem}" if status.metrics_problem else status.metrics_url,
     }
     parts: list[Part] = [_pairs(rows), "", *sessions_table(status.sessions)]
@@ -237,6 +237,11 @@ def _tier(tier: TierStatus) -> Cell:
     pinned = f", {format_size(tier.pinned_bytes)} pinned" if tier.used_bytes else ""
     state = f"{used}, {tier.num_chunks} chunks{pinned}, in {tier.location}"
     return (state, f"SWITCHED OFF: {tier.latched}") if tier.latched else state
+
+
+def _prompts(status: DaemonStatus) -> str:
+    memory = f", {format_size(status.prompt_bytes)} of memory" if status.prompt_bytes else ""
+    return f"{status.num_prompts}, {status.num_pinned} pinned{memory}"
 
 
 def _writes(counters: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ with AdminClient(default_socket_path()) as client:
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierEr
 
 DEFAULT_TIMEOUT_S = 10.0
 ERROR_KIND_KEY = "kvtier-error"
-# A prompt of a million tokens is 5 MB on the wire, and a list carries every recipe.
+# A prompt of a million tokens is 5 MB on the wire, its recipe as much again.
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -137,9 +137,22 @@ class AdminClient:
         return reply
 
     def list(self) -> list[cache_pb2.PromptStatus]:
-        """Return every prompt the daemon knows."""
-        response: cache_pb2.ListPromptsResponse = self._call(self._stub.ListPrompts, cache_pb2.ListPromptsRequest())
-        return [*response.prompts]
+        """Return every prompt the daemon knows, by name; without its recipe, which `get` has."""
+        pages = self._pages(self._stub.ListPrompts, cache_pb2.ListPromptsRequest())
+        return [status for page in pages for status in page.prompts]
+
+    def namespaces(self) -> Sequence[cache_pb2.NamespaceStatus]:
+        """Return every namespace, by id, with its fingerprint."""
+        pages = self._pages(self._stub.ListNamespaces, cache_pb2.ListNamespacesRequest())
+        return [namespace for page in pages for namespace in page.namespaces]
+
+    def _pages(self, method: Callable[..., Any], request: Any) -> Iterator[Any]:
+        while True:
+            page = self._call(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     def get(self, name: str) -> cache_pb2.PromptStatus:
         """Return one prompt."""
@@ -171,7 +184,7 @@ class AdminClient:
         return reply
 
     def status(self) -> cache_pb2.DaemonStatus:
-        """Return what the daemon says about itself."""
+        """Return what the daemon says about itself; fingerprints of its namespaces are `namespaces`' to tell."""
         reply: cache_pb2.DaemonStatus = self._call(self._stub.GetStatus, cache_pb2.GetStatusRequest())
         return reply
 

@@ -120,13 +120,18 @@ MAX_LEASED_CHUNKS = 2**22
 """Of all of them together; each takes some 100 bytes."""
 
 
+def is_name(value: object) -> bool:
+    """Say whether a prompt may have this name."""
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
 def check_name(value: object) -> str:
     """Return a prompt's name.
 
     Raises:
         InvalidArgumentError: It cannot be one.
     """
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    if not isinstance(value, str) or not is_name(value):
         remedy = "use 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
         raise InvalidArgumentError("name", value, remedy)
     return value

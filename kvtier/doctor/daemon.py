@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.address import usable_socket_path
-from kvtier.client.admin import AdminClient
+from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.client.peer import open_trusted
 from kvtier.doctor.findings import Finding, Status, fail, ok, skipped, warn
 from kvtier.errors import KvtierError, UntrustedSocketError
@@ -45,6 +45,10 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[F
     try:
         with AdminClient(socket, daemon_uid=daemon_uid) as client:
             status, prompts = client.status(), tuple(client.list())
+    except RemoteError as exc:
+        remedy = "run daemon and CLI of one version; the daemon's log may say more"
+        found = f"the daemon at {socket} answers, and refuses to say what it holds: {exc}"
+        return Answer(status=None, prompts=(), finding=fail("daemon.answers", found, remedy))
     except KvtierError as exc:
         remedy = f"start it with KVTIER_SOCKET={socket}; its log says why one that was started is not there"
         return Answer(status=None, prompts=(), finding=fail("daemon.answers", str(exc), remedy))

@@ -7,14 +7,17 @@ from contextlib import aclosing
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.bundles import export_bundle, import_bundle
+from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
-from kvtier.rpc.convert import daemon_status, fsck_report, prompt_status
+from kvtier.rpc.convert import daemon_status, fsck_report, namespace_status, prompt_status
 from kvtier.rpc.metrics import MetricsState
+from kvtier.rpc.paging import fill_page, page_size
 from kvtier.rpc.parsing import parse_import_start, parse_pin
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.evicting import EvictTier
+from kvtier.service.turns import Breather
 from kvtier.service.views import EvictionView, PromptView
 
 _WATCH_POLL_S = 0.1
@@ -39,14 +42,25 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         return prompt_status(view)
 
     async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
-        """Return all prompts, by name."""
-        views = [self._cache.pins.view(prompt.name) for prompt in self._cache.prompts]
-        return pb.ListPromptsResponse(prompts=[prompt_status(view) for view in views])
+        """Return a page of all prompts, by name."""
+        async with translated(context):
+            if request.page_token and not limits.is_name(request.page_token):
+                raise InvalidArgumentError("page_token", request.page_token[:40], "give next_page_token of a page")
+        size = page_size(request.page_size)
+        prompts, token = await fill_page(self._listed(request.page_token, size), size)
+        return pb.ListPromptsResponse(prompts=prompts, next_page_token=token)
+
+    async def _listed(self, after: str, size: int) -> AsyncIterator[tuple[str, pb.PromptStatus]]:
+        breather = Breather()
+        for prompt in self._cache.prompts.after(after, size + 1):
+            await breather.pause()
+            view = await self._cache.pins.view_of(prompt)
+            yield prompt.name, prompt_status(view, with_recipe=False)
 
     async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
         """Return one prompt."""
         async with translated(context):
-            view = self._cache.pins.view(request.name)
+            view = await self._cache.pins.view(request.name)
         return prompt_status(view)
 
     async def GetTokens(self, request: pb.GetTokensRequest, context: Context) -> pb.PromptTokens:
@@ -62,7 +76,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         last: PromptView | None = None
         while True:
             async with translated(context):
-                view = self._cache.pins.view(request.name)
+                view = await self._cache.pins.view(request.name)
             if view != last:
                 last = view
                 yield prompt_status(view)
@@ -98,6 +112,17 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
         """Return tiers, sessions, namespaces and counters."""
         return daemon_status(self._cache, self._metrics)
+
+    async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
+        """Return a page of all namespaces, by id."""
+        size = page_size(request.page_size)
+        namespaces, token = await fill_page(self._listed_namespaces(request.page_token), size)
+        return pb.ListNamespacesResponse(namespaces=namespaces, next_page_token=token)
+
+    async def _listed_namespaces(self, after: str) -> AsyncIterator[tuple[str, pb.NamespaceStatus]]:
+        for namespace_id, namespace in sorted(self._cache.namespaces.items()):
+            if namespace_id > after:
+                yield namespace_id, namespace_status(namespace, with_fingerprint=True)
 
     async def Fsck(self, request: pb.FsckRequest, context: Context) -> pb.FsckReport:
         """Compare ledger, packs and memory."""

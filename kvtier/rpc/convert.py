@@ -21,8 +21,8 @@ _STATES = {
 }
 
 
-def prompt_status(view: PromptView) -> pb.PromptStatus:
-    """Return a prompt as a message."""
+def prompt_status(view: PromptView, *, with_recipe: bool = True) -> pb.PromptStatus:
+    """Return a prompt as a message; recipes may be long, and lists go without."""
     prompt = view.prompt
     return pb.PromptStatus(
         name=prompt.name,
@@ -36,7 +36,7 @@ def prompt_status(view: PromptView) -> pb.PromptStatus:
         created_unix_s=prompt.created_unix_s,
         expires_unix_s=prompt.expires_unix_s,
         bindings=[_binding(binding) for binding in view.bindings],
-        recipe_json=prompt.recipe_json,
+        recipe_json=prompt.recipe_json if with_recipe else "",
         num_engines=view.num_engines,
         num_confirmed=view.num_confirmed,
         tokens_digest=prompt.token_ids.digest,
@@ -83,13 +83,14 @@ def daemon_status(cache: Cache, metrics: MetricsState) -> pb.DaemonStatus:
             latched=cache.stores.disk_health.latched,
         ),
         sessions=[_session(session) for session in cache.sessions],
-        namespaces=[_namespace(namespace) for namespace in cache.namespaces.values()],
+        namespaces=[namespace_status(namespace) for namespace in cache.namespaces.values()],
         num_prompts=gauges.prompts,
         num_pinned=cache.prompts.num_pinned,
         counters=cache.stores.counters.as_dict(),
         store=cache.config.cache.store,
         metrics_url=metrics.url,
         metrics_problem=metrics.problem,
+        prompt_bytes=cache.prompts.num_bytes,
     )
 
 
@@ -108,7 +109,8 @@ def _session(session: Session) -> pb.SessionStatus:
     )
 
 
-def _namespace(namespace: Namespace) -> pb.NamespaceStatus:
+def namespace_status(namespace: Namespace, *, with_fingerprint: bool = False) -> pb.NamespaceStatus:
+    """Return a namespace as a message; a fingerprint is some kilobytes."""
     return pb.NamespaceStatus(
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,
@@ -116,7 +118,7 @@ def _namespace(namespace: Namespace) -> pb.NamespaceStatus:
         num_disk_chunks=namespace.table.disk.num_chunks,
         disk_bytes=namespace.table.disk.num_bytes,
         row_bytes=namespace.layout.row_bytes,
-        fingerprint=namespace.fingerprint,
+        fingerprint=namespace.fingerprint if with_fingerprint else {},
         live=namespace.live,
     )
 

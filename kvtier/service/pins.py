@@ -74,7 +74,7 @@ class Pins:
             QuotaExceededError: It would not fit on disk.
         """
         await self._changes.to_end("pin", self._pin(wish))
-        return self.view(wish.name)
+        return await self.view(wish.name)
 
     async def _pin(self, wish: PinWish) -> None:
         async with self._changes.lock:
@@ -102,7 +102,7 @@ class Pins:
             PromptNotFoundError: There is no such prompt.
         """
         await self._changes.to_end("unpin", self._unpin_named(name))
-        return self.view(name)
+        return await self.view(name)
 
     async def _unpin_named(self, name: str) -> None:
         async with self._changes.lock:
@@ -200,14 +200,17 @@ class Pins:
         await self._stores.in_ledger(self._stores.ledger.delete_prompt, prompt.name)
         self._let_go(prompt)
 
-    def view(self, name: str) -> PromptView:
+    async def view(self, name: str) -> PromptView:
         """Return a prompt's status.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
         """
-        prompt = self._prompts.get(name)
-        bindings = [view_binding(namespace, row) for namespace, row in self._bound(prompt)]
+        return await self.view_of(self._prompts.get(name))
+
+    async def view_of(self, prompt: PromptRow) -> PromptView:
+        """Return the status of a prompt that may be forgotten meanwhile."""
+        bindings = [await view_binding(namespace, row) for namespace, row in self._bound(prompt)]
         return view_prompt(prompt, bindings, self._live_sessions())
 
     def state_of(self, prompt: PromptRow) -> PromptState:

@@ -1,11 +1,13 @@
 """What operators see: prompts, tiers, sessions and namespaces as plain values, computed when asked."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.ledger import BindingRow, PromptRow
+from kvtier.service.turns import slices
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace
@@ -77,20 +79,27 @@ def _num_refused(namespace: "Namespace", row: BindingRow) -> int:
     return sum(map(namespace.spiller.is_refused, row.keys)) if namespace.spiller.num_refused else 0
 
 
-def view_binding(namespace: "Namespace", row: BindingRow) -> BindingView:
-    """Count where the chunks of a binding are."""
-    chunks = [chunk for chunk in namespace.table.get_all(row.keys) if chunk is not None]
-    locations = [chunk.location for chunk in chunks if chunk.location is not None]
+async def view_binding(namespace: "Namespace", row: BindingRow) -> BindingView:
+    """Count where the chunks of a binding are; of a long one in slices, with turns of the loop between them."""
+    num_host_chunks = num_durable_chunks = disk_bytes = 0
+    for number, keys in enumerate(slices(row.keys)):
+        if number:
+            await asyncio.sleep(0)
+        chunks = namespace.table.known(keys)
+        locations = [chunk.location for chunk in chunks if chunk.location is not None]
+        num_host_chunks += sum(chunk.readable for chunk in chunks)
+        num_durable_chunks += len(locations)
+        disk_bytes += sum(location.stored_bytes for location in locations)
     return BindingView(
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,
         covered_tokens=row.covered_tokens,
         num_chunks=len(row.keys),
-        num_host_chunks=sum(chunk.readable for chunk in chunks),
-        num_durable_chunks=len(locations),
+        num_host_chunks=num_host_chunks,
+        num_durable_chunks=num_durable_chunks,
         num_refused_chunks=_num_refused(namespace, row),
         raw_bytes=namespace.layout.total_payload_bytes(row.keys),
-        disk_bytes=sum(location.stored_bytes for location in locations),
+        disk_bytes=disk_bytes,
         live=namespace.live,
     )
 

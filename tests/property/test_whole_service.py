@@ -417,7 +417,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def is_durable(self, prompt: Prompt) -> bool:
         space_id = namespace_id(fingerprint_of(prompt.space))
-        bindings = self.service.cache.pins.view(prompt.name).bindings
+        bindings = self.service.run(self.service.cache.pins.view(prompt.name)).bindings
         return any(binding.durable for binding in bindings if binding.namespace_id == space_id)
 
     def keep_promises(self) -> None:

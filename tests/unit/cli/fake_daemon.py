@@ -18,7 +18,9 @@ from kvtier._pb.cache_pb2 import (
     EvictResponse,
     GetPromptRequest,
     GetTokensRequest,
+    ListNamespacesResponse,
     ListPromptsResponse,
+    NamespaceStatus,
     PinRequest,
     PromptBinding,
     PromptStatus,
@@ -148,9 +150,13 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
             ),
             disk=TierStatus(location="/var/lib/kvtier", used_bytes=0, limit_bytes=9 << 30, latched=self.latched),
             num_prompts=len(self.prompts),
+            namespaces=[NamespaceStatus(namespace_id="n1")],
             counters=self.counters,
             store="all",
         )
+
+    def ListNamespaces(self, request: Any, context: Any) -> ListNamespacesResponse:
+        return ListNamespacesResponse(namespaces=[NamespaceStatus(namespace_id="n1", fingerprint={"weights": "1"})])
 
     def _status_of(self, request: PinRequest) -> PromptStatus:
         status = PromptStatus(

@@ -188,7 +188,9 @@ def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
         assert said in result.output
     assert "fsyncs" not in result.output
     assert "every prompt; what is not pinned is evictable" in result.output
-    assert json.loads(kvtier("status", "--json").output)["counters"]["fsyncs"] == 0
+    answered = json.loads(kvtier("status", "--json").output)
+    assert answered["counters"]["fsyncs"] == 0
+    assert [namespace["fingerprint"] for namespace in answered["namespaces"]] == [{"weights": "1"}]
 
 
 def test_a_probe_asks_for_the_exit_code_only(daemon: FakeDaemon, kvtier: Kvtier, tmp_path: Path) -> None:

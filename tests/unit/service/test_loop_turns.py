@@ -15,8 +15,10 @@ from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import QuotaExceededError
 from kvtier.service.prompts import PinWish
+from kvtier.service.turns import SLICE_KEYS
 from tests.fakes.rig import Rig, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
+from tests.fakes.turns import num_turns
 
 PAYLOAD_BYTES = ONE_GROUP.payload_bytes(0)
 
@@ -60,5 +62,16 @@ def test_the_quota_counts_what_is_bound_and_what_will_be(tmp_path: Path) -> None
             assert (error.needed_bytes, error.used_bytes) == (8 * PAYLOAD_BYTES, 3 * PAYLOAD_BYTES)
             await r.cache.pins.pin(PinWish(name="d", tokens=tuple(range(16 * 4))))
             r.cache.prompts.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_long_prompt_is_looked_at_in_slices(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await bound(r, "p", keys_of(range(5 * SLICE_KEYS)))
+            view, turns = await num_turns(r.cache.pins.view("p"))
+            assert view.bindings[0].num_chunks == 5 * SLICE_KEYS
+            assert turns >= 4
 
     asyncio.run(scenario())
