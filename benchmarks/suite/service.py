@@ -75,7 +75,9 @@ async def _pin_times(daemon: Daemon, num_pins: int, number: int) -> dict[str, ob
             await pin(stub, name=f"new-{number}-{each}", tokens=PIN_TOKENS, first=each)
             pin_s.append(time.perf_counter() - began_s)
         began_s = time.perf_counter()
-        await stub.ListPrompts(cache_pb2.ListPromptsRequest())
+        page = await stub.ListPrompts(cache_pb2.ListPromptsRequest())
+        while page.next_page_token:
+            page = await stub.ListPrompts(cache_pb2.ListPromptsRequest(page_token=page.next_page_token))
         return {"attach_s": attach_s, "pin_s": pin_s, "list_s": time.perf_counter() - began_s}
 
 

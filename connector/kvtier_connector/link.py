@@ -62,8 +62,8 @@ class EngineLink:
     collect every word on what the daemon holds: beyond `MAX_ITEMS` the session begins anew, and names it all once.
 
     Pins go through the background thread in the order they came. A pin's `PinBound` is enqueued before the daemon
-    hears of the binding, so what the daemon then says of its chunks finds them known. When the pins of a Welcome are
-    through, that thread calls `on_bound`.
+    hears of the binding, so what the daemon then says of its chunks finds them known. When the pins that stood at a
+    Welcome are through, those that came behind it too, that thread calls `on_bound`.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class EngineLink:
         self._num_items = 0
         self._given_up: Attachment | None = None  # its session said more than was polled for
         self._news = threading.Event()  # something was enqueued since the last `poll`
+        self._awaited: set[str] = set()  # pins named in the Welcome that have yet to come; session thread
 
     def start(self) -> None:
         """Begin to attach, in the background."""
@@ -144,24 +145,36 @@ class EngineLink:
         self._enqueue(Attached(attachment))
         for other in attachment.welcome.other_namespaces:
             logger.warning("%s", explain_difference(other.namespace_id, sorted(other.fields), other.num_prompts))
+        self._awaited = set(attachment.welcome.pin_ids)
         for pin in attachment.welcome.pins:
             self._submit_bind(attachment, pin)
-        self._background.submit(lambda: self._on_bound(attachment))
+            self._awaited.discard(pin.pin_id)
+        if not self._awaited:
+            self._background.submit(lambda: self._on_bound(attachment))
 
     def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
         """Enqueue; pins by way of the background thread. Session thread."""
         match message.WhichOneof("kind"):
             case "pin_added":
                 self._submit_bind(attachment, message.pin_added.pin)
+                self._came(attachment, message.pin_added.pin.pin_id)
             case "pin_removed":
                 gone = PinGone(attachment, message.pin_removed.pin_id)
                 self._background.submit(lambda: self._enqueue(gone))
+                self._came(attachment, gone.pin_id)
             case _:
                 self._enqueue(Received(attachment, message))
 
     def on_detached(self, attachment: Attachment) -> None:
         """Enqueue. Session thread."""
         self._enqueue(Detached(attachment))
+
+    def _came(self, attachment: Attachment, pin_id: str) -> None:
+        """A pin that was named in the Welcome has come, or goes."""
+        if pin_id in self._awaited:
+            self._awaited.discard(pin_id)
+            if not self._awaited:
+                self._background.submit(lambda: self._on_bound(attachment))
 
     def _submit_bind(self, attachment: Attachment, pin: pb.Pin) -> None:
         self._background.submit(lambda: self._bind(attachment, pin))

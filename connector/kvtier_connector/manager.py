@@ -435,7 +435,8 @@ class KVTierOffloadingManager(OffloadingManager):
         self._stats.set(ATTACHED, 1)
         self._mirror.attach(stores_all=attachment.welcome.store_mode == pb.STORE_ALL)
         # Kept without a session too: what the daemon cannot bring back is worth the more in vLLM's own cache.
-        self._pinned_blocks.retain({pin.pin_id for pin in attachment.welcome.pins})
+        welcome = attachment.welcome
+        self._pinned_blocks.retain({*welcome.pin_ids, *(pin.pin_id for pin in welcome.pins)})
         self._told_rate = None
         self._lookups.attach(attachment)
         self._close_breaker()

@@ -69,7 +69,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             prompt = self._cache.prompts.get(request.name)
             if not prompt.tokens:
                 raise PromptUnrenderedError(prompt.name)
-        return pb.PromptTokens(tokens=prompt.tokens)
+        return pb.PromptTokens(tokens=prompt.token_ids.to_list())
 
     async def WatchPrompt(self, request: pb.GetPromptRequest, context: Context) -> AsyncIterator[pb.PromptStatus]:
         """Return one prompt now and whenever it changes."""

@@ -32,7 +32,8 @@ One that is stopped (SIGSTOP) in that moment attaches anew."""
 _SMALL_BYTES = 64
 _CHUNK_BYTES = 40
 _TOKEN_BYTES = 3
-MAX_WELCOME_PIN_BYTES = 16 * 1024**2
+MAX_WELCOME_PIN_BYTES = 256 * 1024
+"""Of pins in the Welcome; making and sending more at once would hold up every other engine."""
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
 # A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take.
@@ -177,7 +178,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             reader = asyncio.create_task(self._read(session, peer, request_iterator), name="session-reader")
             try:
-                yield self._welcome(session)
+                prompts = self._cache.pins_for(session)
+                welcome, num_named = self._welcome(session, prompts)
+                yield welcome
+                session.tell_pins(self._cache.prompts, [prompt.pin_id for prompt in prompts[num_named:]])
                 session.top_up()
                 if self._cache.stores.stores_all:
                     session.tell_held()
@@ -237,21 +241,19 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case kind:
                 raise InvalidArgumentError("message", kind, "Hello comes once; this kvtier knows no other message here")
 
-    def _welcome(self, session: Session) -> pb.DaemonMessage:
-        """Return the first message; pins for which it has no room come right after it, one by one."""
+    def _welcome(self, session: Session, prompts: Sequence[PromptRow]) -> tuple[pb.DaemonMessage, int]:
+        """Return the first message, and for how many of the prompts it has room."""
         arena = session.namespace.arena
         differences = [
             pb.NamespaceDifference(namespace_id=d.namespace_id, fields=d.fields, num_prompts=d.num_prompts)
             for d in differing_namespaces(session, self._cache.namespaces.values(), self._cache.prompts)
         ]
         pins, num_bytes = list[pb.Pin](), 0
-        for prompt in self._cache.pins_for(session):
-            pin = pin_message(prompt)
-            num_bytes += pin.ByteSize()
-            if num_bytes <= MAX_WELCOME_PIN_BYTES:
-                pins.append(pin)
-            else:
-                session.peer.pin_added(prompt)
+        for prompt in prompts:
+            num_bytes += _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens)
+            if num_bytes > MAX_WELCOME_PIN_BYTES:
+                break
+            pins.append(pin_message(prompt))
         welcome = pb.Welcome(
             session_id=session.session_id,
             namespace_id=session.namespace.namespace_id,
@@ -265,8 +267,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             pins=pins,
             other_namespaces=differences,
             store_mode=pb.STORE_ALL if self._cache.stores.stores_all else pb.STORE_PINNED,
+            pin_ids=[prompt.pin_id for prompt in prompts],
         )
-        return pb.DaemonMessage(welcome=welcome)
+        return pb.DaemonMessage(welcome=welcome), len(pins)
 
 
 async def _first_message(messages: AsyncIterator[pb.EngineMessage]) -> pb.EngineMessage | None:
@@ -303,7 +306,7 @@ def pin_message(prompt: PromptRow) -> pb.Pin:
     return pb.Pin(
         pin_id=prompt.pin_id,
         name=prompt.name,
-        tokens=prompt.tokens,
+        tokens=prompt.token_ids.to_list(),
         model=prompt.model,
         lora_name=prompt.lora_name,
         lora_path=prompt.lora_path,

@@ -19,6 +19,8 @@ from kvtier.ledger import PromptRow
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer, PromotionForecast
+from kvtier.service.prompts import PromptBook
+from kvtier.service.turns import Breather
 from kvtier.tiers.base import checksum_of
 from kvtier.tiers.session_locks import SessionLock
 
@@ -294,7 +296,22 @@ class Session:
         self.has_worked = True
         self.namespace.prefill_tokens_per_s = prefill_tokens_per_s
 
-    # What is held
+    # Pins, and what is held
+
+    def tell_pins(self, prompts: PromptBook, pin_ids: Sequence[str]) -> None:
+        """Name these pins, as each is when its turn comes, a few per turn of the loop."""
+        if pin_ids:
+            self.namespace.tasks.start(f"pins-{self.session_id[:8]}", self._tell_pins(prompts, pin_ids))
+
+    async def _tell_pins(self, prompts: PromptBook, pin_ids: Sequence[str]) -> None:
+        breather = Breather()
+        for pin_id in pin_ids:
+            await breather.pause()
+            if self.ended:
+                return
+            prompt = prompts.by_pin_id(pin_id)
+            if prompt is not None and self.serves(prompt):
+                self.peer.pin_added(prompt)
 
     def tell_held(self) -> None:
         """Name everything that the namespace holds, a slice per turn of the loop, and say when that is done.

@@ -79,6 +79,7 @@ class FakeDaemon(engine_pb2_grpc.EngineServiceServicer):
         write_arena(self.arena_path, geometry)
         self.sessions: list[FakeSession] = []
         self.pins: list[pb.Pin] = []
+        self.later_pin_ids: list[str] = []
         self.held: dict[bytes, pb.SlotRef] = {}
         self.silent = False
         self.refusal: tuple[grpc.StatusCode, str] | None = None
@@ -140,6 +141,7 @@ class FakeDaemon(engine_pb2_grpc.EngineServiceServicer):
             ),
             lock_path=str(lock_path),
             pins=self.pins,
+            pin_ids=[*(pin.pin_id for pin in self.pins), *self.later_pin_ids],
         )
 
     def _grant(self, count: int) -> list[pb.SlotRef]:

@@ -89,6 +89,30 @@ def test_whoever_waits_for_the_pins_of_a_session_is_told_when_they_are_bound(dae
     made.close()
 
 
+def test_pins_that_come_behind_the_welcome_are_waited_for_too(daemon: FakeDaemon) -> None:
+    """vLLM's cache would be warmed without those for which the first message had no room."""
+    daemon.later_pin_ids = ["q", "gone"]
+    background = Background("kvtier-test")
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
+    told: list[list[str]] = []
+
+    def on_bound(attachment: object) -> None:
+        told.append([event.pin.pin_id for event in made.poll() if isinstance(event, PinBound)])
+
+    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
+    made.start()
+    session = daemon.wait_sessions(1)
+    later = pb.Pin(pin_id="q", name="q", tokens=range(100, 120), pinned=True)
+    session.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id="gone")))
+    session.send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=later)))
+    wait_for(lambda: bool(told))
+    assert told == [["p", "q"]]
+    made.close()
+
+
 def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: EngineLink) -> None:
     events: list[Event] = []
     collect(link, PinBound, events)

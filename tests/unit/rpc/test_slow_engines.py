@@ -2,13 +2,18 @@
 
 import asyncio
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 import pytest
 
+import kvtier.service.turns
 from kvtier._pb import engine_pb2 as pb
+from kvtier.ledger import PromptRow
 from kvtier.rpc import engine_servicer
+from kvtier.service.prompts import PinWish
 from tests.fakes.operator import pin, status_of, until
+from tests.fakes.rig import ListPeer, hello_of, rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 
 KEYS = [chunk_key(number) for number in range(4000)]
@@ -55,7 +60,7 @@ def test_pins_that_do_not_fit_into_the_first_message_come_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With some twenty million tokens pinned, the message was longer than gRPC takes: no engine attached any more."""
-    monkeypatch.setattr(engine_servicer, "MAX_WELCOME_PIN_BYTES", 300)
+    monkeypatch.setattr(engine_servicer, "MAX_WELCOME_PIN_BYTES", 400)
 
     async def scenario() -> None:
         config = config_in(tmp_path)
@@ -67,5 +72,55 @@ def test_pins_that_do_not_fit_into_the_first_message_come_after_it(
                 assert names == ["a"]
                 names += [(await engine.receive("pin_added")).pin_added.pin.name for _ in range(2)]
                 assert names == ["a", "b", "c"]
+                assert len(engine.welcome.pin_ids) == 3
+
+    asyncio.run(scenario())
+
+
+def test_the_first_message_is_short_however_much_is_pinned(tmp_path: Path) -> None:
+    """100 prompts of 64k tokens: making the message took half a second, in which no other engine got an answer."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub:
+            names = [f"p{number}" for number in range(8)]
+            for name in names:
+                await pin(stub, name, tokens=65_536, first=100_000)
+            async with ScriptedEngine(config) as engine:
+                assert engine.welcome.ByteSize() < 512 * 1024
+                told = {each.name for each in engine.welcome.pins}
+                while told != set(names):
+                    told.add((await engine.receive("pin_added")).pin_added.pin.name)
+
+    asyncio.run(scenario())
+
+
+def test_pins_are_told_with_turns_of_the_loop_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtier.service.turns, "_TURN_S", 0.0)
+
+    class PinPeer(ListPeer):
+        told: ClassVar[list[str]] = []
+
+        def pin_added(self, prompt: PromptRow) -> None:
+            self.told.append(prompt.name)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            for name in "abcd":
+                await r.cache.pins.pin(PinWish(name=name, tokens=(1, 2)))
+            peer = PinPeer()
+            session = await r.cache.attach(hello_of("e"), peer)
+            prompts = r.cache.pins_for(session)
+            session.tell_pins(r.cache.prompts, [prompt.pin_id for prompt in prompts])
+            seen = list[int]()
+            while len(peer.told) < 4 and len(seen) < 20:
+                seen.append(len(peer.told))
+                await asyncio.sleep(0)
+            assert {1, 2, 3} <= set(seen), "one at a time"
+            peer.told.clear()
+            session.tell_pins(r.cache.prompts, [prompt.pin_id for prompt in prompts])
+            r.cache.prompts.forget(r.cache.prompts.get("b"))  # before its turn
+            await session.namespace.tasks.settle()
+            assert peer.told == ["a", "c", "d"]
 
     asyncio.run(scenario())
