@@ -6,6 +6,7 @@ transaction leaves scratch files and packs without rows, which the next start sw
 an import happened or it did not.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -31,6 +32,7 @@ from kvtier.service.disk_usage import ScratchRoom
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish
 from kvtier.service.scratch import scratch_folder
+from kvtier.service.turns import slices
 from kvtier.service.views import PromptView
 
 
@@ -147,7 +149,7 @@ class _Import:
         await namespace.delete_packs(emptied)
 
     async def _record_here(self) -> list[str]:
-        """Nothing is awaited between the ledger's answer and what memory does about it."""
+        """Memory follows the ledger while both locks are held: in between, what is dropped from disk waits."""
         cache, namespace, stores = self._cache, self._namespace, self._cache.stores
         while missing := self._missing():  # held when we looked, evicted since
             await self._write(missing)
@@ -167,12 +169,14 @@ class _Import:
             raise
         for record in written:
             stores.disk_usage.add(record.pack_id, record.file_bytes)
-            for chunk in record.chunks:
-                namespace.table.place(chunk.key, chunk)
-        cache.pins.take_in(prompt, old)
+            for part in slices(record.chunks):
+                for chunk in part:
+                    namespace.table.place(chunk.key, chunk)
+                await asyncio.sleep(0)
+        await cache.pins.take_in(prompt, old)
         bound = cache.prompts.binding(prompt.pin_id, namespace.namespace_id)
-        namespace.table.pin(binding.keys)
-        namespace.table.unpin(bound.keys if bound is not None else ())
+        await cache.pins.count(namespace, binding.keys, pinned=True)
+        await cache.pins.count(namespace, bound.keys if bound is not None else (), pinned=False)
         cache.prompts.bind(binding)
         namespace.announce(binding.keys, held=True)
         return emptied

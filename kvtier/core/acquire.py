@@ -1,12 +1,15 @@
 """What an Acquire gets: which chunks are leased now, which are promoted, and where the answer is cut."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
 from kvtier.core.chunk import Chunk, L
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+
+SLICE_CHUNKS = 1024
+"""Chunks of a step: from disk they cost some five microseconds each."""
 
 
 @dataclass
@@ -19,6 +22,7 @@ class AcquirePlan(Generic[L]):
         promotions: Keys of those whose promotion has to be started now, in prefix order.
         num_missed: Keys that are not held, or got no slot.
         num_without_slot: Of those, the ones on disk for which no slot could be freed.
+        num_disk_off: Of those, the ones that are only on disk while it may not be read.
         num_evicted: Slots that were freed for them.
         lost: Keys that eviction for this acquire took out of the last tier they were in.
     """
@@ -28,6 +32,7 @@ class AcquirePlan(Generic[L]):
     promotions: list[ChunkKey] = field(default_factory=list)
     num_missed: int = 0
     num_without_slot: int = 0
+    num_disk_off: int = 0
     num_evicted: int = 0
     lost: list[ChunkKey] = field(default_factory=list)
 
@@ -35,7 +40,15 @@ class AcquirePlan(Generic[L]):
 def plan_acquire(
     table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool = True
 ) -> AcquirePlan[L]:
-    """Lease what is host-resident of `keys`, each of which comes once, and reserve slots for what is only on disk.
+    """Carry out a `Planning` in one go."""
+    planning = Planning(table, layout, keys, from_disk=from_disk)
+    for _ in planning.steps():
+        pass
+    return planning.plan
+
+
+class Planning(Generic[L]):
+    """Leases what is host-resident of `keys`, each of which comes once, and reserves slots for what is only on disk.
 
     A full-attention group is cut at its first chunk that is not held; other groups name every held chunk, because their
     hit is found from the end. When no slot can be freed the answer is cut there: an acquire never waits for slots,
@@ -43,40 +56,105 @@ def plan_acquire(
 
     Host-resident chunks are leased first, so that making room for the rest cannot evict them. Without `from_disk` (the
     disk tier is off) what is only there is not held.
+
+    Args:
+        table: The namespace's chunks.
+        layout: Its groups.
+        keys: In prefix order within each group.
+        from_disk: The disk tier may be read.
+        find_room: Asked for so many slots before they are taken.
+
+    Attributes:
+        plan: The answer so far; complete when `steps` has ended.
     """
-    plan: AcquirePlan[L] = AcquirePlan()
-    on_disk: list[tuple[int, Chunk[L]]] = []
-    for index, chunk in _held_run(table, layout, keys, from_disk=from_disk):
-        host = chunk.host
-        if host is None:
-            on_disk.append((index, chunk))
-            continue
-        host.num_leases += 1  # `table.lease`, spelled out
-        plan.leased[index] = chunk
-        if host.promoting:
-            plan.promoting.append(index)
-    if on_disk:
-        _lease_from_disk(table, on_disk, plan)
-    table.use(by_importance(layout, list(plan.leased.values())))
-    plan.num_missed = len(keys) - len(plan.leased)
-    return plan
 
+    def __init__(
+        self,
+        table: ChunkTable[L],
+        layout: KVLayout,
+        keys: Sequence[ChunkKey],
+        *,
+        from_disk: bool = True,
+        find_room: Callable[[int], None] = lambda num_slots: None,
+    ) -> None:
+        self.plan: AcquirePlan[L] = AcquirePlan()
+        self._table, self._layout, self._keys, self._from_disk = table, layout, keys, from_disk
+        self._find_room = find_room
+        self._on_disk: list[tuple[int, Chunk[L]]] = []
+        self._prefix_groups = {group.group_idx for group in layout.groups if not group.window_chunks}
+        self._ended: set[int] = set()
 
-def _lease_from_disk(table: ChunkTable[L], on_disk: Sequence[tuple[int, Chunk[L]]], plan: AcquirePlan[L]) -> None:
-    num_short = len(on_disk) - table.slots.num_takable
-    if num_short > 0:
-        evicted = table.make_room(num_short)
-        plan.num_evicted, plan.lost = evicted.num_slots, evicted.lost
-    for number, (index, chunk) in enumerate(on_disk):
-        if table.begin_promotion(chunk.key) is None:
-            plan.num_without_slot = len(on_disk) - number
-            break
-        plan.promotions.append(chunk.key)
-        table.lease(chunk)
-        plan.leased[index] = chunk
-        plan.promoting.append(index)
-    plan.leased = dict(sorted(plan.leased.items()))
-    plan.promoting.sort()
+    def steps(self) -> Iterator[None]:
+        """Work, and yield between two slices: what is leased until then is in the plan, and everything may change."""
+        plan, num_keys = self.plan, len(self._keys)
+        for start in range(0, num_keys, SLICE_CHUNKS):
+            if start:
+                yield
+            self._lease_held(start, min(start + SLICE_CHUNKS, num_keys))
+        if self._on_disk and num_keys > SLICE_CHUNKS:
+            yield
+        for start in range(0, len(self._on_disk), SLICE_CHUNKS):
+            if start:
+                yield
+            if not self._lease_from_disk(start):
+                break
+        if self._on_disk:
+            plan.leased = dict(sorted(plan.leased.items()))
+            plan.promoting.sort()
+        plan.num_missed = num_keys - len(plan.leased)
+        used = by_importance(self._layout, list(plan.leased.values()))
+        for end in range(len(used), 0, -SLICE_CHUNKS):  # what is used last outlives the others
+            if end < len(used):
+                yield
+            self._table.use(used[max(0, end - SLICE_CHUNKS) : end])
+
+    def _lease_held(self, start: int, end: int) -> None:
+        """Lease what is held of some keys; of full-attention groups only the run from the group's first key."""
+        plan, keys, ended, from_disk = self.plan, self._keys, self._ended, self._from_disk
+        for index, chunk in enumerate(self._table.get_all(keys[start:end]), start):
+            host = chunk.host if chunk is not None else None
+            if not from_disk and chunk is not None and host is None and chunk.location is not None:
+                plan.num_disk_off += 1
+            if ended and group_idx_of(keys[index]) in ended:
+                continue
+            # `chunk.held`, spelled out: the properties were a third of an Acquire of thousands.
+            if chunk is not None and (
+                (host is not None and not host.promoting and not host.doomed)
+                or (chunk.location is not None and (from_disk or host is not None))
+            ):
+                if host is None:
+                    self._on_disk.append((index, chunk))
+                    continue
+                host.num_leases += 1  # `table.lease`, spelled out
+                plan.leased[index] = chunk
+                if host.promoting:
+                    plan.promoting.append(index)
+                continue
+            if (group_idx := group_idx_of(keys[index])) in self._prefix_groups:
+                ended.add(group_idx)
+
+    def _lease_from_disk(self, start: int) -> bool:
+        """Reserve slots for some of what was only on disk when it was looked at; False when there are no more slots."""
+        plan, table, part = self.plan, self._table, self._on_disk[start : start + SLICE_CHUNKS]
+        self._find_room(len(part))
+        num_short = len(part) - table.slots.num_takable
+        if num_short > 0:
+            evicted = table.make_room(num_short)
+            plan.num_evicted += evicted.num_slots
+            plan.lost += evicted.lost
+        for number, (index, chunk) in enumerate(part, start):
+            if chunk.host is None:
+                if chunk.location is None:
+                    continue  # it went while others had their turn
+                if table.begin_promotion(chunk.key) is None:
+                    plan.num_without_slot = len(self._on_disk) - number
+                    return False
+                plan.promotions.append(chunk.key)
+            table.lease(chunk)
+            plan.leased[index] = chunk
+            if chunk.promoting:
+                plan.promoting.append(index)
+        return True
 
 
 def by_importance(layout: KVLayout, chunks: list[Chunk[L]]) -> list[Chunk[L]]:
@@ -88,22 +166,3 @@ def by_importance(layout: KVLayout, chunks: list[Chunk[L]]) -> list[Chunk[L]]:
     if not windowed:
         return chunks
     return sorted(chunks, key=lambda chunk: group_idx_of(chunk.key) not in windowed)
-
-
-def _held_run(
-    table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool
-) -> Iterator[tuple[int, Chunk[L]]]:
-    """Yield index and chunk of what is held; of full-attention groups only the run from the group's first key."""
-    prefix_groups = {group.group_idx for group in layout.groups if not group.window_chunks}
-    ended: set[int] = set()
-    for index, chunk in enumerate(table.get_all(keys)):
-        if ended and group_idx_of(keys[index]) in ended:
-            continue
-        # `chunk.held`, spelled out: the properties were a third of an Acquire of thousands.
-        if chunk is not None and (
-            ((host := chunk.host) is not None and not host.promoting and not host.doomed)
-            or (chunk.location is not None and (from_disk or host is not None))
-        ):
-            yield index, chunk
-        elif (group_idx := group_idx_of(keys[index])) in prefix_groups:
-            ended.add(group_idx)

@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 from kvtier.core.layout import ChunkKey
 
 A = TypeVar("A", bound=Hashable)
+MAX_TAKEN_CHUNKS = 256
+"""Of small chunks: making a batch of them, and taking over what was read, is a turn of the loop."""
 
 
 @dataclass
@@ -82,19 +84,22 @@ class PromotionQueue(Generic[A]):
             turn.keys.popleft()
         return turn.keys[0]
 
-    def take(self, max_bytes: int, until: Callable[[ChunkKey], bool] = lambda _: False) -> list[ChunkKey]:
+    def take(
+        self, max_bytes: int, until: Callable[[ChunkKey], bool] = lambda _: False, *, max_chunks: int = MAX_TAKEN_CHUNKS
+    ) -> list[ChunkKey]:
         """Return the next asker's first chunks; its turn is over then.
 
         Args:
             max_bytes: At least one chunk, and at most about so many bytes.
             until: What it is true of is not taken, nor what follows; not asked of the first.
+            max_chunks: And at most so many.
         """
         batch: list[ChunkKey] = []
         if not self._turns:
             return batch
         asker = next(iter(self._turns))
         turn, taken_bytes = self._turns[asker], 0
-        while turn.keys and taken_bytes < max_bytes:
+        while turn.keys and taken_bytes < max_bytes and len(batch) < max_chunks:
             key = turn.keys[0]
             is_wanted = asker in self._askers.get(key, ())
             if is_wanted and batch and until(key):

@@ -1,13 +1,15 @@
 """CacheService: what operators ask, as proto/kvtier/v1/cache.proto says it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.bundles import export_bundle, import_bundle
 from kvtier.core import limits
+from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.rpc.convert import daemon_status, fsck_report, namespace_status, prompt_status
@@ -17,10 +19,11 @@ from kvtier.rpc.parsing import parse_import_start, parse_pin
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.evicting import EvictTier
-from kvtier.service.turns import Breather
+from kvtier.service.turns import Breather, slices
 from kvtier.service.views import EvictionView, PromptView
 
 _WATCH_POLL_S = 0.1
+_TOKENS_TAKEN_IN_A_TURN = 65_536
 _TIERS: dict[int, EvictTier] = {
     pb.TIER_ANY: EvictTier.ANY,
     pb.TIER_HOST: EvictTier.HOST,
@@ -38,7 +41,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         """Make a prompt a pinned one."""
         async with translated(context):
-            view = await self._cache.pins.pin(parse_pin(request))
+            limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
+            wish = parse_pin(request, await _token_ids(request.tokens))
+            view = await self._cache.pins.pin(wish)
         return prompt_status(view)
 
     async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
@@ -145,6 +150,15 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             wish = parse_import_start(await anext(request_iterator, None))
             view = await import_bundle(self._cache, wish, _pieces(request_iterator))
         return prompt_status(view)
+
+
+async def _token_ids(tokens: Sequence[int]) -> TokenIds:
+    """Return a message's tokens; it may have millions."""
+    ids = array("I")
+    for part in slices(tokens, _TOKENS_TAKEN_IN_A_TURN):
+        ids.extend(part)
+        await asyncio.sleep(0)
+    return TokenIds(ids)
 
 
 async def _pieces(messages: AsyncIterator[pb.ImportMessage]) -> AsyncIterator[bytes]:

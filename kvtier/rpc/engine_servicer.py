@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
+from kvtier.core import limits
 from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
@@ -15,14 +16,17 @@ from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.printable import shortened
-from kvtier.rpc.parsing import bounded_list, parse_hello, parse_stores
+from kvtier.rpc.parsing import parse_hello, parse_stores
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.differences import differing_namespaces
 from kvtier.service.peer import PromotionForecast
 from kvtier.service.session import Session, SessionEnd
+from kvtier.service.turns import in_turns, slices
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_QUEUED_BYTES = 256 * 1024**2
 """Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
@@ -34,6 +38,7 @@ _CHUNK_BYTES = 40
 _TOKEN_BYTES = 3
 MAX_WELCOME_PIN_BYTES = 256 * 1024
 """Of pins in the Welcome; making and sending more at once would hold up every other engine."""
+_KEYS_LISTED_IN_A_TURN = 32_768
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
 # A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take.
@@ -55,6 +60,7 @@ class StreamPeer:
         self._queue: asyncio.Queue[tuple[pb.DaemonMessage, int] | None] = asyncio.Queue()
         self._queued_bytes = 0
         self._is_full = False
+        self._answer: pb.DaemonMessage | None = None  # to an acquire; what there is of it so far
 
     def send(self, message: pb.DaemonMessage, about_bytes: int = _SMALL_BYTES) -> None:
         """Queue a message of about so many bytes; its exact size would cost as much as sending it."""
@@ -83,7 +89,12 @@ class StreamPeer:
         return message
 
     def acquire_answered(
-        self, acquire_id: int, leased: Mapping[int, Chunk[StoredChunk]], forecast: PromotionForecast
+        self,
+        acquire_id: int,
+        leased: Mapping[int, Chunk[StoredChunk]],
+        forecast: PromotionForecast,
+        *,
+        more: bool = False,
     ) -> None:
         """See EnginePeer."""
         chunks: list[_Residency] = [
@@ -95,7 +106,13 @@ class StreamPeer:
             for index, chunk in leased.items()
             if (host := chunk.host) is not None
         ]
-        self._send_update(acquire_id, chunks, forecast)
+        message = _update_message(acquire_id, chunks, forecast)
+        if self._answer is not None:
+            self._answer.MergeFrom(message)
+            message = self._answer
+        self._answer = message if more else None
+        if not more:
+            self.send(message, _SMALL_BYTES + _CHUNK_BYTES * len(message.acquire_update.chunks))
 
     def promotion_advanced(
         self,
@@ -115,17 +132,7 @@ class StreamPeer:
             for index, ref in ready
         ]
         chunks += [{"index": index, "state": pb.ChunkResidency.MISS} for index in failed]
-        self._send_update(acquire_id, chunks, forecast)
-
-    def _send_update(self, acquire_id: int, chunks: Sequence[_Residency], forecast: PromotionForecast) -> None:
-        update = {
-            "acquire_id": acquire_id,
-            "chunks": chunks,
-            "pending_bytes": forecast.pending_bytes,
-            "promote_bytes_per_s": forecast.bytes_per_s,
-            "ready_in_s": forecast.ready_in_s,
-        }
-        self.send(pb.DaemonMessage(acquire_update=update), _SMALL_BYTES + _CHUNK_BYTES * len(chunks))
+        self.send(_update_message(acquire_id, chunks, forecast), _SMALL_BYTES + _CHUNK_BYTES * len(chunks))
 
     def credits_granted(self, slots: Sequence[SlotRef]) -> None:
         """See EnginePeer."""
@@ -217,13 +224,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _dispatch(self, session: Session, message: pb.EngineMessage) -> None:
         match message.WhichOneof("kind"):
             case "acquire":
-                session.acquire(message.acquire.acquire_id, bounded_list("acquire.keys", message.acquire.keys))
+                keys = await _in_list("acquire.keys", message.acquire.keys)
+                await in_turns(session.acquiring(message.acquire.acquire_id, keys))
             case "release":
                 release = message.release
-                indexes = None if release.all else bounded_list("release.indexes", release.indexes)
-                session.release(release.acquire_id, indexes)
+                indexes = None if release.all else await _in_list("release.indexes", release.indexes)
+                await in_turns(session.releasing(release.acquire_id, indexes))
             case "touch":
-                session.touch(bounded_list("touch.keys", message.touch.keys), stored=message.touch.stored)
+                keys = await _in_list("touch.keys", message.touch.keys)
+                await in_turns(session.touching(keys, stored=message.touch.stored))
             case "store_begin":
                 session.store_begin(parse_stores("store_begin.stores", message.store_begin.stores))
             case "store_done":
@@ -232,7 +241,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 session.store_abort(parse_stores("store_abort.stores", message.store_abort.stores))
             case "bind_pin":
                 bind = message.bind_pin
-                keys = bounded_list("bind_pin.keys", bind.keys)
+                keys = await _in_list("bind_pin.keys", bind.keys)
                 await self._cache.bind(session, bind.pin_id, keys, bind.covered_tokens, shortened(bind.error))
             case "engine_rates":
                 session.measured(message.engine_rates.prefill_tokens_per_s)
@@ -301,6 +310,17 @@ def _how_it_broke(session: Session) -> SessionEnd:
     return SessionEnd.CUT if session.is_busy else SessionEnd.GONE
 
 
+def _update_message(acquire_id: int, chunks: Sequence[_Residency], forecast: PromotionForecast) -> pb.DaemonMessage:
+    update = {
+        "acquire_id": acquire_id,
+        "chunks": chunks,
+        "pending_bytes": forecast.pending_bytes,
+        "promote_bytes_per_s": forecast.bytes_per_s,
+        "ready_in_s": forecast.ready_in_s,
+    }
+    return pb.DaemonMessage(acquire_update=update)
+
+
 def pin_message(prompt: PromptRow) -> pb.Pin:
     """Return a prompt as engines get it."""
     return pb.Pin(
@@ -314,6 +334,21 @@ def pin_message(prompt: PromptRow) -> pb.Pin:
         pinned=prompt.pinned,
         priority=prompt.priority,
     )
+
+
+async def _in_list(field: str, items: Sequence[T]) -> list[T]:
+    """Return a message's items; there may be a quarter of a million.
+
+    Raises:
+        InvalidArgumentError: There are more.
+    """
+    limits.check_count(field, len(items), limits.MAX_KEYS)
+    listed: list[T] = []
+    for number, part in enumerate(slices(items, _KEYS_LISTED_IN_A_TURN)):
+        if number:
+            await asyncio.sleep(0)
+        listed += part
+    return listed
 
 
 def _slot(ref: SlotRef) -> pb.SlotRef:

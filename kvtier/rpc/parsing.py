@@ -1,32 +1,29 @@
 """From messages to typed, bounded values. Lists are refused for their length before they are copied."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.bundles import ImportWish
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef
+from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
 from kvtier.service.peer import EngineHello
 from kvtier.service.prompts import PinWish
 
 PROTOCOL = 1
 
-T = TypeVar("T")
 
-
-def parse_pin(request: cache_pb2.PinRequest) -> PinWish:
-    """Return what is to be pinned.
+def parse_pin(request: cache_pb2.PinRequest, tokens: TokenIds) -> PinWish:
+    """Return what is to be pinned; `tokens` are the request's, which the caller has copied in turns of the loop.
 
     Raises:
         InvalidArgumentError: A field cannot be used.
     """
-    limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
     return PinWish(
         name=request.name,
-        tokens=tuple(request.tokens),
+        tokens=tokens,
         model=request.model,
         lora_name=request.lora_name,
         lora_path=request.lora_path,
@@ -94,16 +91,6 @@ def _layout(message: engine_pb2.KVLayout) -> KVLayout:
         for group in message.groups
     ]
     return limits.read_layout("hello.layout", fields, groups)
-
-
-def bounded_list(field: str, items: Sequence[T]) -> list[T]:
-    """Return keys, slots or indexes of one message of an engine.
-
-    Raises:
-        InvalidArgumentError: There are more than a message may have.
-    """
-    limits.check_count(field, len(items), limits.MAX_KEYS)
-    return list(items)
 
 
 def parse_stores(field: str, stores: Sequence[engine_pb2.StoreSlot]) -> list[tuple[ChunkKey, SlotRef]]:

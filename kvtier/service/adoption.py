@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.adoption import LeftRow, index_by_tag, read_left_rows
 from kvtier.core.arena_format import ArenaGeometry, SlotEntry
-from kvtier.core.layout import group_idx_of
+from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import SlotState
 from kvtier.errors import ArenaError, TierIOError
 from kvtier.obs.log import log_event
 from kvtier.service.prompts import PromptBook
 from kvtier.service.stores import Stores
+from kvtier.service.turns import Breather, slices
 from kvtier.tiers.arena import Arena, left_arenas, left_header
 from kvtier.tiers.base import checksum_of
 from kvtier.tiers.session_locks import SessionLock
@@ -129,13 +130,23 @@ class Adoption:
             by_tag = await self._stores.in_io(index_by_tag, known)
             left = read_left_rows(entries, by_tag, namespace.layout)
             self._doubt(namespace, left.doubtful)
-            rank = {key: -number for number, key in enumerate(self._prompts.pinned_keys(namespace_id))}
+            rank = await self._rank(namespace_id)
             for row in left.rows:
                 value = (row.key in rank, namespace.row.seen_unix_s, rank.get(row.key, 0))
                 found.append((value, namespace, row))
         self._entries.clear()
         found.sort(key=lambda item: item[0])
         return [(namespace, row) for _, namespace, row in found]
+
+    async def _rank(self, namespace_id: str) -> dict[ChunkKey, int]:
+        """Return the pinned chunks, each with a number: the more important, the higher."""
+        rank: dict[ChunkKey, int] = {}
+        breather = Breather()
+        for row in self._prompts.pinned_bindings(namespace_id):
+            for part in slices(row.keys):
+                rank.update((key, -number) for number, key in enumerate(part, len(rank)))
+                await breather.pause()
+        return rank
 
     def _settle(self, batch: Sequence[tuple["Namespace", LeftRow]], intact: Sequence[bool]) -> None:
         for (namespace, row), is_intact in zip(batch, intact, strict=True):

@@ -26,7 +26,7 @@ from kvtier.service.changes import Changes
 from kvtier.service.compactor import Compactor
 from kvtier.service.ledger_upkeep import LedgerUpkeep
 from kvtier.service.namespace import Namespace
-from kvtier.service.peer import EngineHello, EnginePeer
+from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer
 from kvtier.service.pins import Pins
 from kvtier.service.prewarm import Prewarmer
 from kvtier.service.prompts import PromptBook
@@ -38,6 +38,7 @@ from kvtier.service.session import Session, SessionEnd
 from kvtier.service.spare_rows import SpareRows
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
+from kvtier.service.turns import slices
 from kvtier.tiers.arena import sweep_arena_directory
 from kvtier.tiers.observed_ops import ObservedFileOps
 from kvtier.tiers.packs import PackTier
@@ -329,7 +330,9 @@ class Cache:
                 session.bind_errors[pin_id] = error
                 log_event(logger, "pin_not_bound", level=logging.WARNING, name=prompt.name, problem=error)
                 return
-            limits.check_keys("bind_pin.keys", keys, namespace.layout)
+            await self.stores.in_io(limits.check_keys, "bind_pin.keys", keys, namespace.layout)
+            if session.ended:
+                return
             limits.Whole(0, len(prompt.tokens)).check("bind_pin.covered_tokens", covered_tokens)
             row = BindingRow(
                 pin_id=pin_id, namespace_id=namespace.namespace_id, keys=tuple(keys), covered_tokens=covered_tokens
@@ -339,17 +342,20 @@ class Cache:
                 if not namespace.ephemeral:
                     await self.stores.in_ledger(self.stores.ledger.put_binding, row)
                 if prompt.pinned:
-                    namespace.table.pin(row.keys)
-                    namespace.table.unpin(old.keys if old else ())
-                    namespace.spiller.add(row.keys)
+                    await self.pins.count(namespace, row.keys, pinned=True)
+                    await self.pins.count(namespace, old.keys if old else (), pinned=False)
+                if self.namespaces.get(row.namespace_id) is not namespace:  # ephemeral, and ended meanwhile
+                    return
                 self.prompts.bind(row)
             session.bind_errors.pop(pin_id, None)
             session.bound.add(pin_id)
-        held = [key for key in keys if namespace.table.holds(key)]
-        missing = [key for key in keys if not namespace.table.holds(key)]
-        if not session.ended:
-            session.peer.chunks_held(held, True)
-            session.peer.chunks_held(missing, False)
+        for part in slices(keys, MAX_HELD_BATCH):
+            held = [key for key in part if namespace.table.holds(key)]
+            missing = [key for key in part if not namespace.table.holds(key)]
+            if not session.ended:
+                session.peer.chunks_held(held, True)
+                session.peer.chunks_held(missing, False)
+            await asyncio.sleep(0)
 
     def end(self, session: Session, how: SessionEnd = SessionEnd.CLOSED) -> None:
         """The stream is gone; its slots are freed when the engine's processes let go."""

@@ -71,11 +71,11 @@ def _read_engines(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespac
 
 
 def _read_pins(gauges: Gauges, cache: "Cache") -> None:
-    watch, counts = cache.pins.watch, cache.pins.watch.counts()
-    gauges.pins_unrendered, gauges.pins_waiting = counts[PromptState.UNRENDERED], counts[PromptState.WAITING]
-    gauges.pins_capturing, gauges.pins_over_quota = counts[PromptState.CAPTURING], counts[PromptState.OVER_QUOTA]
-    gauges.pins_durable = counts[PromptState.DURABLE]
-    gauges.oldest_wait_unrendered_s = watch.oldest_wait_s(PromptState.UNRENDERED)
-    gauges.oldest_wait_waiting_s = watch.oldest_wait_s(PromptState.WAITING)
-    gauges.oldest_wait_capturing_s = watch.oldest_wait_s(PromptState.CAPTURING)
-    gauges.oldest_wait_over_quota_s = watch.oldest_wait_s(PromptState.OVER_QUOTA)
+    standing = cache.pins.watch.standing()
+    unrendered, waiting = standing[PromptState.UNRENDERED], standing[PromptState.WAITING]
+    capturing, over_quota = standing[PromptState.CAPTURING], standing[PromptState.OVER_QUOTA]
+    gauges.pins_unrendered, gauges.oldest_wait_unrendered_s = unrendered
+    gauges.pins_waiting, gauges.oldest_wait_waiting_s = waiting
+    gauges.pins_capturing, gauges.oldest_wait_capturing_s = capturing
+    gauges.pins_over_quota, gauges.oldest_wait_over_quota_s = over_quota
+    gauges.pins_durable = standing[PromptState.DURABLE].num_pins

@@ -48,9 +48,17 @@ class EnginePeer(Protocol):
     """The outgoing half of a session's stream. Never blocks: it queues."""
 
     def acquire_answered(
-        self, acquire_id: int, leased: Mapping[int, Chunk[StoredChunk]], forecast: PromotionForecast
+        self,
+        acquire_id: int,
+        leased: Mapping[int, Chunk[StoredChunk]],
+        forecast: PromotionForecast,
+        *,
+        more: bool = False,
     ) -> None:
-        """First answer to an acquire: what is leased, by index. Read it at once: chunks and mapping change later."""
+        """First answer to an acquire: what is leased, by index. Read it at once: chunks and mapping change later.
+
+        With `more` it is a part of it; the last part has the forecast, and until then nothing else is said of it.
+        """
 
     def promotion_advanced(
         self,

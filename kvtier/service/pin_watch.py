@@ -1,11 +1,13 @@
 """How far each pinned prompt is durable, known ahead: counting its chunks takes too long for those who ask often."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from kvtier.ledger import PromptRow
 from kvtier.obs.histogram import Histogram
@@ -24,6 +26,13 @@ class _Seen:
 
     state: PromptState
     since_s: float
+
+
+class Standing(NamedTuple):
+    """How many pinned prompts are in a state, and how long the one that has been in it longest has waited."""
+
+    num_pins: int
+    oldest_wait_s: float
 
 
 class PinWatch:
@@ -64,12 +73,20 @@ class PinWatch:
 
     def counts(self) -> Counter[PromptState]:
         """Return how many pinned prompts are in each state."""
-        return Counter(seen.state for seen in self._standing())
+        return +Counter({state: standing.num_pins for state, standing in self.standing().items()})
 
     def oldest_wait_s(self, state: PromptState) -> float:
         """Return how long the one of this state that has waited longest has waited, 0 when there is none."""
-        began_s = [seen.since_s for seen in self._standing() if seen.state is state]
-        return self._now_s() - min(began_s) if began_s else 0.0
+        return self.standing()[state].oldest_wait_s
+
+    def standing(self) -> dict[PromptState, Standing]:
+        """Return how many pinned prompts are in each state, and for how long; looks at each once."""
+        numbers, oldest_s, now_s = Counter[PromptState](), dict[PromptState, float](), self._now_s()
+        for seen in self._standing():
+            numbers[seen.state] += 1
+            if seen.since_s < oldest_s.get(seen.state, math.inf):
+                oldest_s[seen.state] = seen.since_s
+        return {state: Standing(numbers[state], now_s - oldest_s.get(state, now_s)) for state in PromptState}
 
     def _standing(self) -> Iterator[_Seen]:
         """Yield what was seen and is pinned still; of what is not, the next look would tell."""

@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from kvtier.core.layout import ChunkKey
 from kvtier.errors import LedgerError, PromptPinnedError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
 from kvtier.service.changes import Changes
 from kvtier.service.evicting import Evicted, EvictTier, evict_chunks
+from kvtier.service.peer import MAX_HELD_BATCH
 from kvtier.service.pin_watch import PinWatch
 from kvtier.service.prompts import PinWish, PromptBook, check_quota
 from kvtier.service.stores import Stores
+from kvtier.service.turns import slices
 from kvtier.service.views import (
     EvictionView,
     PromptState,
@@ -81,15 +84,15 @@ class Pins:
             prompt, old = self._prompts.draft(wish, time.time())
             await check_quota(self._prompts, self._namespaces, prompt, self._stores.config.disk.disk_bytes)
             await self._stores.in_ledger(self._stores.ledger.put_prompt, prompt)
-            self.take_in(prompt, old)
+            await self.take_in(prompt, old)
         log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
 
-    def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
-        """A pin is in the ledger, in place of `old`: make memory follow, and tell engines."""
+    async def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
+        """A pin is in the ledger, in place of `old`: make memory follow, and tell engines. Under the change lock."""
         if old is not None and old.pin_id != prompt.pin_id:
-            self._let_go(old)
+            await self._let_go(old)
         elif old is not None and not old.pinned:
-            self._count_pins(prompt, pinned=True)
+            await self._count_pins(prompt, pinned=True)
         self._prompts.put(prompt)
         self.watch.pinned(prompt.pin_id)
         if old != prompt:
@@ -113,7 +116,7 @@ class Pins:
             unpinned = replace(prompt, pinned=False, expires_unix_s=0.0, priority=0)
             await self._stores.in_ledger(self._stores.ledger.put_prompt, unpinned)
             self._prompts.put(unpinned)
-            self._count_pins(unpinned, pinned=False)
+            await self._count_pins(unpinned, pinned=False)
             self._announce(unpinned)
             self._retry_refused()
             log_event(logger, "pin_ended", name=prompt.name)
@@ -162,10 +165,12 @@ class Pins:
                 namespace = self._namespaces.get(row.namespace_id)
                 if namespace is None:  # ephemeral, and ended while the one before was dealt with
                     continue
-                chunks = [chunk for key in row.keys if (chunk := namespace.table.get(key)) is not None and chunk.held]
-                dropped = [chunk.key for chunk in chunks if chunk.num_pins <= prompt.pinned]
-                done.num_shared_chunks += len(chunks) - len(dropped)
-                await evict_chunks(namespace, dropped, tier, done)
+                for part in slices(row.keys):
+                    chunks = [chunk for chunk in namespace.table.known(part) if chunk.held]
+                    dropped = [chunk.key for chunk in chunks if chunk.num_pins <= prompt.pinned]
+                    done.num_shared_chunks += len(chunks) - len(dropped)
+                    await evict_chunks(namespace, dropped, tier, done)
+                    await asyncio.sleep(0)
             if not prompt.pinned and tier is EvictTier.ANY:
                 await self._forget_prompt(prompt)
             self._retry_refused()
@@ -185,10 +190,12 @@ class Pins:
         done = Evicted()
         async with self._changes.lock:
             for namespace in list(self._namespaces.values()):
-                chunks = [chunk for chunk in namespace.table if chunk.held]
-                dropped = [chunk.key for chunk in chunks if force or not chunk.num_pins]
-                done.num_shared_chunks += len(chunks) - len(dropped)
-                await evict_chunks(namespace, dropped, tier, done)
+                for part in slices(namespace.table.keys(), MAX_HELD_BATCH):
+                    chunks = [chunk for chunk in namespace.table.known(part) if chunk.held]
+                    dropped = [chunk.key for chunk in chunks if force or not chunk.num_pins]
+                    done.num_shared_chunks += len(chunks) - len(dropped)
+                    await evict_chunks(namespace, dropped, tier, done)
+                    await asyncio.sleep(0)
             if tier is EvictTier.ANY:
                 for prompt in [prompt for prompt in self._prompts if not prompt.pinned]:
                     await self._forget_prompt(prompt)
@@ -198,7 +205,7 @@ class Pins:
 
     async def _forget_prompt(self, prompt: PromptRow) -> None:
         await self._stores.in_ledger(self._stores.ledger.delete_prompt, prompt.name)
-        self._let_go(prompt)
+        await self._let_go(prompt)
 
     async def view(self, name: str) -> PromptView:
         """Return a prompt's status.
@@ -224,24 +231,33 @@ class Pins:
         bound = [(self._namespaces[row.namespace_id], row) for row in rows if row.namespace_id in self._namespaces]
         return sorted(bound, key=lambda each: each[0].row.seen_unix_s)
 
-    def _let_go(self, prompt: PromptRow) -> None:
+    async def _let_go(self, prompt: PromptRow) -> None:
         """A prompt's row is gone from the ledger: forget it, and tell engines."""
         if prompt.pinned:
-            self._count_pins(prompt, pinned=False)
+            await self._count_pins(prompt, pinned=False)
         self._prompts.forget(prompt)
         for session in self._live_sessions():
             session.bound.discard(prompt.pin_id)
             session.bind_errors.pop(prompt.pin_id, None)
             session.peer.pin_removed(prompt.pin_id)
 
-    def _count_pins(self, prompt: PromptRow, *, pinned: bool) -> None:
+    async def _count_pins(self, prompt: PromptRow, *, pinned: bool) -> None:
         for row in self._prompts.bindings_of(prompt.pin_id):
-            namespace = self._namespaces[row.namespace_id]
+            if (namespace := self._namespaces.get(row.namespace_id)) is not None:  # else it has ended meanwhile
+                await self.count(namespace, row.keys, pinned=pinned)
+
+    async def count(self, namespace: "Namespace", keys: Sequence[ChunkKey], *, pinned: bool) -> None:
+        """Count a pin for these chunks, or end one, with turns of the loop in between. Under the change lock.
+
+        Whoever looks at a chunk then finds it pinned, or not yet, or no more: as if the change came earlier or later.
+        """
+        for part in slices(keys):
             if pinned:
-                namespace.table.pin(row.keys)
-                namespace.spiller.add(row.keys)  # what lost its place on disk while it was not pinned
+                namespace.table.pin(part)
+                namespace.spiller.add(part)  # what lost its place on disk while it was not pinned
             else:
-                namespace.table.unpin(row.keys)
+                namespace.table.unpin(part)
+            await asyncio.sleep(0)
 
     def _announce(self, prompt: PromptRow) -> None:
         for session in self._live_sessions():

@@ -1,5 +1,6 @@
 """Start with cold host memory: pinned prompts are promoted in the background, before their first request asks."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,6 +10,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.errors import ArenaError
 from kvtier.obs.log import log_event
 from kvtier.service.prompts import PromptBook
+from kvtier.service.turns import Breather, slices
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace
@@ -33,13 +35,26 @@ class Prewarmer:
     async def run(self, namespaces: Iterable["Namespace"]) -> None:
         """Promote what is pinned and only on disk: the namespace last used first, prompts by priority, heads first."""
         for namespace in sorted(namespaces, key=lambda namespace: namespace.row.seen_unix_s, reverse=True):
-            keys = [key for key in self._prompts.pinned_keys(namespace.namespace_id) if _only_on_disk(namespace, key)]
+            keys = await self._on_disk(namespace)
             if namespace.ephemeral or not keys or not self._open(namespace):
                 continue
-            namespace.promoter.warm_up(dict.fromkeys(keys), has_room=partial(_has_room, namespace))
+            namespace.promoter.warm_up(keys, has_room=partial(_has_room, namespace))
             await namespace.promoter.until_warm()
-            num_chunks = len(keys) - sum(_only_on_disk(namespace, key) for key in keys)
+            num_chunks = 0
+            for part in slices(keys):
+                num_chunks += sum(not _only_on_disk(namespace, key) for key in part)
+                await asyncio.sleep(0)
             log_event(logger, "prewarmed", namespace=namespace.namespace_id, chunks=num_chunks)
+
+    async def _on_disk(self, namespace: "Namespace") -> list[ChunkKey]:
+        """Return the keys of what is pinned and only on disk, each once."""
+        keys: dict[ChunkKey, None] = {}
+        breather = Breather()
+        for row in self._prompts.pinned_bindings(namespace.namespace_id):
+            for part in slices(row.keys):
+                keys.update((key, None) for key in part if _only_on_disk(namespace, key))
+                await breather.pause()
+        return list(keys)
 
     def _open(self, namespace: "Namespace") -> bool:
         """Say whether there is room, and an arena to promote into."""

@@ -4,12 +4,11 @@ import asyncio
 import uuid
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtier.core import limits
-from kvtier.core.layout import ChunkKey
 from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.service.turns import slices
@@ -27,7 +26,7 @@ class PinWish:
     """
 
     name: str
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()
     model: str = ""
     lora_name: str = ""
     lora_path: str = ""
@@ -109,12 +108,11 @@ class PromptBook:
         """Return how many prompts have a binding in a namespace."""
         return self._num_bound[namespace_id]
 
-    def pinned_keys(self, namespace_id: str) -> Iterator[ChunkKey]:
-        """Yield the chunk keys of a namespace's pinned prompts: by priority, then the newest first, heads first."""
-        for prompt in sorted(self._by_name.values(), key=_importance, reverse=True):
-            row = self.binding(prompt.pin_id, namespace_id)
-            if prompt.pinned and row is not None:
-                yield from row.keys
+    def pinned_bindings(self, namespace_id: str) -> list[BindingRow]:
+        """Return the bindings of a namespace's pinned prompts: by priority, then the newest first."""
+        prompts = sorted(self.pinned(), key=_importance, reverse=True)
+        rows = (self.binding(prompt.pin_id, namespace_id) for prompt in prompts)
+        return [row for row in rows if row is not None]
 
     def binding(self, pin_id: str, namespace_id: str) -> BindingRow | None:
         """Return the prompt's binding in a namespace."""

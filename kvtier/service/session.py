@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvtier.core import limits
-from kvtier.core.acquire import AcquirePlan, by_importance, plan_acquire
+from kvtier.core.acquire import AcquirePlan, Planning, by_importance
 from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import SlotRef, SlotState
@@ -20,7 +20,7 @@ from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer, PromotionForecast
 from kvtier.service.prompts import PromptBook
-from kvtier.service.turns import Breather
+from kvtier.service.turns import Breather, in_turns, slices, slices_from_end
 from kvtier.tiers.base import checksum_of
 from kvtier.tiers.session_locks import SessionLock
 
@@ -62,11 +62,21 @@ class _Lease:
     pending_bytes: int = 0  # added up once: a long prompt's promotion is a thousand updates
     promoted: bool = False
     any_ready: bool = False
+    answered: bool = False
+    last_named: int = -1  # index up to which the answer has named chunks
+    late: list[tuple[Sequence[tuple[int, SlotRef]], Sequence[int]]] = field(default_factory=list)
 
     def wait_for(self, index: int, num_bytes: int) -> None:
         """This chunk is being promoted."""
         self.pending[index] = num_bytes
         self.pending_bytes += num_bytes
+
+    def keep(self, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int]) -> None:
+        """Keep for later what changed of what the answer has named; the rest of it will name the others as they are."""
+        ready = [(index, ref) for index, ref in ready if index <= self.last_named]
+        failed = [index for index in failed if index <= self.last_named]
+        if ready or failed:
+            self.late.append((ready, failed))
 
     def settle(self, index: int) -> None:
         """It is so no more; unknown ones are ignored."""
@@ -101,7 +111,6 @@ class Session:
         self._credits: dict[int, SlotRef] = {}
         self._writing: dict[SlotRef, ChunkKey] = {}
         self._leases: dict[int, _Lease] = {}
-        self._num_leased = 0
         self._is_over_limit = False
         self._topping_up = False
         self._num_seals = 0
@@ -116,7 +125,7 @@ class Session:
     @property
     def num_leases(self) -> int:
         """Chunks leased, once for each acquire."""
-        return self._num_leased
+        return sum(len(lease.chunks) for lease in self._leases.values())
 
     @property
     def num_acquires(self) -> int:
@@ -140,42 +149,47 @@ class Session:
     # Loads
 
     def acquire(self, acquire_id: int, keys: Sequence[ChunkKey]) -> None:
-        """Lease what is held of `keys`, start promotions, answer.
+        """Carry out `acquiring` in one go."""
+        for _ in self.acquiring(acquire_id, keys):
+            pass
+
+    def acquiring(self, acquire_id: int, keys: Sequence[ChunkKey]) -> Iterator[None]:
+        """Lease what is held of `keys`, start promotions, answer; yields now and then if there are many.
 
         Raises:
             InvalidArgumentError: The id is in use, or a key comes twice.
         """
         if acquire_id in self._leases:
             raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
-        if len(set(keys)) < len(keys):
-            raise InvalidArgumentError("acquire.keys", len(keys), "each key may come once in an acquire")
+        yield from _check_unique(keys)
         self.has_worked = True
-        if len(self._leases) >= limits.MAX_ACQUIRES or self._num_leased + len(keys) > limits.MAX_LEASED_CHUNKS:
+        if len(self._leases) >= limits.MAX_ACQUIRES or self.num_leases + len(keys) > limits.MAX_LEASED_CHUNKS:
             self._answer_nothing(acquire_id, len(keys))
             return
         namespace, began_s = self.namespace, time.monotonic()
-        if namespace.slots.num_takable < len(keys):  # else there is room for all of them
-            namespace.ensure_takable(sum(1 for key in keys if self._only_on_disk(key)))
-        from_disk = namespace.stores.disk_health.readable
-        plan = plan_acquire(namespace.table, namespace.layout, keys, from_disk=from_disk)
-        lease = _Lease(began_s, plan.leased)
-        if plan.leased:
-            self._leases[acquire_id] = lease
-            self._num_leased += len(plan.leased)
-        pending = [(index, keys[index]) for index in plan.promoting]
-        for index, key in pending:
-            lease.wait_for(index, namespace.payload_bytes(key))
-        if pending:
-            lease.promoted = True
-            namespace.promoter.want(self, acquire_id, pending)
-        self.peer.acquire_answered(acquire_id, plan.leased, self._forecast(acquire_id, lease))
-        if plan.leased and not pending:
+        from_disk, find_room = namespace.stores.disk_health.readable, namespace.ensure_takable
+        planning = Planning(namespace.table, namespace.layout, keys, from_disk=from_disk, find_room=find_room)
+        plan = planning.plan
+        lease = self._leases[acquire_id] = _Lease(began_s, plan.leased)
+        num_wanted = 0
+        for _ in planning.steps():  # what ends the session meanwhile finds all that was leased until then
+            self._want(acquire_id, lease, keys, plan.promoting[num_wanted:])
+            num_wanted = len(plan.promoting)
+            self._tell_lost(plan)
+            yield
+            if self.ended:
+                return
+        self._want(acquire_id, lease, keys, plan.promoting[num_wanted:])
+        lease.chunks = plan.leased
+        self._count(plan, lease, keys)
+        yield from self._answer(acquire_id, lease)
+        if plan.leased and not plan.promoting:
             namespace.stores.traffic.served()
-        namespace.forget_lost(plan.lost)
+        self._tell_lost(plan)
         ended_s = time.monotonic()
         namespace.stores.timings.acquire.observe(ended_s - began_s)
-        trace.record("acquire", began_s, ended_s, chunks=len(keys), leased=len(plan.leased), from_disk=len(pending))
-        self._count(plan, lease, keys, from_disk=from_disk)
+        num_asked = len(plan.promoting)
+        trace.record("acquire", began_s, ended_s, chunks=len(keys), leased=len(plan.leased), from_disk=num_asked)
 
     def _answer_nothing(self, acquire_id: int, num_chunks: int) -> None:
         """The engine holds more than one may: a miss, which it computes, until it has released some."""
@@ -194,25 +208,48 @@ class Session:
                 leases=self.num_leases,
             )
 
-    def _count(
-        self, plan: AcquirePlan[StoredChunk], lease: _Lease, keys: Sequence[ChunkKey], *, from_disk: bool
-    ) -> None:
+    def _want(self, acquire_id: int, lease: _Lease, keys: Sequence[ChunkKey], promoting: Sequence[int]) -> None:
+        """Have these chunks read: in the same turn in which their slots were taken, or nobody would give them back."""
+        if not promoting:
+            return
+        lease.promoted = True
+        for index in promoting:
+            lease.wait_for(index, self.namespace.payload_bytes(keys[index]))
+        self.namespace.promoter.want(self, acquire_id, [(index, keys[index]) for index in promoting])
+
+    def _tell_lost(self, plan: AcquirePlan[StoredChunk]) -> None:
+        lost, plan.lost = plan.lost, []
+        self.namespace.forget_lost(lost)
+
+    def _answer(self, acquire_id: int, lease: _Lease) -> Iterator[None]:
+        """Say what is leased. What changes of what was said is told behind it: the first message is the answer."""
+        leased = list(lease.chunks)
+        *parts, last = list(slices(leased)) or [leased]
+        for part in parts:
+            self.peer.acquire_answered(acquire_id, _among(lease.chunks, part), PromotionForecast(), more=True)
+            lease.last_named = part[-1]
+            yield
+            if self.ended:
+                return
+        self.peer.acquire_answered(acquire_id, _among(lease.chunks, last), self._forecast(acquire_id, lease))
+        lease.answered = True
+        for ready, failed in lease.late:
+            self.peer.promotion_advanced(acquire_id, ready, failed, self._forecast(acquire_id, lease))
+        if not lease.chunks:
+            self._leases.pop(acquire_id, None)
+
+    def _count(self, plan: AcquirePlan[StoredChunk], lease: _Lease, keys: Sequence[ChunkKey]) -> None:
         counters = self.namespace.stores.counters
-        num_disk_off = 0 if from_disk else sum(map(self._only_on_disk, keys))
         counters.acquires += 1
         counters.acquired_chunks_disk += len(lease.pending)
         counters.acquired_chunks_host += len(plan.leased) - len(lease.pending)
         counters.acquired_bytes_disk += lease.pending_bytes
         leased_bytes = self.namespace.layout.total_payload_bytes([chunk.key for chunk in lease.chunks.values()])
         counters.acquired_bytes_host += leased_bytes - lease.pending_bytes
-        counters.missed_chunks += plan.num_missed - plan.num_without_slot - num_disk_off
+        counters.missed_chunks += plan.num_missed - plan.num_without_slot - plan.num_disk_off
         counters.missed_chunks_no_slot += plan.num_without_slot
-        counters.missed_chunks_disk_off += num_disk_off
+        counters.missed_chunks_disk_off += plan.num_disk_off
         counters.host_evictions += plan.num_evicted
-
-    def _only_on_disk(self, key: ChunkKey) -> bool:
-        chunk = self.namespace.table.get(key)
-        return chunk is not None and chunk.slot is None and chunk.location is not None
 
     def _forecast(self, acquire_id: int, lease: _Lease) -> PromotionForecast:
         if not lease.pending:
@@ -230,13 +267,16 @@ class Session:
         if lease is None:
             return
         for index in failed:
-            self._num_leased -= lease.chunks.pop(index, None) is not None
+            lease.chunks.pop(index, None)
         for index in [*(index for index, _ in ready), *failed]:
             lease.settle(index)
         self._time_promotion(lease, any_ready=bool(ready))
+        still_leased = [(index, ref) for index, ref in ready if index in lease.chunks]
+        if not lease.answered:
+            lease.keep(still_leased, failed)
+            return
         if not lease.chunks:
             del self._leases[acquire_id]
-        still_leased = [(index, ref) for index, ref in ready if index in lease.chunks]
         if not self.ended:
             self.peer.promotion_advanced(acquire_id, still_leased, failed, self._forecast(acquire_id, lease))
 
@@ -250,38 +290,61 @@ class Session:
             timings.promotion.observe(seconds)
             trace.record("promotion", lease.asked_s, now_s, of=f"{self.session_id}/{id(lease)}")
 
-    def release(self, acquire_id: int, indexes: Iterable[int] | None) -> None:
+    def release(self, acquire_id: int, indexes: Sequence[int] | None) -> None:
+        """Carry out `releasing` in one go."""
+        for _ in self.releasing(acquire_id, indexes):
+            pass
+
+    def releasing(self, acquire_id: int, indexes: Sequence[int] | None) -> Iterator[None]:
         """End leases of an acquire: all (None), or those of these indexes. What is unknown is ignored."""
         lease = self._leases.get(acquire_id)
         if lease is None:
             return
         if lease.promoted:  # they became readable head first: the tail looks the most recent
-            self._use([chunk for _, chunk in sorted(lease.chunks.items())], hit=False)
-        for index in list(lease.chunks) if indexes is None else indexes:
-            chunk = lease.chunks.pop(index, None)
-            if chunk is None:
-                continue
-            self._num_leased -= 1
-            self.namespace.table.unlease(chunk)
-            if index in lease.pending:
-                lease.settle(index)
-                self.namespace.promoter.left(self, acquire_id, chunk.key)
+            yield from self._use([chunk for _, chunk in sorted(lease.chunks.items())], hit=False)
+        for number, part in enumerate(slices(list(lease.chunks) if indexes is None else indexes)):
+            if number:
+                yield
+            for index in part:
+                self._release(acquire_id, lease, index)
         if not lease.chunks:
-            del self._leases[acquire_id]
+            self._leases.pop(acquire_id, None)
         self.namespace.top_up_all()
 
+    def _release(self, acquire_id: int, lease: _Lease, index: int) -> None:
+        chunk = lease.chunks.pop(index, None)
+        if chunk is None:
+            return
+        self.namespace.table.unlease(chunk)
+        if index in lease.pending:
+            lease.settle(index)
+            self.namespace.promoter.left(self, acquire_id, chunk.key)
+
     def touch(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> None:
+        """Carry out `touching` in one go."""
+        for _ in self.touching(keys, stored=stored):
+            pass
+
+    def touching(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> Iterator[None]:
         """Chunks were hit in GPU memory; or, with `stored`, the last of them are on their way into host memory."""
         if stored and self._sealing:
             self._stored_runs.append(_StoredRun(keys, set(self._sealing)))
         else:
-            self._touch(keys, hit=not stored)
+            yield from self._touch(keys, hit=not stored)
 
-    def _touch(self, keys: Sequence[ChunkKey], *, hit: bool) -> None:
-        self._use(self.namespace.table.known(keys), hit=hit)
+    def _touch(self, keys: Sequence[ChunkKey], *, hit: bool) -> Iterator[None]:
+        known: list[Chunk[StoredChunk]] = []
+        for number, part in enumerate(slices(keys)):
+            if number:
+                yield
+            known += self.namespace.table.known(part)
+        yield from self._use(known, hit=hit)
 
-    def _use(self, chunks: list[Chunk[StoredChunk]], *, hit: bool) -> None:
-        self.namespace.table.use(by_importance(self.namespace.layout, chunks), hit=hit)
+    def _use(self, chunks: list[Chunk[StoredChunk]], *, hit: bool) -> Iterator[None]:
+        for number, part in enumerate(slices_from_end(by_importance(self.namespace.layout, chunks))):
+            if number:
+                yield
+            self.namespace.table.use(part, hit=hit)
 
     def measured(self, prefill_tokens_per_s: float) -> None:
         """The engine says how fast it computes.
@@ -417,7 +480,7 @@ class Session:
         for run in self._stored_runs:
             run.seals.discard(seal)
         for run in [run for run in self._stored_runs if not run.seals]:
-            self._touch(run.keys, hit=False)
+            self.namespace.tasks.start("touch", in_turns(self._touch(run.keys, hit=False)))
         self._stored_runs = [run for run in self._stored_runs if run.seals]
 
     def _commit(self, key: ChunkKey, ref: SlotRef, checksum: int | None) -> bool:
@@ -468,7 +531,7 @@ class Session:
         for ref in [*self._credits.values(), *self._writing]:
             self.namespace.table.abort_store(ref)
         for acquire_id in list(self._leases):
-            self.release(acquire_id, None)
+            await in_turns(self.releasing(acquire_id, None))
         log_event(logger, "session_let_go", session=self.session_id)
 
     def _let_go(self) -> bool:
@@ -477,3 +540,17 @@ class Session:
         except TierIOError as error:  # out of descriptors, for one; who knows nothing waits
             log_event(logger, "lock_unknown", level=logging.WARNING, session=self.session_id, problem=str(error))
             return False
+
+
+def _among(chunks: Mapping[int, Chunk[StoredChunk]], indexes: Sequence[int]) -> dict[int, Chunk[StoredChunk]]:
+    return {index: chunks[index] for index in indexes if index in chunks}
+
+
+def _check_unique(keys: Sequence[ChunkKey]) -> Iterator[None]:
+    seen: set[ChunkKey] = set()
+    for number, part in enumerate(slices(keys)):
+        if number:
+            yield
+        seen.update(part)
+    if len(seen) < len(keys):
+        raise InvalidArgumentError("acquire.keys", len(keys), "each key may come once in an acquire")

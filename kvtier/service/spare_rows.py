@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SLICE_BYTES = 8 * 1024**2
 """Made at once: 4 ms of one core."""
+_SLICE_ROWS = 256
 _POLL_S = 0.1
 _PAUSE_S = 0.015
 _PAUSE_RATIO = 4
@@ -102,7 +103,7 @@ class SpareRows:
     async def _make(self, namespace: "Namespace") -> bool:
         slots, arena = namespace.slots, namespace.arena
         num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, slots.num_takable // _SLICE_SHARE))
-        num_rows = min(num_rows, self._num_short(namespace))
+        num_rows = min(num_rows, _SLICE_ROWS, self._num_short(namespace))
 
         def back(slots: Sequence[int]) -> int:
             wall_s, cpu_s = time.monotonic(), time.thread_time()

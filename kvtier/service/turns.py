@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,22 +12,26 @@ SLICE_KEYS = 2048
 _TURN_S = 0.002
 
 
-def slices(items: Sequence[T], size: int = SLICE_KEYS) -> Iterator[Sequence[T]]:
-    """Yield the items in their order, `size` at a time; none at all for an empty sequence."""
+def slices(items: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]]:
+    """Yield the items in their order, `size` (SLICE_KEYS) at a time; none at all for an empty sequence."""
+    size = size or SLICE_KEYS
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
 
-async def in_turns(steps: Iterable[object]) -> None:
-    """Go through steps of some milliseconds each, with a turn of the loop between two of them.
+def slices_from_end(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the last SLICE_KEYS items first, each slice in their order."""
+    for end in range(len(items), 0, -SLICE_KEYS):
+        yield items[max(0, end - SLICE_KEYS) : end]
 
-    A generator of steps is one text for both ways: whoever has no time to wait goes through it in a loop of his own.
+
+async def in_turns(steps: Iterator[None]) -> None:
+    """Go through the steps of a generator, with a turn of the loop wherever it yields.
+
+    So one text serves both ways: whoever has no time to wait goes through it in a loop of his own.
     """
-    is_first = True
     for _ in steps:
-        if not is_first:
-            await asyncio.sleep(0)
-        is_first = False
+        await asyncio.sleep(0)
 
 
 class Breather:

@@ -15,6 +15,7 @@ from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache
 from kvtier.service.peer import EngineHello, PromotionForecast
 from kvtier.service.session import Session
+from kvtier.service.turns import in_turns
 from kvtier_connector.pins import BoundPin, PinMirror
 
 
@@ -110,11 +111,11 @@ class InProcessEngine:
                 self.arena.stamp(ref.slot, rank, key_tag_of(key) + 1 - stamp, ref.generation, useful_bytes)
         row.release()
 
-    def acquire(self, keys: Sequence[ChunkKey]) -> int:
+    async def acquire(self, keys: Sequence[ChunkKey]) -> int:
         """Ask for chunks; the first answer has come when this returns."""
         self._num_acquires += 1
         self.asked[self._num_acquires] = Asked(keys)
-        self.session.acquire(self._num_acquires, keys)
+        await in_turns(self.session.acquiring(self._num_acquires, keys))
         return self._num_acquires
 
     def release(self, acquire_id: int, indexes: Sequence[int] | None) -> None:
@@ -147,7 +148,12 @@ class InProcessEngine:
     # What it is told
 
     def acquire_answered(
-        self, acquire_id: int, leased: Mapping[int, Chunk[StoredChunk]], forecast: PromotionForecast
+        self,
+        acquire_id: int,
+        leased: Mapping[int, Chunk[StoredChunk]],
+        forecast: PromotionForecast,
+        *,
+        more: bool = False,
     ) -> None:
         """See EnginePeer."""
         asked = self.asked[acquire_id]
@@ -158,7 +164,8 @@ class InProcessEngine:
                 asked.promoting.add(index)
             else:
                 self._may_read(asked, index, chunk.host.slot)
-        self._check_forecast(asked, forecast)
+        if not more:
+            self._check_forecast(asked, forecast)
 
     def promotion_advanced(
         self,

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import kvtier.core.acquire
 import kvtier.service.adoption
 import kvtier.service.cache
 import kvtier.service.pins
 import kvtier.service.session
 import kvtier.service.spiller
+import kvtier.service.turns
 from kvtier.config import DaemonConfig
 from kvtier.core import tier_health
 from kvtier.errors import KvtierError
@@ -127,6 +129,8 @@ class LivingService:
             (kvtier.service.session, "_LOCK_POLL_S", 0.001),
             (kvtier.service.adoption, "_LOCK_POLL_S", 0.001),
             (kvtier.service.spiller, "_RETRY_S", 0.001),
+            (kvtier.service.turns, "SLICE_KEYS", 2),
+            (kvtier.core.acquire, "SLICE_CHUNKS", 2),
             (tier_health, "FIRST_PROBE_S", 0.001),
             (tier_health, "LAST_PROBE_S", 0.002),
         ):

@@ -47,13 +47,20 @@ class ListPeer:
     forecasts: list[PromotionForecast] = field(default_factory=list)
     held: dict[ChunkKey, bool] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
+    _part: list[LeasedChunk] = field(default_factory=list)
 
     def acquire_answered(
-        self, acquire_id: int, leased: Mapping[int, Chunk[StoredChunk]], forecast: PromotionForecast
+        self,
+        acquire_id: int,
+        leased: Mapping[int, Chunk[StoredChunk]],
+        forecast: PromotionForecast,
+        *,
+        more: bool = False,
     ) -> None:
         """See EnginePeer."""
-        chunks = [LeasedChunk(index, chunk.promoting) for index, chunk in leased.items()]
-        self.answers[acquire_id] = (chunks, forecast)
+        self._part += [LeasedChunk(index, chunk.promoting) for index, chunk in leased.items()]
+        if not more:
+            self.answers[acquire_id], self._part = (self._part, forecast), []
 
     def promotion_advanced(
         self,

@@ -292,7 +292,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
     @rule(which=choices, chosen=numbers)
     def acquire(self, which: int, chosen: list[int]) -> None:
         if (engine := self.pick(which)) is not None:
-            self.service.sync(lambda: engine.acquire(keys_of(engine, chosen)))
+            self.service.do(engine.acquire(keys_of(engine, chosen)))
 
     @rule(which=choices, number=choices, indexes=st.none() | st.lists(st.integers(0, 4), unique=True))
     def release(self, which: int, number: int, indexes: list[int] | None) -> None:
@@ -598,7 +598,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def load(self, engine: InProcessEngine, key: ChunkKey) -> None:
         num_read = engine.num_read
-        self.service.sync(lambda: engine.acquire([key]))
+        self.service.do(engine.acquire([key]))
         assert engine.num_read == num_read + 1
         self.service.sync(lambda: engine.release(max(engine.asked), None))
 

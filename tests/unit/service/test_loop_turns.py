@@ -5,18 +5,23 @@ another engine's attaching and a list. What is not known ahead is looked at in s
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+import kvtier.core.acquire
+import kvtier.service.turns
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey
+from kvtier.core.promotion_queue import MAX_TAKEN_CHUNKS, PromotionQueue
 from kvtier.errors import QuotaExceededError
 from kvtier.service.prompts import PinWish
-from kvtier.service.turns import SLICE_KEYS
-from tests.fakes.rig import Rig, keys_of, rig
+from kvtier.service.turns import SLICE_KEYS, in_turns
+from tests.fakes.rig import LeasedChunk, ListPeer, Rig, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
 from tests.fakes.turns import num_turns
 
@@ -75,3 +80,172 @@ def test_a_long_prompt_is_looked_at_in_slices(tmp_path: Path) -> None:
             assert turns >= 4
 
     asyncio.run(scenario())
+
+
+def test_a_long_prompt_is_bound_and_unpinned_in_slices(tmp_path: Path) -> None:
+    """Each slice of a binding: counting pins, and telling what is held."""
+    keys = keys_of(range(3 * SLICE_KEYS))
+    most = 0
+    pin_keys, unpin_keys = ChunkTable.pin, ChunkTable.unpin
+
+    def counted(change: Callable[[Any, Sequence[ChunkKey]], None]) -> Callable[[Any, Sequence[ChunkKey]], None]:
+        def change_some(table: Any, keys: Sequence[ChunkKey]) -> None:
+            nonlocal most
+            most = max(most, len(keys))
+            change(table, keys)
+
+        return change_some
+
+    async def scenario() -> None:
+        with (
+            mock.patch.object(ChunkTable, "pin", counted(pin_keys)),
+            mock.patch.object(ChunkTable, "unpin", counted(unpin_keys)),
+        ):
+            async with rig(tmp_path) as r:
+                await bound(r, "p", keys)
+                assert all(chunk.num_pins == 1 for chunk in r.table)
+                assert r.table.disk.promised_bytes == len(keys) * PAYLOAD_BYTES
+                await r.cache.pins.unpin("p")
+                assert len(r.table) == r.table.disk.promised_bytes == 0
+        assert most == SLICE_KEYS
+
+    asyncio.run(scenario())
+
+
+def test_a_namespace_that_ends_while_a_prompt_is_bound_leaves_no_binding(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session = await r.cache.attach(
+                replace(hello_of("e"), fingerprint={"weights": "2"}, ephemeral=True), ListPeer()
+            )
+            view = await r.cache.pins.pin(PinWish(name="p", tokens=tuple(range(48))))
+            keys = keys_of(range(5 * SLICE_KEYS))
+            binding = asyncio.create_task(r.cache.bind(session, view.prompt.pin_id, keys, 48, ""))
+            await eventually(lambda: len(session.namespace.table) > 0)
+            await r.cache._close_namespace(session.namespace)
+            await binding
+            assert r.cache.prompts.bindings_of(view.prompt.pin_id) == []
+            await r.cache.pins.unpin("p")
+            r.cache.prompts.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One Acquire of 1.5 million keys kept the loop for two seconds."""
+    monkeypatch.setattr(kvtier.service.turns, "SLICE_KEYS", 4)
+    monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 4)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, peer = await r.session()
+            keys = r.in_host(range(20))
+            await r.on_disk(range(20, 40))
+            r.table.pin(keys)
+            keys += keys_of(range(20, 50))  # and ten that nobody has
+            _, turns = await num_turns(in_turns(session.acquiring(1, keys)))
+            assert turns > 12 + 5 + 10 + 10, "keys, what is on disk, uses, the answer"
+            chunks, forecast = peer.answers[1]
+            assert [chunk.index for chunk in chunks] == list(range(40))
+            assert not any(chunk.promoting for chunk in chunks[:20])
+            await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == list(range(40)))
+            assert forecast.pending_bytes == PAYLOAD_BYTES * sum(chunk.promoting for chunk in chunks)
+            assert r.counters.missed_chunks == 10
+            _, turns = await num_turns(in_turns(session.releasing(1, None)))
+            assert turns > 10
+            assert session.num_leases == 0
+            _, turns = await num_turns(in_turns(session.touching(keys)))
+            assert turns > 10
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def _readable(chunks: Sequence[LeasedChunk]) -> list[int]:
+    return [chunk.index for chunk in chunks if not chunk.promoting]
+
+
+@pytest.mark.parametrize("num_steps", range(0, 40, 3))
+def test_a_session_that_ends_within_a_long_acquire_gives_everything_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    monkeypatch.setattr(kvtier.service.turns, "SLICE_KEYS", 2)
+    monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 2)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, _ = await r.session()
+            keys = r.in_host(range(8))
+            await r.on_disk(range(8, 16))
+            r.table.pin(keys)
+            steps = session.acquiring(1, [*keys, *keys_of(range(8, 16))])
+            for _ in range(num_steps):
+                next(steps, None)
+                await asyncio.sleep(0)
+            r.cache.end(session)
+            del steps  # as the reader's task does when it is cancelled
+            await eventually(lambda: session not in r.namespace.sessions)
+            await eventually(lambda: not r.namespace.promoter.num_waiting)
+            assert sum(chunk.num_leases for chunk in r.table) == 0
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_what_others_do_between_the_slices_of_an_acquire_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was only on disk has gone, or is being read for another engine, when its slice comes."""
+    monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 2)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, peer = await r.session()
+            other, _ = await r.session()
+            await r.on_disk(range(6))
+            steps = session.acquiring(1, keys_of(range(6)))
+            for _ in range(3):  # everything was looked at, nothing from disk is leased yet
+                next(steps)
+            r.table.unplace(keys_of([2])[0])
+            other.acquire(1, keys_of(range(2)))
+            await in_turns(steps)
+            chunks, _ = peer.answers[1]
+            assert [chunk.index for chunk in chunks] == [0, 1, 3, 4, 5]
+            await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == [0, 1, 3, 4, 5])
+            session.release(1, None)
+            other.release(1, None)
+            r.table.check()
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_said_of_an_acquire_before_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first word is the answer: what it does not name is a miss."""
+    monkeypatch.setattr(kvtier.service.turns, "SLICE_KEYS", 2)
+    monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 2)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, peer = await r.session()
+            await r.on_disk(range(8))
+            steps = session.acquiring(1, keys_of(range(8)))
+            said = False
+            for _ in steps:
+                await eventually(lambda: not r.namespace.promoter.num_waiting)  # chunks become readable meanwhile
+                said = said or 1 in peer.ready
+            assert not said
+            chunks, _ = peer.answers[1]
+            assert [chunk.index for chunk in chunks] == list(range(8))
+            await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == list(range(8)))
+            session.release(1, None)
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_of_small_chunks_is_bounded() -> None:
+    queue: PromotionQueue[str] = PromotionQueue(lambda key: 1)
+    queue.ask("e", keys_of(range(3 * MAX_TAKEN_CHUNKS)))
+    assert [len(queue.take(1 << 30)) for _ in range(4)] == [MAX_TAKEN_CHUNKS] * 3 + [0]

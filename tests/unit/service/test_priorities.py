@@ -59,7 +59,7 @@ def test_the_order_is_by_priority_and_then_the_newest_first() -> None:
         book.put(row)
         book.bind(binding_row(row.pin_id, numbers=[number]))
     expected = [binding_row(numbers=[number]).keys[0] for number in (2, 1, 0, 3)]
-    assert list(book.pinned_keys("ns")) == expected
+    assert [key for row in book.pinned_bindings("ns") for key in row.keys] == expected
 
 
 async def _store(
