@@ -18,6 +18,7 @@ _MIN_MODEL_CHARS = 12
 _NUMBERS_WIDTH = 56
 _PRIORITY_WIDTH = 5
 _PREVIEW_CHARS = 300
+_MENTIONED_BYTES = 1 << 20
 Part = Grid | Styled | str
 
 
@@ -240,7 +241,8 @@ def _tier(tier: TierStatus) -> Cell:
 
 
 def _prompts(status: DaemonStatus) -> str:
-    memory = f", {format_size(status.prompt_bytes)} of memory" if status.prompt_bytes else ""
+    is_much = status.prompt_bytes >= _MENTIONED_BYTES
+    memory = f", {format_size(status.prompt_bytes)} of memory" if is_much else ""
     return f"{status.num_prompts}, {status.num_pinned} pinned{memory}"
 
 

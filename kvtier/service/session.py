@@ -301,7 +301,7 @@ class Session:
         if lease is None:
             return
         if lease.promoted:  # they became readable head first: the tail looks the most recent
-            yield from self._use([chunk for _, chunk in sorted(lease.chunks.items())], hit=False)
+            yield from self._use([lease.chunks[index] for index in sorted(lease.chunks)], hit=False)
         for number, part in enumerate(slices(list(lease.chunks) if indexes is None else indexes)):
             if number:
                 yield

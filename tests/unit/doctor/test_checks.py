@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
+from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config import DiskConfig, HostConfig
 from kvtier.doctor import daemon, disk, host_memory, machine, pins, vllm_server
 from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment, supports
@@ -336,3 +337,17 @@ def test_a_finding_cannot_forget_its_remedy() -> None:
     with pytest.raises(AssertionError):
         Finding(id="disk.directory", status=OK, found="x")
     assert pins.check_pin(prompt()).remedy == ""
+
+
+def test_a_daemon_that_refuses_is_not_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It said that nobody answers, when the daemon's list was too long for a message."""
+
+    def refuse(_: AdminClient) -> None:
+        raise RemoteError("RESOURCE_EXHAUSTED", "", "Sent message larger than max")
+
+    monkeypatch.setattr(AdminClient, "status", refuse)
+    answer = daemon.ask_daemon(tmp_path / "d.sock", has_socket=True)
+    assert (answer.finding.status, answer.status) == (Status.FAIL, None)
+    assert "answers, and refuses" in answer.finding.found
+    assert "larger than max" in answer.finding.found
+    assert "start it" not in answer.finding.remedy
