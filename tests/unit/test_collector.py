@@ -1,10 +1,12 @@
 """The collector is off while an index is built, and only then."""
 
 import gc
+import weakref
 
 import pytest
 
-from kvtier.collector import collector_off
+import kvtier.collector
+from kvtier.collector import collector_off, freeze_index, thaw_index
 
 
 def _fail_while_it_is_off() -> None:
@@ -36,3 +38,35 @@ def test_who_switched_it_off_before_finds_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+class Node:
+    """Part of a cycle."""
+
+    other: "Node"
+
+
+def test_what_survives_a_long_round_is_not_walked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    try:
+        freeze_index()
+        before = gc.get_freeze_count()
+        lasting = [[number] for number in range(1000)]
+        gc.collect()
+        assert gc.get_freeze_count() == before, "a short round leaves all as it is"
+        monkeypatch.setattr(kvtier.collector, "_LONG_S", -1.0)
+        gc.collect(1)
+        assert gc.get_freeze_count() == before, "only full rounds look at everything"
+        gc.collect()
+        assert gc.get_freeze_count() >= before + len(lasting)
+        monkeypatch.setattr(kvtier.collector, "_LONG_S", 1e9)
+        one, two = Node(), Node()
+        one.other, two.other = two, one
+        gone = weakref.ref(one)
+        del one, two
+        gc.collect()
+        assert gone() is None, "garbage that comes later is found"
+    finally:
+        thaw_index()
+    assert gc.get_freeze_count() == 0
+    assert kvtier.collector._freeze_survivors not in gc.callbacks
