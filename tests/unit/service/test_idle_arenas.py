@@ -107,11 +107,12 @@ def test_the_longest_unused_gives_way_and_its_prompt_comes_back(folder: Path) ->
                 assert num_files(cache) == cache.arenas.num_open <= MAX_OPEN
                 assert shared_bytes(cache) == cache.stores.budget.used_bytes
             assert [namespace.has_arena for namespace in namespaces] == [False, False, True, True, True, True]
-            assert all(cache.pins.view(f"m{n}").state.name == "DURABLE" for n in range(MAX_OPEN + 2))
+            views = [await cache.pins.view(f"m{n}") for n in range(MAX_OPEN + 2)]
+            assert all(view.state.name == "DURABLE" for view in views)
             again = await attached(cache, "m0")
             assert again.session.namespace is namespaces[0]
             await eventually(lambda: namespaces[0].table.num_host == len(KEYS))  # without anybody asking
-            again.acquire(KEYS)
+            await again.acquire(KEYS)
             assert again.num_read == len(KEYS), "the right bytes, at once"
             await gone(cache, again)
 
