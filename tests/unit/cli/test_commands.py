@@ -228,9 +228,9 @@ def test_status_says_where_the_metrics_are_and_why_they_are_not(capsys: pytest.C
 
 
 def test_status_says_what_much_of_prompts_takes_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().show(daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=25 << 20)))
+    Output().show(*daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=25 << 20)))
     assert "3, 2 pinned, 25.0 MiB of memory" in capsys.readouterr().out
-    Output().show(daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=5000)))
+    Output().show(*daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=5000)))
     assert "of memory" not in capsys.readouterr().out
 
 
