@@ -6,6 +6,7 @@ They stayed for a day. After some 500 fingerprints (a CI) no engine could attach
 import asyncio
 import errno
 import os
+import resource
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -13,10 +14,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import patch
 
 import pytest
 
 from kvtier.errors import ArenaError, ArenaFullError
+from kvtier.service.arenas import max_open_arenas
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish
@@ -39,11 +42,11 @@ def folder() -> Iterator[Path]:
 
 @asynccontextmanager
 async def cache_in(
-    folder: Path, *, host_bytes: int = 1 << 20, max_open: int = MAX_OPEN, prewarm: bool = False
+    folder: Path, *, host_bytes: int = 1 << 20, max_open: int = MAX_OPEN, prewarm: bool = False, keep: bool = False
 ) -> AsyncIterator[Cache]:
     config = config_in(folder, host_bytes=host_bytes)
-    cache = await Cache.open(replace(config, host=replace(config.host, prewarm=prewarm)))
-    cache.arenas.max_open = max_open
+    with patch("kvtier.service.cache.max_open_arenas", lambda: max_open):
+        cache = await Cache.open(replace(config, host=replace(config.host, prewarm=prewarm, keep_arena=keep)))
     try:
         await cache._verified.wait()
         yield cache
@@ -276,3 +279,41 @@ def test_an_engine_that_comes_back_while_its_arena_is_emptied_keeps_it(
             namespace.sessions.remove(one.session)
 
     asyncio.run(scenario())
+
+
+def test_a_start_takes_over_no_more_arenas_than_there_are_descriptors_for(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit is lower than it was: the models that were used last stay in memory."""
+
+    async def scenario() -> None:
+        async with cache_in(folder, keep=True) as cache:
+            for name in ("a", "b", "c"):
+                engine = await attached(cache, name)
+                await pinned(cache, engine, name)
+                await gone(cache, engine)
+        async with cache_in(folder, max_open=2) as cache:
+            models = {namespace.row.model: namespace for namespace in cache.namespaces.values()}
+            assert {model for model, namespace in models.items() if namespace.has_arena} == {"b", "c"}
+            assert num_files(cache) == 2
+            assert caplog.text.count("arena_dropped") == 1
+            assert shared_bytes(cache) == cache.stores.budget.used_bytes
+            await eventually(lambda: not any(namespace.keep_pages for namespace in models.values()))
+            engine = await attached(cache, "a")  # in place of the one that is unused for longest now
+            assert [model for model, namespace in models.items() if not namespace.has_arena] == ["b"]
+            await gone(cache, engine)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("soft_limit", "expected"), [(64, 4), (128, 16), (1024, 240), (65536, 16368)])
+def test_half_of_the_descriptors_are_for_arenas(
+    monkeypatch: pytest.MonkeyPatch, soft_limit: int, expected: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft_limit, resource.RLIM_INFINITY))
+    assert max_open_arenas() == expected
+
+
+def test_an_unlimited_number_of_descriptors_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert max_open_arenas() > 100_000
