@@ -212,3 +212,6 @@ def test_recurrent_state_that_another_session_lacks_is_computed_at_once(monkeypa
         scheduler.pin(keys_of("sys", 6) + keys_of("sys", 6, group_idx=1)[-1:], held=False)
         computed = [scheduler.new_request("sys", 6, f"{session}-{number}") for number in range(2)]
         assert [request.skip_reading_prefix_cache for request in computed] == [True, False]
+        scheduler.detach()
+        alone = scheduler.new_request("sys", 6, f"{session}-alone")
+        assert not alone.skip_reading_prefix_cache, "there is no daemon to store it"
