@@ -195,6 +195,8 @@ class Cache:
                     await self._forget_namespace(namespace)
 
     def _is_over(self, namespace: Namespace) -> bool:
+        if self.namespaces.get(namespace.namespace_id) is not namespace:  # ended while the change lock was waited for
+            return False
         if namespace.keep_pages:  # its arena is still being taken over from a dead daemon
             return False
         if namespace.sessions or len(namespace.table) or self.prompts.num_bound_in(namespace.namespace_id):

@@ -317,3 +317,22 @@ def test_half_of_the_descriptors_are_for_arenas(
 def test_an_unlimited_number_of_descriptors_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert max_open_arenas() > 100_000
+
+
+def test_a_namespace_that_ends_while_it_is_to_be_forgotten_is_forgotten_once(folder: Path) -> None:
+    """An ephemeral engine's attach waited for an arena and was refused; the clock had jumped by a day: KeyError."""
+
+    async def scenario() -> None:
+        async with cache_in(folder) as cache:
+            engine = await attached(cache, "one")
+            await gone(cache, engine)
+            namespace = engine.session.namespace
+            namespace.row = replace(namespace.row, seen_unix_s=0.0)
+            async with cache.changes.lock:
+                forgetting = asyncio.create_task(cache._forget_empty_namespaces())
+                await asyncio.sleep(0)
+                await cache._close_namespace(namespace)
+            await forgetting
+            assert shared_bytes(cache) == cache.stores.budget.used_bytes == 0
+
+    asyncio.run(scenario())
