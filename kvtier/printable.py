@@ -14,7 +14,7 @@ MAX_LINE_CHARS = 4000
 MAX_TEXT_BYTES = 2000
 """Of an error, or a field of a log line. gRPC sends an error's text in a header, percent-encoded, and a header of more
 than 8 KiB does not arrive: three characters for each byte of this fit."""
-_MAX_VALUE_CHARS = 80
+_MAX_VALUE_CHARS = 200
 _CUT = " … "
 # Persian and Hindi words and many emojis need these two; they join what stands beside them and do nothing else.
 _JOINERS = "\u200c\u200d"
