@@ -17,7 +17,8 @@ class AcquirePlan(Generic[L]):
     """The answer to an acquire.
 
     Attributes:
-        leased: Chunks leased, by their index in the acquire's keys, in that order. Each has a slot.
+        leased: Chunks leased, by index in the acquire's keys, in that order. Each has a slot. One mapping from the
+            beginning on.
         promoting: Indexes of those that are not readable yet.
         promotions: Keys of those whose promotion has to be started now, in prefix order.
         num_missed: Keys that are not held, or got no slot.
@@ -99,7 +100,9 @@ class Planning(Generic[L]):
             if not self._lease_from_disk(start):
                 break
         if self._on_disk:
-            plan.leased = {index: plan.leased[index] for index in sorted(plan.leased)}
+            in_order = {index: plan.leased[index] for index in sorted(plan.leased)}
+            plan.leased.clear()
+            plan.leased.update(in_order)  # the same mapping: whose lease it is drops from it what fails meanwhile
             plan.promoting.sort()
         plan.num_missed = num_keys - len(plan.leased)
         used = by_importance(self._layout, list(plan.leased.values()))

@@ -64,7 +64,8 @@ class _Lease:
     any_ready: bool = False
     answered: bool = False
     last_named: int = -1  # index up to which the answer has named chunks
-    late: list[tuple[Sequence[tuple[int, SlotRef]], Sequence[int]]] = field(default_factory=list)
+    late_ready: list[tuple[int, SlotRef]] = field(default_factory=list)
+    late_failed: list[int] = field(default_factory=list)
 
     def wait_for(self, index: int, num_bytes: int) -> None:
         """This chunk is being promoted."""
@@ -73,10 +74,8 @@ class _Lease:
 
     def keep(self, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int]) -> None:
         """Keep for later what changed of what the answer has named; the rest of it will name the others as they are."""
-        ready = [(index, ref) for index, ref in ready if index <= self.last_named]
-        failed = [index for index in failed if index <= self.last_named]
-        if ready or failed:
-            self.late.append((ready, failed))
+        self.late_ready += [(index, ref) for index, ref in ready if index <= self.last_named]
+        self.late_failed += [index for index in failed if index <= self.last_named]
 
     def settle(self, index: int) -> None:
         """It is so no more; unknown ones are ignored."""
@@ -180,7 +179,6 @@ class Session:
             if self.ended:
                 return
         self._want(acquire_id, lease, keys, plan.promoting[num_wanted:])
-        lease.chunks = plan.leased
         self._count(plan, lease, keys)
         yield from self._answer(acquire_id, lease)
         if plan.leased and not plan.promoting:
@@ -233,8 +231,10 @@ class Session:
                 return
         self.peer.acquire_answered(acquire_id, _among(lease.chunks, last), self._forecast(acquire_id, lease))
         lease.answered = True
-        for ready, failed in lease.late:
-            self.peer.promotion_advanced(acquire_id, ready, failed, self._forecast(acquire_id, lease))
+        if lease.late_ready or lease.late_failed:
+            still_leased = [(index, ref) for index, ref in lease.late_ready if index in lease.chunks]
+            forecast = self._forecast(acquire_id, lease)
+            self.peer.promotion_advanced(acquire_id, still_leased, lease.late_failed, forecast)
         if not lease.chunks:
             self._leases.pop(acquire_id, None)
 

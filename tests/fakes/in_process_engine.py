@@ -26,6 +26,7 @@ class Asked:
     keys: Sequence[ChunkKey]
     readable: dict[int, SlotRef] = field(default_factory=dict)
     promoting: set[int] = field(default_factory=set)
+    num_parts: int = 0
 
 
 class InProcessEngine:
@@ -164,8 +165,11 @@ class InProcessEngine:
                 asked.promoting.add(index)
             else:
                 self._may_read(asked, index, chunk.host.slot)
-        if not more:
+        asked.num_parts += 1
+        if asked.num_parts == 1 and not more:
             self._check_forecast(asked, forecast)
+        # A part named earlier may have changed since: an update about it follows.
+        assert more or asked.promoting or not forecast.pending_bytes
 
     def promotion_advanced(
         self,

@@ -28,6 +28,7 @@ from kvtier.service.evicting import EvictTier
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello
 from kvtier.service.prompts import PinWish
+from kvtier.service.views import durability_of
 from kvtier.tiers.base import StoredChunk
 from tests.fakes.fsck import assert_clean, check
 from tests.fakes.gated_stores import STEPS
@@ -417,8 +418,9 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def is_durable(self, prompt: Prompt) -> bool:
         space_id = namespace_id(fingerprint_of(prompt.space))
-        bindings = self.service.run(self.service.cache.pins.view(prompt.name)).bindings
-        return any(binding.durable for binding in bindings if binding.namespace_id == space_id)
+        cache = self.service.cache
+        row = cache.prompts.binding(cache.prompts.get(prompt.name).pin_id, space_id)
+        return row is not None and durability_of(cache.namespaces[space_id], row).durable
 
     def keep_promises(self) -> None:
         """A start: compare what it found with what was promised, and learn what had been asked for."""
