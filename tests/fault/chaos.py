@@ -36,7 +36,7 @@ State = cache_pb2.PromptStatus
 
 
 async def started(
-    config: DaemonConfig, settings: Mapping[str, str], command: str = COMMAND
+    config: DaemonConfig, settings: Mapping[str, str], command: str | None = None
 ) -> asyncio.subprocess.Process:
     """Start `kvtier-daemon` with further settings as environment variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
@@ -52,13 +52,13 @@ async def started(
     defaults = {"KVTIER_DISK_PACK_LINGER_S": "0.01", "KVTIER_HOST_PREWARM": str(config.host.prewarm)}
     defaults["KVTIER_METRICS_LISTEN"] = config.metrics.listen
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", command, *arguments), env=environment | defaults | dict(settings)
+        *(sys.executable, "-c", command or COMMAND, *arguments), env=environment | defaults | dict(settings)
     )
 
 
 @contextlib.asynccontextmanager
 async def daemon(
-    config: DaemonConfig, settings: Mapping[str, str] | None = None, command: str = COMMAND
+    config: DaemonConfig, settings: Mapping[str, str] | None = None, command: str | None = None
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Stub]]:
     """Run a daemon until the block ends; then it is killed, if it was not before."""
     process = await started(config, settings or {}, command)

@@ -1,5 +1,6 @@
 """A CacheService that keeps prompts in a dict, on a unix socket."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -202,6 +203,8 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
 @contextmanager
 def serving(daemon: FakeDaemon, socket: Path) -> Iterator[FakeDaemon]:
     """Serve it."""
+    # What it does not serve (fsck, bundles) gRPC logs with a traceback in this process; only the CLI's are sought.
+    logging.getLogger("grpc._server").disabled = True
     server = grpc.server(ThreadPoolExecutor(max_workers=8))
     cache_pb2_grpc.add_CacheServiceServicer_to_server(daemon, server)
     server.add_insecure_port(f"unix:{socket}")
@@ -210,3 +213,4 @@ def serving(daemon: FakeDaemon, socket: Path) -> Iterator[FakeDaemon]:
         yield daemon
     finally:
         server.stop(0).wait()
+        logging.getLogger("grpc._server").disabled = False

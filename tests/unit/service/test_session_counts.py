@@ -11,9 +11,8 @@ import kvtier.service.promotion_batch
 from kvtier.core.slots import SlotRef, SlotState
 from tests.fakes.clocks import at_rest
 from tests.fakes.rig import ListPeer, eventually, hello_of, keys_of, rig
-from tests.fakes.scripted_engine import chunk_key
+from tests.fakes.scripted_engine import chunk_key, room_for
 
-ROW_BYTES = 8192
 CHUNK_BYTES = 6000
 
 
@@ -32,7 +31,7 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
     """Slots of aborted stores could leak: each session had enough of them for its first hour."""
 
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=8 * ROW_BYTES) as r:
+        async with rig(tmp_path, host_bytes=room_for(8)) as r:
             peer = CreditPeer()
             session = await r.cache.attach(replace(hello_of("aborts"), store_credits=2), peer)
             session.top_up()

@@ -201,7 +201,7 @@ def test_a_small_host_tier_is_not_full_of_what_lingers(tmp_path: Path) -> None:
     """What could be evicted if it were on disk is written when it is an eighth of host memory."""
 
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=room_for(64)) as r:
+        async with rig(tmp_path, host_bytes=room_for(63)) as r:
             object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
             r.namespace.spiller.add(r.in_host(range(10)))
             await at_rest(r.stores)
