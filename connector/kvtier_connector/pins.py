@@ -60,8 +60,7 @@ class PinMirror:
         return len(self._pins)
 
     def attach(self, *, stores_all: bool) -> None:
-        """A session of this mode has begun: nothing is known yet."""
-        self.clear()
+        """A session of this mode has begun; `clear` came at the end of the last one."""
         self.stores_all = stores_all
 
     def knows(self, key: ChunkKey) -> bool:

@@ -146,6 +146,14 @@ def test_prefix_order_is_told_after_the_last_of_several_store_jobs(scheduler: Sc
     assert list(touch.keys) == keys_of("chat", 6)
 
 
+def test_the_order_of_one_store_job_is_that_of_its_stores(scheduler: Scheduler) -> None:
+    request = scheduler.new_request("chat", 6)
+    jobs = computed(scheduler, request).store_jobs
+    scheduler.finish(request)
+    scheduler.workers_report(list(jobs))
+    assert [message.WhichOneof("kind") for message in scheduler.sent()] == ["store_begin", "store_done"]
+
+
 def test_prefix_order_has_what_was_held_already(scheduler: Scheduler) -> None:
     """A whole step of it, too: else what this request has stored before it would be kept longer than its middle."""
     keys = keys_of("chat", 6)
