@@ -150,17 +150,16 @@ class Ledger:
 
     # Copies of promises
 
-    def restore_promises(self, namespaces: Iterable[NamespaceRow]) -> Restored:
+    def restore_promises(self, load_namespaces: Callable[[], Iterable[NamespaceRow]]) -> Restored:
         """Put back the prompts and bindings whose copies are newer than the database: it has lost them.
 
         Args:
-            namespaces: Their own copies; a binding brings back the one that it needs.
+            load_namespaces: Returns the copies of namespaces; called if a binding needs one that is lost too.
         """
         if self._copies is None:
             return Restored()
-        known = {row.namespace_id: row for row in namespaces}
         with self.together():
-            return restore(self._connection, self._copies, self.put_namespace, known)
+            return restore(self._connection, self._copies, self.put_namespace, load_namespaces)
 
     def catch_up(self) -> bool:
         """Empty the WAL and write copies that are missing, a bounded number; say whether nothing is left to do.

@@ -1,13 +1,16 @@
 """Putting back what the database has lost and the copies of promises still say."""
 
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id
 from kvtier.ledger.promise_rows import row_refs, write_binding, write_prompt
 from kvtier.ledger.rows import BindingRow, NamespaceRow, PromptRow
+
+_PROMPT_OF = "SELECT 1 FROM prompts WHERE pin_id = ?"
+_NAMESPACE = "SELECT 1 FROM namespaces WHERE namespace_id = ?"
 
 
 @dataclass(kw_only=True)
@@ -38,7 +41,7 @@ def restore(
     sql: sqlite3.Connection,
     copies: PromiseCopies,
     put_namespace: Callable[[NamespaceRow], None],
-    namespaces: Mapping[str, NamespaceRow],
+    load_namespaces: Callable[[], Iterable[NamespaceRow]],
 ) -> Restored:
     """Write every promise whose copy is newer than its row, or has no row; in the caller's transaction.
 
@@ -46,7 +49,7 @@ def restore(
         sql: The ledger's database.
         copies: Changed where one is damaged, or is of a prompt that has ended.
         put_namespace: Records a namespace.
-        namespaces: Copies of namespaces, for bindings whose namespace is lost too.
+        load_namespaces: Returns the copies of namespaces, for bindings whose namespace is lost too.
 
     Raises:
         sqlite3.Error: Nothing was changed in the database.
@@ -57,12 +60,19 @@ def restore(
         if not _has(sql, "SELECT 1 FROM prompts WHERE pin_id = ? AND name <> ?", prompt.pin_id, prompt.name):
             write_prompt(sql, prompt, prompt.revision)
             restored.prompts.append(prompt.name)
-    ended = []
-    for binding in (row for row in promises if isinstance(row, BindingRow)):
-        if _has(sql, "SELECT 1 FROM prompts WHERE pin_id = ?", binding.pin_id):
-            _restore_binding(sql, binding, put_namespace, namespaces, restored)
-        else:
-            ended.append(binding_id(binding.pin_id, binding.namespace_id))
+    bindings = [row for row in promises if isinstance(row, BindingRow)]
+    known = [row for row in bindings if _has(sql, _PROMPT_OF, row.pin_id)]
+    if any(not _has(sql, _NAMESPACE, row.namespace_id) for row in known):
+        wanted = {row.namespace_id for row in known}
+        for namespace in load_namespaces():
+            if namespace.namespace_id in wanted and not _has(sql, _NAMESPACE, namespace.namespace_id):
+                put_namespace(namespace)
+                restored.num_namespaces += 1
+    for row in known:
+        if _has(sql, _NAMESPACE, row.namespace_id):  # else it stays a file: a later start may know the namespace
+            write_binding(sql, row, row.revision)
+            restored.num_bindings += 1
+    ended = [binding_id(row.pin_id, row.namespace_id) for row in bindings if not _has(sql, _PROMPT_OF, row.pin_id)]
     if restored:
         prompts = [(copy_id, ref.key[0]) for copy_id, ref in row_refs(sql).items() if len(ref.key) == 1]
         restored.without_copy = [name for copy_id, name in prompts if copy_id not in copies.revisions]
@@ -84,22 +94,6 @@ def _newer_copies(sql: sqlite3.Connection, copies: PromiseCopies, restored: Rest
             copies.set_aside(copy_id)
             restored.num_damaged += 1
     return sorted(found, key=lambda row: row.revision)
-
-
-def _restore_binding(
-    sql: sqlite3.Connection,
-    row: BindingRow,
-    put_namespace: Callable[[NamespaceRow], None],
-    namespaces: Mapping[str, NamespaceRow],
-    restored: Restored,
-) -> None:
-    if not _has(sql, "SELECT 1 FROM namespaces WHERE namespace_id = ?", row.namespace_id):
-        if (namespace := namespaces.get(row.namespace_id)) is None:
-            return  # it stays a file: a later start may know the namespace
-        put_namespace(namespace)
-        restored.num_namespaces += 1
-    write_binding(sql, row, row.revision)
-    restored.num_bindings += 1
 
 
 def _has(sql: sqlite3.Connection, query: str, *values: str) -> bool:

@@ -181,7 +181,7 @@ class _OfflineCheck:
             new = [row for row in copies if row.namespace_id not in known]
             for row in new:
                 ledger.put_namespace(row)
-            restored = ledger.restore_promises(copies)
+            restored = ledger.restore_promises(lambda: copies)
             while ledger.drop_dangling_rows():
                 pass
             _catch_up(ledger)

@@ -5,6 +5,7 @@ What the ledger has lost comes back: promises from their copies, chunks from the
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.collector import collector_off
@@ -72,8 +73,8 @@ async def recover(cache: "Cache", disk: "PackTier") -> None:
 
 async def _restore_promises(cache: "Cache") -> None:
     stores = cache.stores
-    namespaces = await stores.in_io(load_namespaces, cache.config.disk.disk_dir)
-    restored = await stores.in_ledger(stores.ledger.restore_promises, namespaces)
+    copies = partial(load_namespaces, cache.config.disk.disk_dir)
+    restored = await stores.in_ledger(stores.ledger.restore_promises, copies)
     if restored:
         log_event(
             logger,
