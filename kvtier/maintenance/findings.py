@@ -17,7 +17,6 @@ class Code(StrEnum):
     ROW_ALTERED = "row-altered"
     PROMISE_LOST = "promise-lost"
     COPY_DAMAGED = "copy-damaged"
-    COPY_MISSING = "copy-missing"
     PACK_MISSING = "pack-missing"
     PACK_EMPTY = "pack-empty"
     PACK_LENGTH = "pack-length"
@@ -37,6 +36,7 @@ class Code(StrEnum):
     NOTE_UNCLAIMED = "note-unclaimed"
     NOTE_PROMPT_INCOMPLETE = "note-prompt-incomplete"
     NOTE_ARENA_FILE = "note-arena-file"
+    NOTE_COPY_MISSING = "note-copy-missing"
 
 
 @dataclass(kw_only=True)

@@ -132,7 +132,7 @@ class _OnlineCheck:
         after = self._read_copies()
         copies = {copy_id: copy for copy_id, copy in after.items() if before.get(copy_id) == copy}
         findings = [
-            finding for finding in compare_promises(ledger, copies) if finding.code is not Code.COPY_MISSING
+            finding for finding in compare_promises(ledger, copies) if finding.code is not Code.NOTE_COPY_MISSING
         ]  # which the daemon writes by itself
         damaged = [finding for finding in findings if finding.code is Code.COPY_DAMAGED]
         if damaged and self._repair:

@@ -40,8 +40,8 @@ def compare_promises(ledger: LedgerSnapshot, copies: Mapping[str, Copy]) -> list
     for copy_id, (subject, revision) in sorted(rows.items()):
         copied = copies.get(copy_id)
         if copied is None or copied.revision < revision:
-            what = "it has no copy" if copied is None else "its copy is older"
-            findings.append(Finding(code=Code.COPY_MISSING, subject=subject, detail=what))
+            what = ("it has no copy" if copied is None else "its copy is older") + "; the daemon writes it"
+            findings.append(Finding(code=Code.NOTE_COPY_MISSING, subject=subject, detail=what))
     return findings
 
 

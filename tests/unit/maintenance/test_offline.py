@@ -233,9 +233,9 @@ def copy_missing(state: State) -> None:
     ("damage", "expected"),
     [
         (prompt_lost, {Code.PROMISE_LOST}),
-        (old_prompt, {Code.PROMISE_LOST, Code.COPY_MISSING}),
+        (old_prompt, {Code.PROMISE_LOST, Code.NOTE_COPY_MISSING}),
         (copy_damaged, {Code.COPY_DAMAGED}),
-        (copy_missing, {Code.COPY_MISSING}),
+        (copy_missing, {Code.NOTE_COPY_MISSING}),
     ],
 )
 def test_promises_and_their_copies_are_compared_and_follow_each_other(
