@@ -112,8 +112,8 @@ class Ledger:
             raise LedgerError(f"cannot load the ledger {self.path}: {exc}; restore it from a backup") from exc
         names = "; ".join(f"{table}: {', '.join(name for _, name in rows)}" for table, rows in altered.items())
         raise LedgerError(
-            f"rows of the ledger {self.path} are not what was written ({names}): the storage changed them; restore it "
-            "from a backup, or give these rows up with `kvtier fsck --offline --repair`"
+            f"rows of the ledger {self.path} are not what was written ({names}): the storage changed them; run "
+            "`kvtier fsck --offline --repair`, which puts prompts back from their copies, or restore a backup"
         )
 
     def pack_ids(self) -> set[str]:
