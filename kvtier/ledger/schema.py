@@ -161,9 +161,10 @@ def checkpoint(connection: sqlite3.Connection) -> bool:
     """
     try:
         connection.execute("PRAGMA busy_timeout = 0")  # who reads is not waited for: the next commit tries again
-        (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        row = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        is_busy = row is None or bool(row[0])
     except sqlite3.Error:
-        is_busy = 1
+        is_busy = True
     with suppress(sqlite3.Error):
         connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
     return not is_busy

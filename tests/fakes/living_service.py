@@ -183,6 +183,8 @@ class LivingService:
             and (cache._verified.is_set())
             and all(name in waiting or (name.startswith("quarantine") and self.orphans) for name in going_on)
             and not cache.stores.disk_health.latched
+            and not cache.stores.ledger.is_behind  # or its thread uses the connection that tests read with
+            and not cache.stores.ledger_thread.is_busy
             and all(_is_quiet(namespace) for namespace in cache.namespaces.values())
         )
 

@@ -262,10 +262,11 @@ def test_a_start_over_a_damaged_ledger_comes_up_or_says_what_is_wrong(
     if damage in (ledger_missing, ledger_zero_length):  # what is lost whole is made again from copies and packs
         asyncio.run(scenario())
         return
-    if damage is ledger_flipped:  # it may hit what no row needs
+    if damage in (ledger_flipped, ledger_truncated):  # it may hit what no row needs; less than a page is no ledger
         with suppress(LedgerError):
             asyncio.run(scenario())
-        return
-    with pytest.raises(LedgerError, match=str(config.disk.disk_dir / "ledger.sqlite")):
-        asyncio.run(scenario())
+            return
+    else:
+        with pytest.raises(LedgerError, match=str(config.disk.disk_dir / "ledger.sqlite")):
+            asyncio.run(scenario())
     assert {path.name: path.read_bytes() for path in packs_in(tmp_path)} == before, "a refusal touches nothing"
