@@ -2,8 +2,8 @@
 
 Order: the header is judged, and room for everything kept (`receiving`); the whole bundle is spooled and verified; its
 chunks become packs, without rows; one ledger transaction records prompt, binding and packs. A crash before that
-transaction leaves scratch files and packs without rows, which the next start sweeps; after it everything is there. So
-an import happened or it did not.
+transaction leaves scratch files, which the next start sweeps, and packs without rows, which it adopts as cache that
+nothing pins; after it everything is there. So the prompt was imported whole or not at all.
 """
 
 import asyncio
@@ -160,7 +160,7 @@ class _Import:
             keys=self._bundle.keys,
             covered_tokens=self._bundle.covered_tokens,
         )
-        # Not ours to discard from here on, but for a refusal: after a stop they have their rows, or are swept.
+        # Not ours to discard from here on, but for a refusal: after a stop they have rows, or are adopted.
         written, self._written = self._written, []
         try:
             emptied = await stores.in_ledger(_record_in, stores.ledger, prompt, binding, written)
@@ -182,7 +182,7 @@ class _Import:
         return emptied
 
     async def _discard(self) -> None:
-        """What has no row must not stay; what cannot be removed now, the next start sweeps."""
+        """What has no row must not stay; what cannot be removed now, the next start adopts."""
         for record in self._written:
             try:
                 await self._cache.stores.in_io(self._cache.stores.disk.delete_pack, record.pack_id)

@@ -8,7 +8,7 @@ dangling only when it is in a snapshot that is younger than the look that missed
 import asyncio
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.maintenance.compare import PackFiles, both, compare
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import Verifier, list_names, read_headers
-from kvtier.maintenance.promises import Copy, compare_promises, read_copies
+from kvtier.maintenance.promises import compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
 from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
@@ -81,7 +81,7 @@ class _OnlineCheck:
         findings = self._check_ledger(health)
         if health.problems or health.altered:
             return Report(findings=findings)  # such a ledger is no measure of anything else
-        copies = self._read_copies()
+        copies = dict(self._copies().revisions)
         counted = set(self._cache.stores.disk_usage.packs)
         before = list_names(self._tier.directory)
         known = self._on_loop(self._writes_ended())
@@ -124,13 +124,18 @@ class _OnlineCheck:
     def _load(self, scratch: Path) -> LedgerSnapshot:
         return load_copy(self._cache.stores.ledger.path, scratch)
 
-    def _read_copies(self) -> dict[str, Copy]:
-        return read_copies(PromiseCopies(self._state_dir / FOLDER_NAME))
+    def _copies(self) -> PromiseCopies:
+        return PromiseCopies(self._state_dir / FOLDER_NAME)
 
-    def _check_promises(self, ledger: LedgerSnapshot, before: dict[str, Copy]) -> list[Finding]:
-        """Judge copies that were there, at one revision, before and after the ledger was copied; others change now."""
-        after = self._read_copies()
-        copies = {copy_id: copy for copy_id, copy in after.items() if before.get(copy_id) == copy}
+    def _check_promises(self, ledger: LedgerSnapshot, before: Mapping[str, int]) -> list[Finding]:
+        """Judge copies that were there, at one revision, before and after the ledger was copied; others change now.
+
+        Args:
+            ledger: The copy of it.
+            before: Revisions of the copies as they were before.
+        """
+        after = read_copies(self._copies())
+        copies = {copy_id: copy for copy_id, copy in after.items() if before.get(copy_id) == copy.revision}
         findings = [
             finding for finding in compare_promises(ledger, copies) if finding.code is not Code.NOTE_COPY_MISSING
         ]  # which the daemon writes by itself
