@@ -68,6 +68,11 @@ async def gone(cache: Cache, engine: InProcessEngine) -> None:
     await eventually(lambda: not engine.session.namespace.tasks.running)
 
 
+async def idle(namespace: Namespace) -> None:
+    """No session, and what the last one left to do (rows get their pages ahead of need) is done."""
+    await eventually(lambda: not namespace.sessions and not namespace.tasks.running)
+
+
 async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: bool = True) -> Namespace:
     """Pin a prompt and store it."""
     namespace = engine.session.namespace
@@ -158,7 +163,7 @@ def test_an_arena_that_a_process_may_touch_stays(folder: Path) -> None:
                 await attached(cache, "two")
             assert engine.session.namespace.has_arena
             engine.let_go()
-            await eventually(lambda: not engine.session.namespace.sessions)
+            await idle(engine.session.namespace)
             two = await attached(cache, "two")
             await gone(cache, two)
 
@@ -173,7 +178,7 @@ def test_a_process_that_still_maps_a_closed_arena_reads_on_and_keeps_no_rows(fol
             generations = [engine.arena.generation(slot) for slot in range(3)]
             engine.lock.release()
             cache.end(engine.session)
-            await eventually(lambda: not engine.session.namespace.sessions)
+            await idle(engine.session.namespace)
             two = await attached(cache, "two")
             assert not engine.arena.path.exists()
             assert all(engine.arena.generation(slot) > generations[slot] for slot in range(3)), "the slots were lost"

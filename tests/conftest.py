@@ -1,0 +1,19 @@
+"""For all tests."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def log_handlers() -> Iterator[None]:
+    """A daemon's program run inside a test sets up logging to that test's stderr: the next test is without it."""
+    root, ours = logging.getLogger(), logging.getLogger("kvtier")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    for handler in list(root.handlers):
+        if handler not in handlers and type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
