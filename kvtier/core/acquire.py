@@ -92,6 +92,7 @@ class Planning(Generic[L]):
             if start:
                 yield
             self._lease_held(start, min(start + SLICE_CHUNKS, num_keys))
+        in_order = not plan.leased or not self._on_disk
         if self._on_disk and num_keys > SLICE_CHUNKS:
             yield
         for start in range(0, len(self._on_disk), SLICE_CHUNKS):
@@ -99,10 +100,10 @@ class Planning(Generic[L]):
                 yield
             if not self._lease_from_disk(start):
                 break
-        if self._on_disk:
-            in_order = {index: plan.leased[index] for index in sorted(plan.leased)}
+        if not in_order:
+            leased = {index: plan.leased[index] for index in sorted(plan.leased)}
             plan.leased.clear()
-            plan.leased.update(in_order)  # the same mapping: whose lease it is drops from it what fails meanwhile
+            plan.leased.update(leased)  # the same mapping: whose lease it is drops from it what fails meanwhile
             plan.promoting.sort()
         plan.num_missed = num_keys - len(plan.leased)
         used = by_importance(self._layout, list(plan.leased.values()))

@@ -68,19 +68,22 @@ class Text:
 
 
 # Prompts
-MAX_TOKENS = 4 * 1024**2
+MAX_TOKENS = 2**20
+"""Of one prompt; the longest context windows of published models have about that many."""
 TOKEN = Whole(0, 2**32 - 1)
 TTL_S = Whole(0, 100 * _YEAR_S)
 """0: no end."""
 PRIORITY = Whole(-100, 100)
 TEXT = Text(4096)
 """Models, LoRA names, paths (PATH_MAX), salts."""
-RECIPE = Text(16 * 1024**2)
-"""A prompt's source; one of `MAX_TOKENS` has about so many bytes of text. It has to fit into a status and a bundle."""
+RECIPE = Text(8 * 1024**2)
+"""A prompt's source: one of `MAX_TOKENS` has 4 to 5 MB of text."""
 
 # Chunk keys
-MAX_KEYS = 2**18
-"""Keys, slots or indexes of one message, chunks of one prompt: `MAX_TOKENS` in chunks of 16, vLLM's smallest block."""
+MAX_KEYS = 2**17
+"""Keys, slots or indexes of one message, chunks of one prompt: `MAX_TOKENS` in chunks of 16, of two KV cache groups."""
+MAX_MESSAGE_BYTES = 16 * 1024**2
+"""What gRPC parses in one go, on the loop: room for each field above at its most, 13 MiB for a Pin."""
 KEY_BYTES = Whole(GROUP_SUFFIX_BYTES + 1, 64)
 """vLLM's are 36: a SHA-256 and the group."""
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import LedgerError, NamespaceMismatchError
-from kvtier.ledger import LedgerSnapshot
+from kvtier.ledger import Ledger, LedgerSnapshot
 from kvtier.ledger.checks import LedgerHealth, inspect_ledger, load_copy
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.maintenance.compare import PackFiles, both, compare
@@ -27,6 +27,7 @@ from kvtier.maintenance.repair import Repairer
 from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.scratch import scratch_folder
+from kvtier.service.turns import Breather, slices
 from kvtier.tiers.pack_directory import UNCLAIMED_FOLDER
 from kvtier.tiers.packs import PackTier
 
@@ -34,6 +35,8 @@ _GRACE_POLL_S = 0.01
 
 T = TypeVar("T")
 OnLoop = Callable[[Coroutine[Any, Any, T]], T]
+_RowsByKey = Mapping[ChunkKey, StoredChunk]
+_Rows = Mapping[str, _RowsByKey]  # by namespace
 
 
 class OnlineFsck:
@@ -102,7 +105,7 @@ class _OnlineCheck:
         findings += [
             Finding(code=Code.UNREADABLE, subject=pack_id, detail=what) for pack_id, what in verifier.unreadable.items()
         ]
-        findings += self._on_loop(self._check_memory(ledger, later))
+        findings += self._on_loop(self._check_memory(_all_rows(ledger), _all_rows(later)))
         gone = counted - PackFiles(sizes=before).packs.keys() - earlier.packs.keys() - later.packs.keys()
         findings += self._on_loop(self._check_usage(ledger, files, gone))
         if self._repair and not self._left.is_set():
@@ -188,13 +191,14 @@ class _OnlineCheck:
             await asyncio.sleep(_GRACE_POLL_S)
         return set(usage.packs)
 
-    async def _check_memory(self, ledger: LedgerSnapshot, later: LedgerSnapshot) -> list[Finding]:
+    async def _check_memory(self, rows: _Rows, later: _Rows) -> list[Finding]:
         """Compare the chunk tables with rows; looked at again under the change lock before it is believed."""
-        suspects = {
-            namespace.namespace_id: suspect
-            for namespace in list(self._cache.namespaces.values())
-            if not namespace.ephemeral and (suspect := _differing_keys(namespace, ledger, later))
-        }
+        suspects: dict[str, set[ChunkKey]] = {}
+        for namespace in list(self._cache.namespaces.values()):
+            if not namespace.ephemeral:
+                name = namespace.namespace_id
+                suspects[name] = await _differing_keys(namespace, rows.get(name, {}), later.get(name, {}))
+        suspects = {name: keys for name, keys in suspects.items() if keys}
         if not suspects:
             return []
         return await self._cache.changes.exclusively("fsck", lambda: self._judge_memory(suspects))
@@ -202,14 +206,14 @@ class _OnlineCheck:
     async def _judge_memory(self, suspects: dict[str, set[ChunkKey]]) -> list[Finding]:
         stores = self._cache.stores
         # On the ledger's own connection, after all that was asked of it before; memory follows each of those at once.
-        snapshot = await stores.in_ledger(stores.ledger.load)
+        all_rows = await stores.in_ledger(_load_rows, stores.ledger)
         await asyncio.sleep(0)
         findings = []
         for namespace_id, keys in suspects.items():
             namespace = self._cache.namespaces.get(namespace_id)
             if namespace is None:
                 continue
-            rows = _rows_of(snapshot, namespace_id)
+            rows = all_rows.get(namespace_id, {})
             wrong = [key for key in keys if not _agree(namespace, key, rows.get(key))]
             if wrong:
                 what = f"{len(wrong)} chunks lie elsewhere in the daemon's memory than in the ledger"
@@ -356,20 +360,29 @@ def _still_there(damaged: dict[str, list[ChunkKey]], ledger: LedgerSnapshot) -> 
     return {pack_id: keys for pack_id, keys in found.items() if keys}
 
 
-def _rows_of(snapshot: LedgerSnapshot, namespace_id: str) -> dict[ChunkKey, StoredChunk]:
-    return {
-        chunk.key: chunk
-        for record in snapshot.packs.values()
-        if record.namespace_id == namespace_id
-        for chunk in record.chunks
-    }
+def _load_rows(ledger: Ledger) -> _Rows:
+    return _all_rows(ledger.load())
 
 
-def _differing_keys(namespace: Namespace, ledger: LedgerSnapshot, later: LedgerSnapshot) -> set[ChunkKey]:
-    rows = _rows_of(ledger, namespace.namespace_id)
-    unknown = _rows_of(later, namespace.namespace_id)
-    placed = {chunk.key for chunk in list(namespace.table) if chunk.location is not None}
-    return {key for key, row in rows.items() if not _agree(namespace, key, row)} | (placed - unknown.keys())
+def _all_rows(snapshot: LedgerSnapshot) -> _Rows:
+    """Return the chunks of each namespace by key. Not on the loop: there may be millions."""
+    rows: dict[str, dict[ChunkKey, StoredChunk]] = {}
+    for record in snapshot.packs.values():
+        rows.setdefault(record.namespace_id, {}).update((chunk.key, chunk) for chunk in record.chunks)
+    return rows
+
+
+async def _differing_keys(namespace: Namespace, rows: _RowsByKey, later: _RowsByKey) -> set[ChunkKey]:
+    """Return what seems to differ: the chunks change while the loop takes its turns in between."""
+    suspects: set[ChunkKey] = set()
+    breather = Breather()
+    for part in slices(list(rows)):
+        suspects.update(key for key in part if not _agree(namespace, key, rows[key]))
+        await breather.pause()
+    for part in slices(namespace.table.keys()):
+        suspects.update(key for key in part if key not in later and not _agree(namespace, key, None))
+        await breather.pause()
+    return suspects
 
 
 def _agree(namespace: Namespace, key: ChunkKey, row: StoredChunk | None) -> bool:
@@ -380,7 +393,7 @@ def _agree(namespace: Namespace, key: ChunkKey, row: StoredChunk | None) -> bool
     return (row.pack_id, row.offset) == (location.pack_id, location.offset)
 
 
-def _follow(namespace: Namespace, keys: Sequence[ChunkKey], rows: dict[ChunkKey, StoredChunk]) -> None:
+def _follow(namespace: Namespace, keys: Sequence[ChunkKey], rows: _RowsByKey) -> None:
     for key in keys:
         if key in rows:
             namespace.table.place(key, rows[key])

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvtier._pb import engine_pb2 as pb
@@ -12,6 +13,7 @@ from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk
+from kvtier.core.tokens import TokenIds
 from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
@@ -21,7 +23,7 @@ from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.service.differences import differing_namespaces
 from kvtier.service.peer import PromotionForecast
-from kvtier.service.session import Session, SessionEnd
+from kvtier.service.session import Session, SessionEnd, StoreList
 from kvtier.service.turns import in_turns, slices
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ _TOKEN_BYTES = 3
 MAX_WELCOME_PIN_BYTES = 256 * 1024
 """Of pins in the Welcome; making and sending more at once would hold up every other engine."""
 _KEYS_LISTED_IN_A_TURN = 32_768
+_TOKENS_IN_A_TURN = 65_536
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
 # A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take.
@@ -57,13 +60,16 @@ class StreamPeer:
 
     def __init__(self, on_full: Callable[[], None]) -> None:
         self._on_full = on_full
-        self._queue: asyncio.Queue[tuple[pb.DaemonMessage, int] | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[pb.DaemonMessage | PromptRow, int] | None] = asyncio.Queue()
         self._queued_bytes = 0
         self._is_full = False
         self._answer: pb.DaemonMessage | None = None  # to an acquire; what there is of it so far
 
-    def send(self, message: pb.DaemonMessage, about_bytes: int = _SMALL_BYTES) -> None:
-        """Queue a message of about so many bytes; its exact size would cost as much as sending it."""
+    def send(self, message: pb.DaemonMessage | PromptRow, about_bytes: int = _SMALL_BYTES) -> None:
+        """Queue a message of about this many bytes; its exact size would cost as much as sending it.
+
+        A prompt becomes its PinAdded when its turn comes: the message of a million tokens takes 40 ms to make.
+        """
         if self._is_full:
             return
         self._queued_bytes += about_bytes
@@ -86,7 +92,7 @@ class StreamPeer:
             return None
         message, about_bytes = queued
         self._queued_bytes -= about_bytes
-        return message
+        return await _pin_added(message) if isinstance(message, PromptRow) else message
 
     def acquire_answered(
         self,
@@ -140,8 +146,7 @@ class StreamPeer:
 
     def pin_added(self, prompt: PromptRow) -> None:
         """See EnginePeer."""
-        message = pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin_message(prompt)))
-        self.send(message, _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens))
+        self.send(prompt, _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens))
 
     def pin_removed(self, pin_id: str) -> None:
         """See EnginePeer."""
@@ -234,11 +239,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 keys = await _in_list("touch.keys", message.touch.keys)
                 await in_turns(session.touching(keys, stored=message.touch.stored))
             case "store_begin":
-                session.store_begin(parse_stores("store_begin.stores", message.store_begin.stores))
+                await _in_slices(session, session.store_begin, "store_begin.stores", message.store_begin.stores)
             case "store_done":
-                session.store_done(parse_stores("store_done.stores", message.store_done.stores))
+                await _in_slices(session, session.store_done, "store_done.stores", message.store_done.stores)
             case "store_abort":
-                session.store_abort(parse_stores("store_abort.stores", message.store_abort.stores))
+                await _in_slices(session, session.store_abort, "store_abort.stores", message.store_abort.stores)
             case "bind_pin":
                 bind = message.bind_pin
                 keys = await _in_list("bind_pin.keys", bind.keys)
@@ -321,6 +326,16 @@ def _update_message(acquire_id: int, chunks: Sequence[_Residency], forecast: Pro
     return pb.DaemonMessage(acquire_update=update)
 
 
+async def _pin_added(prompt: PromptRow) -> pb.DaemonMessage:
+    """Make the message, of a long prompt in several turns of the loop."""
+    message = pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin_message(replace(prompt, tokens=TokenIds()))))
+    for start in range(0, len(prompt.tokens), _TOKENS_IN_A_TURN):
+        if start:
+            await asyncio.sleep(0)
+        message.pin_added.pin.tokens.extend(prompt.token_ids[start : start + _TOKENS_IN_A_TURN].to_list())
+    return message
+
+
 def pin_message(prompt: PromptRow) -> pb.Pin:
     """Return a prompt as engines get it."""
     return pb.Pin(
@@ -349,6 +364,18 @@ async def _in_list(field: str, items: Sequence[T]) -> list[T]:
             await asyncio.sleep(0)
         listed += part
     return listed
+
+
+async def _in_slices(
+    session: Session, change: Callable[[StoreList], None], field: str, stores: Sequence[pb.StoreSlot]
+) -> None:
+    """Change the state of stores, a slice per turn of the loop; a session that ends in between frees its slots."""
+    for number, part in enumerate(parse_stores(field, stores)):
+        if number:
+            await asyncio.sleep(0)
+        if session.ended:
+            return
+        change(part)
 
 
 def _slot(ref: SlotRef) -> pb.SlotRef:

@@ -1,6 +1,6 @@
 """From messages to typed, bounded values. Lists are refused for their length before they are copied."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.bundles import ImportWish
@@ -11,6 +11,7 @@ from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
 from kvtier.service.peer import EngineHello
 from kvtier.service.prompts import PinWish
+from kvtier.service.turns import slices
 
 PROTOCOL = 1
 
@@ -93,11 +94,12 @@ def _layout(message: engine_pb2.KVLayout) -> KVLayout:
     return limits.read_layout("hello.layout", fields, groups)
 
 
-def parse_stores(field: str, stores: Sequence[engine_pb2.StoreSlot]) -> list[tuple[ChunkKey, SlotRef]]:
-    """Return chunks and the slots that they are written to.
+def parse_stores(field: str, stores: Sequence[engine_pb2.StoreSlot]) -> Iterator[list[tuple[ChunkKey, SlotRef]]]:
+    """Yield chunks and the slots that they are written to, in slices: one at least, which may be empty.
 
     Raises:
         InvalidArgumentError: There are more than a message may have.
     """
     limits.check_count(field, len(stores), limits.MAX_KEYS)
-    return [(store.key, SlotRef(store.slot.slot, store.slot.generation)) for store in stores]
+    for part in list(slices(stores)) or [stores]:
+        yield [(store.key, SlotRef(store.slot.slot, store.slot.generation)) for store in part]

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from kvtier._pb import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
+from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import TierIOError
 from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.engine_servicer import EngineServicer
@@ -20,7 +21,6 @@ from kvtier.rpc.malformed import RefuseMalformed
 from kvtier.rpc.metrics import MetricsState, serving_metrics
 from kvtier.service import Cache
 
-_MAX_MESSAGE_BYTES = 64 * 1024**2
 HANDSHAKE_TIMEOUT_S = 20.0
 """From a connection to its HTTP/2 settings, which a gRPC client sends at once: as long as it waits for ours."""
 IDLE_TIMEOUT_S = 300.0
@@ -94,8 +94,7 @@ def _is_removed(path: Path) -> bool:
 
 def _build(cache: Cache, metrics: MetricsState) -> tuple[grpc.aio.Server, EngineServicer, HealthServicer]:
     options = [
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
     ]

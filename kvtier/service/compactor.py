@@ -18,6 +18,7 @@ from kvtier.service.damage import drop_damaged
 from kvtier.service.namespace import Namespace
 from kvtier.service.pacing import Pace
 from kvtier.service.stores import Stores
+from kvtier.service.turns import Breather, slices
 from kvtier.tiers.base import PackRecord, StoredChunk
 from kvtier.tiers.pack_format import data_offset_of, reserve_bytes
 
@@ -72,7 +73,7 @@ class Compactor:
                 await self._stores.disk_health.until_open()
                 await self._stores.traffic.until_quiet()
                 await self._pace.wait()
-                job = self.next_job()
+                job = await self.next_job()
                 if job is None:
                     break
                 if not await self.compact(job):
@@ -80,14 +81,14 @@ class Compactor:
 
     # What to do
 
-    def next_job(self) -> Job | None:
+    async def next_job(self) -> Job | None:
         """Return the packs to rewrite next: damaged ones first, then those with the largest holes."""
         ratio = 0.0 if self._is_tight() else self._stores.config.disk.compact_dead_ratio
         for namespace in self._namespaces():
             for pack_id in namespace.packs.damaged:
                 if namespace.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(namespace, [pack_id]):
                     return Job(namespace, (pack_id,), damaged=True)
-        groups = [job for namespace in self._namespaces() if (job := self._group(namespace, ratio)) is not None]
+        groups = [job for namespace in self._namespaces() if (job := await self._group(namespace, ratio)) is not None]
         return max(groups, key=lambda job: sum(map(self._dead_bytes_of(job.namespace), job.pack_ids)), default=None)
 
     def _is_tight(self) -> bool:
@@ -104,18 +105,22 @@ class Compactor:
             namespace.spiller.num_refused for namespace in self._namespaces()
         )
 
-    def _group(self, namespace: Namespace, ratio: float) -> Job | None:
+    async def _group(self, namespace: Namespace, ratio: float) -> Job | None:
         """Return packs with holes whose live chunks make one pack, emptiest first."""
         usage, packs, dead_bytes = self._stores.disk_usage, namespace.packs, self._dead_bytes_of(namespace)
-        holey = [
-            pack_id
-            for pack_id in packs
-            # The first says what most packs are told by, without the length of a header.
-            if usage.file_bytes(pack_id) - packs.live_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
-            and dead_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
-            and self._may_try(pack_id)
-        ]
-        holey.sort(key=namespace.packs.live_bytes)
+        holey: list[str] = []
+        breather = Breather()
+        for part in slices(list(packs)):
+            holey += [
+                pack_id
+                for pack_id in part
+                # The first says what most packs are told by, without the length of a header.
+                if usage.file_bytes(pack_id) - packs.live_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
+                and dead_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
+                and self._may_try(pack_id)
+            ]
+            await breather.pause()
+        holey.sort(key=packs.live_bytes)
         chosen: list[str] = []
         live_bytes, max_bytes = 0, self._stores.config.disk.pack_bytes
         for pack_id in holey:

@@ -12,6 +12,7 @@ from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.service.tasks import Tasks
+from kvtier.service.turns import SLICE_KEYS
 from kvtier.tiers.base import ChunkPayload, PackRecord, StoredChunk
 from kvtier.tiers.pack_format import reserve_bytes
 
@@ -48,6 +49,7 @@ class Spiller:
         self._pinned: dict[ChunkKey, None] = {}
         self._ordinary: dict[ChunkKey, None] = {}
         self._refused: set[ChunkKey] = set()
+        self._retried: set[ChunkKey] = set()  # were refused, and are queued again, a slice per turn of the loop
         self._passed_over: dict[ChunkKey, None] = {}  # at most one per arena slot; some may be gone by now
         self._num_bytes = 0
         self._last_pack_s = 0.0
@@ -67,7 +69,7 @@ class Spiller:
     @property
     def num_refused(self) -> int:
         """Chunks that the disk quota keeps from becoming durable."""
-        return len(self._refused)
+        return len(self._refused) + len(self._retried)
 
     @property
     def queued_bytes(self) -> int:
@@ -81,7 +83,7 @@ class Spiller:
 
     def is_refused(self, key: ChunkKey) -> bool:
         """Say whether the quota keeps this chunk from becoming durable."""
-        return key in self._refused
+        return key in self._refused or key in self._retried
 
     def add(self, keys: Iterable[ChunkKey]) -> None:
         """Queue chunks that are readable and not on disk; those queued already move up if they are pinned by now."""
@@ -159,9 +161,20 @@ class Spiller:
             self._full.set()
 
     def retry_refused(self) -> None:
-        """Room appeared on disk: try again what the quota refused."""
-        refused, self._refused = self._refused, set()
-        self.add(refused)
+        """Retry what the quota refused: the disk has room. What it refuses during the retry waits for the next one."""
+        if self._refused and not self._retried:
+            self._retried, self._refused = self._refused, set()
+            self._retry_slice()
+            if self._retried:
+                self._tasks.start(f"retry-{self._namespace.namespace_id[:8]}", self._retry_rest())
+
+    def _retry_slice(self) -> None:
+        self.add([self._retried.pop() for _ in range(min(SLICE_KEYS, len(self._retried)))])
+
+    async def _retry_rest(self) -> None:
+        while self._retried:
+            await asyncio.sleep(0)
+            self._retry_slice()
 
     def retry_if_room(self) -> None:
         """Try again what was refused if a pack of it fits now: others may have filled the file system, and left."""
@@ -178,6 +191,8 @@ class Spiller:
         """Write what is queued without lingering and wait until that is done, or the disk is off."""
         self._draining = True
         self._full.set()
+        while self._retried:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
         if self._namespace.stores.disk_health.writable:
             await self._idle.wait()
 

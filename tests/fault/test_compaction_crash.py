@@ -88,7 +88,7 @@ async def compact(folder: Path, ops: CrashingOps, crash_at: int | None) -> None:
     assert isinstance(ledger, CrashingLedger)
     ledger.ops = ops
     cache = await opened(folder, disk, ledger)
-    job = cache.compactor.next_job()
+    job = await cache.compactor.next_job()
     assert job is not None
     assert len(job.pack_ids) == 3
     ops.num_calls, ops.left = 0, crash_at

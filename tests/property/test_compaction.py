@@ -81,7 +81,7 @@ class CompactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.compaction is None)
     @rule()
     def compact(self) -> None:
-        while (job := self.rig.cache.compactor.next_job()) is not None:
+        while (job := self.run(self.rig.cache.compactor.next_job())) is not None:
             assert self.run(self.rig.cache.compactor.compact(job))
 
     @precondition(lambda self: self.compaction is None)
@@ -89,7 +89,7 @@ class CompactionMachine(RuleBasedStateMachine):
     def begin_compaction(self, chosen: list[int]) -> None:
         self.store(list(range(NUM_CHUNKS)))
         self.drop(chosen)
-        job = self.rig.cache.compactor.next_job()
+        job = self.run(self.rig.cache.compactor.next_job())
         if job is None:
             return
         holding = self.rig.tier.holding("rewrite_pack_after")

@@ -221,7 +221,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
         async def compacted() -> None:
             for _ in range(20):
-                if (job := compactor.next_job()) is None or not await compactor.compact(job):
+                if (job := await compactor.next_job()) is None or not await compactor.compact(job):
                     return
 
         self.service.do(compacted())

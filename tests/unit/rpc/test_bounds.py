@@ -16,9 +16,10 @@ from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
+from kvtier.service import turns
 from tests.fakes.gates import failing
 from tests.fakes.operator import Stub, pin, prompt_of, status_of, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, hello_message, running
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, hello_message, running, wait_durable
 
 Status = grpc.StatusCode
 KEYS = [chunk_key(number) for number in range(5)]
@@ -137,7 +138,7 @@ PINS: dict[str, dict[str, Any]] = {
     "lora_name": {"lora_name": "ö" * 2500, "lora_path": "/x"},
     "lora_path": {"lora_name": "x", "lora_path": "a\0b"},
     "cache_salt": {"cache_salt": "x" * 5000},
-    "recipe_json": {"recipe_json": "x" * (16 * 1024**2 + 1)},
+    "recipe_json": {"recipe_json": "x" * (limits.RECIPE.max_bytes + 1)},
     "ttl_s": {"ttl_s": 2**64 - 1},
     "priority": {"priority": 101},
 }
@@ -202,9 +203,52 @@ def test_a_message_of_too_many_is_refused_before_it_is_looked_at(tmp_path: Path,
     async def scenario() -> None:
         async with running(config := config_in(tmp_path)), ScriptedEngine(config) as engine:
             await engine.send(**LISTS[field]())
-            with pytest.raises(grpc.aio.AioRpcError, match=f"{field} = '262145 of them': at most 262144") as caught:
+            with pytest.raises(grpc.aio.AioRpcError, match=f"{field} = '131073 of them': at most 131072") as caught:
                 await engine.receive("pong")
             assert caught.value.code() is Status.INVALID_ARGUMENT
+
+    asyncio.run(scenario())
+
+
+def test_a_message_that_takes_long_to_parse_is_refused_unparsed(tmp_path: Path) -> None:
+    """gRPC parses a message on the loop, in one go: of 57 MB for 150 ms."""
+
+    async def scenario() -> None:
+        async with running(config := config_in(tmp_path)) as stub, ScriptedEngine(config) as engine:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await pin(stub, recipe_json="x" * limits.MAX_MESSAGE_BYTES)
+            assert caught.value.code() is Status.RESOURCE_EXHAUSTED
+            await engine.send(touch=pb.Touch(keys=[bytes(64)] * (limits.MAX_MESSAGE_BYTES // 64)))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await engine.receive("pong")
+            assert caught.value.code() is Status.RESOURCE_EXHAUSTED
+
+    asyncio.run(scenario())
+
+
+def test_the_largest_prompt_arrives_whole(tmp_path: Path) -> None:
+    """Its message is made in several turns of the loop."""
+    first = 2**32 - limits.MAX_TOKENS
+
+    async def scenario() -> None:
+        async with running(config := config_in(tmp_path)) as stub, ScriptedEngine(config) as engine:
+            await pin(stub, tokens=limits.MAX_TOKENS, first=first, recipe_json="x" * 10**6)
+            received = (await engine.receive("pin_added")).pin_added.pin.tokens
+            assert list(received) == list(range(first, 2**32))
+
+    asyncio.run(scenario())
+
+
+def test_stores_are_taken_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SLICE_KEYS", 2)
+
+    async def scenario() -> None:
+        async with running(config := config_in(tmp_path)) as stub, ScriptedEngine(config) as engine:
+            await engine.bind(await pin(stub), KEYS)
+            await engine.store(KEYS)
+            await wait_durable(stub, "p")
+            chunks = await engine.acquire(1, KEYS)
+            assert [engine.read(key, chunks[i]) for i, key in enumerate(KEYS)] == [engine.payload(key) for key in KEYS]
 
     asyncio.run(scenario())
 

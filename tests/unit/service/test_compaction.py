@@ -20,7 +20,7 @@ from tests.fakes.scripted_engine import config_in
 
 async def compacted(r: Rig) -> bool:
     """Do the next job; whether there was one."""
-    job = r.cache.compactor.next_job()
+    job = await r.cache.compactor.next_job()
     return job is not None and await r.cache.compactor.compact(job)
 
 
@@ -43,7 +43,7 @@ def test_half_empty_packs_become_one(tmp_path: Path) -> None:
             assert whole in r.tier.packs
             assert used_bytes - r.stores.disk_usage.used_bytes == 3 * 5 * 6000
             assert r.counters.compaction_freed_bytes == 3 * 5 * 6000
-            assert r.cache.compactor.next_job() is None
+            assert await r.cache.compactor.next_job() is None
             r.check()
 
     asyncio.run(scenario())
@@ -53,7 +53,7 @@ def test_packs_with_small_holes_wait_until_the_disk_is_nearly_full(tmp_path: Pat
     async def scenario() -> None:
         async with rig(tmp_path, disk_bytes=400_000, compact_dead_ratio=0.9) as r:
             await holey(r, 0)
-            assert r.cache.compactor.next_job() is None
+            assert await r.cache.compactor.next_job() is None
             await r.on_disk(range(100, 158))
             assert await compacted(r)
             r.check()
@@ -74,7 +74,7 @@ def test_a_full_cache_does_not_rewrite_a_pack_for_every_chunk_that_goes(tmp_path
             await r.namespace.drop_from_disk(keys_of([7]))
             config = r.stores.config.disk
             assert config.low_watermark < r.stores.disk_usage.used_bytes / 400_000 < config.high_watermark
-            assert r.cache.compactor.next_job() is None
+            assert await r.cache.compactor.next_job() is None
 
     asyncio.run(scenario())
 
@@ -85,7 +85,7 @@ def test_a_compaction_never_goes_over_the_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, disk_bytes=51_000) as r:
             await holey(r, 0, num_left=2)
-            assert r.cache.compactor.next_job() is None
+            assert await r.cache.compactor.next_job() is None
             await r.namespace.drop_from_disk(keys_of([1]))
             with r.tier.holding("rewrite_pack_after") as gate:
                 compaction = asyncio.create_task(compacted(r))
@@ -282,7 +282,7 @@ def test_a_pack_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) 
             packs = [await holey(r, first) for first in (0, 10, 20)]
             r.tier.unreadable = set(keys_of([10]))
             outcomes = []
-            while (job := r.cache.compactor.next_job()) is not None:
+            while (job := await r.cache.compactor.next_job()) is not None:
                 outcomes.append(await r.cache.compactor.compact(job))
             assert outcomes.count(False) == 2, "once with the others, once alone"
             assert packs[1] in r.tier.packs
@@ -356,7 +356,7 @@ def test_a_whole_pack_of_small_chunks_is_not_rewritten_after_every_start(tmp_pat
         assert estimated < record.chunks[0].offset, "this pack does look as if rewriting it would give something back"
         for _ in range(2):
             cache = await Cache.open(config)
-            assert cache.compactor.next_job() is None
+            assert await cache.compactor.next_job() is None
             await cache.close()
         # But what it does lose is found, after a start too.
         cache = await Cache.open(config)
@@ -364,10 +364,10 @@ def test_a_whole_pack_of_small_chunks_is_not_rewritten_after_every_start(tmp_pat
         await namespace.drop_from_disk(keys_of(range(300)))
         await cache.close()
         cache = await Cache.open(config)
-        job = cache.compactor.next_job()
+        job = await cache.compactor.next_job()
         assert job is not None
         assert await cache.compactor.compact(job)
-        assert cache.compactor.next_job() is None
+        assert await cache.compactor.next_job() is None
         await cache.close()
 
     asyncio.run(scenario())

@@ -68,7 +68,7 @@ def test_compaction_remembers_nothing_of_packs_that_are_gone(tmp_path: Path) -> 
             for first in (0, 10):
                 await r.on_disk(range(first, first + 6))
                 await r.namespace.drop_from_disk(keys_of(range(first + 1, first + 6)))
-                job = compactor.next_job()
+                job = await compactor.next_job()
                 assert job is not None
                 assert await compactor.compact(job)
             await r.namespace.drop_from_disk(keys_of([0, 10]))
@@ -76,7 +76,7 @@ def test_compaction_remembers_nothing_of_packs_that_are_gone(tmp_path: Path) -> 
             compactor._given_up["gone"] = 0.0
             pack_id = await r.on_disk(range(20, 26))
             await r.namespace.drop_from_disk(keys_of(range(21, 26)))
-            job = compactor.next_job()
+            job = await compactor.next_job()
             assert job is not None
             assert job.pack_ids == (pack_id,)
             assert await compactor.compact(job)

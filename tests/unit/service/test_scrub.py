@@ -38,13 +38,13 @@ def test_damage_is_announced_dropped_and_the_pack_set_aside_after_the_good_chunk
             assert peer.held == {keys_of([1])[0]: False}
             assert (r.location(0) is None, r.location(2) is None) == (False, False)
             assert list(r.tier.quarantined) == []
-            job = r.cache.compactor.next_job()
+            job = await r.cache.compactor.next_job()
             assert job is not None
             assert job.damaged
             assert await r.cache.compactor.compact(job)
             assert list(r.tier.quarantined) == [pack]
             assert r.location(0).pack_id != pack  # type: ignore[union-attr]
-            assert r.cache.compactor.next_job() is None
+            assert await r.cache.compactor.next_job() is None
             r.check()
 
     asyncio.run(scenario())

@@ -254,7 +254,7 @@ def test_what_was_written_is_counted(tmp_path: Path) -> None:
             r.namespace.spiller.add(keys_of(range(4)))
             await r.namespace.spiller.flush()
             await r.namespace.drop_from_disk(keys_of(range(1, 4)))
-            job = r.cache.compactor.next_job()
+            job = await r.cache.compactor.next_job()
             assert job is not None
             assert await r.cache.compactor.compact(job)
             counters = r.counters
