@@ -20,7 +20,7 @@ from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer, PromotionForecast
 from kvtier.service.prompts import PromptBook
-from kvtier.service.turns import Breather, in_turns, slices, slices_from_end
+from kvtier.service.turns import SLICE_KEYS, Breather, in_turns, slices, slices_from_end
 from kvtier.tiers.base import checksum_of
 from kvtier.tiers.session_locks import SessionLock
 
@@ -180,6 +180,10 @@ class Session:
                 return
         self._want(acquire_id, lease, keys, plan.promoting[num_wanted:])
         self._count(plan, lease, keys)
+        if len(keys) > SLICE_KEYS:
+            yield
+            if self.ended:
+                return
         yield from self._answer(acquire_id, lease)
         if plan.leased and not plan.promoting:
             namespace.stores.traffic.served()
