@@ -24,13 +24,13 @@ import zstandard
 
 from benchmarks.machine import machine_line, spread
 from benchmarks.trained import prompt_kv, trained_model
-from kvtier.tiers.codecs import Codec, CodecChooser, codec_by_name, default_codecs
-from kvtier.tiers.codecs.compiled import compile_kernels
-from kvtier.tiers.codecs.planes import HUFFMAN_ONLY
-from kvtier.tiers.codecs.split16 import Split16Codec
-from kvtier.tiers.codecs.split32 import Split32Codec
-from kvtier.tiers.codecs.words import NUMPY, WordKernels, use_kernels
-from kvtier.tiers.codecs.zstd import ZstdCodec
+from kvtier.disk.codecs import Codec, CodecChooser, codec_by_name, default_codecs
+from kvtier.disk.codecs.compiled import compile_kernels
+from kvtier.disk.codecs.planes import HUFFMAN_ONLY
+from kvtier.disk.codecs.split16 import Split16Codec
+from kvtier.disk.codecs.split32 import Split32Codec
+from kvtier.disk.codecs.words import NUMPY, WordKernels, use_kernels
+from kvtier.disk.codecs.zstd import ZstdCodec
 
 Bytes = npt.NDArray[np.uint8]
 

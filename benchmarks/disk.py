@@ -35,14 +35,14 @@ import numpy as np
 
 from benchmarks.machine import machine_line, read_buffer, spread
 from kvtier.core.stored import PackRecord
+from kvtier.disk.base import ChunkPayload, ChunkRead, checksum_of
+from kvtier.disk.codecs import codec_by_name
+from kvtier.disk.codecs.compiled import compile_kernels
+from kvtier.disk.codecs.words import NUMPY, WordKernels, use_kernels
+from kvtier.disk.files import page_cache
+from kvtier.disk.packs.pack_spans import SPAN_BYTES
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, TierIOError
-from kvtier.tiers import page_cache
-from kvtier.tiers.base import ChunkPayload, ChunkRead, checksum_of
-from kvtier.tiers.codecs import codec_by_name
-from kvtier.tiers.codecs.compiled import compile_kernels
-from kvtier.tiers.codecs.words import NUMPY, WordKernels, use_kernels
-from kvtier.tiers.pack_spans import SPAN_BYTES
-from kvtier.tiers.packs import PackTier
 
 PACK_BYTES = 64 * 1024**2
 WRITE_CHUNKS = 1000

@@ -28,11 +28,11 @@ from kvtier.config import DaemonConfig, DiskConfig, HostConfig, MetricsConfig, S
 from kvtier.config.model import OFF
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.disk.base import ChunkPayload
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger, NamespaceRow
 from kvtier.service import Cache, EngineHello
 from kvtier.service.namespace import Namespace
-from kvtier.tiers.base import ChunkPayload
-from kvtier.tiers.packs import PackTier
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running
 
 LAYOUT = KVLayout(

@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.processes import Daemon, wait_until
 from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.disk.base import ChunkPayload, checksum_of
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger, PromptRow
-from kvtier.tiers.base import ChunkPayload, checksum_of
-from kvtier.tiers.packs import PackTier
 
 # Ids that every vocabulary here has; the special tokens before them stay out.
 _FIRST_TOKEN, _LAST_TOKEN = 16, 2000

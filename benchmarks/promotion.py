@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.machine import machine_line, read_buffer, spread
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.disk.base import ChunkRead
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.base import ChunkRead
-from kvtier.tiers.packs import PackTier
 from tests.fakes.operator import pin
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 

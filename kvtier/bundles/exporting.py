@@ -8,10 +8,10 @@ from pathlib import Path
 from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header
 from kvtier.bundles.spool import PACK_SUFFIX, Spool, in_batches
 from kvtier.core.stored import StoredChunk
+from kvtier.disk.disk_usage import ScratchRoom
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError, TierIOError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.service import Cache
-from kvtier.service.disk_usage import ScratchRoom
 from kvtier.service.namespace import Namespace
 from kvtier.service.scratch import scratch_folder
 

@@ -18,6 +18,7 @@ from kvtier.bundles.receiving import Admitted, ImportWish, Placed, Reception, ad
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
+from kvtier.disk.disk_usage import ScratchRoom
 from kvtier.errors import (
     DrainingError,
     KvtierError,
@@ -28,7 +29,6 @@ from kvtier.errors import (
 )
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.service import Cache
-from kvtier.service.disk_usage import ScratchRoom
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish
 from kvtier.service.scratch import scratch_folder

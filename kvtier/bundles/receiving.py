@@ -14,12 +14,12 @@ from kvtier.bundles.matching import find_namespace
 from kvtier.bundles.spool import Spool
 from kvtier.collector import collector_off
 from kvtier.core.layout import ChunkKey
+from kvtier.disk.disk_usage import ScratchRoom
+from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import BundleDamagedError, DiskRoomError, InvalidArgumentError, QuotaExceededError
 from kvtier.service import Cache
-from kvtier.service.disk_usage import ScratchRoom
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish, pinned_bytes
-from kvtier.tiers.pack_format import reserve_bytes
 
 MAX_PIECE_BYTES = 1024**2
 

@@ -11,8 +11,8 @@ from typing import Self, TypeVar
 from kvtier.bundles.bundle_format import Bundle, BundleChunk
 from kvtier.bundles.header_parsing import parse_header
 from kvtier.core.stored import StoredChunk
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
-from kvtier.tiers.packs import PackTier
 
 PACK_SUFFIX = ".kvpack"
 _COPY_BYTES = 1024**2

@@ -12,11 +12,11 @@ from pathlib import Path
 from kvtier.collector import freeze_index, thaw_index
 from kvtier.config import DaemonConfig
 from kvtier.daemon.folders import locked, locked_socket, prepare_folder, prepare_socket_folder, remove_stale_socket
+from kvtier.disk.codecs.compiled import compile_kernels
+from kvtier.disk.codecs.words import WordKernels, replace_after
 from kvtier.errors import AlreadyRunningError, ConfigError, StuckError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
-from kvtier.tiers.codecs.compiled import compile_kernels
-from kvtier.tiers.codecs.words import WordKernels, replace_after
 from kvtier.version import __version__
 
 logger = logging.getLogger(__name__)

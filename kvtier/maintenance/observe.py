@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, FormatVersionError, TierIOError
-from kvtier.tiers.packs import PackTier
 
 Cancelled = Callable[[], bool]
 

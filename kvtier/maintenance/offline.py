@@ -9,6 +9,8 @@ from pathlib import Path
 
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger, LedgerSnapshot, NamespaceRow
 from kvtier.ledger.checks import inspect_ledger, load_copy, salvage_ledger
@@ -22,8 +24,6 @@ from kvtier.maintenance.promises import compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
 from kvtier.service.scratch import scratch_folder
 from kvtier.tiers.arena import ARENA_PREFIX
-from kvtier.tiers.pack_directory import UNCLAIMED_FOLDER
-from kvtier.tiers.packs import PackTier
 
 LEDGER_NAME = "ledger.sqlite"
 _EMPTY = LedgerSnapshot(namespaces=(), prompts=(), bindings=(), packs={})

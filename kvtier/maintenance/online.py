@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError, NamespaceMismatchError
 from kvtier.ledger import Ledger, LedgerSnapshot
 from kvtier.ledger.checks import LedgerHealth, inspect_ledger, load_copy
@@ -28,8 +30,6 @@ from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.scratch import scratch_folder
 from kvtier.service.turns import Breather, slices
-from kvtier.tiers.pack_directory import UNCLAIMED_FOLDER
-from kvtier.tiers.packs import PackTier
 
 _GRACE_POLL_S = 0.01
 

@@ -13,13 +13,13 @@ from typing import Protocol
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, KvtierError, TierIOError
 from kvtier.fsync import fsync_directory
 from kvtier.maintenance.compare import PACK_SUFFIX, PackFiles
 from kvtier.maintenance.findings import Code, Finding
 from kvtier.maintenance.observe import Verifier
-from kvtier.tiers.pack_directory import UNCLAIMED_FOLDER
-from kvtier.tiers.packs import PackTier
 
 _REREAD = (
     Code.PACK_LENGTH,

@@ -13,6 +13,8 @@ from kvtier.config import DaemonConfig
 from kvtier.core import limits
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
+from kvtier.disk.files.observed_ops import ObservedFileOps
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ArenaError, DrainingError, KvtierError, LedgerError, NamespaceMismatchError, StuckError
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
 from kvtier.ledger.namespace_files import forget_namespace, save_namespace
@@ -40,8 +42,6 @@ from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
 from kvtier.service.turns import slices
 from kvtier.tiers.arena import sweep_arena_directory
-from kvtier.tiers.observed_ops import ObservedFileOps
-from kvtier.tiers.packs import PackTier
 from kvtier.tiers.session_locks import SessionLock
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.layout import ChunkKey
+from kvtier.disk.base import PackRecord, StoredChunk
+from kvtier.disk.packs.pack_format import data_offset_of, reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs.log import log_event
 from kvtier.service.damage import drop_damaged
@@ -19,8 +21,6 @@ from kvtier.service.namespace import Namespace
 from kvtier.service.pacing import Pace
 from kvtier.service.stores import Stores
 from kvtier.service.turns import Breather, slices
-from kvtier.tiers.base import PackRecord, StoredChunk
-from kvtier.tiers.pack_format import data_offset_of, reserve_bytes
 
 logger = logging.getLogger(__name__)
 

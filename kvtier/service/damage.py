@@ -4,9 +4,9 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvtier.disk.base import StoredChunk
 from kvtier.errors import LedgerError
 from kvtier.obs.log import log_event
-from kvtier.tiers.base import StoredChunk
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace

@@ -11,8 +11,9 @@ from kvtier.core import limits
 from kvtier.core.arena_format import WORD_BYTES, entry_words, num_slots_within, overhead_bytes
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
-from kvtier.core.pack_index import PackIndex
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
+from kvtier.disk.base import StoredChunk
+from kvtier.disk.pack_index import PackIndex
 from kvtier.errors import ArenaError, ArenaFullError, LedgerError, TierIOError
 from kvtier.ledger import NamespaceRow
 from kvtier.obs.log import log_event
@@ -22,7 +23,6 @@ from kvtier.service.spiller import Spiller
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.base import StoredChunk
 
 if TYPE_CHECKING:
     from kvtier.service.session import Session

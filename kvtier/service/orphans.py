@@ -17,9 +17,9 @@ from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
 
 if TYPE_CHECKING:
+    from kvtier.disk.packs.pack_tier import PackTier
     from kvtier.service.cache import Cache
     from kvtier.service.namespace import Namespace
-    from kvtier.tiers.packs import PackTier
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
+from kvtier.disk.base import ChunkRead, DiskTier, StoredChunk
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
 from kvtier.obs import trace
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.base import ChunkRead, DiskTier, StoredChunk
 
 BATCH_BYTES = 8 * 1024**2
 """Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for whoever comes next."""

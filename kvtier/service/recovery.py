@@ -17,8 +17,8 @@ from kvtier.obs.log import log_event
 from kvtier.service.orphans import adopt_orphans
 
 if TYPE_CHECKING:
+    from kvtier.disk.packs.pack_tier import PackTier
     from kvtier.service.cache import Cache
-    from kvtier.tiers.packs import PackTier
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvtier.disk.base import ChunkRead, StoredChunk
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
 from kvtier.service.damage import drop_damaged
 from kvtier.service.namespace import Namespace
 from kvtier.service.pacing import Pace
 from kvtier.service.stores import Stores
-from kvtier.tiers.base import ChunkRead, StoredChunk
 
 logger = logging.getLogger(__name__)
 

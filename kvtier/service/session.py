@@ -14,6 +14,7 @@ from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.core.stored import StoredChunk
+from kvtier.disk.base import checksum_of
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.ledger import PromptRow
 from kvtier.obs import trace
@@ -21,7 +22,6 @@ from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer, PromotionForecast
 from kvtier.service.prompts import PromptBook
 from kvtier.service.turns import SLICE_KEYS, Breather, in_turns, slices, slices_from_end
-from kvtier.tiers.base import checksum_of
 from kvtier.tiers.session_locks import SessionLock
 
 if TYPE_CHECKING:

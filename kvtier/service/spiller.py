@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import Chunk, HostCopy
 from kvtier.core.layout import ChunkKey
+from kvtier.disk.base import ChunkPayload, PackRecord, StoredChunk
+from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.service.tasks import Tasks
 from kvtier.service.turns import SLICE_KEYS
-from kvtier.tiers.base import ChunkPayload, PackRecord, StoredChunk
-from kvtier.tiers.pack_format import reserve_bytes
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace

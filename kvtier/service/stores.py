@@ -15,17 +15,17 @@ from typing import ParamSpec, TypeVar
 from kvtier.config import DaemonConfig
 from kvtier.core.eviction import EvictionClock
 from kvtier.core.slots import HostBudget
+from kvtier.disk.base import DiskTier
+from kvtier.disk.disk_health import DiskHealth
+from kvtier.disk.disk_usage import DiskUsage
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
 from kvtier.obs import trace
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.timings import Timings
-from kvtier.service.disk_health import DiskHealth
-from kvtier.service.disk_usage import DiskUsage
 from kvtier.service.pacing import Traffic
 from kvtier.service.pool import Pool
-from kvtier.tiers.base import DiskTier
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Where chunks lie: the host tier (shared-memory arenas) and the disk tier (packs)."""
+"""The host tier: shared-memory arenas."""

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier.core.stored import StoredChunk
+from kvtier.disk.base import ChunkPayload, ChunkRead, DiskTier, checksum_of
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
-from kvtier.tiers.base import ChunkPayload, ChunkRead, DiskTier, checksum_of
 from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft, split
 
 

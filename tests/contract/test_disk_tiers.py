@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiers.base import DiskTier
-from kvtier.tiers.codecs.compiled import compile_kernels
-from kvtier.tiers.codecs.words import NUMPY, use_kernels
-from kvtier.tiers.packs import PackTier
+from kvtier.disk.base import DiskTier
+from kvtier.disk.codecs.compiled import compile_kernels
+from kvtier.disk.codecs.words import NUMPY, use_kernels
+from kvtier.disk.packs.pack_tier import PackTier
 from tests.contract.disk_tier import DiskTierContract
 from tests.fakes.memory_tier import MemoryTier
 

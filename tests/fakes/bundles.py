@@ -11,7 +11,7 @@ import zstandard
 from kvtier.bundles.bundle_format import LENGTH_PREFIX, Bundle, BundleChunk, BundlePrompt, build_header
 from kvtier.bundles.header_parsing import check_length, header_bytes_of
 from kvtier.bundles.spool import Spool
-from kvtier.tiers.base import checksum_of
+from kvtier.disk.base import checksum_of
 from tests.fakes.chunks import key_of, layout_of, soft
 
 LAYOUT = layout_of(useful_bytes=1000)

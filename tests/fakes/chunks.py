@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayout
 from kvtier.core.stored import StoredChunk
-from kvtier.tiers.base import ChunkPayload, DiskTier, checksum_of
+from kvtier.disk.base import ChunkPayload, DiskTier, checksum_of
 
 
 def key_of(number: int, group_idx: int = 0) -> ChunkKey:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.tiers.file_ops import FileFacts, FileOps
+from kvtier.disk.files.file_ops import FileFacts, FileOps
 
 
 class FailingOps(FileOps):

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.base import ChunkPayload, ChunkRead, ReadDone
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import BindingRow, Ledger, PromptRow
-from kvtier.tiers.base import ChunkPayload, ChunkRead, ReadDone
-from kvtier.tiers.packs import PackTier
 from tests.fakes.waiting import wait_for
 
 R = TypeVar("R")

@@ -25,7 +25,7 @@ import kvtier.service.session
 import kvtier.service.spiller
 import kvtier.service.turns
 from kvtier.config import DaemonConfig
-from kvtier.core import tier_health
+from kvtier.disk import tier_health
 from kvtier.errors import KvtierError
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.tiers.file_ops import FileOps
+from kvtier.disk.files.file_ops import FileOps
 
 SECTOR_BYTES = 512
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.base import ChunkPayload, ChunkRead, ReadDone, checksum_of
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
-from kvtier.tiers.base import ChunkPayload, ChunkRead, ReadDone, checksum_of
 
 
 class MemoryTier:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef, SlotState
+from kvtier.disk.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from kvtier.ledger import Ledger, PromptRow
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello, PromotionForecast
 from kvtier.service.session import Session
 from kvtier.service.stores import Stores
-from kvtier.tiers.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from tests.fakes.chunks import noise
 from tests.fakes.scripted_engine import DEADLINE_S, ONE_GROUP, chunk_key, config_in
 from tests.fakes.stepped_tier import SteppedTier

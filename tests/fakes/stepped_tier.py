@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.core.layout import ChunkKey
+from kvtier.disk.base import ChunkPayload, PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, TierIOError
-from kvtier.tiers.base import ChunkPayload, PackRecord, StoredChunk
 from tests.fakes.gates import Gate
 from tests.fakes.memory_tier import MemoryTier
 

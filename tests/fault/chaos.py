@@ -21,7 +21,7 @@ from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
-from kvtier.tiers.packs import PackTier
+from kvtier.disk.packs.pack_tier import PackTier
 from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.operator import until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key

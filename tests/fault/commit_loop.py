@@ -7,8 +7,8 @@ import random
 import sys
 from pathlib import Path
 
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import key_of, payload_of, soft
 from tests.fakes.rows import namespace_row, prompt_row
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvtier.disk.files.file_ops import FileOps
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger
 from kvtier.service.cache import Cache
 from kvtier.service.recovery import recover
 from kvtier.service.stores import Stores
-from kvtier.tiers.file_ops import FileOps
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import key_of, layout_of, noise, payload_of, read_back
 from tests.fakes.rows import namespace_row
 from tests.fakes.scripted_engine import config_in

@@ -13,8 +13,8 @@ import pytest
 import kvtier.bundles.importing
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger
-from kvtier.tiers.packs import PackTier
 from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.scripted_engine import ScriptedEngine, config_in, running
 from tests.unit.bundles.test_round_trip import KEYS, attach_once, bundle_of, home, import_

@@ -11,8 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import read_back
 from tests.fault import commit_loop
 

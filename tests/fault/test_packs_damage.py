@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.stored import PackRecord
+from kvtier.disk.base import ChunkRead, checksum_of
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, FormatVersionError, TierIOError
-from kvtier.tiers.base import ChunkRead, checksum_of
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import noise, payload_of, read_back, soft
 
 DATA = [soft(3000, 1), noise(2000, 2), soft(5000, 3)]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.stored import PackRecord
+from kvtier.disk.base import ChunkRead
+from kvtier.disk.files.file_ops import FileOps
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, TierIOError
-from kvtier.tiers.base import ChunkRead
-from kvtier.tiers.file_ops import FileOps
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import noise, payload_of, read_back, soft
 from tests.fakes.failing_ops import FailingOps
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvtier.disk.files.file_ops import FileOps
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
-from kvtier.tiers.file_ops import FileOps
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import noise, payload_of
 
 RECORDED = ("open", "pwritev", "begin_writeback", "fsync", "close", "rename", "fsync_dir", "unlink")

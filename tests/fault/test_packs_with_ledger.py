@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.core.stored import PackRecord
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError
 from kvtier.ledger import Ledger
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft
 from tests.fakes.rows import namespace_row
 

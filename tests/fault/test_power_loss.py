@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import key_of, noise, payload_of, read_back, soft
 from tests.fakes.lost_power import Commit, Event, RecordingOps, Survival, left_after
 

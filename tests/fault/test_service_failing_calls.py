@@ -17,8 +17,8 @@ import pytest
 import kvtier.service.spiller
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
-from kvtier.core import tier_health
 from kvtier.core.layout import ChunkKey
+from kvtier.disk import tier_health
 from tests.fakes.failing_service import SharedOps, failing_service
 from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.operator import Stub, evict, on_disk, pin, prompt_of, status_of, unpin, until

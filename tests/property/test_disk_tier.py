@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.base import ChunkRead
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, TierIOError
-from kvtier.tiers.base import ChunkRead
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import key_of, noise, payload_of, soft
 from tests.fakes.failing_ops import FailingOps
 

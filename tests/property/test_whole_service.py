@@ -24,12 +24,12 @@ from kvtier.config.model import StoreMode
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.slots import SlotState
+from kvtier.disk.base import StoredChunk
 from kvtier.service.evicting import EvictTier
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import EngineHello
 from kvtier.service.prompts import PinWish
 from kvtier.service.views import durability_of
-from kvtier.tiers.base import StoredChunk
 from tests.fakes.fsck import assert_clean, check
 from tests.fakes.gated_stores import STEPS
 from tests.fakes.in_process_engine import InProcessEngine

@@ -13,10 +13,10 @@ import struct
 import tempfile
 from pathlib import Path
 
-from kvtier.tiers.base import ChunkPayload, checksum_of
-from kvtier.tiers.codecs import CodecChooser, default_codecs
-from kvtier.tiers.pack_format import FORMAT_VERSION
-from kvtier.tiers.packs import PackTier
+from kvtier.disk.base import ChunkPayload, checksum_of
+from kvtier.disk.codecs import CodecChooser, default_codecs
+from kvtier.disk.packs.pack_format import FORMAT_VERSION
+from kvtier.disk.packs.pack_tier import PackTier
 
 FOLDER = Path(__file__).parent
 NAMESPACE_ID = "ns-fixture"

@@ -11,9 +11,9 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
-from kvtier.tiers.packs import PackTier
 from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, store_last_apart, unpin, until

@@ -15,9 +15,9 @@ import kvtier.rpc.server
 from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
 from kvtier.daemon import lifecycle
 from kvtier.daemon.folders import locked
+from kvtier.disk.codecs.split16 import Split16Codec
+from kvtier.disk.codecs.words import NUMPY, WordKernels, use_kernels
 from kvtier.errors import AlreadyRunningError, ConfigError, StuckError
-from kvtier.tiers.codecs.split16 import Split16Codec
-from kvtier.tiers.codecs.words import NUMPY, WordKernels, use_kernels
 
 MIB = 1024 * 1024
 Serve = Callable[..., object]

@@ -9,9 +9,9 @@ from pathlib import Path
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import BindingRow, Ledger, LedgerSnapshot, NamespaceRow, PromptRow
 from kvtier.ledger.namespace_files import save_namespace
-from kvtier.tiers.packs import PackTier
 from tests.fakes.chunks import key_of, layout_of, payload_of, read_back, soft
 
 FINGERPRINT = {"weights": '"1"'}

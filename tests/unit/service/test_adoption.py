@@ -16,13 +16,13 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of, num_slots_within
 from kvtier.core.slots import SlotState
+from kvtier.disk.base import ChunkRead
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
 from kvtier.service import adoption
 from kvtier.service.adoption import Adoption
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace
-from kvtier.tiers.base import ChunkRead
-from kvtier.tiers.packs import PackTier
 from kvtier.tiers.pages import PageOps
 from tests.fakes.chunks import layout_of
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
@@ -157,7 +157,7 @@ def test_pinned_chunks_that_are_not_durable_are_taken_over_and_written(
             def refused(*_: object) -> None:
                 raise OSError(5, "Input/output error")
 
-            patch.setattr("kvtier.tiers.file_ops.FileOps.fsync", refused)
+            patch.setattr("kvtier.disk.files.file_ops.FileOps.fsync", refused)
             async with running(config) as stub, ScriptedEngine(config) as engine:
                 await engine.bind(await pin(stub), KEYS)
                 await engine.store(KEYS)

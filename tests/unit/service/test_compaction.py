@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.disk.base import ChunkPayload, checksum_of
+from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
 from kvtier.service.cache import Cache
-from kvtier.tiers.base import ChunkPayload, checksum_of
-from kvtier.tiers.pack_format import reserve_bytes
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import reached
 from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig

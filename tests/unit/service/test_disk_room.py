@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._pb import cache_pb2
-from kvtier.tiers.packs import PackTier
+from kvtier.disk.packs.pack_tier import PackTier
 from tests.fakes.gates import gated
 from tests.fakes.operator import Stub, pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable

@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.service.cache import Cache
 from kvtier.tiers.arena import Arena
-from kvtier.tiers.packs import PackTier
 from tests.fakes.clocks import turns
 from tests.fakes.gates import Gate, begun, gated
 from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, unpin, until

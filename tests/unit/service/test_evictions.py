@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
 from kvtier.ledger import Ledger
 from kvtier.service.pins import Pins
-from kvtier.tiers.packs import PackTier
 from tests.fakes.gates import begun, failing, gated
 from tests.fakes.operator import evict, make_durable, pin, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable

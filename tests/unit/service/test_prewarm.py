@@ -9,7 +9,7 @@ import pytest
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.arena_map import SessionLockHolder
 from kvtier.config import DaemonConfig
-from kvtier.tiers.packs import PackTier
+from kvtier.disk.packs.pack_tier import PackTier
 from tests.fakes.gates import gated
 from tests.fakes.left_arena import LeftArena
 from tests.fakes.operator import Stub, pack_of, pin, reached, status_of, unpin, until

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.disk.disk_usage import DiskUsage
 from kvtier.errors import LedgerError
-from kvtier.service.disk_usage import DiskUsage
 from kvtier.service.room import STALE_S, Room
 
 NOW_S = 1_000_000.0

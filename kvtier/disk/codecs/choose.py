@@ -1,0 +1,165 @@
+"""Which codec a chunk gets: by measured gain, since nothing tells the disk tier what its bytes mean."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.disk.codecs.base import Codec
+from kvtier.disk.codecs.planes import PlaneCodec
+from kvtier.disk.codecs.raw import RawCodec
+from kvtier.disk.codecs.split16 import Split16Codec
+from kvtier.disk.codecs.split32 import Split32Codec
+from kvtier.disk.codecs.zstd import ZstdCodec
+from kvtier.errors import KvtierError
+
+MIN_GAIN_RATIO = 0.03
+"""What a codec must gain over raw; also the price of decoding: an entropy-coded byte counts as so much stored more."""
+FIRST_SAMPLES = 2
+SAMPLE_EVERY = 64
+"""A sample costs all encoders, about five times the winner: one in 64 is a few per cent."""
+MAX_STREAMS = 1024
+_DECAY = 0.5
+
+Encoded = tuple[str, Sequence[memoryview]]
+
+
+class UnknownCodecError(KvtierError):
+    """Stored bytes name a codec that this kvtier does not have."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"codec {name!r} is unknown, this kvtier has {', '.join(_BY_NAME)}; upgrade kvtier")
+        self.name = name
+
+
+def default_codecs(zstd_level: int = 1) -> tuple[Codec, ...]:
+    """Return every codec. Their order only breaks ties.
+
+    Args:
+        zstd_level: For `zstd`, 1..22.
+    """
+    return (RawCodec(), Split32Codec(), Split16Codec(), ZstdCodec(zstd_level))
+
+
+_BY_NAME: dict[str, Codec] = {codec.name: codec for codec in default_codecs()}
+
+
+def codec_by_name(name: str) -> Codec:
+    """Return the codec that decodes what was stored under a name.
+
+    Raises:
+        UnknownCodecError: A newer kvtier wrote it.
+    """
+    codec = _BY_NAME.get(name)
+    if codec is None:
+        raise UnknownCodecError(name)
+    return codec
+
+
+@dataclass
+class _Stream:
+    """What is known about the chunks of one namespace and group; `costs` are the codecs', raw first, as sampled."""
+
+    winner: int = 0
+    num_chunks: int = 0
+    costs: list[float] = field(default_factory=list)
+
+
+class CodecChooser:
+    """Encodes chunks with the codec that paid for chunks like them.
+
+    The first chunks of a stream, and then one of `sample_every`, are encoded with every codec; the others with the
+    winner only. A codec's cost is the bytes it stores, and a price for each payload byte that has to be entropy
+    decoded: so of two that store nearly the same, the faster one wins. Where it gains less than `MIN_GAIN_RATIO`, its
+    cost is that of `raw`. No clock is read: the same chunks in the same order get the same codecs everywhere.
+    Thread-safe.
+    """
+
+    def __init__(
+        self,
+        codecs: Sequence[Codec],
+        *,
+        first_samples: int = FIRST_SAMPLES,
+        sample_every: int = SAMPLE_EVERY,
+        max_streams: int = MAX_STREAMS,
+    ) -> None:
+        """Choose among codecs.
+
+        Args:
+            codecs: The candidates; `raw` is one whether it is named or not.
+            first_samples: A stream's first chunks to be sampled.
+            sample_every: Then one of so many.
+            max_streams: The least recently used is forgotten beyond that, and sampled anew.
+        """
+        self._codecs: list[Codec] = [RawCodec(), *(codec for codec in codecs if codec.name != RawCodec.name)]
+        self._first_samples, self._sample_every, self._max_streams = first_samples, sample_every, max_streams
+        self._streams: OrderedDict[str, _Stream] = OrderedDict()
+        self._lock = threading.Lock()  # protects _streams and what is in it; never held while encoding
+
+    def encode(self, stream: str, segments: Sequence[memoryview]) -> Encoded:
+        """Return codec name and stored pieces of a chunk; they are never longer than the payload.
+
+        Args:
+            stream: Names what has bytes of one kind: namespace and group.
+            segments: The payload, as `Codec.encode` takes it. Pieces may be views of it.
+        """
+        winner = self._next(stream)
+        if winner is None:
+            return self._sample(stream, segments)
+        _, encoded = _encode(self._codecs[winner], segments)
+        return encoded
+
+    def _next(self, stream: str) -> int | None:
+        """Return the winner's position, None when this chunk is a sample."""
+        with self._lock:
+            state = self._streams.setdefault(stream, _Stream())
+            self._streams.move_to_end(stream)
+            if len(self._streams) > self._max_streams:
+                self._streams.popitem(last=False)
+            state.num_chunks += 1
+            number = state.num_chunks - self._first_samples
+            # Two threads may begin a stream at once: without costs there is no winner yet.
+            sampled = number <= 0 or number % self._sample_every == 0 or not state.costs
+            return None if sampled else state.winner
+
+    def _sample(self, stream: str, segments: Sequence[memoryview]) -> Encoded:
+        costs: list[float] = []
+        best: Encoded = (RawCodec.name, segments)
+        for codec in self._codecs:
+            stored_bytes, encoded = _encode(codec, segments)
+            cost = stored_bytes + _price(codec, encoded, segments)
+            if costs and cost < min(costs):
+                best = encoded
+            costs.append(cost)
+        self._learn(stream, costs)
+        return best
+
+    def _learn(self, stream: str, costs: Sequence[float]) -> None:
+        """Older samples count half as much each time, so a stream whose bytes change gets another codec."""
+        with self._lock:
+            state = self._streams.get(stream)
+            if state is None:  # forgotten meanwhile
+                return
+            before = state.costs or [0.0] * len(costs)
+            state.costs = [_DECAY * old + new for old, new in zip(before, costs, strict=True)]
+            state.winner = state.costs.index(min(state.costs))
+
+
+def _encode(codec: Codec, segments: Sequence[memoryview]) -> tuple[int, Encoded]:
+    """Return the stored bytes of a chunk with a codec, and the chunk: raw where that gains too little."""
+    raw_bytes = sum(segment.nbytes for segment in segments)
+    pieces = codec.encode(segments)
+    stored_bytes = raw_bytes if pieces is None else sum(piece.nbytes for piece in pieces)
+    if pieces is None or stored_bytes > (1 - MIN_GAIN_RATIO) * raw_bytes:
+        return raw_bytes, (RawCodec.name, segments)
+    return stored_bytes, (codec.name, pieces)
+
+
+def _price(codec: Codec, encoded: Encoded, segments: Sequence[memoryview]) -> float:
+    """Return the price of decoding a chunk, in stored bytes."""
+    name, pieces = encoded
+    if name == RawCodec.name:
+        return 0.0
+    raw_bytes = sum(segment.nbytes for segment in segments)
+    coded_bytes = codec.coded_bytes(pieces, raw_bytes) if isinstance(codec, PlaneCodec) else raw_bytes
+    return MIN_GAIN_RATIO * coded_bytes

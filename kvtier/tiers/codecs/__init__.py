@@ -1,6 +1,0 @@
-"""Lossless codecs of chunk payloads: one contract (`base`), one file per codec, and who chooses among them."""
-
-from kvtier.tiers.codecs.base import Codec, CodecError
-from kvtier.tiers.codecs.choose import CodecChooser, UnknownCodecError, codec_by_name, default_codecs
-
-__all__ = ["Codec", "CodecChooser", "CodecError", "UnknownCodecError", "codec_by_name", "default_codecs"]

@@ -1,0 +1,53 @@
+"""Packs of every format version and codec, as they were written once: they are read for ever."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtier.disk.codecs import default_codecs
+from kvtier.disk.packs.pack_format import FORMAT_VERSION
+from kvtier.disk.packs.pack_tier import PackTier
+from tests.data.packs.make import CONTENT, FOLDER, NAMESPACE_ID, key_of
+from tests.fakes.chunks import read_back
+
+FIXTURES = sorted(path.name for path in FOLDER.glob("*.kvpack"))
+PACK_ID = "ab" * 16
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_pack_of_any_version_and_codec_is_read(tmp_path: Path, name: str) -> None:
+    tier = PackTier(tmp_path)
+    shutil.copyfile(FOLDER / name, tmp_path / f"{PACK_ID}.kvpack")
+    record = tier.read_record(PACK_ID)
+    assert record.namespace_id == NAMESPACE_ID
+    assert {chunk.key: read_back(tier, chunk) for chunk in record.chunks} == {
+        key_of(chunk): content for chunk, content in CONTENT.items()
+    }
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_pack_of_any_version_is_rewritten_as_the_newest(tmp_path: Path, name: str) -> None:
+    tier = PackTier(tmp_path)
+    shutil.copyfile(FOLDER / name, tmp_path / f"{PACK_ID}.kvpack")
+    old = tier.read_record(PACK_ID)
+    new = tier.rewrite_pack(NAMESPACE_ID, old.chunks)
+    assert tier.read_record(new.pack_id) == new
+    assert [chunk[3:] for chunk in new.chunks] == [chunk[3:] for chunk in old.chunks]
+    assert [read_back(tier, chunk) for chunk in new.chunks] == list(CONTENT.values())
+
+
+def test_every_version_and_codec_has_its_fixture() -> None:
+    """A new version or codec comes with a pack: run `python -m tests.data.packs.make` and commit what it wrote."""
+    expected = {f"v{FORMAT_VERSION}-{codec.name}.kvpack" for codec in default_codecs()}
+    assert expected <= set(FIXTURES)
+    assert {name.removeprefix("v").partition("-")[0].partition(".")[0] for name in FIXTURES} == {
+        str(version) for version in range(1, FORMAT_VERSION + 1)
+    }
+
+
+def test_each_codec_is_really_in_its_fixture(tmp_path: Path) -> None:
+    tier = PackTier(tmp_path)
+    for codec in default_codecs():
+        shutil.copyfile(FOLDER / f"v{FORMAT_VERSION}-{codec.name}.kvpack", tmp_path / f"{PACK_ID}.kvpack")
+        assert codec.name in {chunk.codec for chunk in tier.read_record(PACK_ID).chunks}
