@@ -6,11 +6,11 @@ transaction leaves scratch files, which the next start sweeps, and packs without
 nothing pins; after it everything is there. So the prompt was imported whole or not at all.
 """
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from kvtier.bundles.bundle_format import Bundle
@@ -19,6 +19,7 @@ from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
 from kvtier.disk.disk_usage import ScratchRoom
+from kvtier.disk.index import IndexChange
 from kvtier.errors import (
     DrainingError,
     KvtierError,
@@ -32,7 +33,6 @@ from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish
 from kvtier.service.scratch import scratch_folder
-from kvtier.service.turns import slices
 from kvtier.service.views import PromptView
 
 
@@ -144,13 +144,12 @@ class _Import:
         namespace = self._namespace
         if self._cache.namespaces.get(namespace.namespace_id) is not namespace:
             raise NamespaceMismatchError(f"namespace {namespace.namespace_id} ended meanwhile; import again")
-        async with namespace.relocating:
-            emptied = await self._record_here()
-        await namespace.delete_packs(emptied)
+        async with namespace.index.hold() as change:
+            await self._record_here(change)
 
-    async def _record_here(self) -> list[str]:
-        """Memory follows the ledger while both locks are held: in between, what is dropped from disk waits."""
-        cache, namespace, stores = self._cache, self._namespace, self._cache.stores
+    async def _record_here(self, change: IndexChange) -> None:
+        """While both locks are held nothing is deleted from disk: what is missing here is all that is missing."""
+        cache, namespace = self._cache, self._namespace
         while missing := self._missing():  # held when we looked, evicted since
             await self._write(missing)
         prompt, old = cache.prompts.draft(self._pin, time.time())
@@ -163,23 +162,16 @@ class _Import:
         # Not ours to discard from here on, but for a refusal: after a stop they have rows, or are adopted.
         written, self._written = self._written, []
         try:
-            emptied = await stores.in_ledger(_record_in, stores.ledger, prompt, binding, written)
+            await change.record(written, also=partial(_put_promise, prompt, binding))
         except LedgerError:
             self._written = written
             raise
-        for record in written:
-            stores.disk_usage.add(record.pack_id, record.file_bytes)
-            for part in slices(record.chunks):
-                for chunk in part:
-                    namespace.table.place(chunk.key, chunk)
-                await asyncio.sleep(0)
         await cache.pins.take_in(prompt, old)
         bound = cache.prompts.binding(prompt.pin_id, namespace.namespace_id)
         await cache.pins.count(namespace, binding.keys, pinned=True)
         await cache.pins.count(namespace, bound.keys if bound is not None else (), pinned=False)
         cache.prompts.bind(binding)
         namespace.announce(binding.keys, held=True)
-        return emptied
 
     async def _discard(self) -> None:
         """What has no row must not stay; what cannot be removed now, the next start adopts."""
@@ -197,9 +189,6 @@ def _link(source: Path, target: Path) -> None:
         raise TierIOError(target, "link", exc) from exc
 
 
-def _record_in(ledger: Ledger, prompt: PromptRow, binding: BindingRow, records: Sequence[PackRecord]) -> list[str]:
-    """Ledger thread: all in one transaction; returns packs left without chunks."""
-    with ledger.together():
-        ledger.put_prompt(prompt)
-        ledger.put_binding(binding)
-        return [pack_id for record in records for pack_id in ledger.commit_pack(record)]
+def _put_promise(prompt: PromptRow, binding: BindingRow, ledger: Ledger) -> None:
+    ledger.put_prompt(prompt)
+    ledger.put_binding(binding)

@@ -1,6 +1,6 @@
 """How much of each pack is still read from it: what compaction and quarantine decide on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvtier.core.stored import StoredChunk
@@ -30,9 +30,13 @@ class PackIndex:
 
     Loop thread only. Keys are not kept: at 100,000 chunks a set of them would double the index, and only a compaction
     asks for them, which goes through the table.
+
+    Args:
+        on_hole: Called when a chunk is no longer read from where it was: its pack has a hole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_hole: Callable[[], object]) -> None:
+        self._on_hole = on_hole
         self._live: dict[str, Live] = {}
         self.damaged: set[str] = set()  # packs in which a damaged chunk was found; they are set aside, not deleted
 
@@ -40,6 +44,7 @@ class PackIndex:
         """A chunk that was read from `old` is read from `new` now; None is nowhere."""
         if old is not None:
             self._count(old, -1)
+            self._on_hole()
         if new is not None:
             self._count(new, 1)
 

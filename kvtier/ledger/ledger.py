@@ -19,7 +19,7 @@ from pathlib import Path
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import InvalidArgumentError, LedgerError
-from kvtier.ledger.loading import load_snapshot
+from kvtier.ledger.loading import find_chunks, load_snapshot
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.promise_rows import (
     copies_in_namespace,
@@ -115,6 +115,17 @@ class Ledger:
             f"rows of the ledger {self.path} are not what was written ({names}): the storage changed them; run "
             "`kvtier fsck --offline --repair`, which puts prompts back from their copies, or restore a backup"
         )
+
+    def find_chunks(self, namespace_id: str, keys: Iterable[ChunkKey]) -> dict[ChunkKey, StoredChunk]:
+        """Return the rows of these chunks, as far as they have one.
+
+        Raises:
+            LedgerError: The database cannot be read.
+        """
+        try:
+            return find_chunks(self._connection, namespace_id, keys)
+        except sqlite3.Error as exc:
+            raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
 
     def pack_ids(self) -> set[str]:
         """Return the packs that have a row.

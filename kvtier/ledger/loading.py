@@ -3,11 +3,12 @@
 import json
 import sqlite3
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 
 from kvtier.collector import collector_off
+from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.ledger.rows import (
     CHECKSUM_MASK,
@@ -19,6 +20,8 @@ from kvtier.ledger.rows import (
     decode_layout,
     decode_tokens,
 )
+
+_CHUNK_COLUMNS = "key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum"
 
 
 def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
@@ -119,6 +122,21 @@ def load_bindings(sql: sqlite3.Connection, where: str = "", values: Sequence[str
     )
 
 
+def find_chunks(sql: sqlite3.Connection, namespace_id: str, keys: Iterable[ChunkKey]) -> dict[ChunkKey, StoredChunk]:
+    """Return the rows of these chunks, as far as they have one that makes sense.
+
+    Raises:
+        sqlite3.Error: As SQLite does.
+    """
+    found: dict[ChunkKey, StoredChunk] = {}
+    query = f"SELECT {_CHUNK_COLUMNS} FROM chunks WHERE namespace_id = ? AND key = ?"
+    for key in keys:
+        for columns in sql.execute(query, (namespace_id, key)):
+            with suppress(ValueError):
+                found[key] = _stored_chunk(*columns)
+    return found
+
+
 def _load_packs(sql: sqlite3.Connection) -> dict[str, PackRecord]:
     chunks: dict[str, list[StoredChunk]] = {}
     rows = sql.execute("SELECT pack_id, namespace_id, file_bytes FROM packs").fetchall()
@@ -136,17 +154,20 @@ def _load_packs(sql: sqlite3.Connection) -> dict[str, PackRecord]:
 
 def _load_chunks(sql: sqlite3.Connection, chunks: dict[str, list[StoredChunk]]) -> None:
     """Add each chunk to its pack's list and order the lists by offset."""
-    rows = sql.execute("SELECT key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum FROM chunks")
+    rows = sql.execute(f"SELECT {_CHUNK_COLUMNS} FROM chunks")
     # SQLite makes a new string for each row: sharing those of a pack id and a codec saves 134 bytes a chunk.
     pack_ids = {pack_id: pack_id for pack_id in chunks}
-    for key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum in rows:
+    for key, pack_id, *numbers in rows:
         shared_id = pack_ids.get(pack_id)
         if shared_id is None:  # a repaired ledger's row without its pack: not held
             continue
         with suppress(ValueError):  # a row that makes no sense any more is a chunk that is not held: it is stored anew
-            chunk = StoredChunk(
-                key, shared_id, offset, stored_bytes, raw_bytes, sys.intern(codec), checksum & CHECKSUM_MASK
-            )
-            chunks[shared_id].append(chunk)
+            chunks[shared_id].append(_stored_chunk(key, shared_id, *numbers))
     for of_pack in chunks.values():
         of_pack.sort(key=attrgetter("offset"))
+
+
+def _stored_chunk(
+    key: ChunkKey, pack_id: str, offset: int, stored_bytes: int, raw_bytes: int, codec: str, checksum: int
+) -> StoredChunk:
+    return StoredChunk(key, pack_id, offset, stored_bytes, raw_bytes, sys.intern(codec), checksum & CHECKSUM_MASK)

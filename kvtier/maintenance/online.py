@@ -17,8 +17,8 @@ from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.errors import LedgerError, NamespaceMismatchError
-from kvtier.ledger import Ledger, LedgerSnapshot
+from kvtier.errors import NamespaceMismatchError
+from kvtier.ledger import LedgerSnapshot
 from kvtier.ledger.checks import LedgerHealth, inspect_ledger, load_copy
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.maintenance.compare import PackFiles, both, compare
@@ -204,25 +204,15 @@ class _OnlineCheck:
         return await self._cache.changes.exclusively("fsck", lambda: self._judge_memory(suspects))
 
     async def _judge_memory(self, suspects: dict[str, set[ChunkKey]]) -> list[Finding]:
-        stores = self._cache.stores
-        # On the ledger's own connection, after all that was asked of it before; memory follows each of those at once.
-        all_rows = await stores.in_ledger(_load_rows, stores.ledger)
-        await asyncio.sleep(0)
         findings = []
         for namespace_id, keys in suspects.items():
             namespace = self._cache.namespaces.get(namespace_id)
-            if namespace is None:
+            if namespace is None or not (num_wrong := await namespace.index.reconcile(keys, repair=self._repair)):
                 continue
-            rows = all_rows.get(namespace_id, {})
-            wrong = [key for key in keys if not _agree(namespace, key, rows.get(key))]
-            if wrong:
-                what = f"{len(wrong)} chunks lie elsewhere in the daemon's memory than in the ledger"
-                findings.append(
-                    Finding(code=Code.MEMORY_DIFFERS, subject=namespace_id, detail=what, num_chunks=len(wrong))
-                )
-                if self._repair:
-                    _follow(namespace, wrong, rows)
-                    findings[-1].mend("memory follows the ledger now")
+            what = f"{num_wrong} chunks lie elsewhere in the daemon's memory than in the ledger"
+            findings.append(Finding(code=Code.MEMORY_DIFFERS, subject=namespace_id, detail=what, num_chunks=num_wrong))
+            if self._repair:
+                findings[-1].mend("memory follows the ledger now")
         return findings
 
     async def _check_usage(self, ledger: LedgerSnapshot, files: PackFiles, suspects: set[str]) -> list[Finding]:
@@ -298,37 +288,25 @@ class _ServiceRows:
         return namespace
 
     async def _drop(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
-        """Not `drop_from_disk`: that unlinks the file, and the file may hold what reads right by its own header."""
-        stores, namespace = self._cache.stores, self._cache.namespaces.get(record.namespace_id)
+        """The file stays: it may hold what reads right by its own header."""
+        namespace = self._cache.namespaces.get(record.namespace_id)
         if not record.chunks:
+            stores = self._cache.stores
             await stores.in_ledger(stores.ledger.drop_pack, record.pack_id)
         if namespace is None:
             return
-        async with namespace.relocating:
-            found = ((chunk.key, _placed_in(namespace, chunk.key, record.pack_id)) for chunk in chunks)
-            dropped = {key: place for key, place in found if place is not None}
-            for key in dropped:
-                namespace.table.unplace(key)
-            try:
-                await stores.in_ledger(stores.ledger.drop_chunks, record.namespace_id, list(dropped))
-            except LedgerError:
-                for key, place in dropped.items():
-                    namespace.table.place(key, place)
-                namespace.announce(list(dropped), held=True)  # somebody may have heard that they are gone
-                raise
+        found = ((chunk.key, _placed_in(namespace, chunk.key, record.pack_id)) for chunk in chunks)
+        dropped = {key: place for key, place in found if place is not None}
+        await namespace.index.drop(dropped, only_at=dropped, keep_files=True)
         namespace.spiller.add(dropped)  # what is in host memory still is written again
         namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
 
     async def _commit(self, record: PackRecord, instead_of: str | None) -> int:
-        stores, namespace = self._cache.stores, self._namespace(record.namespace_id)
-        async with namespace.relocating:
+        namespace = self._namespace(record.namespace_id)
+        async with namespace.index.hold() as change:
             chunks = tuple(chunk for chunk in record.chunks if _pack_of(namespace, chunk.key) == instead_of)
-            if not chunks:
-                return 0
-            await stores.in_ledger(stores.ledger.commit_pack, replace(record, chunks=chunks))
-            stores.disk_usage.add(record.pack_id, record.file_bytes)
-            for chunk in chunks:
-                namespace.table.place(chunk.key, chunk)
+            if chunks:
+                await change.record([replace(record, chunks=chunks)])
         namespace.announce([chunk.key for chunk in chunks], held=True)
         return len(chunks)
 
@@ -360,10 +338,6 @@ def _still_there(damaged: dict[str, list[ChunkKey]], ledger: LedgerSnapshot) -> 
     return {pack_id: keys for pack_id, keys in found.items() if keys}
 
 
-def _load_rows(ledger: Ledger) -> _Rows:
-    return _all_rows(ledger.load())
-
-
 def _all_rows(snapshot: LedgerSnapshot) -> _Rows:
     """Return the chunks of each namespace by key. Not on the loop: there may be millions."""
     rows: dict[str, dict[ChunkKey, StoredChunk]] = {}
@@ -391,15 +365,6 @@ def _agree(namespace: Namespace, key: ChunkKey, row: StoredChunk | None) -> bool
     if row is None or location is None:
         return row is location
     return (row.pack_id, row.offset) == (location.pack_id, location.offset)
-
-
-def _follow(namespace: Namespace, keys: Sequence[ChunkKey], rows: _RowsByKey) -> None:
-    for key in keys:
-        if key in rows:
-            namespace.table.place(key, rows[key])
-        else:
-            namespace.table.unplace(key)
-    namespace.announce([key for key in keys if not namespace.table.holds(key)], held=False)
 
 
 def _pack_of(namespace: Namespace, key: ChunkKey) -> str | None:

@@ -168,7 +168,7 @@ class Compactor:
     async def compact(self, job: Job) -> bool:
         """Rewrite a job's packs; False when the disk or the ledger refused and it should wait before the next try."""
         usage, namespace = self._stores.disk_usage, job.namespace
-        chunks = await namespace.chunks_in(job.pack_ids)
+        chunks = await namespace.index.chunks_in(job.pack_ids)
         num_bytes = _largest_bytes(namespace, chunks)
         if not chunks or not usage.fits(num_bytes):
             return not chunks
@@ -185,7 +185,6 @@ class Compactor:
                 self._give_up(job)
                 self._stores.disk_health.failed("write", error)
                 return False
-        usage.add(record.pack_id, record.file_bytes)
         self._pace.spent(record.file_bytes)
         return await self._take_over(job, record, {chunk.key: chunk for chunk in chunks})
 
@@ -198,26 +197,14 @@ class Compactor:
 
     async def _take_over(self, job: Job, record: PackRecord, copied: Mapping[ChunkKey, StoredChunk]) -> bool:
         """Record the new pack where its chunks still are what was copied, and remove what is left empty."""
-        namespace, stores = job.namespace, self._stores
-        moved_from = {key: stored.pack_id for key, stored in copied.items()}
-        async with namespace.relocating:  # a drop in between would find memory and ledger at odds
-            try:
-                emptied = await stores.in_ledger(stores.ledger.move_chunks, record, moved_from)
-            except LedgerError as error:
-                self._refused(error)
-                stores.disk_health.failed("write", error)
-                emptied = None
-            else:
-                for stored in record.chunks:
-                    chunk = namespace.table.get(stored.key)
-                    if chunk is not None and chunk.location == copied[stored.key]:
-                        namespace.table.place(stored.key, stored)
-        if emptied is None:
-            await namespace.delete_packs([record.pack_id])
+        stores = self._stores
+        try:
+            freed_bytes = await job.namespace.index.move(record, copied)
+        except LedgerError as error:
+            self._refused(error)
+            stores.disk_health.failed("write", error)
             return False
         stores.disk_health.succeeded("write")
-        freed_bytes = sum(map(stores.disk_usage.file_bytes, emptied)) - record.file_bytes
-        await namespace.delete_packs(emptied)
         self._forget_what_is_gone()
         self._count(job, record, freed_bytes)
         if freed_bytes > 0:

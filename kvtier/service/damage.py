@@ -5,7 +5,6 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier.disk.base import StoredChunk
-from kvtier.errors import LedgerError
 from kvtier.obs.log import log_event
 
 if TYPE_CHECKING:
@@ -50,15 +49,6 @@ def drop_damaged(namespace: "Namespace", damaged: Sequence[StoredChunk]) -> Coro
 
 
 async def _drop(namespace: "Namespace", damaged: "dict[bytes, StoredChunk]") -> None:
-    table = namespace.table
-    try:
-        await namespace.drop_from_disk(damaged, only_at=damaged)
-    except LedgerError as error:
-        # A row that stays is found damaged again after the next start, or replaced by the next store before.
-        log_event(logger, "damage_not_recorded", level=logging.ERROR, chunks=len(damaged), problem=str(error))
-        for key, stored in damaged.items():
-            if (chunk := table.get(key)) is not None and chunk.location == stored:
-                table.unplace(key)
-        namespace.announce([key for key in damaged if not table.holds(key)], held=False)
+    await namespace.index.reject(damaged)
     namespace.spiller.add(damaged)
     namespace.stores.holes.set()

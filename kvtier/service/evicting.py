@@ -87,6 +87,6 @@ def _doom(namespace: "Namespace", keys: Sequence[ChunkKey], done: Evicted) -> No
 
 
 async def _drop(namespace: "Namespace", keys: Sequence[ChunkKey], done: Evicted) -> None:
-    dropped = await namespace.drop_from_disk(keys)
+    dropped = await namespace.index.drop(keys)
     done.disk_bytes += dropped.num_bytes
     namespace.stores.counters.disk_evictions += dropped.num_chunks

@@ -13,8 +13,9 @@ from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
 from kvtier.disk.base import StoredChunk
+from kvtier.disk.index import ChunkIndex
 from kvtier.disk.pack_index import PackIndex
-from kvtier.errors import ArenaError, ArenaFullError, LedgerError, TierIOError
+from kvtier.errors import ArenaError, ArenaFullError
 from kvtier.ledger import NamespaceRow
 from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SLICE_CHUNKS = 2000
 _EVICTED_AT_ONCE = 500
 """A few milliseconds of the loop."""
 _MAKING_TIMEOUT_S = 0.1
@@ -37,13 +37,6 @@ _MAKING_TIMEOUT_S = 0.1
 
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
 """Assumed of engines that have not measured it: it only weighs namespaces against each other."""
-
-
-class Dropped(NamedTuple):
-    """What left the disk."""
-
-    num_chunks: int
-    num_bytes: int
 
 
 class NewRows(NamedTuple):
@@ -122,12 +115,12 @@ class Namespace:
         self.keep_pages = False  # a dead daemon's engine may be copying from any row
         self._pages_stay = False  # the file system refused the last time that it was to take pages back
         self.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
-        self.packs = PackIndex()
+        self.packs = PackIndex(stores.holes.set)
         self.table: ChunkTable[StoredChunk] = ChunkTable(
-            self.slots, RecomputeCost(self), stores.host_clock, stores.disk_clock, self._chunk_moved
+            self.slots, RecomputeCost(self), stores.host_clock, stores.disk_clock, self.packs.moved
         )
         self.making_rows = asyncio.Lock()  # held while free rows get their pages ahead of need, and look taken
-        self.relocating = asyncio.Lock()  # held while rows of chunks come, go or move, and memory follows
+        self.index = ChunkIndex(self.namespace_id, self.table, self.packs, stores, self._announce)
         self.promoter = Promoter(self)
         self.spiller = Spiller(self)
         self._arena: Arena | None = None
@@ -429,6 +422,9 @@ class Namespace:
                 if not session.ended:
                     session.peer.chunks_held(batch, held)
 
+    def _announce(self, keys: Sequence[ChunkKey], held: bool) -> None:
+        self.announce(keys, held=held)
+
     def forget_lost(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks went out of the last tier they were in."""
         self.announce(keys, held=False)
@@ -446,112 +442,6 @@ class Namespace:
         self.stores.counters.host_evictions += evicted.num_slots
         self.forget_lost(evicted.lost)
         return evicted.num_slots
-
-    async def drop_cheapest(self, num_bytes: int) -> int:
-        """Drop ordinary chunks of `num_bytes` from disk; return the stored bytes given up, 0 when there are none.
-
-        Raises:
-            LedgerError: The ledger refused; they are on disk as before.
-        """
-        return await self._drop_ordinary(self.table.disk.take_cheapest(num_bytes))
-
-    async def drop_packs(self, pack_ids: Sequence[str]) -> int:
-        """Drop every ordinary chunk of these packs from disk; return the stored bytes given up.
-
-        Raises:
-            LedgerError: The ledger refused; they are on disk as before.
-        """
-        return await self._drop_ordinary([stored.key for stored in await self.chunks_in(pack_ids)])
-
-    async def _drop_ordinary(self, keys: Sequence[ChunkKey]) -> int:
-        dropped = await self.drop_from_disk(keys, ordinary_only=True)
-        self.stores.counters.disk_evictions += dropped.num_chunks
-        self.forget_lost([key for key in keys if not self.table.holds(key)])
-        return dropped.num_bytes
-
-    def _chunk_moved(self, old: StoredChunk | None, new: StoredChunk | None) -> None:
-        self.packs.moved(old, new)
-        if old is not None:
-            self.stores.holes.set()
-
-    async def chunks_in(self, pack_ids: Sequence[str]) -> list[StoredChunk]:
-        """Return what is read from these packs, in the order of the packs and in each by offset.
-
-        Looks at the table in slices, so that the loop goes on. Chunks never move into an old pack: what was looked at
-        first can only have become less.
-        """
-        wanted = {pack_id: number for number, pack_id in enumerate(pack_ids)}
-        found: list[StoredChunk] = []
-        everything = list(self.table)
-        for start in range(0, len(everything), _SLICE_CHUNKS):
-            for chunk in everything[start : start + _SLICE_CHUNKS]:
-                location = chunk.location
-                if location is not None and location.pack_id in wanted:
-                    found.append(location)
-            await asyncio.sleep(0)
-        return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
-
-    async def drop_from_disk(
-        self,
-        keys: Collection[ChunkKey],
-        *,
-        only_at: Mapping[ChunkKey, StoredChunk] | None = None,
-        ordinary_only: bool = False,
-    ) -> Dropped:
-        """Take chunks out of the ledger, then unlink packs left empty.
-
-        The chunks stop being found at once (unless places of chunks are being recorded: then right after it); the row
-        goes before the file.
-
-        Args:
-            keys: What is not on disk is ignored.
-            only_at: Ignore what lies elsewhere than here by now.
-            ordinary_only: Ignore what is pinned by now.
-
-        Raises:
-            LedgerError: The ledger refused; the chunks are on disk as before.
-        """
-        dropped: dict[ChunkKey, StoredChunk] = {}
-        async with self.relocating:
-            for key in keys:
-                chunk = self.table.get(key)
-                if chunk is None or chunk.location is None or (only_at and only_at[key] != chunk.location):
-                    continue
-                if ordinary_only and chunk.num_pins:
-                    continue
-                dropped[key] = chunk.location
-                self.table.unplace(key)
-            if not dropped:
-                return Dropped(0, 0)
-            try:
-                emptied = await self.stores.in_ledger(self.stores.ledger.drop_chunks, self.namespace_id, list(dropped))
-            except LedgerError:
-                for key, stored in dropped.items():
-                    if (chunk := self.table.get(key)) is None or chunk.location is None:  # else: stored anew meanwhile
-                        self.table.place(key, stored)
-                self.announce(list(dropped), held=True)  # somebody may have heard that they are gone
-                raise
-        await self.delete_packs(emptied)
-        return Dropped(len(dropped), sum(stored.stored_bytes for stored in dropped.values()))
-
-    async def delete_packs(self, pack_ids: Iterable[str]) -> None:
-        """Unlink packs whose rows are gone, or set them aside if damage was found in them.
-
-        What cannot be unlinked still counts, and the next start sweeps it.
-        """
-        for pack_id in pack_ids:
-            damaged = pack_id in self.packs.damaged
-            remove = self.stores.disk.quarantine_pack if damaged else self.stores.disk.delete_pack
-            try:
-                await self.stores.in_io(remove, pack_id)
-            except TierIOError as error:
-                log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error))
-                continue
-            self.stores.disk_usage.remove(pack_id)
-            self.packs.damaged.discard(pack_id)
-            if damaged:
-                self.stores.counters.packs_quarantined += 1
-                log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id)
 
     async def close(self, *, keep_arena: bool = False) -> None:
         """End its tasks and unmap the arena; running disk calls are waited for.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PACKS_A_TRANSACTION = 100
-
 
 async def adopt_orphans(cache: "Cache", disk: "PackTier", orphans: Sequence[str]) -> int:
     """Give rows to what packs without rows hold, as far as it has none elsewhere; return how many packs got some.
@@ -44,32 +42,30 @@ async def adopt_orphans(cache: "Cache", disk: "PackTier", orphans: Sequence[str]
     stores = cache.stores
     headers = await stores.in_io(_read_headers, disk, orphans)
     await _know_namespaces(cache, {header.namespace_id for header in headers})
-    adopted: list[PackRecord] = []
+    num_packs = num_chunks = 0
     for header in headers:
         namespace = cache.namespaces.get(header.namespace_id)
         if namespace is None:
             await stores.in_io(_move_unclaimed, disk, header)
         elif (record := await stores.in_io(_wanted, disk, namespace, header)) is not None:
-            for chunk in record.chunks:
-                namespace.table.place(chunk.key, chunk)
-            stores.disk_usage.add(record.pack_id, record.file_bytes)
-            adopted.append(record)
-    for start in range(0, len(adopted), _PACKS_A_TRANSACTION):
-        batch = adopted[start : start + _PACKS_A_TRANSACTION]
-        for emptied in await stores.in_ledger(stores.ledger.commit_packs, batch):
-            await stores.in_io(disk.quarantine_pack, emptied)
-            stores.disk_usage.remove(emptied)
-    if adopted:
+            # What the new rows replace is not what was written (`_wanted`): if its pack is empty then, it is set aside.
+            replaced = (found for chunk in record.chunks if (found := namespace.table.get(chunk.key)) is not None)
+            namespace.packs.damaged.update(old.location.pack_id for old in replaced if old.location is not None)
+            async with namespace.index.hold() as change:
+                await change.record([record])
+            num_packs += 1
+            num_chunks += len(record.chunks)
+    if num_packs:
         log_event(
             logger,
             "packs_adopted",
             level=logging.WARNING,
-            packs=len(adopted),
-            chunks=sum(len(record.chunks) for record in adopted),
+            packs=num_packs,
+            chunks=num_chunks,
             why="the ledger did not know them: a write was cut off, or the ledger was lost or is an old backup",
             remedy="none is needed; `kvtier fsck --deep` verifies every byte now",
         )
-    return len(adopted)
+    return num_packs
 
 
 def _read_headers(disk: "PackTier", pack_ids: Sequence[str]) -> list[PackRecord]:

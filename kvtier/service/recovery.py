@@ -4,13 +4,11 @@ What the ledger has lost comes back: promises from their copies, chunks from the
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.collector import collector_off
-from kvtier.core.layout import ChunkKey
-from kvtier.core.stored import StoredChunk
 from kvtier.ledger import LedgerSnapshot
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
@@ -47,7 +45,7 @@ async def recover(cache: "Cache", disk: "PackTier") -> None:
         await stores.in_ledger(stores.ledger.forget_removed, removed)
     on_disk = await stores.in_io(disk.list_packs)
     with collector_off():
-        await _place_chunks(cache, snapshot, on_disk)
+        await _load_index(cache, snapshot, on_disk)
     num_adopted = await adopt_orphans(cache, disk, sorted(on_disk.keys() - snapshot.packs.keys()))
     for prompt in snapshot.prompts:
         cache.prompts.put(prompt)
@@ -90,32 +88,10 @@ async def _restore_promises(cache: "Cache") -> None:
         )
 
 
-async def _place_chunks(cache: "Cache", snapshot: LedgerSnapshot, on_disk: Mapping[str, int]) -> None:
-    stores = cache.stores
+async def _load_index(cache: "Cache", snapshot: LedgerSnapshot, on_disk: Mapping[str, int]) -> None:
     for pack_id, record in snapshot.packs.items():
         file_bytes = on_disk.get(pack_id, 0)
-        namespace = cache.namespaces.get(record.namespace_id)
-        whole, lost = _split_at(record.chunks, file_bytes)
-        if lost:
-            stores.counters.chunks_damaged += len(lost)
-            log_event(
-                logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=len(lost), file_bytes=file_bytes
-            )
-            for emptied in await stores.in_ledger(stores.ledger.drop_chunks, record.namespace_id, lost):
-                await stores.in_io(stores.disk.quarantine_pack, emptied)
-                stores.counters.packs_quarantined += file_bytes > 0
-            if namespace is not None and whole:
-                namespace.packs.damaged.add(pack_id)  # compaction takes the good ones out of it
-        if namespace is not None:
-            for chunk in whole:
-                namespace.table.place(chunk.key, chunk)
-        if whole or not lost:  # without chunks it is fsck's to judge, and takes its room until then
-            stores.disk_usage.add(pack_id, file_bytes)
-
-
-def _split_at(chunks: Sequence[StoredChunk], file_bytes: int) -> tuple[Sequence[StoredChunk], list[ChunkKey]]:
-    """Return the chunks that lie within a file of this length, and the keys of the others."""
-    whole = [chunk for chunk in chunks if chunk.offset + chunk.stored_bytes <= file_bytes]
-    if len(whole) == len(chunks):
-        return whole, []
-    return whole, [chunk.key for chunk in chunks if chunk.offset + chunk.stored_bytes > file_bytes]
+        if (namespace := cache.namespaces.get(record.namespace_id)) is not None:
+            await namespace.index.load(record, file_bytes)
+        else:  # a row that refers to none: for fsck to judge, and the file takes its space until then
+            cache.stores.disk_usage.add(pack_id, file_bytes)

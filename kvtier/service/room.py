@@ -118,7 +118,7 @@ class Room:
             pack_ids: Sequence[str] = [pack_id for _, _, pack_id, _ in neighbours]
             while pack_ids:
                 chosen, pack_ids = _first(pack_ids, num_bytes, file_bytes)
-                if dropped_bytes := await namespace.drop_packs(chosen):
+                if dropped_bytes := await namespace.index.drop_packs(chosen):
                     return dropped_bytes
         return 0
 
@@ -127,7 +127,7 @@ class Room:
         holders = [namespace for namespace in self._namespaces.values() if namespace.table.disk.num_ordinary]
         if not holders:
             return 0
-        return await min(holders, key=self._disk_rank).drop_cheapest(min(num_bytes, _DROP_BYTES))
+        return await min(holders, key=self._disk_rank).index.drop_cheapest(min(num_bytes, _DROP_BYTES))
 
     def _disk_rank(self, namespace: "Namespace") -> tuple[bool, float]:
         value = namespace.table.disk.lowest_value

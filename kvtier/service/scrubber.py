@@ -83,7 +83,7 @@ class Scrubber:
 
     async def _scrub_pack(self, namespace: Namespace, pack_id: str) -> None:
         """Verify what is read from one pack. What the system refuses to read waits for the next pass."""
-        chunks = await namespace.chunks_in([pack_id])
+        chunks = await namespace.index.chunks_in([pack_id])
         while chunks:
             await self._stores.disk_health.until_open()
             await self._stores.traffic.until_quiet()

@@ -274,8 +274,7 @@ class Spiller:
                 return True
             with stores.disk_usage.promised(num_bytes):
                 record = await stores.in_write(stores.disk.write_pack, namespace.namespace_id, payloads)
-            stores.disk_usage.add(record.pack_id, record.file_bytes)
-            emptied = await self._record(record)
+            await namespace.index.record(record)
         except (TierIOError, LedgerError) as error:
             stores.counters.packs_failed += 1
             log_event(logger, "spill_failed", level=logging.ERROR, chunks=len(batch), problem=str(error))
@@ -290,21 +289,8 @@ class Spiller:
         ended_s = asyncio.get_running_loop().time()
         self._measure(record, ended_s - began_s)
         trace.record("pack", began_s, ended_s, of=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)
-        await self._committed(batch, record, emptied)
+        await self._committed(batch, record)
         return True
-
-    async def _record(self, record: PackRecord) -> list[str]:
-        """Commit the pack's rows. A pack that the ledger refuses goes at once: each retry would leave one more."""
-        stores = self._namespace.stores
-        try:
-            async with self._namespace.relocating:  # a drop in between would find memory and ledger at odds
-                emptied = await stores.in_ledger(stores.ledger.commit_pack, record)
-                for stored in record.chunks:
-                    self._namespace.table.place(stored.key, stored)
-                return emptied
-        except LedgerError:
-            await self._namespace.delete_packs([record.pack_id])
-            raise
 
     def _measure(self, record: PackRecord, seconds: float) -> None:
         self._last_pack_s = seconds
@@ -322,7 +308,7 @@ class Spiller:
         sizes = [(chunk.key, self._namespace.payload_bytes(chunk.key)) for chunk in batch]
         return reserve_bytes(self._namespace.namespace_id, sizes) + sum(num_bytes for _, num_bytes in sizes)
 
-    async def _committed(self, batch: Sequence[Chunk[StoredChunk]], record: PackRecord, emptied: Sequence[str]) -> None:
+    async def _committed(self, batch: Sequence[Chunk[StoredChunk]], record: PackRecord) -> None:
         namespace = self._namespace
         unwanted: list[ChunkKey] = []
         for stored in record.chunks:
@@ -332,12 +318,11 @@ class Spiller:
         self._end_spilling(batch)
         self._refused.difference_update(chunk.key for chunk in batch)
         try:
-            await namespace.drop_from_disk(unwanted)
+            await namespace.index.drop(unwanted)
         except LedgerError as error:
             log_event(logger, "evicted_chunks_stay", level=logging.ERROR, chunks=len(unwanted), problem=str(error))
         for chunk in batch:
             namespace.table.settle(chunk.key)
-        await namespace.delete_packs(emptied)
         log_event(logger, "pack_written", pack=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)
         self._take_up()
         namespace.top_up_all()

@@ -114,7 +114,7 @@ class Stores:
             check_thread=Pool("check", 1),
         )
 
-    async def in_ledger(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_ledger(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a ledger call on the ledger's thread; calls run in the order they were made."""
         began_s = time.monotonic()
         try:
@@ -127,19 +127,19 @@ class Stores:
             self.timings.ledger.observe(ended_s - began_s)
             trace.record("ledger", began_s, ended_s, of=f"ledger/{began_s}", call=getattr(call, "__name__", ""))
 
-    async def in_io(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_io(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a short blocking call."""
         return await self.io_threads.run(lambda: call(*args, **kwargs))
 
-    async def in_read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_read(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a read that a request waits for."""
         return await self.read_threads.run(lambda: call(*args, **kwargs))
 
-    async def in_write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_write(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the writing of a pack."""
         return await self.write_threads.run(lambda: call(*args, **kwargs))
 
-    async def in_background(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_background(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run disk work that nobody waits for; one call at a time."""
         return await self.background_thread.run(lambda: call(*args, **kwargs))
 

@@ -131,10 +131,7 @@ class Rig:
         """Put chunks into one pack; returns its id."""
         payloads = [_payload(number) for number in numbers]
         record = await self.stores.in_write(self.tier.write_pack, self.namespace.namespace_id, payloads)
-        self.stores.disk_usage.add(record.pack_id, record.file_bytes)
-        await self.namespace.delete_packs(await self.stores.in_ledger(self.stores.ledger.commit_pack, record))
-        for stored in record.chunks:
-            self.table.place(stored.key, stored)
+        await self.namespace.index.record(record)
         return record.pack_id
 
     def in_host(self, numbers: Iterable[int]) -> list[ChunkKey]:

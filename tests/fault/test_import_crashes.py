@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import kvtier.bundles.importing
+import kvtier.disk.index
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
 from kvtier.disk.packs.pack_tier import PackTier
@@ -25,7 +26,7 @@ STEPS = [
     (Ledger, "put_prompt"),
     (Ledger, "put_binding"),
     (Ledger, "commit_pack"),
-    (kvtier.bundles.importing, "_record_in"),
+    (kvtier.disk.index, "_commit"),
     (PackTier, "delete_pack"),
 ]
 
@@ -88,6 +89,6 @@ def test_an_import_happened_or_it_did_not(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(outcomes) > 12, outcomes
         happened = [done for _, done in outcomes]
         assert happened == sorted(happened), outcomes
-        assert next(step for step, done in outcomes if done) == "after _record_in", outcomes
+        assert next(step for step, done in outcomes if done) == "after _commit", outcomes
 
     asyncio.run(scenario())

@@ -56,7 +56,7 @@ class CompactionMachine(RuleBasedStateMachine):
 
     @rule(chosen=numbers)
     def drop(self, chosen: list[int]) -> None:
-        self.run(self.rig.namespace.drop_from_disk(keys_of(chosen)))
+        self.run(self.rig.namespace.index.drop(keys_of(chosen)))
         self.model -= set(chosen)
 
     @rule(chosen=numbers)

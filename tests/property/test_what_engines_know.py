@@ -96,7 +96,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
             "nothing": lambda: asyncio.sleep(0),
             "evict": lambda: cache.pins.evict_all(force=True),
             "disk": lambda: cache.pins.evict_all(force=True, tier=EvictTier.DISK),
-            "cheapest": lambda: namespace.drop_cheapest(12_000),
+            "cheapest": lambda: namespace.index.drop_cheapest(12_000),
         }
 
         async def acquired() -> None:

@@ -17,7 +17,7 @@ def test_a_chunk_that_lies_in_another_pack_by_now_stays(tmp_path: Path) -> None:
             damaged_id = await r.on_disk(range(4))
             record = r.stores.ledger.load().packs[damaged_id]
             newer_id = await r.on_disk([1])  # written again, as compaction would
-            await r.namespace.drop_from_disk(keys_of([2]))
+            await r.namespace.index.drop(keys_of([2]))
             r.in_host([3])
             rows = _ServiceRows(r.cache, lambda work: asyncio.run_coroutine_threadsafe(work, loop).result())
             await asyncio.to_thread(rows.drop_chunks, record, record.chunks)

@@ -29,8 +29,8 @@ def test_a_chunk_pinned_while_its_eviction_waits_stays_on_disk(tmp_path: Path) -
     async def scenario() -> None:
         async with rig(tmp_path, store="all") as made:
             await made.on_disk(range(4))
-            async with made.namespace.relocating:
-                dropping = asyncio.create_task(made.namespace.drop_cheapest(1_000_000))
+            async with made.namespace.index.hold():
+                dropping = asyncio.create_task(made.namespace.index.drop_cheapest(1_000_000))
                 await asyncio.sleep(0)
                 await _pin(made, [0, 1])
             await dropping
@@ -122,7 +122,7 @@ def test_a_chunk_that_lost_its_place_on_disk_while_it_was_promoted_is_told_to_be
             with made.tier.stepping():
                 session.acquire(1, keys_of(range(3)))
                 await eventually(lambda: bool(made.tier.asked))
-                await made.namespace.drop_cheapest(12_000)  # two of three: the pack stays, and is read
+                await made.namespace.index.drop_cheapest(12_000)  # two of three: the pack stays, and is read
                 lost = [key for key, held in peer.held.items() if not held]
                 assert len(lost) == 2
             await eventually(lambda: made.table.num_host == 3)

@@ -27,7 +27,7 @@ async def compacted(r: Rig) -> bool:
 async def holey(r: Rig, first: int, num_left: int = 1) -> str:
     """Make a pack of six chunks of which only the first `num_left` are read still."""
     pack_id = await r.on_disk(range(first, first + 6))
-    await r.namespace.drop_from_disk(keys_of(range(first + num_left, first + 6)))
+    await r.namespace.index.drop(keys_of(range(first + num_left, first + 6)))
     return pack_id
 
 
@@ -71,7 +71,7 @@ def test_a_full_cache_does_not_rewrite_a_pack_for_every_chunk_that_goes(tmp_path
         async with rig(tmp_path, disk_bytes=400_000) as r:
             for first in range(0, 62, 2):
                 await r.on_disk([first, first + 1])
-            await r.namespace.drop_from_disk(keys_of([7]))
+            await r.namespace.index.drop(keys_of([7]))
             config = r.stores.config.disk
             assert config.low_watermark < r.stores.disk_usage.used_bytes / 400_000 < config.high_watermark
             assert await r.cache.compactor.next_job() is None
@@ -86,7 +86,7 @@ def test_a_compaction_never_goes_over_the_limit(tmp_path: Path) -> None:
         async with rig(tmp_path, disk_bytes=51_000) as r:
             await holey(r, 0, num_left=2)
             assert await r.cache.compactor.next_job() is None
-            await r.namespace.drop_from_disk(keys_of([1]))
+            await r.namespace.index.drop(keys_of([1]))
             with r.tier.holding("rewrite_pack_after") as gate:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
@@ -123,7 +123,7 @@ def test_a_chunk_dropped_while_it_is_copied_stays_dropped(tmp_path: Path) -> Non
             with r.tier.holding("rewrite_pack") as gate:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
-                await r.namespace.drop_from_disk(keys_of([0]))
+                await r.namespace.index.drop(keys_of([0]))
             # The drop emptied nothing: chunk 1 held the old pack. It is in the new one alone now.
             assert await compaction
             assert r.location(0) is None
@@ -140,12 +140,12 @@ def test_all_dropped_while_they_are_copied_leaves_nothing(tmp_path: Path) -> Non
         async with rig(tmp_path) as r:
             await holey(r, 0, num_left=2)
             await r.on_disk([50])
-            await r.namespace.drop_from_disk([])
+            await r.namespace.index.drop([])
             gone = {r.location(0).pack_id}  # type: ignore[union-attr]
             with r.tier.holding("rewrite_pack_after") as gate:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
-                await r.namespace.drop_from_disk(keys_of([0, 1]))
+                await r.namespace.index.drop(keys_of([0, 1]))
             assert await compaction
             assert not gone & r.tier.packs.keys()
             assert len(r.tier.packs) == 1, "the copy that nobody needs is gone too"
@@ -183,7 +183,7 @@ def test_a_drop_that_comes_while_the_move_is_recorded_finds_the_new_place(
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
                 failing(monkeypatch, Ledger, "drop_chunks", lambda: LedgerError("disk is full"), times=1)
-                drop = asyncio.create_task(r.namespace.drop_from_disk(keys_of([0])))
+                drop = asyncio.create_task(r.namespace.index.drop(keys_of([0])))
                 await asyncio.sleep(0)
                 gate.open()
                 assert await compaction
@@ -361,7 +361,7 @@ def test_a_whole_pack_of_small_chunks_is_not_rewritten_after_every_start(tmp_pat
         # But what it does lose is found, after a start too.
         cache = await Cache.open(config)
         (namespace,) = cache.namespaces.values()
-        await namespace.drop_from_disk(keys_of(range(300)))
+        await namespace.index.drop(keys_of(range(300)))
         await cache.close()
         cache = await Cache.open(config)
         job = await cache.compactor.next_job()

@@ -82,7 +82,7 @@ def test_background_work_waits_for_the_probe(
         async with rig(tmp_path, store="all", compact_dead_ratio=0.1) as r:
             await r.on_disk(range(5))
             await r.on_disk(range(5, 10))
-            await r.namespace.drop_from_disk(keys_of(range(3, 5)))
+            await r.namespace.index.drop(keys_of(range(3, 5)))
             session, peer = await r.session()
             await at_rest(r.stores)
             latch(r)

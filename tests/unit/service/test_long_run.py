@@ -9,10 +9,10 @@ import pytest
 
 import kvtier.service.spiller
 from kvtier.core.stored import PackRecord
+from kvtier.disk.index import ChunkIndex
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.service.cache import Cache
-from kvtier.service.namespace import Namespace
 from tests.fakes.rig import content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import config_in
 
@@ -40,19 +40,19 @@ def test_a_drain_does_not_wait_for_a_disk_that_is_off(tmp_path: Path, monkeypatc
 def test_room_for_a_pack_is_found_in_one_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole chunk table was gone through once per pack that was given up."""
     walks: list[int] = []
-    chunks_in = Namespace.chunks_in
+    chunks_in = ChunkIndex.chunks_in
 
-    async def counted(namespace: Namespace, pack_ids: list[str]) -> object:
+    async def counted(index: ChunkIndex, pack_ids: list[str]) -> object:
         walks.append(len(pack_ids))
-        return await chunks_in(namespace, pack_ids)
+        return await chunks_in(index, pack_ids)
 
-    monkeypatch.setattr(Namespace, "chunks_in", counted)
+    monkeypatch.setattr(ChunkIndex, "chunks_in", counted)
 
     async def scenario() -> None:
         async with rig(tmp_path, disk_bytes=100_000) as r:
             for first in range(0, 16, 2):
                 await r.on_disk([first, first + 1])
-            monkeypatch.setattr(r.namespace, "drop_cheapest", lambda num_bytes: asyncio.sleep(0, 0))  # only holes
+            monkeypatch.setattr(r.namespace.index, "drop_cheapest", lambda num_bytes: asyncio.sleep(0, 0))  # only holes
             await r.cache.room.find_disk_room(60_000)
             assert r.stores.disk_usage.fits(60_000)
             assert walks == [5]
@@ -67,15 +67,15 @@ def test_compaction_remembers_nothing_of_packs_that_are_gone(tmp_path: Path) -> 
             compactor = r.cache.compactor
             for first in (0, 10):
                 await r.on_disk(range(first, first + 6))
-                await r.namespace.drop_from_disk(keys_of(range(first + 1, first + 6)))
+                await r.namespace.index.drop(keys_of(range(first + 1, first + 6)))
                 job = await compactor.next_job()
                 assert job is not None
                 assert await compactor.compact(job)
-            await r.namespace.drop_from_disk(keys_of([0, 10]))
+            await r.namespace.index.drop(keys_of([0, 10]))
             compactor._alone.add("gone")
             compactor._given_up["gone"] = 0.0
             pack_id = await r.on_disk(range(20, 26))
-            await r.namespace.drop_from_disk(keys_of(range(21, 26)))
+            await r.namespace.index.drop(keys_of(range(21, 26)))
             job = await compactor.next_job()
             assert job is not None
             assert job.pack_ids == (pack_id,)

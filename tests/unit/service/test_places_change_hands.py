@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.bundles import importing
+from kvtier.disk import index
 from kvtier.ledger import Ledger
 from kvtier.maintenance.online import _ServiceRows
 from kvtier.service.prompts import PinWish
@@ -22,7 +23,7 @@ from tests.fakes.memory_tier import MemoryTier
 from tests.fakes.operator import reached
 from tests.fakes.rig import Rig, eventually, keys_of, rig
 from tests.fakes.rig import _payload as payload
-from tests.fakes.scripted_engine import DEADLINE_S, chunk_key
+from tests.fakes.scripted_engine import DEADLINE_S
 
 
 def rows_of(r: Rig) -> set[bytes]:
@@ -44,8 +45,8 @@ def test_a_chunk_that_is_pinned_while_eviction_waits_stays_on_disk(tmp_path: Pat
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             await r.on_disk(range(4))
-            async with r.namespace.relocating:
-                dropping = asyncio.create_task(r.namespace.drop_cheapest(1 << 20))
+            async with r.namespace.index.hold():
+                dropping = asyncio.create_task(r.namespace.index.drop_cheapest(1 << 20))
                 await asyncio.sleep(0)
                 r.table.pin(keys_of([0, 1]))
             await dropping
@@ -70,13 +71,11 @@ def test_a_drop_that_meets_a_pack_being_recorded_drops_what_the_pack_says(
                 r.namespace.spiller.add(r.in_host([0]))
                 await reached(writing.reached)
                 imported = MemoryTier.write_pack(r.tier, r.namespace.namespace_id, [payload(0)])
-                await r.stores.in_ledger(r.stores.ledger.commit_pack, imported)
-                r.stores.disk_usage.add(imported.pack_id, imported.file_bytes)
-                r.table.place(chunk_key(0), imported.chunks[0])
+                await r.namespace.index.record(imported)
                 with gated(monkeypatch, Ledger, "commit_pack") as recording:
                     writing.open()
                     await reached(recording.reached)
-                    dropping = asyncio.create_task(r.namespace.drop_from_disk(keys_of([0])))
+                    dropping = asyncio.create_task(r.namespace.index.drop(keys_of([0])))
                     await asyncio.sleep(0)
             await dropping
             await eventually(lambda: not r.stores.disk_usage.used_bytes and not r.tier.list_packs())
@@ -97,7 +96,7 @@ def test_a_repair_takes_over_only_what_is_still_where_it_was(tmp_path: Path) -> 
         async with rig(tmp_path) as r:
             doubtful = await r.on_disk(range(4))
             copy = r.tier.rewrite_pack(r.namespace.namespace_id, [r.chunk(n).location for n in range(4)])  # type: ignore[misc]
-            await r.namespace.drop_from_disk(keys_of([0]))
+            await r.namespace.index.drop(keys_of([0]))
             moved = await r.on_disk([1])
 
             def on_loop(change: Coroutine[Any, Any, None]) -> None:
@@ -119,7 +118,7 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop cancels what runs. The import took that for its failure, and unlinked packs whose rows were durable."""
-    original = importing._record_in
+    original = index._commit
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -138,7 +137,7 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
                 assert cancelled.wait(DEADLINE_S)
                 return emptied
 
-            monkeypatch.setattr(importing, "_record_in", recorded_in_a_stop)
+            monkeypatch.setattr(index, "_commit", recorded_in_a_stop)
             bundle: Any = SimpleNamespace(keys=tuple(keys_of([0])), covered_tokens=16)
             no_spool: Any = None
             change = importing._Import(r.cache, r.namespace, bundle, PinWish(name="p", tokens=(1,)), no_spool, {})

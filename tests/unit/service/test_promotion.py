@@ -236,7 +236,7 @@ def test_a_chunk_dropped_from_disk_while_it_was_read_is_a_miss_and_no_damage(tmp
             with r.tier.stepping():
                 session.acquire(1, keys_of(range(2)))
                 await eventually(lambda: len(r.tier.asked) == 1)
-                await r.namespace.drop_from_disk(keys_of(range(2)))
+                await r.namespace.index.drop(keys_of(range(2)))
             await eventually(lambda: sorted(peer.missed.get(1, [])) == [0, 1])
             assert r.counters.chunks_damaged == 0
             assert session.num_leases == 0

@@ -42,6 +42,10 @@ class FakeNamespace:
         disk = SimpleNamespace(num_ordinary=self.num_chunks, lowest_value=self.value, num_bytes=num_bytes)
         return SimpleNamespace(disk=disk)
 
+    @property
+    def index(self) -> "FakeNamespace":
+        return self
+
     async def drop_cheapest(self, num_bytes: int) -> int:
         if self.error is not None:
             raise self.error

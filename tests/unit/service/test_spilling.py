@@ -253,7 +253,7 @@ def test_what_was_written_is_counted(tmp_path: Path) -> None:
             r.in_host(range(4))
             r.namespace.spiller.add(keys_of(range(4)))
             await r.namespace.spiller.flush()
-            await r.namespace.drop_from_disk(keys_of(range(1, 4)))
+            await r.namespace.index.drop(keys_of(range(1, 4)))
             job = await r.cache.compactor.next_job()
             assert job is not None
             assert await r.cache.compactor.compact(job)
@@ -376,7 +376,7 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
             with r.tier.stepping():
                 session.acquire(2, keys_of([promoting, lost]))
                 await eventually(lambda: bool(r.tier.asked))
-                await r.namespace.drop_from_disk(keys_of([lost]))
+                await r.namespace.index.drop(keys_of([lost]))
                 each = (unknown, wanted, on_disk, both, promoting, lost, doomed, queued)
                 r.namespace.spiller.add(keys_of(number for pair in zip(good, each, strict=False) for number in pair))
                 r.namespace.spiller.add(keys_of(good[-1:]))

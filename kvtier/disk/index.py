@@ -1,0 +1,392 @@
+"""Where each chunk of a namespace lies on disk: chunk table, ledger rows and pack files change together, only here."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+
+from kvtier.core.chunks import ChunkTable
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.base import DiskTier
+from kvtier.disk.disk_usage import DiskUsage
+from kvtier.disk.pack_index import PackIndex
+from kvtier.errors import LedgerError, TierIOError
+from kvtier.ledger import Ledger
+from kvtier.obs.counters import Counters
+from kvtier.obs.log import log_event
+
+logger = logging.getLogger(__name__)
+
+_SLICE_CHUNKS = 2000
+"""Chunks looked at or placed in one turn of the loop: some milliseconds."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Dropped(NamedTuple):
+    """What left the disk: chunks, and their stored bytes."""
+
+    num_chunks: int
+    num_bytes: int
+
+
+class DiskResources(Protocol):
+    """What an index shares with those of all namespaces."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """Called through `in_ledger` only."""
+
+    @property
+    def disk(self) -> DiskTier:
+        """The pack files."""
+
+    @property
+    def disk_usage(self) -> DiskUsage:
+        """Their bytes."""
+
+    @property
+    def counters(self) -> Counters:
+        """Of the daemon."""
+
+    async def in_ledger(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a call on the ledger's thread, in the order in which calls were made."""
+
+    async def in_io(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a short blocking call on another thread."""
+
+
+Announce = Callable[[Sequence[ChunkKey], bool], None]
+"""Reports to all engines of the namespace that chunks are held (True) or not held any longer (False)."""
+
+
+class ChunkIndex:
+    """The only code that changes where chunks lie on disk. Loop thread only.
+
+    Nothing else calls `ChunkTable.place` or `unplace`, or the ledger's operations on packs and chunks of a running
+    daemon. Invariants, whenever no method is running:
+
+    1. A chunk has a location in the table if and only if the ledger has a row for it, and both name the same bytes.
+       One exception: a damaged chunk whose row the ledger refused to delete has a row and no location (`reject`).
+    2. The pack file of every row exists: `record` and `move` come after the file is durable, and a file is unlinked
+       after its last row is gone.
+    3. The usage counts every pack file from `record` or `move` on until the file is unlinked.
+
+    The order that keeps them across a crash: file, row, table on the way in; table, row, file on the way out. So a
+    crash leaves pack files without rows, which the next start adopts, and never a row without its file.
+
+    Changes are made one at a time, under a private lock. Reading the table needs no lock.
+
+    Args:
+        namespace_id: The namespace of all rows.
+        table: Its chunks.
+        packs: Follows the table (`ChunkTable` reports each change to `PackIndex.moved`).
+        resources: Ledger, pack files, usage and counters.
+        announce: Reports what is held, or not held any longer.
+    """
+
+    def __init__(
+        self,
+        namespace_id: str,
+        table: ChunkTable[StoredChunk],
+        packs: PackIndex,
+        resources: DiskResources,
+        announce: Announce,
+    ) -> None:
+        self.packs = packs
+        self._namespace_id, self._table, self._resources, self._announce = namespace_id, table, resources, announce
+        self._lock = asyncio.Lock()
+
+    # In
+
+    async def load(self, record: PackRecord, file_bytes: int) -> None:
+        """At a start, take in the rows of one pack. Rows beyond the end of its file are deleted and count as damaged.
+
+        Args:
+            record: What the ledger has of it.
+            file_bytes: The length of its file, 0 if there is none.
+
+        Raises:
+            LedgerError: The ledger refused to delete rows.
+            TierIOError: A pack that lost all its chunks cannot be set aside.
+        """
+        resources, pack_id = self._resources, record.pack_id
+        whole = [chunk for chunk in record.chunks if chunk.offset + chunk.stored_bytes <= file_bytes]
+        if num_lost := len(record.chunks) - len(whole):
+            resources.counters.chunks_damaged += num_lost
+            log_event(logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=num_lost, file_bytes=file_bytes)
+            kept = {chunk.key for chunk in whole}
+            lost = [chunk.key for chunk in record.chunks if chunk.key not in kept]
+            for emptied in await resources.in_ledger(resources.ledger.drop_chunks, self._namespace_id, lost):
+                await resources.in_io(resources.disk.quarantine_pack, emptied)
+                resources.counters.packs_quarantined += file_bytes > 0
+            if whole:
+                self.packs.damaged.add(pack_id)  # compaction moves the good chunks out of it
+        for chunk in whole:
+            self._table.place(chunk.key, chunk)
+        if whole or not num_lost:  # a pack without rows is for fsck to judge, and takes its space until then
+            resources.disk_usage.add(pack_id, file_bytes)
+
+    async def record(self, record: PackRecord) -> None:
+        """Commit a new pack: from now on its chunks are read from it, and are durable.
+
+        Args:
+            record: Its file is durable under its final name.
+
+        Raises:
+            LedgerError: The ledger refused. The pack file is unlinked; everything else is as before.
+        """
+        self._resources.disk_usage.add(record.pack_id, record.file_bytes)
+        try:
+            async with self.hold() as change:
+                await change.record([record])
+        except LedgerError:
+            await self._unlink([record.pack_id])  # each retry would leave one more
+            raise
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator["IndexChange"]:
+        """Hold all other changes until the end of the block, so that what was looked at stays true while it is changed.
+
+        Only reads of the table and the yielded object may be used in the block: this index's other methods would wait
+        for its end. Packs that lost their last row are unlinked after it.
+        """
+        change = IndexChange(self._namespace_id, self._table, self._resources)
+        try:
+            async with self._lock:
+                yield change
+        finally:
+            await self._unlink(change.emptied)
+
+    async def move(self, record: PackRecord, copied: Mapping[ChunkKey, StoredChunk]) -> int:
+        """Commit a pack of copies: a chunk is read from it from now on if it still lies where it was copied from.
+
+        Args:
+            record: The new pack; its file is durable under its final name.
+            copied: For each of its chunks, what was copied.
+
+        Returns:
+            By how many bytes the pack files shrank; negative if they grew.
+
+        Raises:
+            LedgerError: The ledger refused. The new pack file is unlinked; everything else is as before.
+        """
+        resources = self._resources
+        resources.disk_usage.add(record.pack_id, record.file_bytes)
+        moved_from = {key: stored.pack_id for key, stored in copied.items()}
+        try:
+            async with self._lock:
+                emptied = await resources.in_ledger(resources.ledger.move_chunks, record, moved_from)
+                for stored in record.chunks:
+                    chunk = self._table.get(stored.key)
+                    if chunk is not None and chunk.location == copied[stored.key]:
+                        self._table.place(stored.key, stored)
+        except LedgerError:
+            await self._unlink([record.pack_id])
+            raise
+        freed_bytes = sum(map(resources.disk_usage.file_bytes, emptied)) - record.file_bytes
+        await self._unlink(emptied)
+        return freed_bytes
+
+    # Out
+
+    async def drop(
+        self,
+        keys: Collection[ChunkKey],
+        *,
+        only_at: Mapping[ChunkKey, StoredChunk] | None = None,
+        unpinned_only: bool = False,
+        keep_files: bool = False,
+    ) -> Dropped:
+        """Delete chunks from disk. They stop being found at once, or right after a change that is being made.
+
+        Args:
+            keys: What is not on disk is ignored.
+            only_at: Ignore what lies elsewhere by now.
+            unpinned_only: Ignore what is pinned by now.
+            keep_files: Leave packs that lost their last row where they are.
+
+        Raises:
+            LedgerError: The ledger refused; the chunks are on disk as before.
+        """
+        resources, dropped = self._resources, dict[ChunkKey, StoredChunk]()
+        async with self._lock:
+            for key in keys:
+                chunk = self._table.get(key)
+                if chunk is None or chunk.location is None or (only_at and only_at[key] != chunk.location):
+                    continue
+                if unpinned_only and chunk.num_pins:
+                    continue
+                dropped[key] = chunk.location
+                self._table.unplace(key)
+            if not dropped:
+                return Dropped(0, 0)
+            try:
+                emptied = await resources.in_ledger(resources.ledger.drop_chunks, self._namespace_id, list(dropped))
+            except LedgerError:
+                for key, stored in dropped.items():
+                    self._table.place(key, stored)
+                self._announce(list(dropped), True)  # engines may have been notified that they are gone
+                raise
+        if not keep_files:
+            await self._unlink(emptied)
+        return Dropped(len(dropped), sum(stored.stored_bytes for stored in dropped.values()))
+
+    async def drop_cheapest(self, num_bytes: int) -> int:
+        """Delete unpinned chunks of `num_bytes`, the least valuable first; return the stored bytes deleted.
+
+        Raises:
+            LedgerError: The ledger refused; they are on disk as before.
+        """
+        return await self._evict(self._table.disk.take_cheapest(num_bytes))
+
+    async def drop_packs(self, pack_ids: Sequence[str]) -> int:
+        """Delete every unpinned chunk of these packs; return the stored bytes deleted.
+
+        Raises:
+            LedgerError: The ledger refused; they are on disk as before.
+        """
+        return await self._evict([stored.key for stored in await self.chunks_in(pack_ids)])
+
+    async def _evict(self, keys: Sequence[ChunkKey]) -> int:
+        dropped = await self.drop(keys, unpinned_only=True)
+        self._resources.counters.disk_evictions += dropped.num_chunks
+        self._announce([key for key in keys if not self._table.holds(key)], False)
+        return dropped.num_bytes
+
+    async def reject(self, damaged: Mapping[ChunkKey, StoredChunk]) -> None:
+        """Delete chunks whose stored bytes are damaged, where they still lie there: they are not served again.
+
+        That holds even if the ledger refuses. Their rows stay then: the next start finds the damage again, unless a new
+        store replaces them first.
+        """
+        try:
+            await self.drop(list(damaged), only_at=damaged)
+        except LedgerError as error:
+            log_event(logger, "damage_not_recorded", level=logging.ERROR, chunks=len(damaged), problem=str(error))
+            async with self._lock:
+                for key, stored in damaged.items():
+                    if (chunk := self._table.get(key)) is not None and chunk.location == stored:
+                        self._table.unplace(key)
+            self._announce([key for key in damaged if not self._table.holds(key)], False)
+
+    # Looking
+
+    async def chunks_in(self, pack_ids: Sequence[str]) -> list[StoredChunk]:
+        """Return what is read from these packs, in the order of the packs and in each by offset.
+
+        Looks at the table in slices, so that the loop goes on. Chunks never move into an old pack: what was looked at
+        first can only have become less.
+        """
+        wanted = {pack_id: number for number, pack_id in enumerate(pack_ids)}
+        found: list[StoredChunk] = []
+        everything = list(self._table)
+        for start in range(0, len(everything), _SLICE_CHUNKS):
+            for chunk in everything[start : start + _SLICE_CHUNKS]:
+                location = chunk.location
+                if location is not None and location.pack_id in wanted:
+                    found.append(location)
+            await asyncio.sleep(0)
+        return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
+
+    async def reconcile(self, keys: Collection[ChunkKey], *, repair: bool) -> int:
+        """Compare table and ledger for these chunks, while nothing changes them; return how many differ.
+
+        Args:
+            keys: Suspects; each is looked up in the ledger.
+            repair: Make the table follow the ledger.
+
+        Raises:
+            LedgerError: The ledger cannot be read.
+        """
+        resources = self._resources
+        async with self._lock:
+            rows = await resources.in_ledger(resources.ledger.find_chunks, self._namespace_id, keys)
+            wrong = [key for key in keys if not _is_same_place(self._location(key), rows.get(key))]
+            if not repair:
+                return len(wrong)
+            for key in wrong:
+                if (row := rows.get(key)) is not None:
+                    self._table.place(key, row)
+                else:
+                    self._table.unplace(key)
+        self._announce([key for key in wrong if not self._table.holds(key)], False)
+        return len(wrong)
+
+    def _location(self, key: ChunkKey) -> StoredChunk | None:
+        chunk = self._table.get(key)
+        return chunk.location if chunk is not None else None
+
+    # Files
+
+    async def _unlink(self, pack_ids: Iterable[str]) -> None:
+        """Unlink packs that have no row any longer, or set them aside if damage was found in them.
+
+        What cannot be unlinked still counts, and the next start sweeps it.
+        """
+        resources = self._resources
+        for pack_id in pack_ids:
+            is_damaged = pack_id in self.packs.damaged
+            remove = resources.disk.quarantine_pack if is_damaged else resources.disk.delete_pack
+            try:
+                await resources.in_io(remove, pack_id)
+            except TierIOError as error:
+                log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error))
+                continue
+            resources.disk_usage.remove(pack_id)
+            self.packs.damaged.discard(pack_id)
+            if is_damaged:
+                resources.counters.packs_quarantined += 1
+                log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id)
+
+
+class IndexChange:
+    """What `ChunkIndex.hold` yields.
+
+    Attributes:
+        emptied: Packs that lost their last row in the block.
+    """
+
+    def __init__(self, namespace_id: str, table: ChunkTable[StoredChunk], resources: DiskResources) -> None:
+        self.emptied: list[str] = []
+        self._namespace_id, self._table, self._resources = namespace_id, table, resources
+
+    async def record(self, records: Sequence[PackRecord], *, also: Callable[[Ledger], None] | None = None) -> None:
+        """Commit new packs, all in one transaction: from now on their chunks are read from them, and are durable.
+
+        Args:
+            records: Their files are durable under their final names. A chunk that an older pack has too is read from
+                the new one.
+            also: Writes other rows in the same transaction, on the ledger's thread.
+
+        Raises:
+            LedgerError: The ledger refused. The files are the caller's to delete; everything else is as before.
+        """
+        resources = self._resources
+        self.emptied += await resources.in_ledger(_commit, resources.ledger, records, also)
+        for record in records:
+            resources.disk_usage.add(record.pack_id, record.file_bytes)
+            for start in range(0, len(record.chunks), _SLICE_CHUNKS):
+                if start:
+                    await asyncio.sleep(0)
+                for chunk in record.chunks[start : start + _SLICE_CHUNKS]:
+                    self._table.place(chunk.key, chunk)
+
+
+def _commit(ledger: Ledger, records: Sequence[PackRecord], also: Callable[[Ledger], None] | None) -> list[str]:
+    """Ledger thread: one transaction; returns packs that lost their last row."""
+    if also is None and len(records) == 1:
+        return ledger.commit_pack(records[0])
+    with ledger.together():
+        if also is not None:
+            also(ledger)
+        return [pack_id for record in records for pack_id in ledger.commit_pack(record)]
+
+
+def _is_same_place(location: StoredChunk | None, row: StoredChunk | None) -> bool:
+    if location is None or row is None:
+        return location is row
+    return (location.pack_id, location.offset) == (row.pack_id, row.offset)
