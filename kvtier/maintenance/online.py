@@ -131,14 +131,21 @@ class _OnlineCheck:
         return PromiseCopies(self._state_dir / FOLDER_NAME)
 
     def _check_promises(self, ledger: LedgerSnapshot, before: Mapping[str, int]) -> list[Finding]:
-        """Judge copies that were there, at one revision, before and after the ledger was copied; others change now.
+        """Judge copies that were there, at one revision, before the ledger was copied and after they were read.
+
+        Others change now: one that is replaced between its listing and its reading looks damaged.
 
         Args:
             ledger: The copy of it.
             before: Revisions of the copies as they were before.
         """
-        after = read_copies(self._copies())
-        copies = {copy_id: copy for copy_id, copy in after.items() if before.get(copy_id) == copy.revision}
+        read = read_copies(self._copies())
+        after = self._copies().revisions
+        copies = {
+            copy_id: copy
+            for copy_id, copy in read.items()
+            if before.get(copy_id) == after.get(copy_id) == copy.revision
+        }
         findings = [
             finding for finding in compare_promises(ledger, copies) if finding.code is not Code.NOTE_COPY_MISSING
         ]  # which the daemon writes by itself

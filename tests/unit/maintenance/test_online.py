@@ -10,7 +10,7 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier.disk.disk_usage import DiskUsage
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.ledger.promise_copies import prompt_id
+from kvtier.ledger.promise_copies import Promise, PromiseCopies, prompt_id
 from kvtier.maintenance.online import _settled
 from kvtier.service.namespace import Namespace
 from kvtier.tiers.arena import Arena
@@ -268,6 +268,26 @@ def test_copies_of_pins_are_compared_while_pins_come_and_go(tmp_path: Path) -> N
             await asyncio.gather(
                 *(pin(stub, f"p{number}", first=number) for number in range(8)), *(fsck(stub) for _ in "ab")
             )
+            assert codes(await fsck(stub)) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_that_is_replaced_while_it_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old name was listed, and gone when it was read: a clean daemon had a damaged copy, which was set aside."""
+    read = PromiseCopies.read
+
+    def replaced(copies: PromiseCopies, copy_id: str) -> Promise | None:
+        path = copies.folder / f"{copy_id}-{copies.revisions[copy_id]:016x}.json"
+        path.rename(copies.folder / f"{copy_id}-{copies.revisions[copy_id] + 1:016x}.json")
+        return read(copies, copy_id)
+
+    async def scenario() -> None:
+        async with running(config_in(tmp_path)) as stub:
+            await pin(stub)
+            monkeypatch.setattr(PromiseCopies, "read", replaced)
             assert codes(await fsck(stub)) == []
 
     asyncio.run(scenario())
