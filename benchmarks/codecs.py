@@ -94,7 +94,7 @@ def _chunks(blocks: Sequence[torch.Tensor], num_chunks: int, num_blocks: int) ->
 
 
 def _candidates(item_bytes: int) -> list[Candidate]:
-    chooser = CodecChooser(default_codecs(1))
+    chooser = CodecChooser(default_codecs())
     huffman = zstandard.ZstdCompressor(compression_params=HUFFMAN_ONLY)
     split: dict[int, list[Codec]] = {2: [Split16Codec()], 4: [Split32Codec(), Split16Codec()]}
     found = [_of_codec(codec.name, codec) for codec in split.get(item_bytes, [])]

@@ -224,7 +224,7 @@ class Daemon(Process):
     """A kvtier-daemon with its state, arena and socket in `home`. Starts again on the same state."""
 
     def __init__(self, home: Path, *, host_bytes: str = "1GiB", settings: Mapping[str, str] | None = None) -> None:
-        """Only remembers what to run; `settings` are further KVTIER_* variables."""
+        """Only remembers what to run; `settings` are further KVTIER_* and TUNED_* variables."""
         self.home = home
         self.socket = home / "daemon.sock"
         self.disk_dir = home / "state"
@@ -243,6 +243,8 @@ class Daemon(Process):
     def start(self) -> None:
         """Start it and wait until it answers."""
         self._num_logged = len(self.log_text())
+        is_tuned = any(name.startswith("TUNED_") for name in self._env)
+        self.argv = [sys.executable, "-m", "benchmarks.tuned_daemon"] if is_tuned else [str(BIN / "kvtier-daemon")]
         super().start()
         self.ready_s = self.wait_ready(self._answers, timeout_s=15)
 
@@ -254,7 +256,7 @@ class Daemon(Process):
         return _sum_of_samples(httpx.get(url).raise_for_status().text, name, labels)
 
     def set_variable(self, name: str, value: str) -> None:
-        """Change a KVTIER_* variable for the next start."""
+        """Change a variable for the next start."""
         self._env[name] = value
 
     def lose_memory(self) -> None:

@@ -190,7 +190,7 @@ class Bench:
         """Start daemon and engine without pins, then give the daemon its pins; measure on the way."""
         home = self.home / f"kvtier-{start}"
         # The pins' chunks are zeros, and take no room on disk.
-        room = {"KVTIER_DISK_BYTES": "4TiB", "KVTIER_DISK_RESERVE_BYTES": "0"}
+        room = {"KVTIER_DISK_BYTES": "4TiB", "TUNED_DISK_RESERVE_BYTES": "0"}
         daemon = stack.enter_context(Daemon(home, settings=room | {"KVTIER_CACHE_STORE": self.arguments.store}))
         self._note_daemon(daemon, "no pins, no engine", wants_presence)
         say(f"starting {KVTIER}")

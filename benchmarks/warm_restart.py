@@ -52,7 +52,7 @@ async def run(home: Path, num_chunks: int, chunk_bytes: int, num_rounds: int) ->
         groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=chunk_bytes),),
     )
     keys = [chunk_key(number) for number in range(num_chunks)]
-    settings = {"KVTIER_HOST_PREWARM": "false", "KVTIER_DISK_BYTES": str(3 * num_chunks * chunk_bytes)}
+    settings = {"TUNED_HOST_PREWARM": "false", "KVTIER_DISK_BYTES": str(3 * num_chunks * chunk_bytes)}
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     with Daemon(home, host_bytes=str(num_chunks * chunk_bytes * 5 // 4), settings=settings) as daemon:
         await store(daemon, layout, keys)
@@ -84,7 +84,7 @@ async def restart(daemon: Daemon, layout: KVLayout, keys: Sequence[ChunkKey], si
     daemon.kill()
     if side != ADOPTED:
         daemon.lose_memory()
-    daemon.set_variable("KVTIER_HOST_PREWARM", "true" if side == PREWARMED else "false")
+    daemon.set_variable("TUNED_HOST_PREWARM", "true" if side == PREWARMED else "false")
     began_s = time.monotonic()
     await asyncio.to_thread(daemon.start)
     times = {"answers": time.monotonic() - began_s}

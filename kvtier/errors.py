@@ -105,14 +105,14 @@ class DiskRoomError(KvtierError):
 
     Attributes:
         needed_bytes: What the call would take there.
-        free_bytes: What the file system has left beyond `disk.reserve_bytes`.
+        free_bytes: What the file system has left beyond the daemon's reserve.
         kept_bytes: What of that is kept for other calls, and for packs being written.
     """
 
     def __init__(self, what: str, needed_bytes: int, free_bytes: int, kept_bytes: int) -> None:
         super().__init__(
             f"{what} needs {needed_bytes} bytes of disk space while it runs; the file system has {free_bytes} left "
-            f"beyond disk.reserve_bytes, of which {kept_bytes} are kept for what runs already; free space, or try "
+            f"beyond the daemon's reserve, of which {kept_bytes} are kept for what runs already; free space, or try "
             "again when that has ended"
         )
         self.needed_bytes, self.free_bytes, self.kept_bytes = needed_bytes, free_bytes, kept_bytes

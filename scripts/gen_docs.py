@@ -38,15 +38,15 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 |---|---|---|
 | `socket` | as `server.socket` | the daemon's socket |
 | `daemon_uid` | `KVTIER_DAEMON_UID`, else none | the daemon's uid, if neither vLLM's nor root's |
-| `blocks_per_chunk` | 1 | vLLM blocks per stored chunk |
 | `gpu_pin` | `soft` | vLLM's own cache: it evicts pinned blocks last; `hard`: they are held while there is room |
-| `gpu_pin_max_ratio` | 0.5 | of vLLM's blocks, what pins may have there; the lowest priority is left out first |
 | `lookup_timeout_ms` | 250 | longest wait for the daemon's first answer, once; lookups then miss until it answers |
-| `trace_folder` | as `trace.folder` in the environment | folder for spans, see `kvtier trace` |
 | `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion or a load is weighed against it |
 | `warm_url` | none | this vLLM's own API server, `http://127.0.0.1:8000`: [warm start](concepts.md#after-a-restart) |
-| `warm_max_ratio` | 0.5 | share of vLLM's cache that prompts take so; 0: no limit |
 | `weights_fingerprint` | `sampled` | `full` hashes every byte of the weights at first start |
+
+It also reads three keys of vLLM's own offloading there, which mean the same: `blocks_per_chunk` (1; vLLM blocks per
+stored chunk), `offload_prompt_only` and `self_describing_kv_events`. Spans for `kvtier trace` are written where
+`KVTIER_TRACE_FOLDER` says, as the daemon's are.
 """
 _LOGS = """
 # Logs

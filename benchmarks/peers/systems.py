@@ -200,9 +200,7 @@ class KVTier(System):
     def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet."""
         super().__init__(home, options, host_gib)
-        # All pages are made, from the engine's start on: the peers fill their host memory before they serve.
-        settings = {"KVTIER_HOST_SPARE_BYTES": f"{host_gib}GiB"}
-        self.daemon = Daemon(home, host_bytes=f"{host_gib}GiB", settings=settings)
+        self.daemon = Daemon(home, host_bytes=f"{host_gib}GiB")
 
     @property
     def disk_dir(self) -> Path:
@@ -226,8 +224,8 @@ class KVTier(System):
         wait_attached(self.daemon)
 
     def prewarm(self, wanted: bool) -> None:
-        """Set `host.prewarm` for the next start."""
-        self.daemon.set_variable("KVTIER_HOST_PREWARM", str(wanted).lower())
+        """Say whether the next start prefetches pinned prompts."""
+        self.daemon.set_variable("TUNED_HOST_PREWARM", str(wanted).lower())
 
     def _engine_options(self) -> EngineOptions:
         return replace(self.options, kvtier_socket=self.daemon.socket)

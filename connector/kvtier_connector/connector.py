@@ -206,7 +206,9 @@ def _start_trace(folder: Path | None, role: KVConnectorRole) -> None:
     try:
         path = trace.start(folder, "engine" if role is KVConnectorRole.SCHEDULER else "worker")
     except OSError as exc:
-        raise ConfigError("trace_folder", str(folder), "vLLM", f"{exc}; name a folder that can be written") from exc
+        raise ConfigError(
+            "KVTIER_TRACE_FOLDER", str(folder), "environment", f"{exc}; name a folder that can be written"
+        ) from exc
     if path is not None:
         logger.info("kvtier: tracing to %s", path)
 

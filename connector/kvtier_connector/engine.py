@@ -86,7 +86,6 @@ class EngineFacts:
             socket=settings.socket,
             daemon_uid=settings.daemon_uid,
             url=shown_url(settings.warm_url),
-            max_ratio=settings.warm_max_ratio,
             model_names=self.model_names,
             room_tokens=self._room_tokens,
             block_tokens=config.cache_config.block_size,

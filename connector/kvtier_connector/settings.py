@@ -27,21 +27,17 @@ SPEC_NAME, SPEC_MODULE = "KVTierOffloadingSpec", "kvtier_connector.spec"
 _SOURCE = "kv_connector_extra_config"
 _SHOWN_CHARS = 120
 _OUR_KEYS = (
-    "blocks_per_chunk",
     "daemon_uid",
     "gpu_pin",
-    "gpu_pin_max_ratio",
     "lookup_timeout_ms",
     "prefill_tokens_per_s",
     "socket",
-    "trace_folder",
-    "warm_max_ratio",
     "warm_url",
     "weights_fingerprint",
 )
 # vLLM's own keys that mean the same here; its others (cpu_bytes_to_use, block_size, canonical_layout, ...) would be
 # silently without effect.
-_VLLM_KEYS = ("offload_prompt_only", "self_describing_kv_events")
+_VLLM_KEYS = ("blocks_per_chunk", "offload_prompt_only", "self_describing_kv_events")
 _TRACE_VARIABLE = "KVTIER_TRACE_FOLDER"  # the daemon's, so that one word traces both
 _SPEC_KEYS = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE}
 
@@ -77,8 +73,6 @@ class ConnectorSettings:
     """vLLM blocks that make one chunk, our stored unit."""
     gpu_pin: GpuPin = GpuPin.SOFT
     """soft: vLLM evicts pinned blocks last; hard: they are held until requests need the room; off: as vLLM likes."""
-    gpu_pin_max_ratio: float = 0.5
-    """Of vLLM's blocks, what pins may have; of more, those of the lowest priority are left out, tails first."""
     lookup_timeout_s: float = 0.25
     """How long a request waits for the daemon's first answer before it counts as a miss."""
     prefill_tokens_per_s: int | None = None
@@ -86,11 +80,9 @@ class ConnectorSettings:
     weights_fingerprint: WeightsFingerprint = WeightsFingerprint.SAMPLED
     """Whether every byte of the weights is hashed, or a sample of each tensor."""
     trace_folder: Path | None = None
-    """Where spans for a trace viewer go, one file for each process; None: nowhere."""
+    """From the environment. Where spans for a trace viewer go, one file for each process; None: nowhere."""
     warm_url: str | None = None
     """vLLM's own API server, which is asked for pinned prompts after a start; None: it is not."""
-    warm_max_ratio: float = 0.5
-    """Share of vLLM's cache that they may take; 0: no limit."""
 
 
 def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -106,15 +98,13 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         daemon_uid=_uid(extra.get("daemon_uid")),
         blocks_per_chunk=_positive_int(extra, "blocks_per_chunk", 1),
         gpu_pin=_choice(GpuPin, extra, "gpu_pin", GpuPin.SOFT),
-        gpu_pin_max_ratio=_ratio(extra, "gpu_pin_max_ratio", 0.5),
         lookup_timeout_s=_positive_int(extra, "lookup_timeout_ms", 250) / 1000,
         prefill_tokens_per_s=_positive_int(extra, "prefill_tokens_per_s", 1)
         if "prefill_tokens_per_s" in extra
         else None,
         weights_fingerprint=_choice(WeightsFingerprint, extra, "weights_fingerprint", WeightsFingerprint.SAMPLED),
-        trace_folder=_trace_folder(extra.get("trace_folder", os.environ.get(_TRACE_VARIABLE, "off"))),
+        trace_folder=_trace_folder(os.environ.get(_TRACE_VARIABLE, "off")),
         warm_url=_warm_url(extra.get("warm_url")),
-        warm_max_ratio=_ratio(extra, "warm_max_ratio", 0.5, zero=True),
     )
 
 
@@ -183,12 +173,13 @@ def _uid(value: object) -> int | None:
     return value
 
 
-def _trace_folder(value: object) -> Path | None:
-    if value in ("off", ""):
+def _trace_folder(text: str) -> Path | None:
+    if text.lower() in ("off", ""):
         return None
-    if not isinstance(value, str):
-        raise ConfigError("trace_folder", value, _SOURCE, 'must be the path of a folder, or "off"')
-    return Path(value).expanduser().absolute()
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as exc:
+        raise ConfigError(_TRACE_VARIABLE, text, "environment", "~ names no user here; write it out") from exc
 
 
 def _positive_int(extra: Mapping[str, Any], key: str, default: int) -> int:
@@ -196,15 +187,6 @@ def _positive_int(extra: Mapping[str, Any], key: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(key, value, _SOURCE, "must be a positive whole number")
     return value
-
-
-def _ratio(extra: Mapping[str, Any], key: str, default: float, *, zero: bool = False) -> float:
-    value = extra.get(key, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= 1 or (not value and not zero):
-        allowed = "from 0 to 1" if zero else "above 0 and at most 1"
-        raise ConfigError(key, value, _SOURCE, f"must be a number {allowed}")
-    return float(value)
 
 
 def _warm_url(value: object) -> str | None:

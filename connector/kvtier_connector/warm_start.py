@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 600.0
 TOTAL_TIMEOUT_S = 600.0
+MAX_RATIO = 0.5
+"""Share of vLLM's cache that warm prompts may take: as much as pins may keep there, see `gpu_pins.guard`."""
 _TICK_S = 0.1
 _LOOK_S = 1.0
 _LAST_PRIORITY = 2**31 - 1
@@ -46,7 +48,6 @@ class WarmFacts:
     Attributes:
         socket: The daemon's.
         url: Of vLLM's API server, as the log shows it.
-        max_ratio: Share of vLLM's cache that warm prompts may take; 0: no limit.
         model_names: As in Hello; requests name the first one.
         room_tokens: Returns how many tokens vLLM's cache takes.
         block_tokens: Of one block.
@@ -56,7 +57,6 @@ class WarmFacts:
 
     socket: Path
     url: str
-    max_ratio: float
     model_names: Sequence[str]
     room_tokens: Callable[[], int]
     block_tokens: int
@@ -160,19 +160,19 @@ class WarmStart:
     def _held(self, prompts: Sequence[PromptStatus], attachment: Attachment) -> list[PromptStatus]:
         """Return the prompts that this engine can load as a whole, by importance, as far as there is room."""
         namespace_id, facts = attachment.welcome.namespace_id, self._facts
-        left = int(facts.room_tokens() * facts.max_ratio) if facts.max_ratio else None
+        left = int(facts.room_tokens() * MAX_RATIO)
         chosen = []
         for status in by_importance(status for status in prompts if self._is_ours(status, namespace_id)):
             needed = room_taken(status.num_tokens, facts.block_tokens)
-            if left is not None and needed > left:
+            if needed > left:
                 logger.info(
-                    "kvtier warm start leaves out name=%s tokens=%d: warm_max_ratio leaves %d",
+                    "kvtier warm start leaves out name=%s tokens=%d: half of vLLM's cache leaves %d",
                     status.name,
                     status.num_tokens,
                     left,
                 )
                 continue
-            left = left if left is None else left - needed
+            left -= needed
             chosen.append(status)
         return chosen
 

@@ -4,7 +4,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvtier.config.model import (
     TraceConfig,
 )
 from kvtier.config.settings import BY_KEY, SETTINGS, ParseContext
+from kvtier.config.units import filesystem_bytes
 from kvtier.errors import ConfigError
 
 _TABLES = {
@@ -32,6 +33,8 @@ _TABLES = {
     "trace": TraceConfig,
     "log": LogConfig,
 }
+SPARE_SHARE = 8
+RESERVE_SHARE = 20
 MAX_FILE_BYTES = 1024**2
 ENVIRONMENT = "environment"
 FLAG = "flag"
@@ -106,7 +109,18 @@ def _build(written: Mapping[str, _Written]) -> DaemonConfig:
         table: kind(**{s.attribute: resolved[s.key] for s in SETTINGS if s.table == table})
         for table, kind in _TABLES.items()
     }
-    return DaemonConfig(**tables)
+    return _with_shares(DaemonConfig(**tables))
+
+
+def _with_shares(config: DaemonConfig) -> DaemonConfig:
+    """Take less of a small tier for what has no setting: spare rows, and the reserve on disk."""
+    spare_bytes = min(config.host.spare_bytes, config.host.host_bytes // SPARE_SHARE)
+    reserve_bytes = min(config.disk.reserve_bytes, filesystem_bytes(config.disk.disk_dir) // RESERVE_SHARE)
+    return replace(
+        config,
+        host=replace(config.host, spare_bytes=spare_bytes),
+        disk=replace(config.disk, reserve_bytes=reserve_bytes),
+    )
 
 
 def _defaults() -> dict[str, _Written]:

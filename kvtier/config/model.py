@@ -1,7 +1,7 @@
-"""What the daemon can be told, one frozen dataclass per concern.
+"""What the daemon runs with, one frozen dataclass per concern. Paths are absolute and sizes are bytes.
 
-Paths are absolute and sizes are bytes here. How each setting is spelled in TOML and in the environment is in
-`kvtier.config.settings`; an attribute that repeats its table's name (`host.host_bytes`) drops it there (`host.bytes`).
+A user sets what `kvtier.config.settings` names. The other fields are constants with the reason beside them; they are
+fields so that tests and benchmarks can vary them.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class ServerConfig:
     socket: Path
     """Unix socket of the gRPC server; at most 107 bytes long."""
     drain_timeout_s: float = 10.0
-    """Seconds that running calls and writes get after SIGTERM before they are cut off."""
+    """No setting. Seconds that running calls and writes get after SIGTERM: service managers kill after 10 s or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,15 @@ class HostConfig:
     keep_arena: bool = False
     """A daemon that is stopped leaves its arenas to the next start; a crash always does."""
     spare_bytes: int = 256 * MIB
-    """Of free rows that get their pages ahead of need, for attached engines, and keep them over a crash; never above
-    `low_watermark`."""
+    """No setting. Of free rows that get their pages ahead of need, for attached engines, and keep them over a crash.
+    Enough for one long prompt (ADR 13); at most an eighth of `host_bytes`, and never above `low_watermark`."""
     prewarm: bool = True
-    """At start, promote pinned prompts to host memory in the background."""
+    """No setting. At start, promote pinned prompts to host memory: a pin asks for that, and requests go first."""
     high_watermark: float = 0.95
-    """Share of `host_bytes` in use above which ordinary chunks are evicted in the background."""
+    """No setting. Share of `host_bytes` in use above which unpinned chunks are evicted in the background: later, stores
+    would wait for room."""
     low_watermark: float = 0.90
-    """Share down to which that goes."""
+    """No setting. Share down to which that goes: lower, chunks would go that the memory has room for."""
 
     @property
     def low_watermark_bytes(self) -> int:
@@ -62,25 +63,27 @@ class DiskConfig:
     disk_bytes: int
     """Bytes of all packs together; pins that would not fit are refused."""
     reserve_bytes: int = 1024 * MIB
-    """Free space of the file system that packs never take."""
+    """No setting. Free space of the file system that packs never take, because others write there too; at most a
+    twentieth of the file system."""
     high_watermark: float = 0.95
-    """Share of `disk_bytes` in packs above which ordinary chunks are dropped in the background."""
+    """No setting. Share of `disk_bytes` in packs above which unpinned chunks are dropped in the background."""
     low_watermark: float = 0.90
-    """Share of `disk_bytes` down to which that goes, counted in bytes of chunks."""
+    """No setting. Share of `disk_bytes` down to which that goes, counted in bytes of chunks."""
     pack_bytes: int = 64 * MIB
-    """Raw bytes gathered before a pack is written: larger packs mean fewer fsyncs, later durability."""
+    """No setting. Raw bytes gathered before a pack is written: one second of a slow disk, and few fsyncs (ADR 13)."""
     pack_linger_s: float = 0.2
-    """Seconds that a pack waits for more chunks while it is short of `pack_bytes`; of unpinned ones ten times that."""
-    zstd_level: int = 1
-    """zstd level of new packs, 1..22. Higher levels hardly shrink KV and cost a lot of time."""
+    """No setting. Seconds that a pack waits for more chunks while it is short of `pack_bytes`: people wait for a pin to
+    be durable. A pack of unpinned chunks waits ten times that."""
     io_threads: int = 3
-    """Threads that read packs for requests; one at a time decodes short chunks. Other disk work has its own."""
+    """No setting. Threads that read packs for requests: one decodes while another reads and the third makes pages
+    (ADR 13); more wait for Python's lock. Other disk work has its own."""
     compact_dead_ratio: float = 0.5
-    """Packs of which more than this share is read no more are rewritten; 1: only when the disk is nearly full."""
+    """No setting. A pack is rewritten when more than this share of it is dead: a rewrite then frees more than it
+    writes. A nearly full disk ignores it."""
     compact_bytes_per_s: int = 64 * MIB
-    """Bytes per second that compaction writes at most; 0: no compaction."""
+    """No setting. What compaction writes at most: little for any SSD, and it waits while a request reads. 0: none."""
     scrub_bytes_per_s: int = 16 * MIB
-    """Bytes per second that the scrub verifies at most; 0: no scrub."""
+    """No setting. What the scrub verifies at most: it reads a terabyte in a day. 0: no scrub."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,7 @@ class TraceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
-    """Everything the daemon can be told. Constructors take values from it, never the whole."""
+    """Everything the daemon runs with. Constructors take values from it, never the whole."""
 
     server: ServerConfig
     host: HostConfig

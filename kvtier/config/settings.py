@@ -26,8 +26,6 @@ from kvtier.config.units import (
 AUTO = "auto"
 AUTO_HOST_RATIO = 0.25
 AUTO_DISK_CAP_BYTES = 256 * 1024 * MIB
-AUTO_SPARE_CAP_BYTES = 256 * MIB
-AUTO_SPARE_SHARE = 8
 MIN_TIER_BYTES = MIB
 MAX_BYTES = 2**60
 """Far beyond any file system; twice this is no number to SQLite and to the kernel."""
@@ -140,55 +138,6 @@ def _disk_bytes(value: object, context: ParseContext) -> int:
     return _size(value if ratio is None else int(filesystem_bytes(disk_dir) * ratio))
 
 
-def _pack_bytes(value: object, context: ParseContext) -> int:
-    return _size(value)
-
-
-def _bytes_or_nothing(value: object, context: ParseContext) -> int:
-    return 0 if value in (0, "0") and not isinstance(value, bool) else _size(value)
-
-
-def _spare_bytes(value: object, context: ParseContext) -> int:
-    if value == AUTO:
-        host_bytes = context.resolved["host.bytes"]
-        assert isinstance(host_bytes, int)
-        return min(AUTO_SPARE_CAP_BYTES, host_bytes // AUTO_SPARE_SHARE)
-    return _bytes_or_nothing(value, context)
-
-
-def _number(kind: type[int] | type[float], low: float, high: float) -> Parser:
-    problem = f"must be a{' whole' if kind is int else ''} number from {low:g} to {high:g}"
-
-    def parse(value: object, context: ParseContext) -> int | float:
-        # Text comes from the environment. A bool is an int to Python, and 2.5 threads would be cut to 2.
-        allowed = (int, str) if kind is int else (int, float, str)
-        if isinstance(value, bool) or not isinstance(value, allowed):
-            raise ValueError(problem)  # noqa: TRY004
-        try:
-            number = kind(value)
-        except (ValueError, OverflowError):
-            raise ValueError(problem) from None
-        if not low <= number <= high:
-            raise ValueError(problem)
-        return number
-
-    return parse
-
-
-def _low_watermark(high_key: str) -> Parser:
-    parse_ratio = _number(float, 0.01, 1)
-
-    def parse(value: object, context: ParseContext) -> object:
-        low, high = parse_ratio(value, context), context.resolved[high_key]
-        assert isinstance(low, float)
-        assert isinstance(high, float)
-        if low > high:
-            raise ValueError(f"must be at most {high_key}, which is {high:g}")
-        return low
-
-    return parse
-
-
 def _choice(*choices: str) -> Parser:
     def parse(value: object, context: ParseContext) -> str:
         if not isinstance(value, str) or value.lower() not in choices:
@@ -229,26 +178,11 @@ def _row(key: str, attribute: str, parse: Parser, default: object, variable: str
 
 SETTINGS = (
     _row("server.socket", "socket", _socket, AUTO, SOCKET_VARIABLE),
-    _row("server.drain_timeout_s", "drain_timeout_s", _number(float, 0, 3600), 10.0),
     _row("host.arena_dir", "arena_dir", _arena_dir, AUTO),
     _row("host.bytes", "host_bytes", _host_bytes, AUTO),
     _row("host.keep_arena", "keep_arena", _switch, False),
-    _row("host.spare_bytes", "spare_bytes", _spare_bytes, AUTO),
-    _row("host.prewarm", "prewarm", _switch, True),
-    _row("host.high_watermark", "high_watermark", _number(float, 0.01, 1), 0.95),
-    _row("host.low_watermark", "low_watermark", _low_watermark("host.high_watermark"), 0.90),
     _row("disk.dir", "disk_dir", _disk_dir, AUTO),
     _row("disk.bytes", "disk_bytes", _disk_bytes, AUTO),
-    _row("disk.reserve_bytes", "reserve_bytes", _bytes_or_nothing, "1GiB"),
-    _row("disk.high_watermark", "high_watermark", _number(float, 0.01, 1), 0.95),
-    _row("disk.low_watermark", "low_watermark", _low_watermark("disk.high_watermark"), 0.90),
-    _row("disk.pack_bytes", "pack_bytes", _pack_bytes, "64MiB"),
-    _row("disk.pack_linger_s", "pack_linger_s", _number(float, 0, 60), 0.2),
-    _row("disk.zstd_level", "zstd_level", _number(int, 1, 22), 1),
-    _row("disk.io_threads", "io_threads", _number(int, 1, 64), 3),
-    _row("disk.compact_dead_ratio", "compact_dead_ratio", _number(float, 0.05, 1), 0.5),
-    _row("disk.compact_bytes_per_s", "compact_bytes_per_s", _bytes_or_nothing, "64MiB"),
-    _row("disk.scrub_bytes_per_s", "scrub_bytes_per_s", _bytes_or_nothing, "16MiB"),
     _row("cache.store", "store", _choice("pinned", "all"), "pinned"),
     _row("metrics.listen", "listen", _listen, "127.0.0.1:9464"),
     _row("trace.folder", "folder", _folder_or_off, OFF),

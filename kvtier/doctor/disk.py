@@ -56,10 +56,10 @@ def check_disk_space(disk: DiskConfig) -> Finding:
     free_bytes = available_bytes(disk.disk_dir)
     found = (
         f"{format_size(free_bytes)} for disk.bytes = {format_size(disk.disk_bytes)} and "
-        f"disk.reserve_bytes = {format_size(disk.reserve_bytes)}"
+        f"a reserve of {format_size(disk.reserve_bytes)}"
     )
     if free_bytes <= disk.reserve_bytes:
-        return fail("disk.space", found, "free some space or lower disk.reserve_bytes: nothing can be stored on disk")
+        return fail("disk.space", found, "free some space: nothing can be stored on disk")
     if free_bytes < disk.disk_bytes + disk.reserve_bytes:
         remedy = "lower disk.bytes, or free some space: pins may be accepted that do not become durable"
         return warn("disk.space", found, remedy)

@@ -26,7 +26,7 @@ CHECKS = {
     "host.memlock": "where there is a GPU: so much memory may be locked",
     "disk.dir": "the folder of packs and ledger can be used",
     "disk.file_system": "it is on a file system that keeps what was fsynced, and locks",
-    "disk.space": "the file system has room for disk.bytes and disk.reserve_bytes",
+    "disk.space": "the file system has room for disk.bytes and the daemon's reserve",
     "disk.direct_reads": "packs can be read past the page cache",
     "vllm.installed": "vLLM is installed in the environment, in a version the connector is written for",
     "vllm.connector": "the connector can be imported there",

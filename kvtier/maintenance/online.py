@@ -72,7 +72,7 @@ class _OnlineCheck:
         self._cache, self._loop, self._left = cache, loop, left
         self._repair, self._deep = repair, deep
         self._state_dir = cache.config.disk.disk_dir
-        self._tier = PackTier(self._state_dir / "packs", zstd_level=cache.config.disk.zstd_level)
+        self._tier = PackTier(self._state_dir / "packs")
 
     def run(self) -> Report:
         with tempfile.TemporaryDirectory(prefix="kvtier-fsck-", dir=scratch_folder(self._state_dir)) as scratch:

@@ -160,7 +160,7 @@ class Counters:
     )
     chunks_over_quota: int = counted(
         "spill_refused_chunks",
-        "Times a chunk stayed off the disk because disk.bytes, or what disk.reserve_bytes leaves, was used up.",
+        "Times a chunk stayed off the disk because disk.bytes was used up, or the file system down to the reserve.",
     )
 
     packs_compacted: int = counted("packs_compacted", "Packs with holes whose chunks were moved to another pack.")

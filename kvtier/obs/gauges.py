@@ -70,7 +70,7 @@ class Gauges:
     disk_packs: int = gauged("disk_packs", "Pack files.")
     disk_unreserved_bytes: float = gauged(
         "disk_unreserved_bytes",
-        "What the file system of the packs has left beyond disk.reserve_bytes; NaN until it was asked.",
+        "What the file system of the packs has left beyond the daemon's reserve (1 GiB); NaN until it was asked.",
     )
     disk_reading_off: int = series(
         _TIER_LATCHED, "Nothing is read: what is only on disk is a miss.", tier="disk", operation="read"

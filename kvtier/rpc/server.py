@@ -36,7 +36,7 @@ _SERVICES = (
 
 
 async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> Path | None:
-    """Serve until `stop` is set or nobody can reach us any more, then drain within `server.drain_timeout_s`.
+    """Serve until `stop` is set or nobody can reach us any more, then drain within `drain_timeout_s`.
 
     Args:
         config: The merged configuration; its folders exist and are locked.

@@ -89,7 +89,7 @@ class Cache:
         sweep_scratch(config.disk.disk_dir)
         counters, timings = Counters(), Timings()
         ops = ObservedFileOps(counters, timings.fsync)
-        disk = PackTier(config.disk.disk_dir / "packs", zstd_level=config.disk.zstd_level, ops=ops)
+        disk = PackTier(config.disk.disk_dir / "packs", ops=ops)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path), counters, timings))
         await recover(cache, disk)

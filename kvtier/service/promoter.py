@@ -39,7 +39,7 @@ Asker = tuple[Waiter, int]
 
 
 class Promoter:
-    """Reads chunks of one namespace, in batches, up to `disk.io_threads` at a time. Loop thread only.
+    """Reads chunks of one namespace, in batches, up to `io_threads` at a time. Loop thread only.
 
     One reader per chunk however many wait for it: a chunk that somebody wants is `promoting` in the table from then on,
     and is either queued or in one batch. Background promotions take a batch only while nothing else is queued, one at a

@@ -89,8 +89,8 @@ class Stores:
     ) -> "Stores":
         """Make the pools: a call never queues behind one of another kind.
 
-        One thread for the ledger, `disk.io_threads` for promotions, two for packs being written, one for compaction,
-        scrub and probes, one for a fsck (which waits for what all others do), and `disk.io_threads` for the short rest
+        One thread for the ledger, `io_threads` for promotions, two for packs being written, one for compaction,
+        scrub and probes, one for a fsck (which waits for what all others do), and `io_threads` for the short rest
         (verifying stores, backing rows, unlinking).
         """
         counters, num_threads = counters or Counters(), config.disk.io_threads

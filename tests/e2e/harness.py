@@ -158,10 +158,10 @@ class Stack:
         host_bytes: str = "512MiB",
         daemon_settings: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare; nothing runs yet. `daemon_settings` are further KVTIER_* variables."""
+        """Prepare; nothing runs yet. `daemon_settings` are further variables, see `Daemon`."""
         self.home = home
         # Tests say themselves which tier answers: nothing comes to host memory unasked.
-        settings = {"KVTIER_HOST_PREWARM": "false", **(daemon_settings or {})}
+        settings = {"TUNED_HOST_PREWARM": "false", **(daemon_settings or {})}
         self.daemon = Daemon(home, host_bytes=host_bytes, settings=settings)
         self.options = replace(options, kvtier_socket=self.daemon.socket)
         self._num_engines = 0

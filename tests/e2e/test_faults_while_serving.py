@@ -86,7 +86,7 @@ def world() -> Iterator[World]:
     # Computing is taken to be slow: else a promotion, on a busy machine, would rightly not be waited for.
     config = {"prefill_tokens_per_s": 20}
     options = EngineOptions(model=str(cached_model("tiny", TINY)), block_size=BLOCK, connector_config=config)
-    settings = {"KVTIER_DISK_RESERVE_BYTES": "0"}
+    settings = {"TUNED_DISK_RESERVE_BYTES": "0"}
     with ExitStack() as exits:
         stack = exits.enter_context(
             running_stack(options, start_daemon=False, host_bytes=HOST_BYTES, daemon_settings=settings)

@@ -267,11 +267,11 @@ def test_reboot(world: World, compare: Comparisons, note: Note) -> None:
     stack = world.stack
     stack.daemon.kill()
     stack.daemon.lose_memory()
-    stack.daemon.set_variable("KVTIER_HOST_PREWARM", "true")
+    stack.daemon.set_variable("TUNED_HOST_PREWARM", "true")
     stack.daemon.start()
     waited_s = max(stack.wait_in_host_memory(name) for name in ("early", "held"))
     note(f"pinned prompts are in host memory {waited_s:.2f} s after the daemon was ready")
-    stack.daemon.set_variable("KVTIER_HOST_PREWARM", "false")
+    stack.daemon.set_variable("TUNED_HOST_PREWARM", "false")
     stack.wait_attached(world.engine)
     promoted = stack.counters()["chunks_promoted"]
     for _ in range(3):

@@ -27,7 +27,7 @@ from tests.fakes.operator import until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key
 from tests.fault.chaos_model import SPACES, Model, Prompt
 
-COMMAND = "from kvtier.daemon.main import main; main()"
+COMMAND = "from benchmarks.tuned_daemon import main; main()"
 MAX_PINNED = 60
 START_DEADLINE_S = 60.0
 """More than for an answer: on a busy machine Python and gRPC alone took ten seconds."""
@@ -38,7 +38,7 @@ State = cache_pb2.PromptStatus
 async def started(
     config: DaemonConfig, settings: Mapping[str, str], command: str | None = None
 ) -> asyncio.subprocess.Process:
-    """Start `kvtier-daemon` with further settings as environment variables."""
+    """Start `kvtier-daemon` with further settings and fields (see tuned_daemon.py) as environment variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     flags = {
         "socket": config.server.socket,
@@ -49,7 +49,7 @@ async def started(
         "log-level": "warning",
     }
     arguments = [f"--{name}={value}" for name, value in flags.items()]
-    defaults = {"KVTIER_DISK_PACK_LINGER_S": "0.01", "KVTIER_HOST_PREWARM": str(config.host.prewarm)}
+    defaults = {"TUNED_DISK_PACK_LINGER_S": "0.01", "TUNED_HOST_PREWARM": str(config.host.prewarm).lower()}
     defaults["KVTIER_METRICS_LISTEN"] = config.metrics.listen
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", command or COMMAND, *arguments), env=environment | defaults | dict(settings)

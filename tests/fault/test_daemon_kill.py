@@ -23,9 +23,9 @@ NUM_KILLS = int(os.environ.get("KVTIER_CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("KVTIER_CHAOS_SEED", "20260"))
 BUSY = {
     # Everything that runs in the background runs all the time.
-    "KVTIER_DISK_COMPACT_DEAD_RATIO": "0.1",
-    "KVTIER_HOST_PREWARM": "true",
-    "KVTIER_DISK_SCRUB_BYTES_PER_S": "64MiB",
+    "TUNED_DISK_COMPACT_DEAD_RATIO": "0.1",
+    "TUNED_HOST_PREWARM": "true",
+    "TUNED_DISK_SCRUB_BYTES_PER_S": str(64 << 20),
 }
 
 

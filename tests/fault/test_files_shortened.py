@@ -17,7 +17,7 @@ from tests.fault.chaos import Stub, daemon
 
 KEYS = [chunk_key(number) for number in range(3)]
 LATE = [chunk_key(("late", number)) for number in range(3)]
-CALM = {"KVTIER_HOST_SPARE_BYTES": "0", "KVTIER_DISK_PACK_LINGER_S": "0.01"}
+CALM = {"TUNED_HOST_SPARE_BYTES": "0", "TUNED_DISK_PACK_LINGER_S": "0.01"}
 
 
 async def started_again(stub: Stub, started_unix_s: float) -> None:
@@ -73,7 +73,7 @@ def test_what_was_in_memory_only_is_lost_and_nothing_else(tmp_path: Path) -> Non
         folder.chmod(0o700)
 
     async def scenario() -> None:
-        async with daemon(config, CALM | {"KVTIER_DISK_PACK_LINGER_S": "60"}) as (process, stub):
+        async with daemon(config, CALM | {"TUNED_DISK_PACK_LINGER_S": "60"}) as (process, stub):
             async with ScriptedEngine(config) as engine:
                 pin_id = await pin(stub, "late")
                 await engine.bind(pin_id, LATE)

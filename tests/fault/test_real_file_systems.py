@@ -107,7 +107,7 @@ def test_a_full_disk_is_served_from_memory_and_written_when_there_is_room(tmp_pa
 
     async def scenario() -> None:
         mount = f"mount -t tmpfs -o size=1m,mode=700 none {config.disk.disk_dir}"
-        settings = {"KVTIER_DISK_RESERVE_BYTES": "0", "KVTIER_DISK_PACK_LINGER_S": "0.01"}
+        settings = {"TUNED_DISK_RESERVE_BYTES": "0", "TUNED_DISK_PACK_LINGER_S": "0.01"}
         async with daemon(config, mount, **settings) as (stub, root), ScriptedEngine(config) as engine:
             await make_durable(stub, engine, keys["a"], "a")
             ballast = Path(f"{root}{config.disk.disk_dir}/ballast")
@@ -164,7 +164,7 @@ def test_a_full_arena_file_system_costs_credits_and_nothing_else(tmp_path: Path)
     async def scenario() -> None:
         # The engine is outside: it maps the file through the daemon's root.
         mount = f"mount -t tmpfs -o size=1200k,mode=700 none {config.host.arena_dir}"
-        async with daemon(config, mount, KVTIER_DISK_PACK_LINGER_S="0.01") as (stub, root):
+        async with daemon(config, mount, TUNED_DISK_PACK_LINGER_S="0.01") as (stub, root):
             write_file(Path(f"{root}{config.host.arena_dir}/ballast"), 1000 * 1024)
             async with RootedEngine(config, root) as engine:
                 pin_id = await pin(stub, "p", tokens=640)

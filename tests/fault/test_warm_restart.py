@@ -123,7 +123,7 @@ async def adopted(stub: Stub, left: Left) -> None:
 
 
 def settings_of(config: DaemonConfig) -> dict[str, str]:
-    return {"KVTIER_HOST_SPARE_BYTES": str(config.host.spare_bytes)}
+    return {"TUNED_HOST_SPARE_BYTES": str(config.host.spare_bytes)}
 
 
 async def no_leak(config: DaemonConfig, stub: Stub) -> None:

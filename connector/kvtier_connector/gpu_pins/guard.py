@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_RATIO = 0.5
+"""Of vLLM's blocks, what pins may have; the other half is for users' requests. Of more pins, those of the lowest
+priority are left out, tails first."""
 _CENSUS_SLICE = 16
 """Blocks that one step looks up to count which vLLM has."""
 
@@ -36,7 +39,7 @@ class GpuPins:
     def __init__(
         self, settings: ConnectorSettings, shape: EngineShape | None, pinned: PinnedBlocks, stats: ConnectorStats
     ) -> None:
-        self._mode, self._max_ratio = settings.gpu_pin, settings.gpu_pin_max_ratio
+        self._mode = settings.gpu_pin
         self._shape, self._pinned, self._stats = shape, pinned, stats
         self._policy: Policy | None = None
 
@@ -60,7 +63,7 @@ class GpuPins:
         except UnknownPoolError as error:
             logger.warning("kvtier: gpu_pin is off: vLLM's block pool is not the one kvtier knows (%s)", error)
             return
-        self._pinned.bound(int(self._max_ratio * queue.num_blocks))
+        self._pinned.bound(int(MAX_RATIO * queue.num_blocks))
         self._policy = Policy(queue, self._pinned, Demand(self._shape), is_hard=self._mode is GpuPin.HARD)
         queue.before_step(self.before_step)
         if self._mode is GpuPin.HARD:

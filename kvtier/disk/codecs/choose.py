@@ -32,13 +32,9 @@ class UnknownCodecError(KvtierError):
         self.name = name
 
 
-def default_codecs(zstd_level: int = 1) -> tuple[Codec, ...]:
-    """Return every codec. Their order only breaks ties.
-
-    Args:
-        zstd_level: For `zstd`, 1..22.
-    """
-    return (RawCodec(), Split32Codec(), Split16Codec(), ZstdCodec(zstd_level))
+def default_codecs() -> tuple[Codec, ...]:
+    """Return every codec. Their order only breaks ties."""
+    return (RawCodec(), Split32Codec(), Split16Codec(), ZstdCodec())
 
 
 _BY_NAME: dict[str, Codec] = {codec.name: codec for codec in default_codecs()}

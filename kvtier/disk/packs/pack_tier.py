@@ -31,7 +31,6 @@ class PackTier:
         self,
         directory: Path,
         *,
-        zstd_level: int = 1,
         ops: FileOps | None = None,
         codecs: CodecChooser | None = None,
         direct_reads: bool = True,
@@ -42,7 +41,6 @@ class PackTier:
 
         Args:
             directory: Belongs to kvtier.
-            zstd_level: Of the default codecs.
             ops: Every system call goes through it.
             codecs: Instead of the default ones.
             direct_reads: Whether cold data is read past the page cache, where the file system can.
@@ -54,7 +52,7 @@ class PackTier:
         """
         ops = ops or FileOps()
         self.directory = directory
-        self._codecs = codecs or CodecChooser(default_codecs(zstd_level))
+        self._codecs = codecs or CodecChooser(default_codecs())
         self._places = PackDirectory(
             directory, ops, quarantine_max_bytes=quarantine_max_bytes, quarantine_max_packs=quarantine_max_packs
         )

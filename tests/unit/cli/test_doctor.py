@@ -54,9 +54,9 @@ def test_people_get_a_table(kvtier: Kvtier) -> None:
 
 def test_a_bad_config_file_is_a_finding(kvtier: Kvtier, tmp_path: Path) -> None:
     path = tmp_path / "k.toml"
-    path.write_text("[disk]\npack_byte = 1\n")
+    path.write_text("[disk]\nbyte = 1\n")
     found = findings(kvtier, "--config", path, exit_code=1)
-    assert "did you mean disk.pack_bytes?" in found["config.file"]["found"]
+    assert "did you mean disk.bytes?" in found["config.file"]["found"]
     assert found["disk.dir"]["status"] == "skipped", "there is nothing to check then"
 
 

@@ -57,12 +57,11 @@ class Rig:
         status = PromptStatus(name=name, num_tokens=num_tokens, priority=priority, **known)
         self.daemon.prompts[name] = status
 
-    def start(self, *, by_priority: bool = False, max_ratio: float = 0.5, room_tokens: int = 10_000) -> WarmStart:
+    def start(self, *, by_priority: bool = False, room_tokens: int = 10_000) -> WarmStart:
         """Begin, as if the first session had bound its pins."""
         facts = WarmFacts(
             socket=self.socket,
             url=self.vllm.url,
-            max_ratio=max_ratio,
             model_names=["toy", "/models/toy"],
             room_tokens=lambda: room_tokens,
             block_tokens=BLOCK_TOKENS,
@@ -136,7 +135,7 @@ def test_no_more_than_the_share_of_the_cache(rig: Rig, said: Said) -> None:
     rig.start(room_tokens=512)
     wait_for(said("warm start ended prompts=2 of 2"))
     assert rig.warmed() == [0, 2]
-    assert said("warm start leaves out name=b tokens=130: warm_max_ratio leaves 128")()
+    assert said("warm start leaves out name=b tokens=130: half of vLLM's cache leaves 128")()
 
 
 def test_it_waits_for_the_server_and_while_users_are_served(rig: Rig, said: Said) -> None:
@@ -298,9 +297,9 @@ def test_what_the_engine_tells_its_warm_start() -> None:
         return None if made is None else made._facts
 
     assert facts_of() is None, "off unless asked for"
-    facts = facts_of(warm_url="http://127.0.0.1:8000/v1", warm_max_ratio=0.25)
+    facts = facts_of(warm_url="http://127.0.0.1:8000/v1")
     assert facts is not None
-    assert (facts.url, facts.max_ratio, facts.socket) == ("http://127.0.0.1:8000", 0.25, Path("/s"))
+    assert (facts.url, facts.socket) == ("http://127.0.0.1:8000", Path("/s"))
     assert (facts.model_names, facts.by_priority) == (["llama", "/models/llama"], True)
     assert facts.room_tokens() == 64 * 4 // 2, "both groups take of the same blocks"
     config.cache_config.kv_cache_size_tokens = 999

@@ -36,14 +36,14 @@ def test_version(runner: CliRunner) -> None:
 
 def test_check_config_says_where_each_value_came_from(runner: CliRunner, tmp_path: Path) -> None:
     path = tmp_path / "k.toml"
-    path.write_text("[disk]\nzstd_level = 3")
+    path.write_text('[cache]\nstore = "all"')
     arguments = ["--check-config", "--config", str(path), "--host-bytes", "4MiB"]
     result = runner.invoke(app, arguments, env={"KVTIER_LOG_LEVEL": "error"})
     assert result.exit_code == 0
-    assert f"zstd_level = 3  # {path}\n" in result.output
+    assert f'store = "all"  # {path}\n' in result.output
     assert "bytes = 4194304  # flag\n" in result.output
     assert 'level = "error"  # environment\n' in result.output
-    assert "io_threads = 3  # default\n" in result.output
+    assert 'format = "text"  # default' in result.output
     assert "keep_arena = false  # default\n" in result.output
 
 

@@ -70,12 +70,13 @@ def daemon(folder: Path, listen: str) -> Iterator[Served]:
         directory.chmod(0o700)
     flags = {"socket": config.server.socket, "state-dir": config.disk.disk_dir, "arena-dir": config.host.arena_dir}
     flags_given = [f"--{name}={value}" for name, value in flags.items()]
+    flags_given += ["--host-bytes=1MiB", f"--metrics-listen={listen}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvtier.daemon.main", *flags_given, "--host-bytes=1MiB", f"--metrics-listen={listen}"],
+        [sys.executable, "-m", "benchmarks.tuned_daemon", *flags_given],
         stderr=subprocess.PIPE,
         text=True,
-        env=environment | {"KVTIER_DISK_PACK_LINGER_S": "0.01", "KVTIER_DISK_RESERVE_BYTES": "0"},
+        env=environment | {"TUNED_DISK_PACK_LINGER_S": "0.01", "TUNED_DISK_RESERVE_BYTES": "0"},
     )
     try:
         assert process.stderr is not None

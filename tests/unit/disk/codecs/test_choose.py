@@ -48,14 +48,14 @@ def chosen(chooser: CodecChooser, data: bytes, stream: str = "ns/0") -> str:
     ],
 )
 def test_each_kind_of_bytes_gets_its_codec(kind: str, name: str) -> None:
-    chooser = CodecChooser(default_codecs(1))
+    chooser = CodecChooser(default_codecs())
     assert [chosen(chooser, payload(kind, LENGTH, seed)) for seed in range(5)] == [name] * 5
 
 
 def test_bytes_in_which_every_plane_is_coded_go_to_zstd() -> None:
     """fp8 KV once went to split32: within 3 % of zstd's length, which it takes longer to decode."""
     skewed = bytes(payload("random", LENGTH)).translate(bytes(min(255, n // 2) for n in range(256)))
-    assert chosen(CodecChooser(default_codecs(1)), skewed) == "zstd"
+    assert chosen(CodecChooser(default_codecs()), skewed) == "zstd"
 
 
 def test_only_samples_pay_for_every_codec() -> None:
@@ -73,26 +73,26 @@ def test_under_three_per_cent_it_is_raw(share: float, name: str) -> None:
 
 
 def test_a_chunk_that_the_winner_does_not_shorten_is_raw() -> None:
-    chooser = CodecChooser(default_codecs(1), first_samples=1)
+    chooser = CodecChooser(default_codecs(), first_samples=1)
     assert chosen(chooser, payload("bf16", LENGTH)) == "split16"
     assert chosen(chooser, payload("random", LENGTH)) == "raw"
     assert chosen(chooser, payload("bf16", LENGTH)) == "split16"
 
 
 def test_a_chunk_of_odd_length_is_raw_when_the_winner_cannot_take_it() -> None:
-    chooser = CodecChooser(default_codecs(1), first_samples=1)
+    chooser = CodecChooser(default_codecs(), first_samples=1)
     assert chosen(chooser, payload("bf16", LENGTH)) == "split16"
     assert chosen(chooser, payload("bf16", LENGTH + 1)) == "raw"
 
 
 def test_a_stream_that_changes_gets_another_codec() -> None:
-    chooser = CodecChooser(default_codecs(1), first_samples=1, sample_every=4)
+    chooser = CodecChooser(default_codecs(), first_samples=1, sample_every=4)
     assert chosen(chooser, payload("fp32", LENGTH)) == "split32"
     assert [chosen(chooser, payload("bf16", LENGTH)) for _ in range(20)][-1] == "split16"
 
 
 def test_streams_do_not_mix() -> None:
-    chooser = CodecChooser(default_codecs(1), first_samples=1)
+    chooser = CodecChooser(default_codecs(), first_samples=1)
     for _ in range(3):
         assert chosen(chooser, payload("bf16", LENGTH), "ns/0") == "split16"
         assert chosen(chooser, payload("fp32", LENGTH), "ns/1") == "split32"
@@ -107,7 +107,7 @@ def test_memory_is_bounded_and_a_forgotten_stream_is_sampled_anew() -> None:
 
 
 def test_threads_share_a_chooser() -> None:
-    chooser = CodecChooser(default_codecs(1), sample_every=3)
+    chooser = CodecChooser(default_codecs(), sample_every=3)
     names: list[str] = []
 
     def work(seed: int) -> None:
@@ -122,7 +122,7 @@ def test_threads_share_a_chooser() -> None:
 
 
 def test_names_are_short_ascii_and_known() -> None:
-    codecs: tuple[Codec, ...] = default_codecs(1)
+    codecs: tuple[Codec, ...] = default_codecs()
     assert {codec.name for codec in codecs} == {"raw", "zstd", "split16", "split32"}
     for codec in codecs:
         assert len(codec.name.encode("ascii")) <= 16
