@@ -33,6 +33,18 @@ class ConfigError(KvtierError):
         self.key, self.value, self.source = key, value, source
 
 
+class ConfigErrors(KvtierError):
+    """Settings are unknown or unusable: all that were found.
+
+    Attributes:
+        errors: One for each.
+    """
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.errors = tuple(errors)
+
+
 class InvalidArgumentError(KvtierError):
     """A request carries a field that cannot be used.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from metrics_doc import document as metrics
 
-from kvtier.config.settings import BY_KEY
+from kvtier.config.settings import variable_of
 from kvtier.doctor import CHECKS
 
 ROOT = Path(__file__).parents[1]
@@ -141,7 +141,7 @@ def _entries(lines: list[str]) -> Iterator[Entry]:
 
 
 def _variable(table: str, name: str) -> str:
-    return BY_KEY[f"{table}.{name}"].environment
+    return variable_of(f"{table}.{name}")
 
 
 def _prose(comment: list[str]) -> str:

@@ -1,6 +1,8 @@
-"""The daemon's settings: what they are (`model`), how they are written (`settings`), how they are merged (`load`)."""
+"""The daemon's settings: written (`settings`), merged (`load`), fitted to the machine (`resolve`), and used (`model`).
 
-from kvtier.config.load import LoadedConfig, default_config_path, load_config
+Only `model` and `units` are imported by the CLI: what reads settings needs pydantic, which takes a while to import.
+"""
+
 from kvtier.config.model import (
     CacheConfig,
     DaemonConfig,
@@ -17,11 +19,8 @@ __all__ = [
     "DaemonConfig",
     "DiskConfig",
     "HostConfig",
-    "LoadedConfig",
     "LogConfig",
     "MetricsConfig",
     "ServerConfig",
     "TraceConfig",
-    "default_config_path",
-    "load_config",
 ]

@@ -1,44 +1,34 @@
-"""Merges the settings once: defaults < TOML file < environment < flags."""
+"""Reads the settings and merges them once: defaults < TOML file < environment < flags. Finds all that is wrong."""
 
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+from pydantic import ValidationError
+from pydantic_settings import EnvSettingsSource, InitSettingsSource
 
-from kvtier.config.model import (
-    CacheConfig,
-    DaemonConfig,
-    DiskConfig,
-    HostConfig,
-    LogConfig,
-    MetricsConfig,
-    ServerConfig,
-    TraceConfig,
-)
-from kvtier.config.settings import BY_KEY, SETTINGS, ParseContext
-from kvtier.config.units import filesystem_bytes
-from kvtier.errors import ConfigError
+from kvtier.client.address import SOCKET_VARIABLE
+from kvtier.config.model import DaemonConfig
+from kvtier.config.resolve import resolve
+from kvtier.config.settings import AUTO, KEYS, TABLES, Settings, variable_of
+from kvtier.errors import ConfigError, ConfigErrors
 
-_TABLES = {
-    "server": ServerConfig,
-    "host": HostConfig,
-    "disk": DiskConfig,
-    "cache": CacheConfig,
-    "metrics": MetricsConfig,
-    "trace": TraceConfig,
-    "log": LogConfig,
-}
-SPARE_SHARE = 8
-RESERVE_SHARE = 20
 MAX_FILE_BYTES = 1024**2
+MAX_PROBLEMS = 20
+"""Of which a reader is told; a file of another kind may have thousands."""
 ENVIRONMENT = "environment"
 FLAG = "flag"
 DEFAULT = "default"
+_PLAIN = {"string_type": "must be text in quotes", "bool_type": "must be true or false"}
+"""What pydantic says more darkly."""
+
+Tables = dict[str, Any]
+"""Values as written, by table and key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +46,13 @@ class LoadedConfig:
     path: Path | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """A value as written, and where."""
+@dataclass(frozen=True)
+class _Layer:
+    """What one source says, and where relative paths in it start. The first layer that has a key wins."""
 
-    value: object
     source: str
     base_dir: Path
+    tables: Tables
 
 
 def default_config_path() -> Path:
@@ -84,120 +74,124 @@ def load_config(
         flags: By dotted key; None values count as not given.
 
     Raises:
-        ConfigError: A key is unknown, a value unusable, or the file unreadable.
+        ConfigErrors: Keys are unknown, values unusable, or the file unreadable. A value is looked at even where
+            another source overrides it.
     """
     if path is None and (default := default_config_path()).is_file():
         path = default
-    written = _defaults()
-    written |= _from_file(path) if path else {}
-    written |= _from_environment(os.environ if environ is None else environ)
-    written |= _from_flags(flags or {})
-    config = _build(written)
-    return LoadedConfig(config=config, sources={key: value.source for key, value in written.items()}, path=path)
+    problems: list[ConfigError] = []
+    layers = [
+        _Layer(FLAG, Path(), _nested(flags or {})),
+        _Layer(ENVIRONMENT, Path(), _environment(os.environ if environ is None else environ, problems)),
+    ]
+    if path is not None:
+        layers.append(_Layer(str(path), path.absolute().parent, _toml(path, problems)))
+    layers = [_usable(layer, problems) for layer in layers]
+    sources = tuple(InitSettingsSource(Settings, layer.tables) for layer in layers)
+    merged = Settings(_build_sources=(sources, {}))  # type: ignore[call-arg] # only pydantic's mypy plugin knows it
+
+    def origin(key: str) -> _Layer:
+        table, _, name = key.partition(".")
+        return next((layer for layer in layers if name in layer.tables.get(table, ())), _Layer(DEFAULT, Path(), {}))
+
+    def report(key: str, problem: str) -> None:
+        table, _, name = key.partition(".")
+        given = origin(key)
+        problems.append(ConfigError(key, given.tables.get(table, {}).get(name, AUTO), given.source, problem))
+
+    config = resolve(merged, lambda key: origin(key).base_dir, report)
+    if problems:
+        raise ConfigErrors(problems[:MAX_PROBLEMS])
+    return LoadedConfig(config=config, sources={key: origin(key).source for key in KEYS}, path=path)
 
 
-def _build(written: Mapping[str, _Written]) -> DaemonConfig:
-    resolved: dict[str, object] = {}
-    for setting in SETTINGS:
-        given = written[setting.key]
-        context = ParseContext(base_dir=given.base_dir, resolved=resolved)
-        try:
-            resolved[setting.key] = setting.parse(given.value, context)
-        except ValueError as exc:
-            raise ConfigError(setting.key, given.value, given.source, str(exc)) from exc
-    tables: dict[str, Any] = {
-        table: kind(**{s.attribute: resolved[s.key] for s in SETTINGS if s.table == table})
-        for table, kind in _TABLES.items()
-    }
-    return _with_shares(DaemonConfig(**tables))
+def _nested(flags: Mapping[str, object]) -> Tables:
+    tables: Tables = {table: {} for table in TABLES}
+    for key, value in flags.items():
+        assert key in KEYS, f"a flag names no setting: {key}"
+        table, _, name = key.partition(".")
+        if value is not None:
+            tables[table][name] = value
+    return tables
 
 
-def _with_shares(config: DaemonConfig) -> DaemonConfig:
-    """Take less of a small tier for what has no setting: spare rows, and the reserve on disk."""
-    spare_bytes = min(config.host.spare_bytes, config.host.host_bytes // SPARE_SHARE)
-    reserve_bytes = min(config.disk.reserve_bytes, filesystem_bytes(config.disk.disk_dir) // RESERVE_SHARE)
-    return replace(
-        config,
-        host=replace(config.host, spare_bytes=spare_bytes),
-        disk=replace(config.disk, reserve_bytes=reserve_bytes),
-    )
+def _environment(environ: Mapping[str, str], problems: list[ConfigError]) -> Tables:
+    """Take the variables of our tables; an empty one counts as not set."""
+    prefixes = tuple(f"KVTIER_{table.upper()}_" for table in TABLES)
+    source = EnvSettingsSource(Settings)
+    # Only those of keys: the library would take KVTIER_HOST for the whole table, as JSON.
+    source.env_vars = {name.lower(): value for name, value in environ.items() if name.startswith(prefixes) and value}
+    tables = source()
+    server = tables.setdefault("server", {})
+    if "socket" in server:
+        problem = f"no such setting; did you mean {SOCKET_VARIABLE}?"
+        problems.append(ConfigError("KVTIER_SERVER_SOCKET", server.pop("socket"), ENVIRONMENT, problem))
+    if socket := environ.get(SOCKET_VARIABLE):
+        server["socket"] = socket
+    return tables
 
 
-def _defaults() -> dict[str, _Written]:
-    return {s.key: _Written(value=s.default, source=DEFAULT, base_dir=Path.cwd()) for s in SETTINGS}
-
-
-def _from_file(path: Path) -> dict[str, _Written]:
-    document = _read_toml(path)
-    written = {}
-    for table, content in document.items():
-        if table not in _TABLES:
-            problem = _suggest(table, _TABLES, "no such table") if isinstance(content, dict) else _misplaced(table)
-            raise ConfigError(table, _shown(content), str(path), problem)
-        if not isinstance(content, dict):
-            raise ConfigError(table, content, str(path), f"is a table; write [{table}] and its keys below it")
-        for name, value in content.items():
-            key = f"{table}.{name}"
-            if key not in BY_KEY:
-                raise ConfigError(key, value, str(path), _suggest(key, BY_KEY, "no such setting"))
-            written[key] = _Written(value=value, source=str(path), base_dir=path.absolute().parent)
-    return written
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
+def _toml(path: Path, problems: list[ConfigError]) -> Tables:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise _unreadable(path, f"has more than {MAX_FILE_BYTES} bytes; name a file of settings")
-        return tomllib.loads(text.decode("utf-8"))
+        if len(text) <= MAX_FILE_BYTES:
+            return tomllib.loads(text.decode("utf-8"))
+        problem = f"has more than {MAX_FILE_BYTES} bytes; name a file of settings"
     except OSError as exc:
-        raise _unreadable(path, f"cannot be read: {exc.strerror}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise _unreadable(path, f"is not valid TOML: {exc}") from exc
-    except RecursionError as exc:
-        raise _unreadable(path, "nests lists or tables too deep; settings need no more than [table] and key") from exc
-    except ValueError as exc:  # Python reads no number of more than some 4,300 digits; or a NUL in the path
-        raise _unreadable(path, f"cannot be read: {exc}") from exc
+        problem = f"cannot be read: {exc.strerror}"
+    except RecursionError:
+        problem = "nests lists or tables too deep; settings need no more than [table] and key"
+    except ValueError as exc:  # bytes that are no UTF-8 and numbers that Python does not read are such, too
+        problem = f"is not valid TOML: {exc}"
+    problems.append(ConfigError("config", str(path), "config file", problem))
+    return {}
 
 
-def _unreadable(path: Path, problem: str) -> ConfigError:
-    return ConfigError("config", str(path), "config file", problem)
+def _usable(layer: _Layer, problems: list[ConfigError]) -> _Layer:
+    """Return the layer without what is wrong in it; that is added to `problems`."""
+    usable: Tables = {}
+    for table, content in layer.tables.items():
+        if len(problems) >= MAX_PROBLEMS:
+            break
+        if table not in TABLES:
+            is_table = isinstance(content, dict)
+            problem = _unknown(table, list(TABLES), "table") if is_table else _unknown(table, KEYS)
+            problems.append(ConfigError(table, "{...}" if is_table else content, layer.source, problem))
+        elif not isinstance(content, dict):
+            problem = f"is a table; write [{table}] and its keys below it"
+            problems.append(ConfigError(table, content, layer.source, problem))
+        else:
+            bad = dict(_check(table, content, layer.source))
+            problems += bad.values()
+            fields = TABLES[table].model_fields.keys() - bad.keys()
+            usable[table] = {name: value for name, value in content.items() if name in fields}
+    return replace(layer, tables=usable)
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, _Written]:
-    """Take the settings' variables; an empty one counts as not set, an unknown one of our tables is a mistake."""
-    by_variable = {setting.environment: setting.key for setting in SETTINGS}
-    prefixes = tuple(f"KVTIER_{table.upper()}_" for table in _TABLES)
-    written = {}
-    for variable, value in environ.items():
-        if variable in by_variable:
-            if value:
-                key = by_variable[variable]
-                written[key] = _Written(value=value, source=ENVIRONMENT, base_dir=Path.cwd())
-        elif variable.startswith(prefixes):
-            raise ConfigError(variable, value, ENVIRONMENT, _suggest(variable, by_variable, "no such variable"))
-    return written
+def _check(table: str, content: Tables, source: str) -> Iterator[tuple[str, ConfigError]]:
+    """Yield the names in a table that cannot be used."""
+    try:
+        TABLES[table].model_validate(content)
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False)[:MAX_PROBLEMS]:
+            name = str(error["loc"][0])
+            key, known = f"{table}.{name}", KEYS
+            if error["type"] == "value_error":
+                problem = str(error["ctx"]["error"])
+            elif error["type"] != "extra_forbidden":
+                problem = _PLAIN.get(error["type"], error["msg"])
+            else:
+                if source == ENVIRONMENT:
+                    key, known = variable_of(key), [variable_of(each) for each in KEYS]
+                problem = _unknown(key, known)
+            yield name, ConfigError(key, content[name], source, problem)
 
 
-def _from_flags(flags: Mapping[str, object]) -> dict[str, _Written]:
-    unknown = flags.keys() - BY_KEY.keys()
-    assert not unknown, f"flags name no setting: {unknown}"
-    return {k: _Written(value=v, source=FLAG, base_dir=Path.cwd()) for k, v in flags.items() if v is not None}
-
-
-def _suggest(name: str, known: Iterable[str], problem: str) -> str:
-    candidates = list(known)
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
-    return f"{problem}; did you mean {close[0]}?" if close else f"{problem}; known: {', '.join(candidates)}"
-
-
-def _misplaced(name: str) -> str:
-    homes = [setting.key for setting in SETTINGS if name in (setting.key.partition(".")[2], setting.attribute)]
+def _unknown(key: str, known: Sequence[str], kind: str = "setting") -> str:
+    name = key.rpartition(".")[2]
+    homes = [each for each in known if each.rpartition(".")[2] == name]
     if homes:
-        return f"belongs into a table; write it as {homes[0]}"
-    return f"no such setting; settings live in the tables {', '.join(f'[{table}]' for table in _TABLES)}"
-
-
-def _shown(content: object) -> object:
-    return "{...}" if isinstance(content, dict) else content
+        return f"belongs into another table; write it as {' or '.join(homes)}"
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"no such {kind}; did you mean {close[0]}?" if close else f"no such {kind}; known: {', '.join(known)}"

@@ -1,7 +1,7 @@
 """What the daemon runs with, one frozen dataclass per concern. Paths are absolute and sizes are bytes.
 
-A user sets what `kvtier.config.settings` names. The other fields are constants with the reason beside them; they are
-fields so that tests and benchmarks can vary them.
+A user sets what `kvtier.config.settings` names (`host_bytes` is `host.bytes` there). The other fields are constants
+with their reasons; they are fields so that tests and benchmarks can vary them.
 """
 
 from dataclasses import dataclass, field

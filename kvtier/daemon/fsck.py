@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from kvtier.config import load_config
+from kvtier.config.load import load_config
 from kvtier.daemon.folders import locked
-from kvtier.errors import AlreadyRunningError, ConfigError, KvtierError
+from kvtier.errors import AlreadyRunningError, ConfigError, ConfigErrors, KvtierError
 from kvtier.maintenance.offline import check_offline
 from kvtier.printable import printable
 from kvtier.usage_errors import PrintableCommand
@@ -41,7 +41,7 @@ def fsck(
         _check_is_folder(folder, loaded.sources["disk.dir"])
         with _claimed(folder):
             report = check_offline(folder, arena_dir=loaded.config.host.arena_dir, repair=repair, deep=deep)
-    except ConfigError as exc:
+    except (ConfigError, ConfigErrors) as exc:
         _fail(str(exc), EXIT_USAGE)
     except AlreadyRunningError as exc:
         who = f"the daemon with pid {exc.pid}" if exc.pid else "a daemon"

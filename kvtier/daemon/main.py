@@ -2,6 +2,7 @@
 
 import faulthandler
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from kvtier.config import LoadedConfig, load_config
+from kvtier.config.load import LoadedConfig, load_config
 from kvtier.config.model import OFF
-from kvtier.config.settings import SETTINGS
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.config.settings import KEYS
+from kvtier.errors import ConfigError, ConfigErrors, KvtierError
 from kvtier.obs.log import setup_logging
 from kvtier.printable import printable
 from kvtier.process import prepare_process
@@ -94,10 +95,12 @@ def daemon(
             return
         setup_logging(loaded.config.log.level, loaded.config.log.format)
         _run(loaded)
+    except ConfigErrors as exc:
+        _fail(exc.errors, EXIT_USAGE)
     except ConfigError as exc:
-        _fail(exc, EXIT_USAGE)
+        _fail([exc], EXIT_USAGE)
     except KvtierError as exc:
-        _fail(exc, EXIT_FAILED)
+        _fail([exc], EXIT_FAILED)
 
 
 def _run(loaded: LoadedConfig) -> None:
@@ -124,8 +127,9 @@ def _check(loaded: LoadedConfig) -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _fail(error: KvtierError, code: int) -> None:
-    typer.echo(printable(f"kvtier-daemon: {error}"), err=True)
+def _fail(errors: Sequence[KvtierError], code: int) -> None:
+    for error in errors:
+        typer.echo(printable(f"kvtier-daemon: {error}"), err=True)
     raise typer.Exit(code)
 
 
@@ -133,12 +137,14 @@ def render_config(loaded: LoadedConfig) -> str:
     """Return the merged settings as TOML, each with its source."""
     lines: list[str] = []
     table = ""
-    for setting in SETTINGS:
-        if setting.table != table:
-            table = setting.table
+    for key in KEYS:
+        if not key.startswith(f"{table}."):
+            table = key.partition(".")[0]
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
-        value = getattr(getattr(loaded.config, table), setting.attribute)
-        lines.append(f"{setting.key.partition('.')[2]} = {_toml(value)}  # {printable(loaded.sources[setting.key])}")
+        name = key.partition(".")[2]
+        section = getattr(loaded.config, table)
+        value = getattr(section, f"{table}_{name}" if hasattr(section, f"{table}_{name}") else name)
+        lines.append(f"{name} = {_toml(value)}  # {printable(loaded.sources[key])}")
     return "\n".join(lines)
 
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from kvtier.config import DaemonConfig, default_config_path, load_config
+from kvtier.config import DaemonConfig
 from kvtier.doctor.findings import Finding, fail, ok
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigErrors
 from kvtier.folders import socket_folder_problem
 
 
@@ -14,9 +14,12 @@ def check_configuration(path: Path | None) -> tuple[DaemonConfig | None, Finding
     Args:
         path: TOML file; None: the default file if it exists.
     """
+    # Here: to import it takes the CLI's other commands too long.
+    from kvtier.config.load import default_config_path, load_config
+
     try:
         loaded = load_config(path=path)
-    except ConfigError as exc:
+    except ConfigErrors as exc:
         return None, fail("config.file", str(exc), "correct it; `kvtier-daemon --check-config` tries it out")
     found = str(loaded.path) if loaded.path else f"no {default_config_path()}: defaults and environment"
     return loaded.config, ok("config.file", found)

@@ -19,6 +19,7 @@ ERROR_NAME_KEY = "kvtier-error"
 
 STATUS_OF: dict[type[errors.KvtierError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ConfigErrors: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.PromptExistsError: grpc.StatusCode.ALREADY_EXISTS,

@@ -26,13 +26,13 @@ from kvtier.cli.options import checked_number, checked_text
 from kvtier.cli.sources import Recipe
 from kvtier.cli.trace import read_trace, summarize
 from kvtier.cli.vllm_http import VllmClient
-from kvtier.config import LoadedConfig, load_config
-from kvtier.config.settings import SETTINGS
+from kvtier.config.load import LoadedConfig, load_config
+from kvtier.config.settings import KEYS, variable_of
 from kvtier.daemon.main import app as daemon_app
 from kvtier.daemon.main import render_config
 from kvtier.doctor import examination
 from kvtier.doctor.engine_environment import EngineEnvironment
-from kvtier.errors import ConfigError, InvalidArgumentError, KvtierError, RenderError
+from kvtier.errors import ConfigError, ConfigErrors, InvalidArgumentError, KvtierError, RenderError
 from tests.unit.cli import fake_daemon, fake_vllm
 from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm
@@ -407,8 +407,9 @@ def loaded(path: Path | None = None, **given_values: Any) -> LoadedConfig | None
     """Return the settings; None when they were refused as they shall be."""
     try:
         return load_config(path=path, **{"environ": {}, **given_values})
-    except ConfigError as exc:
-        check_message(exc)
+    except ConfigErrors as exc:
+        for error in exc.errors:
+            check_message(error)
         return None
 
 
@@ -438,14 +439,14 @@ def test_any_text_for_settings(text: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", TOML_VALUES, ids=lambda value: value[:12])
-@pytest.mark.parametrize("key", [setting.key for setting in SETTINGS])
+@pytest.mark.parametrize("key", KEYS)
 def test_each_setting_with_values_of_every_kind(key: str, value: str, tmp_path: Path) -> None:
     path, (table, name) = tmp_path / "k.toml", key.split(".")
     path.write_text(f"[{table}]\n{name} = {value}\n")
     is_whole(loaded(path), tmp_path)
     written = value.strip('"').replace("\0", "")
     is_whole(loaded(flags={key: written}), tmp_path)
-    is_whole(loaded(environ={next(s.environment for s in SETTINGS if s.key == key): written}), tmp_path)
+    is_whole(loaded(environ={variable_of(key): written}), tmp_path)
 
 
 @pytest.mark.parametrize(

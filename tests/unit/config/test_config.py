@@ -1,5 +1,6 @@
 """Settings: what wins, how sizes are written, what is refused, and that configs/kvtier.toml is the truth."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,14 +18,13 @@ from kvtier.config import (
     LogConfig,
     MetricsConfig,
     ServerConfig,
-    load,
-    load_config,
-    settings,
+    resolve,
     units,
 )
-from kvtier.config.settings import BY_KEY, SETTINGS
+from kvtier.config.load import MAX_PROBLEMS, load_config
+from kvtier.config.settings import KEYS
 from kvtier.config.units import available_bytes, format_size, parse_address, parse_percent, parse_size
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, ConfigErrors
 
 MODEL = Path(__file__).parents[3] / "kvtier" / "config" / "model.py"
 SHIPPED = Path(__file__).parents[3] / "configs" / "kvtier.toml"
@@ -38,10 +38,9 @@ def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     for name in ("CONFIG", "STATE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
-    monkeypatch.setattr(settings, "available_bytes", lambda folder: 100 * GIB)
-    for module in (settings, load):
-        monkeypatch.setattr(module, "filesystem_bytes", lambda folder: 400 * GIB)
-    monkeypatch.setattr(settings, "physical_memory_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(resolve, "available_bytes", lambda folder: 100 * GIB)
+    monkeypatch.setattr(resolve, "filesystem_bytes", lambda folder: 400 * GIB)
+    monkeypatch.setattr(resolve, "physical_memory_bytes", lambda: 64 * GIB)
 
 
 @pytest.fixture
@@ -54,12 +53,19 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     return write_file
 
 
+def failures(
+    path: Path | None = None, environ: dict[str, str] | None = None, flags: dict[str, object] | None = None
+) -> tuple[ConfigError, ...]:
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(path=path, environ=environ or {}, flags=flags or {})
+    return caught.value.errors
+
+
 def failure(
     path: Path | None = None, environ: dict[str, str] | None = None, flags: dict[str, object] | None = None
 ) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path=path, environ=environ or {}, flags=flags or {})
-    return caught.value
+    (error,) = failures(path, environ, flags)
+    return error
 
 
 def test_no_file_gives_sane_defaults(tmp_path: Path) -> None:
@@ -122,9 +128,9 @@ def test_percent_is_of_memory_for_host_and_of_the_file_system_for_disk() -> None
 
 
 def test_automatic_sizes_respect_small_file_systems_and_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "available_bytes", lambda folder: 6 * GIB)
+    monkeypatch.setattr(resolve, "available_bytes", lambda folder: 6 * GIB)
     assert load_config(environ={}).config.host.host_bytes == 3 * GIB
-    monkeypatch.setattr(settings, "available_bytes", lambda folder: 9000 * GIB)
+    monkeypatch.setattr(resolve, "available_bytes", lambda folder: 9000 * GIB)
     assert load_config(environ={}).config.disk.disk_bytes == 256 * GIB
 
 
@@ -135,7 +141,7 @@ def test_spare_rows_are_a_share_of_little_memory() -> None:
 
 def test_the_reserve_is_a_share_of_a_small_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(environ={}).config.disk.reserve_bytes == GIB
-    monkeypatch.setattr(load, "filesystem_bytes", lambda folder: 2 * GIB)
+    monkeypatch.setattr(resolve, "filesystem_bytes", lambda folder: 2 * GIB)
     assert load_config(environ={}).config.disk.reserve_bytes == 2 * GIB // 20
 
 
@@ -160,7 +166,11 @@ def test_unknown_key_suggests_the_right_one(write: Callable[[str], Path]) -> Non
         ("[hosts]\nbytes = 1", "did you mean host?"),
         ('socket = "/x"', "write it as server.socket"),
         ("host = 3", "write [host]"),
-        ("nonsense = 3", "[server], [host], [disk], [cache], [metrics], [trace], [log]"),
+        ("nonsense = 3", "known: server.socket, host.arena_dir, host.bytes, "),
+        ("[nonsense]\nx = 3", "no such table; known: server, host, disk, cache, metrics, trace, log"),
+        ("[host]\ndir = 3", "belongs into another table; write it as disk.dir"),
+        ("[cache]\nbytes = 3", "write it as host.bytes or disk.bytes"),
+        ("[disk]\npack_bytes = 1", "no such setting; did you mean disk.bytes?"),
     ],
 )
 def test_misplaced_keys(write: Callable[[str], Path], text: str, said: str) -> None:
@@ -169,7 +179,57 @@ def test_misplaced_keys(write: Callable[[str], Path], text: str, said: str) -> N
 
 def test_unknown_variable_of_a_table_is_refused_and_others_are_not_ours() -> None:
     assert "did you mean KVTIER_HOST_BYTES?" in str(failure(environ={"KVTIER_HOST_BYTE": "1GiB"}))
-    load_config(environ={"KVTIER_VLLM_URL": "x", "KVTIER_DEMO": "1"})
+    assert f"did you mean {SOCKET_VARIABLE}?" in str(failure(environ={"KVTIER_SERVER_SOCKET": "/x"}))
+    load_config(
+        environ={"KVTIER_VLLM_URL": "x", "KVTIER_DEMO": "1", "KVTIER_HOST": '{"bytes": 1}', "kvtier_log_level": "x"}
+    )
+
+
+def test_all_errors_of_all_sources_are_found_at_once(write: Callable[[str], Path]) -> None:
+    """Of three one was named, and the next at the next start."""
+    path = write('typo = 1\n[host]\nbytes = "500GiB"\nkeep_arena = "yes"\n[disk]\nbyte = 1\n[lgo]\nx = 1\n')
+    found = failures(path, {"KVTIER_LOG_LEVEL": "loud", "KVTIER_LOG_FILE": "x"}, {"disk.bytes": "lots"})
+    assert {(error.key, error.source) for error in found} == {
+        ("typo", str(path)),
+        ("host.bytes", str(path)),
+        ("host.keep_arena", str(path)),
+        ("disk.byte", str(path)),
+        ("lgo", str(path)),
+        ("log.level", "environment"),
+        ("KVTIER_LOG_FILE", "environment"),
+        ("disk.bytes", "flag"),
+    }
+    assert all(str(error) for error in found)
+
+
+def test_an_unreadable_file_hides_no_other_error(tmp_path: Path) -> None:
+    found = failures(tmp_path / "none.toml", {"KVTIER_LOG_LEVEL": "loud"})
+    assert {error.key for error in found} == {"config", "log.level"}
+
+
+def test_a_bad_value_that_another_source_overrides_is_found(write: Callable[[str], Path]) -> None:
+    """It would be in force as soon as the variable is gone."""
+    path = write('[host]\nbytes = "lots"')
+    error = failure(path, {"KVTIER_HOST_BYTES": "1GiB"}, {"host.bytes": "2GiB"})
+    assert (error.key, error.value, error.source) == ("host.bytes", "lots", str(path))
+
+
+def test_of_a_file_of_another_kind_some_errors_are_shown(write: Callable[[str], Path]) -> None:
+    keys = "".join(f"key{number} = 1\n" for number in range(5_000))
+    for text in (keys, f"[host]\n{keys}"):
+        assert len(failures(write(text))) == MAX_PROBLEMS
+
+
+@pytest.mark.parametrize("name", ["flag", "environment", "default"])
+def test_a_file_may_have_the_name_of_a_source(
+    name: str, write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write('[disk]\ndir = "d"')
+    path.rename(tmp_path / name)
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(path=Path(os.path.relpath(tmp_path / name)), environ={"KVTIER_LOG_LEVEL": "error"}).config
+    assert (config.disk.disk_dir, config.log.level) == (tmp_path / "d", "error")
 
 
 @pytest.mark.parametrize(
@@ -182,12 +242,12 @@ def test_unknown_variable_of_a_table_is_refused_and_others_are_not_ours() -> Non
         ("disk.bytes", 1.5, "64GiB"),
         ("host.keep_arena", "yes", "true or false"),
         ("host.keep_arena", 1, "true or false"),
-        ("log.level", "loud", "debug, info, warning, error"),
-        ("log.format", 3, "text, json"),
-        ("disk.dir", 3, "path in quotes"),
+        ("log.level", "loud", "'debug', 'info', 'warning' or 'error'"),
+        ("log.format", 3, "'text' or 'json'"),
+        ("disk.dir", 3, "text in quotes"),
         ("server.socket", "/" + "x" * 107, "at most 107"),
         ("server.socket", "/run/a\0b", "none of them NUL"),
-        ("metrics.listen", 9464, "address in quotes"),
+        ("metrics.listen", 9464, "text in quotes"),
         ("metrics.listen", ":9464", '"0.0.0.0:9464" for every interface'),
         ("metrics.listen", "localhost", "host:port"),
         ("metrics.listen", "127.0.0.1:70000", "up to 65535"),
@@ -214,8 +274,10 @@ def test_each_field_is_a_setting_or_a_constant_that_says_so() -> None:
     config = load_config(environ={}).config
     declared = {(t.name, f.name) for t in fields(DaemonConfig) for f in fields(getattr(config, t.name))}
     constants = Counter(re.findall(r'^    (\w+): .*\n    """No setting\. ', MODEL.read_text(), flags=re.MULTILINE))
-    written = {(setting.table, setting.attribute) for setting in SETTINGS}
-    assert Counter(name for _, name in declared - written) == constants
+    written = {tuple(key.split(".")) for key in KEYS}
+    fixed = [name for table, name in declared if not {(table, name), (table, name.removeprefix(f"{table}_"))} & written]
+    assert Counter(fixed) == constants
+    assert len(declared) == len(fixed) + len(written)
 
 
 def test_dataclass_defaults_are_the_settings_defaults() -> None:
@@ -231,7 +293,7 @@ def test_dataclass_defaults_are_the_settings_defaults() -> None:
 def test_the_shipped_file_has_every_setting_and_says_the_defaults(write: Callable[[str], Path]) -> None:
     uncommented = re.sub(r"^#(?=\w+ = )", "", SHIPPED.read_text(), flags=re.MULTILINE)
     loaded = load_config(path=write(uncommented), environ={})
-    assert {key for key, source in loaded.sources.items() if source != "default"} == set(BY_KEY)
+    assert {key for key, source in loaded.sources.items() if source != "default"} == set(KEYS)
     assert loaded.config == load_config(environ={}).config
     assert load_config(path=SHIPPED, environ={}).config == loaded.config
 
@@ -266,4 +328,4 @@ def test_metrics_may_be_switched_off() -> None:
 
 def test_the_store_mode(write: Callable[[str], Path]) -> None:
     assert load_config(path=write('[cache]\nstore = "all"\n'), environ={}).config.cache.store == "all"
-    assert "pinned, all" in str(failure(environ={"KVTIER_CACHE_STORE": "some"}))
+    assert "'pinned' or 'all'" in str(failure(environ={"KVTIER_CACHE_STORE": "some"}))

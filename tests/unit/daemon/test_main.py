@@ -150,3 +150,17 @@ def test_a_real_daemon_starts_after_kill_9_and_stops_on_sigterm(tmp_path: Path) 
         code = finish(second, signal.SIGTERM)
     assert code == 0
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--check-config"], []])
+def test_all_bad_settings_are_named_at_once(runner: CliRunner, tmp_path: Path, arguments: list[str]) -> None:
+    """One of three was: the others came with the next tries. And a start makes nothing."""
+    path = tmp_path / "k.toml"
+    path.write_text('[host]\nbytes = "lots"\n[disk]\nbyte = 1\n')
+    given = [*arguments, "--config", str(path), "--disk-bytes", "x\x1b[31m"]
+    result = runner.invoke(app, given, env={"KVTIER_HOST_BYTES": "4MiB", "KVTIER_LOG_LEVEL": "loud"})
+    assert result.exit_code == 2
+    lines = sorted(line.partition(" = ")[0].removeprefix("kvtier-daemon: ") for line in result.stderr.splitlines())
+    assert lines == sorted(["environment: log.level", "flag: disk.bytes", f"{path}: disk.byte", f"{path}: host.bytes"])
+    assert {character for character in result.stderr if not character.isprintable()} == {"\n"}
+    assert [each.name for each in tmp_path.iterdir()] == ["k.toml"]

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvtier.config import DaemonConfig, load_config
-from kvtier.config.settings import SETTINGS
+from kvtier.config import DaemonConfig
+from kvtier.config.load import load_config
+from kvtier.config.settings import KEYS, variable_of
 from kvtier.config.units import parse_size
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 README_TRANSFER_CONFIG = re.search(r"--kv-transfer-config '(\{.*?\})'", (ROOT / "README.md").read_text())
-_KNOWN_VARIABLES = {setting.environment for setting in SETTINGS} | {"KVTIER_CONFIG"}
+_KNOWN_VARIABLES = {variable_of(key) for key in KEYS} | {"KVTIER_CONFIG"}
 
 Mounts = Mapping[PurePosixPath, str]
 """What is mounted in a container, by path."""

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kvtier.cli.app import app
-from kvtier.config import DaemonConfig, settings
+from kvtier.config import DaemonConfig, resolve
 from tests.unit.deployment.shipped import (
     CONFIGS,
     ROOT,
@@ -29,7 +29,7 @@ DOCKERFILES = ("Dockerfile", "vllm.Dockerfile")
 @pytest.fixture(autouse=True)
 def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Explicit sizes are compared with the file system, here that of whoever runs the tests."""
-    monkeypatch.setattr(settings, "filesystem_bytes", lambda folder: 1 << 45)
+    monkeypatch.setattr(resolve, "filesystem_bytes", lambda folder: 1 << 45)
 
 
 def instructions(name: str) -> list[tuple[str, str]]:

@@ -1,0 +1,101 @@
+"""From what people wrote to what the daemon runs with: absolute paths and bytes, fitted to this machine."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import platformdirs
+
+from kvtier.client.address import default_socket_path, usable_socket_path
+from kvtier.config.model import (
+    MIB,
+    OFF,
+    CacheConfig,
+    DaemonConfig,
+    DiskConfig,
+    HostConfig,
+    LogConfig,
+    MetricsConfig,
+    ServerConfig,
+    TraceConfig,
+)
+from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
+from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
+
+AUTO_HOST_RATIO = 0.25
+AUTO_DISK_CAP_BYTES = 256 * 1024 * MIB
+SPARE_SHARE = 8
+RESERVE_SHARE = 20
+
+_T = TypeVar("_T")
+
+
+def resolve(settings: Settings, base_dir: Callable[[str], Path], report: Callable[[str, str], None]) -> DaemonConfig:
+    """Return the daemon's configuration.
+
+    Args:
+        settings: Each value is valid by itself.
+        base_dir: Where a setting's relative path starts, by dotted key.
+        report: Called with the key and the problem of a value that this machine cannot have; the result is void then.
+    """
+
+    def absolute(key: str, text: str) -> Path:
+        return (base_dir(key) / Path(text).expanduser()).absolute()
+
+    def possible(key: str, compute: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return compute()
+        except ValueError as exc:
+            report(key, str(exc))
+            return otherwise
+
+    server, host, disk, folder = settings.server, settings.host, settings.disk, settings.trace.folder
+    socket = default_socket_path() if server.socket == AUTO else absolute("server.socket", server.socket)
+    arena_dir = Path(f"/dev/shm/kvtier-{os.getuid()}")
+    if host.arena_dir != AUTO:
+        arena_dir = absolute("host.arena_dir", host.arena_dir)
+    disk_dir = platformdirs.user_state_path("kvtier") if disk.dir == AUTO else absolute("disk.dir", disk.dir)
+    host_bytes = possible("host.bytes", lambda: _host_bytes(host.bytes, arena_dir), MIN_TIER_BYTES)
+    reserve_bytes = min(DiskConfig.reserve_bytes, filesystem_bytes(disk_dir) // RESERVE_SHARE)
+    return DaemonConfig(
+        server=ServerConfig(socket=possible("server.socket", lambda: usable_socket_path(socket), socket)),
+        host=HostConfig(
+            arena_dir=arena_dir,
+            host_bytes=host_bytes,
+            keep_arena=host.keep_arena,
+            spare_bytes=min(HostConfig.spare_bytes, host_bytes // SPARE_SHARE),
+        ),
+        disk=DiskConfig(
+            disk_dir=disk_dir,
+            disk_bytes=possible("disk.bytes", lambda: _disk_bytes(disk.bytes, disk_dir), MIN_TIER_BYTES),
+            reserve_bytes=reserve_bytes,
+        ),
+        cache=CacheConfig(store=settings.cache.store),
+        metrics=MetricsConfig(listen=settings.metrics.listen),
+        trace=TraceConfig(folder=None if folder.lower() == OFF else absolute("trace.folder", folder)),
+        log=LogConfig(level=settings.log.level, format=settings.log.format),
+    )
+
+
+def _host_bytes(size: int | float | str, arena_dir: Path) -> int:
+    if size == AUTO:
+        half_free = available_bytes(arena_dir) // 2
+        return max(MIN_TIER_BYTES, min(int(physical_memory_bytes() * AUTO_HOST_RATIO), half_free))
+    num_bytes = _bytes_of(size, physical_memory_bytes)
+    if num_bytes > (limit := filesystem_bytes(arena_dir)):
+        raise ValueError(
+            f"the file system of {arena_dir} has {format_size(limit)} in all; choose less, or name a larger tmpfs with "
+            "host.arena_dir (docker: --shm-size)"
+        )
+    return num_bytes
+
+
+def _disk_bytes(size: int | float | str, disk_dir: Path) -> int:
+    if size == AUTO:
+        return max(MIN_TIER_BYTES, min(available_bytes(disk_dir) // 2, AUTO_DISK_CAP_BYTES))
+    return _bytes_of(size, lambda: filesystem_bytes(disk_dir))
+
+
+def _bytes_of(size: int | float | str, whole: Callable[[], int]) -> int:
+    return checked_size(int(whole() * size) if isinstance(size, float) else int(size))
