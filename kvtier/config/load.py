@@ -20,12 +20,12 @@ from kvtier.errors import ConfigError, ConfigErrors
 
 MAX_FILE_BYTES = 1024**2
 MAX_PROBLEMS = 20
-"""Of which a reader is told; a file of another kind may have thousands."""
+"""As many are shown; a file of another kind may have thousands."""
 ENVIRONMENT = "environment"
 FLAG = "flag"
 DEFAULT = "default"
 _PLAIN = {"string_type": "must be text in quotes", "bool_type": "must be true or false"}
-"""What pydantic says more darkly."""
+"""In plainer words than pydantic's."""
 
 Tables = dict[str, Any]
 """Values as written, by table and key."""

@@ -8,30 +8,21 @@ from typing import TypeVar
 import platformdirs
 
 from kvtier.client.address import default_socket_path, usable_socket_path
-from kvtier.config.model import (
-    MIB,
-    OFF,
-    CacheConfig,
-    DaemonConfig,
-    DiskConfig,
-    HostConfig,
-    LogConfig,
-    MetricsConfig,
-    ServerConfig,
-    TraceConfig,
-)
+from kvtier.config import model
 from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
 
 AUTO_HOST_RATIO = 0.25
-AUTO_DISK_CAP_BYTES = 256 * 1024 * MIB
+AUTO_DISK_CAP_BYTES = 256 * 1024 * model.MIB
 SPARE_SHARE = 8
 RESERVE_SHARE = 20
 
 _T = TypeVar("_T")
 
 
-def resolve(settings: Settings, base_dir: Callable[[str], Path], report: Callable[[str, str], None]) -> DaemonConfig:
+def resolve(
+    settings: Settings, base_dir: Callable[[str], Path], report: Callable[[str, str], None]
+) -> model.DaemonConfig:
     """Return the daemon's configuration.
 
     Args:
@@ -57,24 +48,24 @@ def resolve(settings: Settings, base_dir: Callable[[str], Path], report: Callabl
         arena_dir = absolute("host.arena_dir", host.arena_dir)
     disk_dir = platformdirs.user_state_path("kvtier") if disk.dir == AUTO else absolute("disk.dir", disk.dir)
     host_bytes = possible("host.bytes", lambda: _host_bytes(host.bytes, arena_dir), MIN_TIER_BYTES)
-    reserve_bytes = min(DiskConfig.reserve_bytes, filesystem_bytes(disk_dir) // RESERVE_SHARE)
-    return DaemonConfig(
-        server=ServerConfig(socket=possible("server.socket", lambda: usable_socket_path(socket), socket)),
-        host=HostConfig(
+    reserve_bytes = min(model.DiskConfig.reserve_bytes, filesystem_bytes(disk_dir) // RESERVE_SHARE)
+    return model.DaemonConfig(
+        server=model.ServerConfig(socket=possible("server.socket", lambda: usable_socket_path(socket), socket)),
+        host=model.HostConfig(
             arena_dir=arena_dir,
             host_bytes=host_bytes,
             keep_arena=host.keep_arena,
-            spare_bytes=min(HostConfig.spare_bytes, host_bytes // SPARE_SHARE),
+            spare_bytes=min(model.HostConfig.spare_bytes, host_bytes // SPARE_SHARE),
         ),
-        disk=DiskConfig(
+        disk=model.DiskConfig(
             disk_dir=disk_dir,
             disk_bytes=possible("disk.bytes", lambda: _disk_bytes(disk.bytes, disk_dir), MIN_TIER_BYTES),
             reserve_bytes=reserve_bytes,
         ),
-        cache=CacheConfig(store=settings.cache.store),
-        metrics=MetricsConfig(listen=settings.metrics.listen),
-        trace=TraceConfig(folder=None if folder.lower() == OFF else absolute("trace.folder", folder)),
-        log=LogConfig(level=settings.log.level, format=settings.log.format),
+        cache=model.CacheConfig(store=settings.cache.store),
+        metrics=model.MetricsConfig(listen=settings.metrics.listen),
+        trace=model.TraceConfig(folder=None if folder.lower() == model.OFF else absolute("trace.folder", folder)),
+        log=model.LogConfig(level=settings.log.level, format=settings.log.format),
     )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from kvtier.folders import existing_parent
@@ -97,14 +98,12 @@ def available_bytes(folder: Path) -> int:
 
     Without the second part an automatic limit would shrink at every restart by what kvtier already holds.
     """
-    stat = os.statvfs(existing_parent(folder))
-    return stat.f_bavail * stat.f_frsize + _used_bytes(folder)
+    return shutil.disk_usage(existing_parent(folder)).free + _used_bytes(folder)
 
 
 def filesystem_bytes(folder: Path) -> int:
     """Return the size of the file system on which the folder lies, or will lie."""
-    stat = os.statvfs(existing_parent(folder))
-    return stat.f_blocks * stat.f_frsize
+    return shutil.disk_usage(existing_parent(folder)).total
 
 
 def _used_bytes(folder: Path) -> int:
