@@ -1,162 +1,194 @@
-"""The bytes of a bundle, without I/O. Like a pack, a bundle is a valid safetensors file.
+"""The front of a bundle, without I/O: header and index, all that lies before the chunks' bytes. See docs/format.md.
 
-    0           header length N, 8 bytes little endian
-    8           header: JSON, padded with spaces; 8 + N is a multiple of 4096
-    8 + N       stored bytes of the chunks, back to back, each a 1-D uint8 tensor named by its key in hex
-
-`__metadata__` has what an import needs: the prompt, the fingerprint, the layout, the binding's keys, and of every
-chunk codec, lengths, the payload's xxh3_64 and the stored bytes' SHA-256. `kvtier.digest` is the SHA-256 of the first
-8 + N bytes with its own 64 digits taken as zeros. So every byte of the file is under a digest.
+A bundle is a safetensors file. Texts and numbers are metadata; what grows with the prompt is a tensor, so that making
+and reading the header takes no call that holds Python's lock for long. First come the tensors of the index, then one
+U8 tensor for each chunk: its stored bytes, named by its key in hex, in the engine's order. `kvtier.digest`, the last
+of the index, is the SHA-256 of every byte before it, `kvtier.sha256` has those of the chunks: no byte is without one.
 """
 
 import hashlib
-import json
+import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
-from kvtier.core.fingerprint import namespace_id
-from kvtier.core.layout import ChunkKey, KVLayout
-from kvtier.errors import InvalidArgumentError
-from kvtier.ledger.rows import encode_layout
+from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk, check_bundle, read_chunk, read_layout
+from kvtier.bundles.old_bundles import read_old_bundle
+from kvtier.bundles.safetensors_header import (
+    LENGTH_PREFIX,
+    Tensor,
+    build_header,
+    header_end,
+    read_metadata,
+    read_tensors,
+)
+from kvtier.core import limits
+from kvtier.core.tokens import TokenIds
+from kvtier.errors import BundleDamagedError, InvalidArgumentError
+from kvtier.ledger.rows import encode_layout, encode_tokens
+from kvtier.service.prompts import PinWish
 
-FORMAT_VERSION = 2
-"""Version 1 had no priorities. A prompt that has none is written as 1, so that an older kvtier can take it in."""
-DATA_ALIGNMENT_BYTES = 4096
-LENGTH_PREFIX = struct.Struct("<Q")
-MAX_HEADER_BYTES = 32 * 1024**2
-"""A chunk takes some 460 bytes of it and a token 7: a prompt of 900,000 tokens in chunks of 16 fits, one of 3 million
-in those of 128. Reading a header takes ten times its length in memory, and 0.1 to 0.3 s of a thread for each MiB."""
-
-META = "__metadata__"
+FORMAT_VERSION = 3
+"""1, and 2 with a priority, kept everything in the metadata: see `old_bundles`."""
 VERSION = "kvtier.bundle"
-DIGEST = "kvtier.digest"
-DIGEST_MARK = b'"kvtier.digest":"'
-ZEROS = "0" * 64
+DECODED = "kvtier.decoded"
+DIGEST_BYTES = 32
+
+_NUM_INDEX = 6
+_FINGERPRINT = "kvtier.fingerprint."
+_PROMPT = "kvtier.prompt."
+_NUMBERS = ("priority", "covered_tokens")
+_METADATA = {VERSION, "kvtier.model", "kvtier.namespace", "kvtier.layout", "kvtier.codecs"}
+_METADATA |= {_PROMPT + name for name in (*TEXTS, *_NUMBERS)}
+_VERSION_DIGITS = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
+_NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BundlePrompt:
-    """The prompt as it was pinned; see `PromptRow`."""
-
-    name: str
-    tokens: tuple[int, ...]
-    model: str
-    lora_name: str
-    lora_path: str
-    cache_salt: str
-    recipe_json: str
-    priority: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BundleChunk:
-    """One chunk; chunks lie back to back in the order of their entries.
-
-    Attributes:
-        checksum: xxh3_64 of the payload, before the codec.
-        sha256: Of the stored bytes, hex.
-    """
-
-    key: ChunkKey
-    stored_bytes: int
-    raw_bytes: int
-    codec: str
-    checksum: int
-    sha256: str
+def describe(bundle: Bundle) -> dict[str, str]:
+    """Return the metadata that says what the bundle is of."""
+    numbers = {"priority": bundle.prompt.priority, "covered_tokens": bundle.covered_tokens}
+    return {
+        **{_PROMPT + name: getattr(bundle.prompt, name) for name in TEXTS},
+        **{_PROMPT + name: str(number) for name, number in numbers.items()},
+        "kvtier.model": bundle.model,
+        "kvtier.namespace": bundle.namespace_id,
+        "kvtier.layout": encode_layout(bundle.layout),
+        **{_FINGERPRINT + name: value for name, value in bundle.fingerprint.items()},
+    }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
-    """All that a bundle's header says.
-
-    Attributes:
-        prompt: What is pinned.
-        model: Of the namespace, for people.
-        fingerprint: Of the namespace; only an equal one may take the bundle.
-        layout: Of the namespace.
-        keys: The binding's, in the engine's order.
-        covered_tokens: Tokens of the prompt that whole chunks cover.
-        chunks: Each key once, in the order of the data.
-    """
-
-    prompt: BundlePrompt
-    model: str
-    fingerprint: Mapping[str, str]
-    layout: KVLayout
-    keys: tuple[ChunkKey, ...]
-    covered_tokens: int
-    chunks: tuple[BundleChunk, ...]
-
-    @cached_property
-    def namespace_id(self) -> str:
-        """The id of the only namespace that may take it."""
-        return namespace_id(self.fingerprint)
-
-    @cached_property
-    def data_bytes(self) -> int:
-        """Stored bytes of all chunks."""
-        return sum(chunk.stored_bytes for chunk in self.chunks)
-
-    def offsets(self, data_offset: int) -> Iterable[tuple[int, BundleChunk]]:
-        """Yield where in the file each chunk's stored bytes begin."""
-        for chunk in self.chunks:
-            yield data_offset, chunk
-            data_offset += chunk.stored_bytes
+def build_front(bundle: Bundle) -> bytes:
+    """Return all bytes before the first chunk's. Their number does not depend on the chunks' digests and offsets."""
+    chunks, recipe = bundle.chunks, bundle.prompt.recipe_json.encode()
+    codecs = sorted({chunk.stored.codec for chunk in chunks})
+    numbers = {codec: number for number, codec in enumerate(codecs)}
+    metadata = {VERSION: str(FORMAT_VERSION), **describe(bundle), "kvtier.codecs": ",".join(codecs)}
+    tensors = _index(len(chunks), len(bundle.prompt.tokens), len(recipe))
+    tensors += [Tensor(chunk.stored.key.hex(), "U8", (chunk.stored.stored_bytes,)) for chunk in chunks]
+    parts = [
+        build_header(metadata, tensors),
+        struct.pack(f"<{len(chunks)}Q", *(chunk.stored.checksum for chunk in chunks)),
+        encode_tokens(bundle.prompt.tokens),
+        bytes(numbers[chunk.stored.codec] for chunk in chunks),
+        b"".join(chunk.sha256 for chunk in chunks),
+        recipe,
+    ]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return b"".join((*parts, digest.digest()))
 
 
-def build_header(bundle: Bundle) -> bytes:
-    """Return all bytes in front of the data.
+def _index(num_chunks: int, num_tokens: int, recipe_bytes: int) -> list[Tensor]:
+    """Return the tensors before those of the chunks: the widest numbers first, so that all are aligned."""
+    return [
+        Tensor("kvtier.xxh3_64", "U64", (num_chunks,)),
+        Tensor("kvtier.tokens", "U32", (num_tokens,)),
+        Tensor("kvtier.codec", "U8", (num_chunks,)),
+        Tensor("kvtier.sha256", "U8", (num_chunks, DIGEST_BYTES)),
+        Tensor("kvtier.recipe", "U8", (recipe_bytes,)),
+        Tensor("kvtier.digest", "U8", (DIGEST_BYTES,)),
+    ]
+
+
+def read_front(start: bytes, pack_id: str) -> Bundle | int:
+    """Return what a bundle's front says, or how many bytes of the file that takes, where `start` has fewer.
+
+    Blocks, for a long front for seconds, in which other threads run.
+
+    Args:
+        start: The first bytes of the file, as many as there are or as were asked for.
+        pack_id: What the chunks are to name as their pack.
 
     Raises:
-        InvalidArgumentError: More chunks than a header may name.
+        BundleDamagedError: It is no bundle, or changed, of a newer version, or a field of it cannot be used.
     """
-    text = _header_json(bundle)
-    room = -(-(LENGTH_PREFIX.size + len(text)) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES - LENGTH_PREFIX.size
-    if room > MAX_HEADER_BYTES:
-        remedy = (
-            f"{len(bundle.keys)} chunks and {len(bundle.prompt.tokens)} tokens are too many for a bundle, whose header "
-            f"has at most {MAX_HEADER_BYTES} bytes; larger chunks (blocks_per_chunk) need less of it"
-        )
-        raise InvalidArgumentError("prompt", bundle.prompt.name, remedy)
-    blank = LENGTH_PREFIX.pack(room) + text.ljust(room)
-    digest = hashlib.sha256(blank).hexdigest()
-    return blank.replace(DIGEST_MARK + ZEROS.encode(), DIGEST_MARK + digest.encode(), 1)
+    if len(start) < LENGTH_PREFIX.size:
+        return LENGTH_PREFIX.size
+    end = header_end(start)
+    if len(start) < end:
+        return end
+    view = memoryview(start)
+    metadata, text, at = read_metadata(view[LENGTH_PREFIX.size : end])
+    version = _version_of(metadata)
+    try:
+        tensors = read_tensors(text, at, limits.MAX_KEYS + _NUM_INDEX)
+        if version < FORMAT_VERSION:
+            return read_old_bundle(start[:end], metadata, tensors, pack_id)
+        _check_index(tensors)
+        front_bytes = end + sum(tensor.num_bytes for tensor in tensors[:_NUM_INDEX])
+        if len(start) < front_bytes:
+            return front_bytes
+        data_end = front_bytes - DIGEST_BYTES
+        if hashlib.sha256(view[:data_end]).digest() != view[data_end:front_bytes]:
+            raise BundleDamagedError("its header is not what was written (digest differs); copy it again")
+        return check_bundle(_read(view[end:data_end], end, metadata, tensors, pack_id), metadata["kvtier.namespace"])
+    except InvalidArgumentError as exc:
+        raise BundleDamagedError(f"in its header, {exc}") from exc
 
 
-def _header_json(bundle: Bundle) -> bytes:
-    facts = {
-        chunk.key.hex(): {
-            "codec": chunk.codec,
-            "raw_bytes": chunk.raw_bytes,
-            "xxh3_64": f"{chunk.checksum:016x}",
-            "sha256": chunk.sha256,
-        }
-        for chunk in bundle.chunks
+def _version_of(metadata: Mapping[str, str]) -> int:
+    if DECODED in metadata:
+        raise BundleDamagedError("it was exported with --decoded, which is for reading only; export without it")
+    version = metadata.get(VERSION, "")
+    if not _VERSION_DIGITS.fullmatch(version):
+        raise BundleDamagedError("its header is no bundle's; was it made by `kvtier export`?")
+    if int(version) > FORMAT_VERSION:
+        raise BundleDamagedError(f"its format version is {version}, this kvtier knows {FORMAT_VERSION}; upgrade kvtier")
+    return int(version)
+
+
+def _check_index(tensors: Sequence[Tensor]) -> None:
+    """Refuse an index that is not that of this many chunks, before its bytes are waited for."""
+    lengths = {tensor.name: tensor.shape[0] for tensor in tensors[:_NUM_INDEX]}
+    num_tokens, recipe_bytes = lengths.get("kvtier.tokens", 0), lengths.get("kvtier.recipe", 0)
+    limits.Whole(1, limits.MAX_TOKENS).check("length of kvtier.tokens", num_tokens)
+    limits.Whole(0, limits.RECIPE.max_bytes).check("length of kvtier.recipe", recipe_bytes)
+    for found, expected in zip_longest(
+        tensors[:_NUM_INDEX], _index(len(tensors) - _NUM_INDEX, num_tokens, recipe_bytes)
+    ):
+        if found != expected:
+            raise InvalidArgumentError("index", found, f"must be {expected.dtype} of shape {expected.shape}")
+
+
+def _read(
+    index: memoryview, offset: int, metadata: Mapping[str, str], tensors: Sequence[Tensor], pack_id: str
+) -> Bundle:
+    fingerprint = {
+        name.removeprefix(_FINGERPRINT): value for name, value in metadata.items() if name.startswith(_FINGERPRINT)
     }
-    prompt = {name: getattr(bundle.prompt, name) for name in BundlePrompt.__dataclass_fields__}
-    if not bundle.prompt.priority:
-        del prompt["priority"]
-    binding = {"keys": [key.hex() for key in bundle.keys], "covered_tokens": bundle.covered_tokens}
-    metadata = {
-        VERSION: str(FORMAT_VERSION if bundle.prompt.priority else 1),
-        DIGEST: ZEROS,
-        "kvtier.prompt": _compact(prompt),
-        "kvtier.namespace": bundle.namespace_id,
-        "kvtier.model": bundle.model,
-        "kvtier.fingerprint": _compact(dict(bundle.fingerprint)),
-        "kvtier.layout": encode_layout(bundle.layout),
-        "kvtier.binding": _compact(binding),
-        "kvtier.chunks": _compact(facts),
+    if metadata.keys() - {_FINGERPRINT + name for name in fingerprint} != _METADATA:
+        raise InvalidArgumentError("__metadata__", sorted(metadata), f"must have {', '.join(sorted(_METADATA))}")
+    parts: list[memoryview] = []
+    for tensor in tensors[:_NUM_INDEX]:
+        parts.append(index[: tensor.num_bytes])
+        index, offset = index[tensor.num_bytes :], offset + tensor.num_bytes
+    checksums, tokens, codec_numbers, sha256s, recipe, _ = parts
+    layout, codecs = read_layout(metadata["kvtier.layout"]), metadata["kvtier.codecs"].split(",")
+    chunks: list[BundleChunk] = []
+    rows = zip(tensors[_NUM_INDEX:], struct.iter_unpack("<Q", checksums), codec_numbers, strict=True)
+    for number, (tensor, (checksum,), codec) in enumerate(rows):
+        limits.Whole(0, len(codecs) - 1).check("kvtier.codec", codec)
+        sha256 = bytes(sha256s[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+        chunks.append(read_chunk(tensor, offset, layout, pack_id, codecs[codec], checksum, sha256))
+        offset += tensor.num_bytes
+    # Bytes that are no UTF-8 become characters that UTF-8 cannot say, which `PinWish` refuses by name.
+    texts: dict[str, Any] = {name: metadata[_PROMPT + name] for name in TEXTS} | {
+        "recipe_json": str(recipe, "utf-8", "surrogateescape")
     }
-    tensors: dict[str, Any] = {META: metadata}
-    for offset, chunk in bundle.offsets(0):
-        end = offset + chunk.stored_bytes
-        tensors[chunk.key.hex()] = {"dtype": "U8", "shape": [chunk.stored_bytes], "data_offsets": [offset, end]}
-    return _compact(tensors).encode()
+    return Bundle(
+        prompt=PinWish(tokens=TokenIds.from_bytes(bytes(tokens)), priority=_number(metadata, "priority"), **texts),
+        model=metadata["kvtier.model"],
+        fingerprint=fingerprint,
+        layout=layout,
+        covered_tokens=_number(metadata, "covered_tokens"),
+        chunks=chunks,
+    )
 
 
-def _compact(value: Mapping[str, Any] | Sequence[Any]) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def _number(metadata: Mapping[str, str], name: str) -> int:
+    text = metadata[_PROMPT + name]
+    if not _NUMBER.fullmatch(text):
+        raise InvalidArgumentError(_PROMPT + name, text, "must be a whole number")
+    return int(text)

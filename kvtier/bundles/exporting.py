@@ -2,18 +2,19 @@
 
 import os
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from kvtier.bundles.bundle_format import Bundle, BundleChunk, BundlePrompt, build_header
+from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk
+from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
 from kvtier.bundles.spool import PACK_SUFFIX, Spool, in_batches
-from kvtier.core.stored import StoredChunk
 from kvtier.disk.disk_usage import ScratchRoom
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError, TierIOError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
-from kvtier.service.scratch import scratch_folder
+from kvtier.service.prompts import PinWish
 
 PIECE_BYTES = 1024**2
 _MAX_TRIES = 3
@@ -34,37 +35,39 @@ async def export_bundle(cache: Cache, name: str, namespace_id: str) -> AsyncGene
     Raises:
         PromptNotFoundError: There is no such prompt.
         PromptNotDurableError: It is not whole on disk, or it is not clear which namespace is meant.
-        DiskRoomError: The file system has no room for the bundle.
-        InvalidArgumentError: It has more chunks than a bundle's header may name.
+        DiskRoomError: The file system has no room for the file.
         ChunkDamagedError: A chunk on disk is not what was written.
         TierIOError: The operating system refused.
     """
-    stores = cache.stores
-    with stores.disk_usage.scratch_room() as room, await stores.in_io(_spool_in, cache.config.disk.disk_dir) as spool:
+    with ExitStack() as stack:
+        spool, room = await _scratch_file(cache, stack)
         await _fill(cache, spool, room, name, namespace_id)
         for offset in range(0, spool.num_bytes, PIECE_BYTES):
-            yield await stores.in_io(spool.read, PIECE_BYTES, offset)
+            yield await cache.stores.in_io(spool.read, PIECE_BYTES, offset)
 
 
-def _spool_in(state_dir: Path) -> Spool:
-    return Spool(scratch_folder(state_dir))
+async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchRoom]:
+    """Return a scratch file and the room for it, none yet; both last as long as the stack."""
+    room = stack.enter_context(cache.stores.disk_usage.scratch_room())
+    spool = await cache.stores.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir)
+    return stack.enter_context(spool), room
 
 
-async def _fill(cache: Cache, spool: Spool, room: ScratchRoom, name: str, namespace_id: str) -> None:
-    for attempt in range(_MAX_TRIES):
+async def _fill(cache: Cache, spool: Spool, room: ScratchRoom, name: str, namespace_id: str) -> Bundle:
+    num_tries = 0
+    while True:
         prompt = cache.prompts.get(name)
         namespace, binding = _choose(cache, prompt, namespace_id)
-        stored = _stored(namespace, binding, name)
+        draft = _bundle(prompt, namespace, binding)
         try:
-            await _write(cache, spool, room, _bundle(prompt, namespace, binding, stored), stored)
+            return await _write(cache, spool, room, draft)
         except (FileNotFoundError, EOFError) as exc:
             # Compaction or an eviction took the pack away meanwhile: look again where the chunks are.
-            if attempt + 1 == _MAX_TRIES:
+            num_tries += 1
+            if num_tries == _MAX_TRIES:
                 raise PromptNotDurableError(name, f"its packs cannot be read: {exc}") from exc
         except BundleDamagedError as exc:
             raise ChunkDamagedError(Path(name), f"{exc}; run `kvtier fsck --deep`") from exc
-        else:
-            return
 
 
 def _choose(cache: Cache, prompt: PromptRow, wanted: str) -> tuple[Namespace, BindingRow]:
@@ -85,62 +88,39 @@ def _is_durable(namespace: Namespace, row: BindingRow) -> bool:
     return bool(chunks) and all(chunk is not None and chunk.location is not None for chunk in chunks)
 
 
-def _stored(namespace: Namespace, row: BindingRow, name: str) -> list[StoredChunk]:
-    stored = []
+def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle:
+    """Return the bundle as it would be now: the chunks lie in their packs, and have no digests yet."""
+    chunks = []
     for key in dict.fromkeys(row.keys):
         chunk = namespace.table.get(key)
         if chunk is None or chunk.location is None:
-            raise PromptNotDurableError(name, "a chunk of it left the disk this moment")
-        stored.append(chunk.location)
-    return stored
-
-
-def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow, stored: Sequence[StoredChunk]) -> Bundle:
+            raise PromptNotDurableError(prompt.name, "a chunk of it left the disk this moment")
+        chunks.append(BundleChunk(chunk.location, bytes(DIGEST_BYTES)))
     return Bundle(
-        prompt=BundlePrompt(
-            name=prompt.name,
-            tokens=tuple(prompt.tokens),
-            model=prompt.model,
-            lora_name=prompt.lora_name,
-            lora_path=prompt.lora_path,
-            cache_salt=prompt.cache_salt,
-            recipe_json=prompt.recipe_json,
-            priority=prompt.priority,
-        ),
+        prompt=PinWish(**{name: getattr(prompt, name) for name in (*TEXTS, "tokens", "recipe_json", "priority")}),
         model=namespace.row.model,
         fingerprint=dict(namespace.fingerprint),
         layout=namespace.layout,
-        keys=row.keys,
         covered_tokens=row.covered_tokens,
-        chunks=tuple(_chunk(chunk, "0" * 64) for chunk in stored),
+        chunks=chunks,
     )
 
 
-def _chunk(chunk: StoredChunk, sha256: str) -> BundleChunk:
-    return BundleChunk(
-        key=chunk.key,
-        stored_bytes=chunk.stored_bytes,
-        raw_bytes=chunk.raw_bytes,
-        codec=chunk.codec,
-        checksum=chunk.checksum,
-        sha256=sha256,
-    )
-
-
-async def _write(cache: Cache, spool: Spool, room: ScratchRoom, draft: Bundle, stored: Sequence[StoredChunk]) -> None:
+async def _write(cache: Cache, spool: Spool, room: ScratchRoom, draft: Bundle) -> Bundle:
+    """Copy the chunks, verify the copies, and only then write what stands before them."""
     stores, packs = cache.stores, cache.config.disk.disk_dir / "packs"
-    data_offset = offset = len(await stores.in_io(build_header, draft))  # digests do not change its length
-    await _keep_room(cache, room, draft.prompt.name, data_offset + draft.data_bytes)
+    offset = len(await stores.in_io(build_front, draft))
+    await _keep_room(cache, room, draft.prompt.name, offset + draft.data_bytes)
     chunks: list[BundleChunk] = []
-    for batch in in_batches(stored, [chunk.stored_bytes for chunk in stored]):
-        sha256s = await stores.in_io(_copy, spool, packs, batch, offset)
-        chunks += [_chunk(chunk, sha256) for chunk, sha256 in zip(batch, sha256s, strict=True)]
-        offset += sum(chunk.stored_bytes for chunk in batch)
+    for batch in in_batches(draft.chunks, [chunk.stored.stored_bytes for chunk in draft.chunks]):
+        chunks += await stores.in_io(_copy, spool, packs, batch, offset)
+        offset += sum(chunk.stored.stored_bytes for chunk in batch)
         room.grew(spool.num_bytes)
-    bundle = replace(draft, chunks=tuple(chunks))
-    for part in in_batches(list(bundle.offsets(data_offset)), [chunk.raw_bytes for chunk in chunks]):
+    for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks]):
         await stores.in_io(spool.verify, part)
-    await stores.in_io(spool.write, await stores.in_io(build_header, bundle), 0)
+    bundle = replace(draft, chunks=chunks)
+    await stores.in_io(spool.write, await stores.in_io(build_front, bundle), 0)
+    return bundle
 
 
 async def _keep_room(cache: Cache, room: ScratchRoom, name: str, file_bytes: int) -> None:
@@ -152,9 +132,10 @@ async def _keep_room(cache: Cache, room: ScratchRoom, name: str, file_bytes: int
     room.keep(file_bytes)
 
 
-def _copy(spool: Spool, packs: Path, batch: Sequence[StoredChunk], offset: int) -> list[str]:
-    sha256s = []
-    for chunk in batch:
+def _copy(spool: Spool, packs: Path, batch: Sequence[BundleChunk], offset: int) -> list[BundleChunk]:
+    """Copy chunks from their packs into the spool; return them as they lie there."""
+    copies = []
+    for chunk, _ in batch:
         path = packs / (chunk.pack_id + PACK_SUFFIX)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -163,10 +144,11 @@ def _copy(spool: Spool, packs: Path, batch: Sequence[StoredChunk], offset: int) 
         except OSError as exc:
             raise TierIOError(path, "open", exc) from exc
         try:
-            sha256s.append(spool.copy_in(fd, chunk.offset, chunk.stored_bytes, offset))
+            sha256 = spool.copy_in(fd, chunk.offset, chunk.stored_bytes, offset)
         except OSError as exc:
             raise TierIOError(path, "read", exc) from exc
         finally:
             os.close(fd)
+        copies.append(BundleChunk(chunk._replace(pack_id=spool.pack_id, offset=offset), sha256))
         offset += chunk.stored_bytes
-    return sha256s
+    return copies

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from kvtier.bundles.bundle_format import Bundle
-from kvtier.bundles.receiving import Admitted, ImportWish, Placed, Reception, admit, is_on_disk, pack_bytes
+from kvtier.bundles.bundle import Bundle
+from kvtier.bundles.receiving import Admitted, ImportWish, Reception, admit, is_on_disk, pack_bytes
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
@@ -32,7 +32,6 @@ from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.service import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish
-from kvtier.service.scratch import scratch_folder
 from kvtier.service.views import PromptView
 
 
@@ -56,7 +55,7 @@ async def import_bundle(cache: Cache, wish: ImportWish, pieces: AsyncIterator[by
     """
     with ExitStack() as stack:
         room = stack.enter_context(cache.stores.disk_usage.scratch_room())
-        spool = stack.enter_context(await cache.stores.in_io(_spool_in, cache.config.disk.disk_dir))
+        spool = stack.enter_context(await cache.stores.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir))
         admitted = await Reception(cache, wish, spool, room).receive(pieces)
         held = stack.pop_all()
     try:
@@ -72,37 +71,25 @@ async def _take_in(
 ) -> PromptView:
     with held:
         pin, namespace = await admit(cache, wish, admitted.bundle)  # things may have changed while it came
-        placed = admitted.placed
-        for part in in_batches(list(placed.values()), [chunk.raw_bytes for _, chunk in placed.values()]):
+        chunks = admitted.bundle.chunks
+        for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks]):
             await cache.stores.in_io(spool.verify, part)
         room.release_packs()
-        await _Import(cache, namespace, admitted.bundle, pin, spool, placed).run()
+        await _Import(cache, namespace, admitted.bundle, pin, spool).run()
         return await cache.pins.view(pin.name)
-
-
-def _spool_in(state_dir: Path) -> Spool:
-    return Spool(scratch_folder(state_dir))
 
 
 class _Import:
     """Writing and recording one verified bundle."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        namespace: Namespace,
-        bundle: Bundle,
-        pin: PinWish,
-        spool: Spool,
-        placed: Placed,
-    ) -> None:
+    def __init__(self, cache: Cache, namespace: Namespace, bundle: Bundle, pin: PinWish, spool: Spool) -> None:
         self._cache, self._namespace, self._bundle, self._pin = cache, namespace, bundle, pin
-        self._spool, self._placed = spool, placed
+        self._spool = spool
         self._written: list[PackRecord] = []
 
     async def run(self) -> None:
         usage = self._cache.stores.disk_usage
-        num_bytes = pack_bytes(self._namespace, self._placed, self._missing())
+        num_bytes = pack_bytes(self._namespace, self._bundle, self._missing())
         if not usage.fits(num_bytes):
             await self._namespace.find_disk_room(num_bytes)
         if not usage.fits(num_bytes):
@@ -119,22 +106,21 @@ class _Import:
     def _missing(self) -> list[ChunkKey]:
         """Chunks that are not on disk here yet."""
         written = {chunk.key for record in self._written for chunk in record.chunks}
-        return [key for key in self._placed if key not in written and not is_on_disk(self._namespace, key)]
+        return [key for key in self._bundle.keys if key not in written and not is_on_disk(self._namespace, key)]
 
     async def _write(self, keys: Sequence[ChunkKey]) -> None:
         stores = self._cache.stores
         if not keys:
             return
-        sizes = [self._placed[key][1].raw_bytes for key in keys]
+        chunks = [self._bundle.stored[key] for key in keys]
         # The pack tier reads its own directory only. The ledger calls the link removed before it is there: whatever
         # happens, the next start sweeps it.
         link = self._cache.config.disk.disk_dir / "packs" / self._spool.path.name
         await stores.in_ledger(stores.ledger.mark_removed, [link.stem])
         await stores.in_io(_link, self._spool.path, link)
         try:
-            for batch in in_batches(keys, sizes, stores.config.disk.pack_bytes):
-                chunks = [self._spool.stored(*self._placed[key]) for key in batch]
-                record = await stores.in_io(stores.disk.rewrite_pack, self._namespace.namespace_id, chunks)
+            for batch in in_batches(chunks, [chunk.raw_bytes for chunk in chunks], stores.config.disk.pack_bytes):
+                record = await stores.in_io(stores.disk.rewrite_pack, self._namespace.namespace_id, batch)
                 self._written.append(record)
         finally:
             await stores.in_io(link.unlink, missing_ok=True)

@@ -1,6 +1,6 @@
 """Which namespace here a bundle's KV is interchangeable with, or why there is none."""
 
-from kvtier.bundles.bundle_format import Bundle
+from kvtier.bundles.bundle import Bundle
 from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import KVLayout
 from kvtier.errors import NamespaceMismatchError

@@ -5,12 +5,13 @@ whole of its bundle and of the packs made of it, or is refused with the numbers.
 """
 
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, replace
 
-from kvtier.bundles.bundle_format import LENGTH_PREFIX, Bundle, BundleChunk
-from kvtier.bundles.header_parsing import check_length, header_bytes_of
+from kvtier.bundles.bundle import Bundle, check_length
+from kvtier.bundles.bundle_format import read_front
 from kvtier.bundles.matching import find_namespace
+from kvtier.bundles.safetensors_header import LENGTH_PREFIX
 from kvtier.bundles.spool import Spool
 from kvtier.collector import collector_off
 from kvtier.core.layout import ChunkKey
@@ -22,9 +23,6 @@ from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish, pinned_bytes
 
 MAX_PIECE_BYTES = 1024**2
-
-Placed = Mapping[ChunkKey, tuple[int, BundleChunk]]
-"""Where in the bundle's file each chunk's stored bytes begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +42,9 @@ class ImportWish:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A bundle that may be taken in, as things stand: its header, the pin it becomes, and where."""
+    """A bundle that may be taken in, as things stand: what it says, the pin it becomes, and where."""
 
     bundle: Bundle
-    placed: Placed
-    data_offset: int
     pin: PinWish
     namespace: Namespace
 
@@ -69,10 +65,10 @@ async def admit(cache: Cache, wish: ImportWish, bundle: Bundle) -> tuple[PinWish
     return pin, namespace
 
 
-def pack_bytes(namespace: Namespace, placed: Placed, keys: Collection[ChunkKey]) -> int:
+def pack_bytes(namespace: Namespace, bundle: Bundle, keys: Collection[ChunkKey]) -> int:
     """Return the largest length of the packs of these chunks. Any thread."""
-    sizes = [(key, placed[key][1].raw_bytes) for key in keys]
-    stored_bytes = sum(placed[key][1].stored_bytes for key in keys)
+    sizes = [(key, bundle.stored[key].raw_bytes) for key in keys]
+    stored_bytes = sum(bundle.stored[key].stored_bytes for key in keys)
     return stored_bytes + (reserve_bytes(namespace.namespace_id, sizes) if sizes else 0)
 
 
@@ -95,6 +91,7 @@ class Reception:
     def __init__(self, cache: Cache, wish: ImportWish, spool: Spool, room: ScratchRoom) -> None:
         self._cache, self._wish, self._spool, self._room = cache, wish, spool, room
         self._admitted: Admitted | None = None
+        self._front_bytes = 0  # what is known to be needed of the file before it can be judged
 
     async def receive(self, pieces: AsyncIterator[bytes]) -> Admitted:
         """Take all pieces.
@@ -109,37 +106,37 @@ class Reception:
             if len(piece) > MAX_PIECE_BYTES:
                 raise InvalidArgumentError("piece.data", f"{len(piece)} bytes", f"at most {MAX_PIECE_BYTES} at a time")
             await self._take(piece)
+        num_bytes = self._spool.num_bytes
         if self._admitted is None:
-            header_bytes_of(self._spool.read(LENGTH_PREFIX.size, 0), self._spool.num_bytes)
-            raise BundleDamagedError("it ends before its data")
-        check_length(self._admitted.bundle, self._admitted.data_offset, self._spool.num_bytes)
+            needed_bytes = max(LENGTH_PREFIX.size, self._front_bytes)
+            raise BundleDamagedError(f"it is cut short: it has {num_bytes} bytes, header and index have {needed_bytes}")
+        check_length(self._admitted.bundle, num_bytes)
         return self._admitted
 
     async def _take(self, piece: bytes) -> None:
         num_bytes = self._spool.num_bytes + len(piece)
         if self._admitted is None:
             await self._keep_room("(bundle)", num_bytes)
-        elif num_bytes > self._admitted.data_offset + self._admitted.bundle.data_bytes:
-            check_length(self._admitted.bundle, self._admitted.data_offset, num_bytes)
+        elif num_bytes > self._admitted.bundle.file_bytes:
+            check_length(self._admitted.bundle, num_bytes)
         await self._cache.stores.in_io(self._spool.append, piece)
         self._room.grew(num_bytes)
-        if self._admitted is None and num_bytes >= LENGTH_PREFIX.size:
-            start = await self._cache.stores.in_io(self._spool.read, LENGTH_PREFIX.size, 0)
-            data_offset = LENGTH_PREFIX.size + header_bytes_of(start)
-            if num_bytes >= data_offset:
-                self._admitted = await self._judge(data_offset)
+        if self._admitted is None and num_bytes >= self._front_bytes:
+            front = await self._cache.stores.in_io(_read_front, self._spool)
+            if isinstance(front, int):
+                self._front_bytes = front
+            else:
+                self._admitted = await self._judge(front)
 
-    async def _judge(self, data_offset: int) -> Admitted:
-        """The header is there: say whether the bundle can be taken in, and keep room for all of it."""
-        bundle, placed = await self._cache.stores.in_io(_read_header, self._spool, data_offset)
-        if self._spool.num_bytes > data_offset + bundle.data_bytes:
-            check_length(bundle, data_offset, self._spool.num_bytes)
+    async def _judge(self, bundle: Bundle) -> Admitted:
+        """The front is there: say whether the bundle can be taken in, and keep room for all of it."""
+        if self._spool.num_bytes > bundle.file_bytes:
+            check_length(bundle, self._spool.num_bytes)
         pin, namespace = await admit(self._cache, self._wish, bundle)
-        missing = [key for key in placed if not is_on_disk(namespace, key)]
-        file_bytes = data_offset + bundle.data_bytes
-        num_pack_bytes = await self._cache.stores.in_io(pack_bytes, namespace, placed, missing)
-        await self._keep_room(pin.name, file_bytes, num_pack_bytes)
-        return Admitted(bundle=bundle, placed=placed, data_offset=data_offset, pin=pin, namespace=namespace)
+        missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
+        num_pack_bytes = await self._cache.stores.in_io(pack_bytes, namespace, bundle, missing)
+        await self._keep_room(pin.name, bundle.file_bytes, num_pack_bytes)
+        return Admitted(bundle=bundle, pin=pin, namespace=namespace)
 
     async def _keep_room(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:
         usage = self._cache.stores.disk_usage
@@ -164,27 +161,16 @@ def _no_room(cache: Cache, name: str, file_bytes: int, num_pack_bytes: int) -> D
     return DiskRoomError(f"the import of prompt {name!r}", needed_bytes, usage.free_bytes, usage.kept_bytes)
 
 
-def _read_header(spool: Spool, data_offset: int) -> tuple[Bundle, Placed]:
+def _read_front(spool: Spool) -> Bundle | int:
     with collector_off():  # it would hold up all threads, and what is read is no garbage
-        bundle = spool.header(data_offset)
-        _ = bundle.data_bytes  # added up here, once
-        return bundle, {chunk.key: (offset, chunk) for offset, chunk in bundle.offsets(data_offset)}
+        front = read_front(spool.read(spool.num_bytes, 0), spool.pack_id)
+        if isinstance(front, Bundle):
+            _ = front.data_bytes, front.stored  # made here, once
+        return front
 
 
 def _pin_wish(wish: ImportWish, bundle: Bundle) -> PinWish:
-    prompt = bundle.prompt
-    return PinWish(
-        name=wish.name or prompt.name,
-        tokens=prompt.tokens,
-        model=prompt.model,
-        lora_name=prompt.lora_name,
-        lora_path=prompt.lora_path,
-        cache_salt=prompt.cache_salt,
-        recipe_json=prompt.recipe_json,
-        ttl_s=wish.ttl_s,
-        replace=wish.replace,
-        priority=prompt.priority,
-    )
+    return replace(bundle.prompt, name=wish.name or bundle.prompt.name, ttl_s=wish.ttl_s, replace=wish.replace)
 
 
 async def _check_quota(cache: Cache, namespace: Namespace, name: str, bundle: Bundle) -> None:

@@ -5,14 +5,13 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
-from kvtier.bundles.bundle_format import Bundle, BundleChunk
-from kvtier.bundles.header_parsing import parse_header
+from kvtier.bundles.bundle import BundleChunk
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
+from kvtier.service.scratch import scratch_folder
 
 PACK_SUFFIX = ".kvpack"
 _COPY_BYTES = 1024**2
@@ -39,20 +38,18 @@ class Spool:
         except OSError as exc:
             raise TierIOError(self.path, "create", exc) from exc
 
+    @classmethod
+    def in_disk_dir(cls, disk_dir: Path) -> Self:
+        """Create it in the scratch folder of `disk.dir`."""
+        return cls(scratch_folder(disk_dir))
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close and remove it; idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.path.unlink(missing_ok=True)
+    def __exit__(self, *_: object) -> None:
+        """Close and remove it."""
+        os.close(self._fd)
+        self.path.unlink(missing_ok=True)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data`.
@@ -84,7 +81,7 @@ class Spool:
         except OSError as exc:
             raise TierIOError(self.path, "read", exc) from exc
 
-    def copy_in(self, source_fd: int, source_offset: int, num_bytes: int, offset: int) -> str:
+    def copy_in(self, source_fd: int, source_offset: int, num_bytes: int, offset: int) -> bytes:
         """Copy bytes of another file; return their SHA-256.
 
         Raises:
@@ -98,50 +95,41 @@ class Spool:
             digest.update(data)
             self.write(data, offset)
             source_offset, offset, num_bytes = source_offset + len(data), offset + len(data), num_bytes - len(data)
-        return digest.hexdigest()
+        return digest.digest()
 
-    def header(self, data_offset: int) -> Bundle:
-        """Return what the header, the bytes before `data_offset`, says.
-
-        Raises:
-            BundleDamagedError: It is no undamaged bundle's.
-        """
-        return parse_header(self.read(data_offset, 0))
-
-    def verify(self, chunks: Sequence[tuple[int, BundleChunk]]) -> None:
-        """Compare the digests of chunks at their offsets, and decode them.
+    def verify(self, chunks: Sequence[BundleChunk]) -> None:
+        """Compare the digests of chunks of this file, and decode them.
 
         Raises:
             BundleDamagedError: One is not what was written, or cannot be decoded here.
         """
-        for offset, chunk in chunks:
-            if self._sha256(offset, chunk.stored_bytes) != chunk.sha256:
-                raise BundleDamagedError(f"chunk {chunk.key.hex()} is not what was written; copy it again")
-            try:
-                self._tier.read_chunk(self.stored(offset, chunk), [memoryview(bytearray(chunk.raw_bytes))])
-            except ChunkDamagedError as error:
-                why = str(error).removeprefix(f"{error.path}: ")
-                remedy = "" if "upgrade" in why else "; upgrade kvtier"
-                raise BundleDamagedError(f"it is whole, but this kvtier cannot decode it ({why}){remedy}") from error
+        for chunk in chunks:
+            if self._sha256(chunk.stored) != chunk.sha256:
+                raise BundleDamagedError(f"chunk {chunk.stored.key.hex()} is not what was written; copy it again")
+            self.payload(chunk.stored)
 
-    def stored(self, offset: int, chunk: BundleChunk) -> StoredChunk:
-        """Return the chunk as a chunk of a pack of this file's name."""
-        return StoredChunk(
-            key=chunk.key,
-            pack_id=self.pack_id,
-            offset=offset,
-            stored_bytes=chunk.stored_bytes,
-            raw_bytes=chunk.raw_bytes,
-            codec=chunk.codec,
-            checksum=chunk.checksum,
-        )
+    def payload(self, chunk: StoredChunk) -> memoryview:
+        """Return what a chunk of this file holds, decoded and compared with its checksum.
 
-    def _sha256(self, offset: int, num_bytes: int) -> str:
+        Raises:
+            BundleDamagedError: It cannot be decoded here.
+        """
+        payload = memoryview(bytearray(chunk.raw_bytes))
+        try:
+            self._tier.read_chunk(chunk, [payload])
+        except ChunkDamagedError as error:
+            why = str(error).removeprefix(f"{error.path}: ")
+            remedy = "" if "upgrade" in why else "; upgrade kvtier"
+            raise BundleDamagedError(f"it is whole, but this kvtier cannot decode it ({why}){remedy}") from error
+        return payload
+
+    def _sha256(self, chunk: StoredChunk) -> bytes:
         digest = hashlib.sha256()
-        while num_bytes and (data := self.read(min(num_bytes, _COPY_BYTES), offset)):
+        offset, end = chunk.offset, chunk.offset + chunk.stored_bytes
+        while offset < end and (data := self.read(min(end - offset, _COPY_BYTES), offset)):
             digest.update(data)
-            offset, num_bytes = offset + len(data), num_bytes - len(data)
-        return digest.hexdigest()
+            offset += len(data)
+        return digest.digest()
 
 
 def in_batches(items: Sequence[T], sizes: Sequence[int], max_bytes: int = _BATCH_BYTES) -> list[list[T]]:

@@ -8,87 +8,109 @@ from typing import Any
 
 import zstandard
 
-from kvtier.bundles.bundle_format import LENGTH_PREFIX, Bundle, BundleChunk, BundlePrompt, build_header
-from kvtier.bundles.header_parsing import check_length, header_bytes_of
+from kvtier.bundles.bundle import Bundle, BundleChunk, check_length
+from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front, read_front
 from kvtier.bundles.spool import Spool
+from kvtier.core.stored import StoredChunk
+from kvtier.core.tokens import TokenIds
 from kvtier.disk.base import checksum_of
+from kvtier.errors import BundleDamagedError
+from kvtier.service.prompts import PinWish
 from tests.fakes.chunks import key_of, layout_of, soft
 
 LAYOUT = layout_of(useful_bytes=1000)
-JSON_FIELDS = ("kvtier.prompt", "kvtier.fingerprint", "kvtier.layout", "kvtier.binding", "kvtier.chunks")
+_OLD_BUNDLES = Path(__file__).parents[1] / "data" / "bundles"
+FIRST_CHUNK = key_of(0).hex()
 
 
-def bundle_bytes(*, codec: str = "zstd", recipe_json: str = "", priority: int = 0) -> bytes:
-    """Return a bundle of three chunks."""
+def a_bundle(*, codec: str = "zstd", recipe_json: str = "", priority: int = 0) -> tuple[Bundle, bytes]:
+    """Return a bundle of three chunks, which lie behind each other at no particular place, and their bytes."""
     chunks, data = [], b""
     for number in range(3):
         payload = soft(1000, number)
         stored = zstandard.ZstdCompressor().compress(payload)
-        data += stored
-        chunks.append(
-            BundleChunk(
-                key=key_of(number),
-                stored_bytes=len(stored),
-                raw_bytes=1000,
-                codec=codec,
-                checksum=checksum_of([memoryview(payload)]),
-                sha256=hashlib.sha256(stored).hexdigest(),
-            )
+        chunk = StoredChunk(
+            key=key_of(number),
+            pack_id="",
+            offset=len(data),
+            stored_bytes=len(stored),
+            raw_bytes=1000,
+            codec=codec,
+            checksum=checksum_of([memoryview(payload)]),
         )
-    prompt = BundlePrompt(
-        name="p",
-        tokens=tuple(range(48)),
-        model="",
-        lora_name="",
-        lora_path="",
-        cache_salt="",
-        recipe_json=recipe_json,
-        priority=priority,
-    )
+        chunks.append(BundleChunk(chunk, hashlib.sha256(stored).digest()))
+        data += stored
     bundle = Bundle(
-        prompt=prompt,
+        prompt=PinWish(name="p", tokens=TokenIds(range(48)), recipe_json=recipe_json, priority=priority),
         model="m",
         fingerprint={"weights": "1"},
         layout=LAYOUT,
-        keys=tuple(chunk.key for chunk in chunks),
         covered_tokens=48,
-        chunks=tuple(chunks),
+        chunks=chunks,
     )
-    return build_header(bundle) + data
+    return bundle, data
+
+
+def bundle_bytes(**changes: Any) -> bytes:
+    """Return the file of a bundle of three chunks."""
+    bundle, data = a_bundle(**changes)
+    return build_front(bundle) + data
 
 
 def read_bundle(data: bytes, folder: Path) -> Bundle:
     """Take a bundle apart as an import does, and verify every chunk."""
     with Spool(folder) as spool:
         spool.append(data)
-        data_offset = LENGTH_PREFIX.size + header_bytes_of(spool.read(LENGTH_PREFIX.size, 0), spool.num_bytes)
-        bundle = spool.header(data_offset)
-        check_length(bundle, data_offset, spool.num_bytes)
-        spool.verify(list(bundle.offsets(data_offset)))
+        bundle = read_front(data, spool.pack_id)
+        if isinstance(bundle, int):
+            raise BundleDamagedError(f"it is cut short: {len(data)} bytes of {bundle}")
+        check_length(bundle, len(data))
+        spool.verify(bundle.chunks)
         return bundle
 
 
 def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return a bundle's header, the JSON inside of it too, and its data."""
+    """Return a bundle's header and all that follows it."""
     end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    for field in JSON_FIELDS:
-        header["__metadata__"][field] = json.loads(header["__metadata__"][field])
-    return header, data[end:]
+    return json.loads(data[8:end]), data[end:]
 
 
 def sealed(header: dict[str, Any], data: bytes) -> bytes:
-    """Return a bundle with this header, whose digest is right."""
+    """Return a bundle with this header, whose digest is right where there is a place for one."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    start = len(text).to_bytes(8, "little") + text
+    try:
+        at = int(header["kvtier.digest"]["data_offsets"][0])
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        at = -1
+    if not 0 <= at <= len(data) - DIGEST_BYTES:
+        return start + data
+    return start + data[:at] + hashlib.sha256(start + data[:at]).digest() + data[at + DIGEST_BYTES :]
+
+
+def old_bundle(version: int) -> bytes:
+    """Return a bundle that a kvtier of this older version of the format exported."""
+    return (_OLD_BUNDLES / f"v{version}.bundle").read_bytes()
+
+
+def opened_old(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return an old bundle's header, the JSON inside of it too, and all that follows it."""
+    header, data = opened(data)
+    for field in ("kvtier.prompt", "kvtier.fingerprint", "kvtier.layout", "kvtier.binding", "kvtier.chunks"):
+        header["__metadata__"][field] = json.loads(header["__metadata__"][field])
+    return header, data
+
+
+def sealed_old(header: dict[str, Any], data: bytes) -> bytes:
+    """Return a bundle of version 1 or 2 with this header, in whose metadata JSON may be given as what it means."""
     header = copy.deepcopy(header)
     metadata = header.get("__metadata__")
     if isinstance(metadata, dict):
-        for field in JSON_FIELDS:
-            if not isinstance(metadata.get(field, ""), str):
-                metadata[field] = json.dumps(metadata[field])
-        if isinstance(metadata.get("kvtier.digest"), str):
+        for field, value in metadata.items():
+            if field.startswith("kvtier.") and not isinstance(value, str):
+                metadata[field] = json.dumps(value)
+        if "kvtier.digest" in metadata:
             metadata["kvtier.digest"] = "0" * 64
     text = json.dumps(header, separators=(",", ":")).encode()
     start = len(text).to_bytes(8, "little") + text
-    zeros = b'"kvtier.digest":"' + b"0" * 64
-    digest = hashlib.sha256(start).hexdigest()
-    return start.replace(zeros, b'"kvtier.digest":"' + digest.encode(), 1) + data
+    return start.replace(b"0" * 64, hashlib.sha256(start).hexdigest().encode(), 1) + data

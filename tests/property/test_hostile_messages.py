@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
-from tests.fakes.bundles import LAYOUT, bundle_bytes, opened, sealed
+from kvtier.core.layout import KVLayout
+from tests.fakes.bundles import LAYOUT, bundle_bytes, old_bundle, opened, opened_old, sealed, sealed_old
 from tests.fakes.fsck import assert_clean
 from tests.fakes.operator import Stub, status_of
-from tests.fakes.scripted_engine import ScriptedEngine, config_in, hello_message, running
+from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, config_in, hello_message, running
 
 Status = grpc.StatusCode
 REFUSALS = (Status.INVALID_ARGUMENT, Status.FAILED_PRECONDITION, Status.ALREADY_EXISTS, Status.RESOURCE_EXHAUSTED)
@@ -123,27 +124,30 @@ def _piece(data: bytes) -> cache_pb2.ImportMessage:
 
 def salted_with_a_number() -> Edit:
     """The header of the attack."""
-    header, _ = opened(bundle_bytes())
+    header, _ = opened_old(old_bundle(2))
     return [key for _, key in places(header)].index("cache_salt"), "replace", 7
 
 
-@SETTINGS
-@example(all_edits=[salted_with_a_number()], name="p")
-@given(all_edits=st.lists(edits, min_size=1, max_size=12), name=st.sampled_from(["p", ""]))
-def test_any_header_is_refused_or_taken_in_for_good(all_edits: list[Edit], name: str) -> None:
-    header, data = opened(bundle_bytes())
+def check_edits(whole: bytes, layout: KVLayout, all_edits: list[Edit], name: str) -> None:
+    """Import a bundle whole, and then with each edit of its header; all of them in one daemon."""
+    is_old = b'"kvtier.bundle":"3"' not in whole
+    header, data = (opened_old if is_old else opened)(whole)
+    seal = sealed_old if is_old else sealed
     daemon = Daemon()
 
     async def scenario() -> None:
-        async with running(daemon.config) as stub, ScriptedEngine(daemon.config, LAYOUT):
-            assert not await daemon.refused(stub.Import(iter(pieces_of(sealed(header, data), "whole"))))
+        async with running(daemon.config) as stub, ScriptedEngine(daemon.config, layout):
+            assert not await daemon.refused(stub.Import(iter(pieces_of(seal(header, data), "whole"))))
             daemon.names.add("whole")
             for edit in all_edits:
                 changed = edited(header, edit)
-                if not await daemon.refused(stub.Import(iter(pieces_of(sealed(changed, data), name)))):
-                    daemon.names.add(name or changed["__metadata__"]["kvtier.prompt"]["name"])
+                if not await daemon.refused(stub.Import(iter(pieces_of(seal(changed, data), name)))):
+                    metadata = changed["__metadata__"]
+                    daemon.names.add(
+                        name or (metadata["kvtier.prompt"]["name"] if is_old else metadata["kvtier.prompt.name"])
+                    )
             await daemon.check(stub)
-        async with running(daemon.config) as stub, ScriptedEngine(daemon.config, LAYOUT) as engine:
+        async with running(daemon.config) as stub, ScriptedEngine(daemon.config, layout) as engine:
             await daemon.check(stub)
             assert {each.name for each in engine.welcome.pins} <= daemon.names
             for each in daemon.names:
@@ -151,6 +155,19 @@ def test_any_header_is_refused_or_taken_in_for_good(all_edits: list[Edit], name:
                 assert b"".join(exported)
 
     run(scenario(), daemon)
+
+
+@SETTINGS
+@given(all_edits=st.lists(edits, min_size=1, max_size=12), name=st.sampled_from(["p", ""]))
+def test_any_header_is_refused_or_taken_in_for_good(all_edits: list[Edit], name: str) -> None:
+    check_edits(bundle_bytes(), LAYOUT, all_edits, name)
+
+
+@SETTINGS
+@example(all_edits=[salted_with_a_number()], name="p")
+@given(all_edits=st.lists(edits, min_size=1, max_size=12), name=st.sampled_from(["p", ""]))
+def test_any_old_header_is_refused_or_taken_in_for_good(all_edits: list[Edit], name: str) -> None:
+    check_edits(old_bundle(2), ONE_GROUP, all_edits, name)
 
 
 # Pins

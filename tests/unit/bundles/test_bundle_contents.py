@@ -1,45 +1,50 @@
-"""A header that hangs together, digest and all, and says what no export says, is refused before anything is done."""
+"""A front that hangs together, digest and all, and says what no export says, is refused before anything is done."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from kvtier.bundles.bundle_format import Bundle, build_header
+from kvtier.bundles.bundle import Bundle
+from kvtier.bundles.bundle_format import build_front
 from kvtier.errors import BundleDamagedError
-from tests.fakes.bundles import bundle_bytes, read_bundle
-from tests.fakes.chunks import key_of
+from tests.fakes.bundles import a_bundle, read_bundle
+from tests.fakes.chunks import layout_of
 
-
-@pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    return read_bundle(bundle_bytes(), tmp_path)
+BUNDLE, DATA = a_bundle()
 
 
 def file_of(bundle: Bundle) -> bytes:
-    """Return the file with this header, and the data of the whole bundle as far as the header names it."""
-    whole = bundle_bytes()
-    data = whole[4096:]
-    return build_header(bundle) + data[: bundle.data_bytes]
+    """Return the file with this front, and the data of the whole bundle as far as the front names it."""
+    return build_front(bundle) + DATA[: bundle.data_bytes]
 
 
-def test_what_an_export_writes_is_read(bundle: Bundle, tmp_path: Path) -> None:
-    assert read_bundle(file_of(bundle), tmp_path) == bundle
+def test_what_an_export_writes_is_read(tmp_path: Path) -> None:
+    once = read_bundle(file_of(BUNDLE), tmp_path)
+    assert build_front(once) == build_front(BUNDLE)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "says"),
     [
-        lambda whole: {"keys": whole.keys[:2]},
-        lambda whole: {"keys": (*whole.keys, key_of(9))},
-        lambda whole: {"keys": (*whole.keys[:2], key_of(9))},
-        lambda whole: {"keys": (), "chunks": ()},
-        lambda whole: {"keys": ()},
-        lambda whole: {"chunks": whole.chunks[:2]},
+        ({"chunks": ()}, "at least one chunk"),
+        ({"fingerprint": {}}, "kvtier.fingerprint"),
+        ({"fingerprint": {str(number): "" for number in range(65)}}, "kvtier.fingerprint"),
+        ({"layout": dataclasses.replace(BUNDLE.layout, groups=BUNDLE.layout.groups[1:])}, "group"),
+        ({"layout": layout_of(useful_bytes=2**40)}, "rank_bytes"),
+        ({"covered_tokens": 49}, "covered_tokens"),
+        ({"covered_tokens": -1}, "covered_tokens"),
+        ({"model": "x" * 5000}, "kvtier.model"),
+        ({"chunks": (BUNDLE.chunks[0], *BUNDLE.chunks)}, "each name may come once"),
     ],
-    ids=["a key less", "a key more", "another key", "nothing", "no keys", "a chunk less"],
 )
-def test_keys_that_are_not_those_of_the_chunks_are_refused(bundle: Bundle, tmp_path: Path, changes: object) -> None:
-    changed = dataclasses.replace(bundle, **changes(bundle))  # type: ignore[operator]
-    with pytest.raises(BundleDamagedError):
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    changed = dataclasses.replace(BUNDLE, **changes)  # type: ignore[arg-type]
+    with pytest.raises(BundleDamagedError, match=says):
         read_bundle(file_of(changed), tmp_path)
+
+
+def test_another_namespaces_id_is_refused(tmp_path: Path) -> None:
+    data = file_of(BUNDLE).replace(BUNDLE.namespace_id.encode(), b"0" * 32)
+    with pytest.raises(BundleDamagedError, match="digest differs"):
+        read_bundle(data, tmp_path)

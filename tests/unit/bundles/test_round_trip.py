@@ -113,6 +113,21 @@ def test_a_bundle_travels(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_bundle_may_come_in_small_pieces_and_must_come_whole(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        there = home(tmp_path, "b")
+        data = await bundle_of(home(tmp_path, "a"))
+        header_end = 8 + int.from_bytes(data[:8], "little")
+        async with running(there) as stub, ScriptedEngine(there):
+            for length in (0, 5, 8, 9, header_end - 1, header_end, header_end + 100, header_end + 1000, len(data) - 1):
+                await refused(stub, data[:length], Status.INVALID_ARGUMENT, "cut short", piece_bytes=100)
+            await assert_nothing_left(there, stub)
+            await import_(stub, data, piece_bytes=100)
+        await assert_serves(there)
+
+    asyncio.run(scenario())
+
+
 def test_attached_engines_are_told(tmp_path: Path) -> None:
     async def scenario() -> None:
         there = home(tmp_path, "b")

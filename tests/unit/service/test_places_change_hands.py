@@ -138,9 +138,9 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
                 return emptied
 
             monkeypatch.setattr(index, "_commit", recorded_in_a_stop)
-            bundle: Any = SimpleNamespace(keys=tuple(keys_of([0])), covered_tokens=16)
+            bundle: Any = SimpleNamespace(keys=tuple(keys_of([0])), covered_tokens=16, stored={})
             no_spool: Any = None
-            change = importing._Import(r.cache, r.namespace, bundle, PinWish(name="p", tokens=(1,)), no_spool, {})
+            change = importing._Import(r.cache, r.namespace, bundle, PinWish(name="p", tokens=(1,)), no_spool)
             change._written.append(r.tier.write_pack(r.namespace.namespace_id, [payload(0)]))
             with pytest.raises(asyncio.CancelledError):
                 await r.cache.changes.to_end("import", change.run())

@@ -1,0 +1,155 @@
+"""What a bundle says, of any version of the format, and what is checked of it whatever the version."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from kvtier.bundles.safetensors_header import Tensor
+from kvtier.core import limits
+from kvtier.core.fingerprint import namespace_id
+from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.stored import StoredChunk
+from kvtier.errors import BundleDamagedError, InvalidArgumentError
+from kvtier.service.prompts import PinWish
+
+TEXTS = ("name", "model", "lora_name", "lora_path", "cache_salt")
+_LAYOUT_JSON = limits.Text(64 * 1024)
+_CODEC = limits.Text(64, may_be_empty=False)
+
+
+class BundleChunk(NamedTuple):
+    """One chunk: where it lies in the bundle's file, or in its pack while the bundle is made; SHA-256 of its bytes."""
+
+    stored: StoredChunk
+    sha256: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """All that a bundle says but the chunks' bytes.
+
+    Attributes:
+        prompt: What is to be pinned, as the exported prompt was.
+        model: Of the namespace, for people.
+        fingerprint: Of the namespace; only an equal one may take the bundle.
+        layout: Of the namespace.
+        covered_tokens: Tokens of the prompt that whole chunks cover.
+        chunks: In the order of the binding's keys, which is that of the data too.
+    """
+
+    prompt: PinWish
+    model: str
+    fingerprint: Mapping[str, str]
+    layout: KVLayout
+    covered_tokens: int
+    chunks: Sequence[BundleChunk]
+
+    @cached_property
+    def namespace_id(self) -> str:
+        """The id of the only namespace that may take it."""
+        return namespace_id(self.fingerprint)
+
+    @cached_property
+    def data_bytes(self) -> int:
+        """Stored bytes of all chunks."""
+        return sum(chunk.stored.stored_bytes for chunk in self.chunks)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file that it was read from."""
+        last = self.chunks[-1].stored
+        return last.offset + last.stored_bytes
+
+    @cached_property
+    def keys(self) -> tuple[ChunkKey, ...]:
+        """The keys by which the engines of its namespace recognize the prompt."""
+        return tuple(chunk.stored.key for chunk in self.chunks)
+
+    @cached_property
+    def stored(self) -> Mapping[ChunkKey, StoredChunk]:
+        """Where each chunk's stored bytes lie, by key."""
+        return {chunk.stored.key: chunk.stored for chunk in self.chunks}
+
+
+def check_length(bundle: Bundle, num_bytes: int) -> None:
+    """Compare the length of a bundle's file with what its header says.
+
+    Raises:
+        BundleDamagedError: It is shorter, or longer.
+    """
+    if num_bytes != bundle.file_bytes:
+        what = "it is cut short" if num_bytes < bundle.file_bytes else "something follows its end"
+        raise BundleDamagedError(f"{what}: {num_bytes} bytes, its header says {bundle.file_bytes}")
+
+
+def read_layout(text: str) -> KVLayout:
+    """Return a layout from its JSON.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    try:
+        fields = dict(json.loads(_LAYOUT_JSON.check("kvtier.layout", text)))
+        groups = [dict(group) for group in fields.pop("groups", ())]
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise InvalidArgumentError("kvtier.layout", text, f"must be a layout's JSON ({exc})") from exc
+    return limits.read_layout("kvtier.layout", fields, groups)
+
+
+def read_chunk(
+    tensor: Tensor, offset: int, layout: KVLayout, pack_id: str, codec: object, checksum: int, sha256: bytes
+) -> BundleChunk:
+    """Return the chunk of a tensor whose bytes begin at `offset` of the file.
+
+    Raises:
+        InvalidArgumentError: It cannot be a chunk of this layout.
+    """
+    if tensor.dtype != "U8" or len(tensor.shape) != 1:
+        raise InvalidArgumentError(f"{tensor.name}.shape", tensor.shape, "must be U8 of one dimension")
+    key = read_hex("chunk's name", tensor.name)
+    try:
+        stored = StoredChunk(
+            key=key,
+            pack_id=pack_id,
+            offset=offset,
+            stored_bytes=tensor.num_bytes,
+            raw_bytes=layout.payload_bytes(group_idx_of(key)),
+            codec=_CODEC.check("kvtier.codec", codec),
+            checksum=checksum,
+        )
+    except ValueError as exc:
+        raise InvalidArgumentError(f"{tensor.name}.shape", tensor.shape, str(exc)) from exc
+    return BundleChunk(stored, sha256)
+
+
+def read_hex(field: str, value: object, num_bytes: int | None = None) -> bytes:
+    """Return bytes from lower-case hex.
+
+    Raises:
+        InvalidArgumentError: It is none, or of another length.
+    """
+    try:
+        data = bytes.fromhex(value) if isinstance(value, str) else b""
+    except ValueError:
+        data = b""
+    if not data or data.hex() != value or num_bytes not in (None, len(data)):
+        raise InvalidArgumentError(field, value, f"must be {num_bytes or 'some'} bytes in lower-case hex")
+    return data
+
+
+def check_bundle(bundle: Bundle, stated_namespace: str) -> Bundle:
+    """Return a bundle that was read, once everything in it is within its bounds and its parts fit each other.
+
+    Raises:
+        InvalidArgumentError: They do not; names the field.
+    """
+    num_tokens = limits.Whole(1, limits.MAX_TOKENS).check("number of tokens", len(bundle.prompt.tokens))
+    limits.TEXT.check("kvtier.model", bundle.model)
+    limits.check_fingerprint("kvtier.fingerprint", bundle.fingerprint)
+    limits.check_keys("chunk keys", bundle.keys, bundle.layout)
+    limits.Whole(0, num_tokens).check("covered_tokens", bundle.covered_tokens)
+    if bundle.namespace_id != stated_namespace:
+        raise InvalidArgumentError("kvtier.namespace", stated_namespace, "is not that of its fingerprint")
+    return bundle
