@@ -145,12 +145,14 @@ class FsckFinding(_message.Message):
     def __init__(self, code: _Optional[str] = ..., subject: _Optional[str] = ..., detail: _Optional[str] = ..., num_chunks: _Optional[int] = ..., repaired: bool = ...) -> None: ...
 
 class ExportRequest(_message.Message):
-    __slots__ = ("name", "namespace_id")
+    __slots__ = ("name", "namespace_id", "decoded")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODED_FIELD_NUMBER: _ClassVar[int]
     name: str
     namespace_id: str
-    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ...) -> None: ...
+    decoded: bool
+    def __init__(self, name: _Optional[str] = ..., namespace_id: _Optional[str] = ..., decoded: bool = ...) -> None: ...
 
 class BundlePiece(_message.Message):
     __slots__ = ("data",)

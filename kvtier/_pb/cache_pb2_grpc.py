@@ -188,7 +188,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Export(self, request, context):
-        """A prompt of one namespace as a portable, checksummed bundle (docs/format.md), in pieces of at most 1 MiB.
+        """A prompt of one namespace as a portable, checksummed safetensors file (docs/format.md, "Bundles"), in pieces of at
+        most 1 MiB.
         Fails with NOT_FOUND, FAILED_PRECONDITION (not durable yet, or bound in several namespaces and none was named),
         RESOURCE_EXHAUSTED (no room on disk for the file while it is sent).
         """
@@ -199,8 +200,9 @@ class CacheServiceServicer(object):
     def Import(self, request_iterator, context):
         """Takes a bundle in, and pins its prompt. The first message says how, the others are pieces of the bundle in order.
         Every chunk is verified before anything is recorded; on return pin and chunks are durable.
-        Its header is checked as soon as it has come, and the room of the bundle and of its packs is kept for it then, so a
-        bundle that cannot be taken in is refused before the rest of it is sent.
+        Bundles of older versions are taken in too. What lies before the chunks is checked as soon as it has come, and the
+        room of the bundle and of its packs is kept for it then, so a bundle that cannot be taken in is refused before the
+        rest of it is sent.
         Fails with INVALID_ARGUMENT (not a whole, undamaged bundle, or a field of its header is out of bounds),
         FAILED_PRECONDITION (no namespace here has the bundle's fingerprint; the message names the fields that differ from the
         nearest one), ALREADY_EXISTS, RESOURCE_EXHAUSTED (it does not fit; the message has the numbers).

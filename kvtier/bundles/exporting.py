@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk
 from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
+from kvtier.bundles.decoded import DecodedFile
 from kvtier.bundles.spool import PACK_SUFFIX, Spool, in_batches
 from kvtier.disk.disk_usage import ScratchRoom
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError, TierIOError
@@ -20,7 +21,9 @@ PIECE_BYTES = 1024**2
 _MAX_TRIES = 3
 
 
-async def export_bundle(cache: Cache, name: str, namespace_id: str) -> AsyncGenerator[bytes, None]:
+async def export_bundle(
+    cache: Cache, name: str, namespace_id: str, *, decoded: bool = False
+) -> AsyncGenerator[bytes, None]:
     """Yield the prompt's bundle in pieces of at most 1 MiB.
 
     The whole is written to a scratch file and verified there first: what is sent is what was verified, and eviction or
@@ -31,6 +34,7 @@ async def export_bundle(cache: Cache, name: str, namespace_id: str) -> AsyncGene
         cache: Loop thread only.
         name: The prompt.
         namespace_id: Or the beginning of one; empty for the only one in which the prompt is durable.
+        decoded: Send the file of `decoded.py` instead, for which room is kept beside the bundle's.
 
     Raises:
         PromptNotFoundError: There is no such prompt.
@@ -41,7 +45,11 @@ async def export_bundle(cache: Cache, name: str, namespace_id: str) -> AsyncGene
     """
     with ExitStack() as stack:
         spool, room = await _scratch_file(cache, stack)
-        await _fill(cache, spool, room, name, namespace_id)
+        bundle = await _fill(cache, spool, room, name, namespace_id)
+        if decoded:
+            bundle_spool = spool
+            spool, room = await _scratch_file(cache, stack)
+            await _decode(cache, bundle, bundle_spool, spool, room)
         for offset in range(0, spool.num_bytes, PIECE_BYTES):
             yield await cache.stores.in_io(spool.read, PIECE_BYTES, offset)
 
@@ -121,6 +129,17 @@ async def _write(cache: Cache, spool: Spool, room: ScratchRoom, draft: Bundle) -
     bundle = replace(draft, chunks=chunks)
     await stores.in_io(spool.write, await stores.in_io(build_front, bundle), 0)
     return bundle
+
+
+async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, room: ScratchRoom) -> None:
+    decoded = await cache.stores.in_io(DecodedFile, bundle)
+    await _keep_room(cache, room, bundle.prompt.name, decoded.file_bytes)
+    await cache.stores.in_io(decoded.write_front, target)
+    written_bytes = 0
+    for batch in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
+        await cache.stores.in_io(decoded.write_chunks, source, target, batch)
+        written_bytes += sum(chunk.stored.raw_bytes for chunk in batch)
+        room.grew(written_bytes)
 
 
 async def _keep_room(cache: Cache, room: ScratchRoom, name: str, file_bytes: int) -> None:

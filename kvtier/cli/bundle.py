@@ -32,7 +32,9 @@ def export(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False, callback=checked_text)
     ],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to write", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The bundle to write, say NAME.safetensors", show_default=False)
+    ],
     namespace: Annotated[
         str,
         typer.Option(
@@ -42,19 +44,22 @@ def export(
             callback=checked_text,
         ),
     ] = "",
+    decoded: Annotated[
+        bool, typer.Option("--decoded", help="Write the KV as plain tensors for a notebook; no import takes them")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE, if it is a regular file")] = False,
     as_json: _Json = False,
 ) -> None:
     """Write a pinned prompt with its KV cache into a file, for `kvtier import` on another machine.
 
-    The file holds the prompt's text and is made readable for you alone.
+    The file is a safetensors file. It holds the prompt's text and is made readable for you alone.
     """
     output = Output(json=as_json)
     _check_target(file, force=force)
     with settings_of(context).connect() as client:
         status = client.get(name)
         with _interruptible(output, "nothing was written"):
-            request = ExportRequest(name=name, namespace_id=namespace)
+            request = ExportRequest(name=name, namespace_id=namespace, decoded=decoded)
             num_bytes = _write(client, request, file, status, output, force=force)
     if as_json:
         output.answer({"name": name, "file": str(file), "bytes": num_bytes, "prompt": to_jsonable(status)})
@@ -137,7 +142,7 @@ def _write(
 ) -> int:
     """Write through a temporary file beside the target, which is durable and whole when it gets its name."""
     temp = file.with_name(f".kvtier-export-{os.getpid()}.tmp")
-    expected = max((binding.disk_bytes for binding in status.bindings), default=0)
+    expected = 0 if request.decoded else max((binding.disk_bytes for binding in status.bindings), default=0)
     try:
         with _created(temp) as target, byte_progress(output, expected) as bar:
             for data in bar(client.export(request)):

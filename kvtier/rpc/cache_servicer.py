@@ -137,10 +137,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def Export(self, request: pb.ExportRequest, context: Context) -> AsyncIterator[pb.BundlePiece]:
         """Send a prompt as a bundle."""
-        async with (
-            translated(context),
-            aclosing(export_bundle(self._cache, request.name, request.namespace_id)) as pieces,
-        ):
+        bundle = export_bundle(self._cache, request.name, request.namespace_id, decoded=request.decoded)
+        async with translated(context), aclosing(bundle) as pieces:
             async for data in pieces:
                 yield pb.BundlePiece(data=data)
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
 from kvtier.cli.app import app
@@ -90,14 +91,14 @@ def other(tmp_path: Path) -> DaemonConfig:
 
 
 def test_a_prompt_travels_by_file(config: DaemonConfig, other: DaemonConfig, tmp_path: Path) -> None:
-    bundle = tmp_path / "p.kvbundle"
+    bundle = tmp_path / "p.safetensors"
     with daemon(config, prompt=True) as kvtier:
         result = kvtier("export", "p", bundle)
         assert result.exit_code == 0, result.output
         assert f"exported: p to {bundle}" in result.output
         assert "80 tokens, 5 chunks, " in result.output
         assert bundle.stat().st_mode & 0o777 == 0o600
-        assert [path.name for path in tmp_path.glob("*bundle*")] == ["p.kvbundle"]
+        assert [path.name for path in tmp_path.glob("*p.*")] == ["p.safetensors"]
     with daemon(other) as kvtier:
         result = kvtier("import", bundle, "--name", "q", "--ttl", "7d")
         assert result.exit_code == 0, result.output
@@ -127,6 +128,19 @@ def test_export_overwrites_only_by_force_and_leaves_nothing_after_an_error(
         assert answer["bytes"] == bundle.stat().st_size > 5000
 
 
+def test_a_decoded_export_is_for_reading(config: DaemonConfig, tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    with daemon(config, prompt=True) as kvtier:
+        result = kvtier("export", "p", file, "--decoded")
+        assert result.exit_code == 0, result.output
+        with safe_open(file, framework="np") as opened:
+            assert opened.get_tensor("kvtier.tokens").tolist() == list(range(80))
+            assert opened.get_tensor("group0").shape == (5, 6000)
+        result = kvtier("import", file)
+        assert result.exit_code == 1
+        assert "for reading only; export without it" in " ".join(result.output.split())
+
+
 def test_an_interrupted_export_leaves_nothing(
     config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +161,7 @@ def test_an_interrupted_export_leaves_nothing(
 
 
 def test_import_says_what_is_wrong(config: DaemonConfig, other: DaemonConfig, tmp_path: Path) -> None:
-    bundle = tmp_path / "p.kvbundle"
+    bundle = tmp_path / "p.safetensors"
     with daemon(config, prompt=True) as kvtier:
         kvtier("export", "p", bundle)
     with daemon(other) as kvtier:
