@@ -1,7 +1,8 @@
-"""`kvtier export` and `kvtier import`: a pinned prompt as a file."""
+"""`kvtier export` and `kvtier import`: a pinned prompt as a file, or as a stream (`-`)."""
 
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from kvtier._pb.cache_pb2 import ExportRequest, ImportStart, PromptStatus
+from kvtier._pb.cache_pb2 import ExportRequest, ImportStart
 from kvtier.cli.context import EXIT_INTERRUPTED, settings_of
 from kvtier.cli.options import checked_text
 from kvtier.cli.output import Output, to_jsonable
@@ -17,12 +18,12 @@ from kvtier.cli.progress import byte_progress
 from kvtier.cli.summary import summarize
 from kvtier.cli.tables import pin_result
 from kvtier.cli.units import parse_duration
-from kvtier.client.admin import AdminClient
 from kvtier.config.units import format_size
 from kvtier.errors import InvalidArgumentError
 from kvtier.fsync import fsync_directory
 
 PIECE_BYTES = 1024**2
+_STANDARD = Path("-")
 
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr")]
 
@@ -33,7 +34,8 @@ def export(
         str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False, callback=checked_text)
     ],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The bundle to write, say NAME.safetensors", show_default=False)
+        Path,
+        typer.Argument(metavar="FILE", help="The bundle to write, say NAME.safetensors; -: stdout", show_default=False),
     ],
     namespace: Annotated[
         str,
@@ -54,23 +56,34 @@ def export(
 
     The file is a safetensors file. It holds the prompt's text and is made readable for you alone.
     """
-    output = Output(json=as_json)
-    _check_target(file, force=force)
+    to_stdout = file == _STANDARD
+    if to_stdout and as_json:
+        raise InvalidArgumentError("--json", "with FILE -", "stdout gets the bundle; name a file")
+    if to_stdout and sys.stdout.isatty():
+        raise InvalidArgumentError("FILE", "-", f"stdout is a terminal; redirect it: kvtier export {name} - > FILE")
+    output = Output(json=as_json or to_stdout)  # what is said goes to stderr
+    if not to_stdout:
+        _check_target(file, force=force)
     with settings_of(context).connect() as client:
         status = client.get(name)
-        with _interruptible(output, "nothing was written"):
-            request = ExportRequest(name=name, namespace_id=namespace, decoded=decoded)
-            num_bytes = _write(client, request, file, status, output, force=force)
+        request = ExportRequest(name=name, namespace_id=namespace, decoded=decoded)
+        expected = 0 if decoded else max((binding.disk_bytes for binding in status.bindings), default=0)
+        with (
+            _interruptible(output, "what stdout got is no whole bundle" if to_stdout else "nothing was written"),
+            byte_progress(output, expected) as bar,
+        ):
+            pieces = bar(client.export(request))
+            num_bytes = _send(pieces) if to_stdout else _write(pieces, file, force=force)
     if as_json:
         output.answer({"name": name, "file": str(file), "bytes": num_bytes, "prompt": to_jsonable(status)})
         return
-    output.say(f"exported: {name} to {file}")
+    output.say(f"exported: {name} to {'stdout' if to_stdout else file}")
     output.say(f"{status.num_tokens} tokens, {summarize(status).num_chunks} chunks, {format_size(num_bytes)}")
 
 
 def import_(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to read", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to read; -: stdin", show_default=False)],
     name: Annotated[
         str,
         typer.Option(metavar="NEW", help="Pin it under another name", show_default=False, callback=checked_text),
@@ -87,24 +100,34 @@ def import_(
     """
     output = Output(json=as_json)
     start = ImportStart(name=name, replace=replace, ttl_s=parse_duration("--ttl", ttl))
+    with (
+        _opened(file) as source,
+        settings_of(context).connect() as client,
+        _interruptible(output, "see kvtier list for what was done"),
+        byte_progress(output, 0 if file == _STANDARD else os.fstat(source.fileno()).st_size) as bar,
+    ):
+        status = client.import_bundle(start, bar(_pieces(source)))
+    if as_json:
+        output.answer(to_jsonable(status))
+        return
+    output.say(f"imported: {status.name} from {'stdin' if file == _STANDARD else file}")
+    output.show(pin_result(status))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    if file == _STANDARD:
+        if sys.stdin.isatty():
+            raise InvalidArgumentError("FILE", "-", "stdin is a terminal; redirect it: kvtier import - < FILE")
+        yield sys.stdin.buffer
+        return
     try:
         source = file.open("rb")
     except (OSError, ValueError) as exc:
         problem = exc.strerror if isinstance(exc, OSError) else exc
         raise InvalidArgumentError("FILE", str(file), f"cannot be read: {problem}") from exc
-    with (
-        source,
-        settings_of(context).connect() as client,
-        _interruptible(output, "see kvtier list for what was done"),
-    ):
-        num_bytes = os.fstat(source.fileno()).st_size
-        with byte_progress(output, num_bytes) as bar:
-            status = client.import_bundle(start, bar(_pieces(source)))
-    if as_json:
-        output.answer(to_jsonable(status))
-        return
-    output.say(f"imported: {status.name} from {file}")
-    output.show(pin_result(status))
+    with source:
+        yield source
 
 
 _KINDS = {
@@ -137,15 +160,19 @@ def _check_target(file: Path, *, force: bool) -> None:
         raise InvalidArgumentError("FILE", str(file), "exists; pass --force to overwrite it")
 
 
-def _write(
-    client: AdminClient, request: ExportRequest, file: Path, status: PromptStatus, output: Output, *, force: bool
-) -> int:
+def _send(pieces: Iterator[bytes]) -> int:
+    """Write to stdout; return how many bytes."""
+    num_bytes = sum(sys.stdout.buffer.write(data) for data in pieces)
+    sys.stdout.buffer.flush()
+    return num_bytes
+
+
+def _write(pieces: Iterator[bytes], file: Path, *, force: bool) -> int:
     """Write through a temporary file beside the target, which is durable and whole when it gets its name."""
     temp = file.with_name(f".kvtier-export-{os.getpid()}.tmp")
-    expected = 0 if request.decoded else max((binding.disk_bytes for binding in status.bindings), default=0)
     try:
-        with _created(temp) as target, byte_progress(output, expected) as bar:
-            for data in bar(client.export(request)):
+        with _created(temp) as target:
+            for data in pieces:
                 target.write(data)
             target.flush()
             os.fsync(target.fileno())

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
+from kvtier.cli import bundle
 from kvtier.cli.app import app
 from kvtier.client.admin import AdminClient
 from kvtier.config import DaemonConfig
@@ -63,8 +65,8 @@ def daemon(config: DaemonConfig, *, prompt: bool = False) -> Iterator[Run]:
 
 
 def cli(config: DaemonConfig) -> Run:
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(app, ["--socket", str(config.server.socket), *map(str, arguments)])
+    def run(*arguments: object, input: bytes | None = None) -> Result:
+        return CliRunner().invoke(app, ["--socket", str(config.server.socket), *map(str, arguments)], input=input)
 
     return run
 
@@ -126,6 +128,50 @@ def test_export_overwrites_only_by_force_and_leaves_nothing_after_an_error(
         assert [path.name for path in folder.iterdir()] == ["p"]
         answer = json.loads(kvtier("export", "p", bundle, "--force", "--json").output)
         assert answer["bytes"] == bundle.stat().st_size > 5000
+
+
+def test_a_prompt_travels_through_a_pipe(
+    config: DaemonConfig, other: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`-` was a file called `-`."""
+    monkeypatch.chdir(tmp_path)
+    with daemon(config, prompt=True) as kvtier:
+        kvtier("export", "p", "file")
+        result = kvtier("export", "p", "-")
+        assert result.exit_code == 0, result.output
+        assert "exported: p to stdout" in result.stderr
+        assert result.stdout_bytes == Path("file").read_bytes()
+        assert not Path("-").exists()
+        assert kvtier("export", "p", "-", "--json").exit_code == 2
+        assert kvtier("export", "nobody", "-").stdout_bytes == b""
+    with daemon(other) as kvtier:
+        cut = kvtier("import", "-", input=result.stdout_bytes[:-1])
+        assert (cut.exit_code, "cut short" in " ".join(cut.output.split())) == (1, True)
+        assert "has 0 bytes" in " ".join(kvtier("import", "-", input=b"").output.split())
+        answer = kvtier("import", "-", "--name", "q", input=result.stdout_bytes)
+        assert answer.exit_code == 0, answer.output
+        assert "imported: q from stdin" in answer.output
+        assert "5/5 chunks" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("command", "stream", "remedy"),
+    [
+        (("export", "p", "-"), "stdout", "kvtier export p - > FILE"),
+        (("import", "-"), "stdin", "kvtier import - < FILE"),
+    ],
+)
+def test_a_terminal_gets_and_gives_no_bundle(
+    config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], stream: str, remedy: str
+) -> None:
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(bundle, "sys", SimpleNamespace(**{stream: terminal}))
+    result = cli(config)(*command)
+    assert result.exit_code == 2
+    assert result.stdout_bytes == b""
+    said = " ".join(result.stderr.split())
+    assert f"{stream} is a terminal" in said
+    assert remedy in said
 
 
 def test_a_decoded_export_is_for_reading(config: DaemonConfig, tmp_path: Path) -> None:
