@@ -26,9 +26,8 @@ async def export_bundle(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the prompt's bundle in pieces of at most 1 MiB.
 
-    The whole is written to a scratch file and verified there first: what is sent is what was verified, and eviction or
-    compaction in the meantime cannot tear it. It takes the bundle's size of disk space beyond `disk.bytes` for so long,
-    which is kept for it before the first byte is written.
+    The whole bundle is first written to a scratch file and verified there, so eviction and compaction cannot tear what
+    is sent. The file takes disk space beyond `disk.bytes`, which is kept for it before the first byte is written.
 
     Args:
         cache: Loop thread only.

@@ -41,12 +41,12 @@ def find_namespace(cache: Cache, bundle: Bundle) -> Namespace:
     )
     raise NamespaceMismatchError(
         f"the bundle's KV cannot be used here: it was made for {bundle.model}, and the nearest namespace here "
-        f"({nearest.namespace_id[:12]}, {nearest.row.model}) differs in {_told(bundle, nearest)}; start vLLM with the "
-        "same model and settings once, then import"
+        f"({nearest.namespace_id[:12]}, {nearest.row.model}) differs in {_differences(bundle, nearest)}; start vLLM "
+        "with the same model and settings once, then import"
     )
 
 
-def _told(bundle: Bundle, other: Namespace) -> str:
+def _differences(bundle: Bundle, other: Namespace) -> str:
     fields = differing_fields(bundle.fingerprint, other.fingerprint)
     return ", ".join(
         f"{field} ({_shown(bundle.fingerprint.get(field))} in the bundle, {_shown(other.fingerprint.get(field))} here)"

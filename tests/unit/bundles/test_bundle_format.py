@@ -96,7 +96,7 @@ def test_any_flipped_bit_is_found(data: st.DataObject, tmp_path_factory: pytest.
 def test_any_byte_of_the_index_is_refused_or_read(
     position: int, byte: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Of somebody who can compute a digest: what they write may be another bundle, never another error."""
+    """With a recomputed digest the file may be another bundle; it never causes another error."""
     header, data = opened(bundle_bytes(recipe_json=RECIPE))
     at = position % header["kvtier.digest"]["data_offsets"][0]
     changed = sealed(header, data[:at] + bytes([byte]) + data[at + 1 :])
@@ -125,10 +125,10 @@ def test_a_newer_version_says_so(whole: bytes, tmp_path: Path) -> None:
 
 
 def test_a_codec_of_another_kvtier_says_so(tmp_path: Path) -> None:
-    told = refusal(bundle_bytes(codec="flux"), tmp_path)
-    assert "this kvtier cannot decode it" in told
-    assert "'flux'" in told
-    assert told.count("upgrade kvtier") == 1
+    message = refusal(bundle_bytes(codec="flux"), tmp_path)
+    assert "this kvtier cannot decode it" in message
+    assert "'flux'" in message
+    assert message.count("upgrade kvtier") == 1
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=20), room=st.integers(1, 60))
@@ -170,8 +170,8 @@ def test_a_spool_is_gone_after_an_error(tmp_path: Path) -> None:
 
 def test_a_long_header_is_refused_by_its_length(tmp_path: Path) -> None:
     """One of 57 MB took 1.4 GB of memory and 4.8 s of the daemon's loop."""
-    told = refusal((97_000_000).to_bytes(8, "little") + bytes(1000), tmp_path)
-    assert f"its header has 97000000 bytes, at most {MAX_HEADER_BYTES} are supported" in told
+    message = refusal((97_000_000).to_bytes(8, "little") + bytes(1000), tmp_path)
+    assert f"its header has 97000000 bytes, at most {MAX_HEADER_BYTES} are supported" in message
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_a_refused_field_of_the_prompt_is_named(
     header["__metadata__"][f"kvtier.prompt.{field}"] = value
     if field == "name":
         del header["__metadata__"]["kvtier.prompt.name"]
-    assert "in its header, " in (told := refusal(sealed(header, data), tmp_path))
-    assert says in told
+    assert "in its header, " in (message := refusal(sealed(header, data), tmp_path))
+    assert says in message
 
 
 @pytest.mark.parametrize(
@@ -248,15 +248,15 @@ def test_tensors_that_overlap_repeat_or_leave_a_hole_are_refused(whole: bytes, t
     text = json.dumps(header, separators=(",", ":"))
     entry = json.dumps(header[FIRST_CHUNK], separators=(",", ":"))
 
-    def told(changed: str) -> str:
+    def refused_with(changed: str) -> str:
         return refusal(len(changed).to_bytes(8, "little") + changed.encode() + data, tmp_path)
 
-    assert "each name may come once" in told(text[:-1] + f',"{FIRST_CHUNK}":{entry}}}')
-    assert "data_offsets" in told(text[:-1] + f',"00":{entry}}}')
-    assert "data_offsets" in told(text[:-1] + ',"00":{"dtype":"U8","shape":[1],"data_offsets":[90000,90001]}}')
-    assert "must be written as" in told(text + "x")
+    assert "each name may come once" in refused_with(text[:-1] + f',"{FIRST_CHUNK}":{entry}}}')
+    assert "data_offsets" in refused_with(text[:-1] + f',"00":{entry}}}')
+    assert "data_offsets" in refused_with(text[:-1] + ',"00":{"dtype":"U8","shape":[1],"data_offsets":[90000,90001]}}')
+    assert "must be written as" in refused_with(text + "x")
     del header[FIRST_CHUNK]
-    assert "data_offsets" in told(json.dumps(header, separators=(",", ":")))
+    assert "data_offsets" in refused_with(json.dumps(header, separators=(",", ":")))
 
 
 @pytest.mark.parametrize(

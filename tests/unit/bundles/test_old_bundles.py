@@ -68,8 +68,8 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
 def test_a_refused_field_of_the_prompt_is_named(tmp_path: Path, field: str, value: object) -> None:
     header, data = opened_old(old_bundle(2))
     header["__metadata__"]["kvtier.prompt"][field] = value
-    assert "in its header, " in (told := refusal(header, data, tmp_path))
-    assert field in told
+    assert "in its header, " in (message := refusal(header, data, tmp_path))
+    assert field in message
 
 
 @pytest.mark.parametrize(
