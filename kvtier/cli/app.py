@@ -111,7 +111,7 @@ def show(context: typer.Context, name: _Name, as_json: _Json = False) -> None:
     with settings_of(context).connect() as client:
         status = client.get(name)
     if as_json:
-        output.answer(to_jsonable(status))
+        output.answer(to_jsonable(status, with_recipe=True))
     else:
         output.show(*prompt_details(status))
 

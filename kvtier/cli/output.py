@@ -10,11 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.text import Text
 
 from kvtier.cli.grid import Grid, Styled, text_of
+from kvtier.cli.json_text import JsonError, read_json
 from kvtier.printable import printable, printable_json
 
 _PIPE_WIDTH = 160
@@ -82,19 +84,35 @@ def _write(console: Console, text: Text) -> None:
     console.print(text, soft_wrap=not console.is_terminal)
 
 
-def to_jsonable(message: Message) -> dict[str, Any]:
+def to_jsonable(message: Message, *, with_recipe: bool = False) -> dict[str, Any]:
     """Return a protobuf message as plain JSON values, every field present.
 
-    protobuf's own JSON form writes 64-bit numbers as strings, which no shell script expects.
+    protobuf's own JSON form writes 64-bit numbers as strings, which no shell script expects. JSON that a field holds as
+    text becomes values too.
+
+    Args:
+        message: Any message.
+        with_recipe: With a prompt's `recipe`, which has its whole text.
     """
-    return {f.name: _field_value(message, f) for f in message.DESCRIPTOR.fields}
+    values = {f.name: _field_value(message, f) for f in message.DESCRIPTOR.fields}
+    recipe_json = values.pop("recipe_json", "")
+    return values | {"recipe": _json_in(recipe_json)} if with_recipe else values
+
+
+def _json_in(text: Any) -> Any:
+    """Return the value of JSON text, None when it is empty; what is no JSON stays as it is."""
+    try:
+        return read_json(text) if text else None
+    except JsonError:
+        return text
 
 
 def _field_value(message: Message, descriptor: Any) -> Any:
     value = getattr(message, descriptor.name)
     kind = descriptor.message_type
     if kind is not None and kind.GetOptions().map_entry:
-        return {str(key): value[key] for key in sorted(value)}
+        is_text = kind.fields_by_name["value"].type == FieldDescriptor.TYPE_STRING
+        return {str(key): _json_in(value[key]) if is_text else value[key] for key in sorted(value)}
     if descriptor.is_repeated:
         return [_scalar(item, descriptor) for item in value]
     return _scalar(value, descriptor)

@@ -40,6 +40,7 @@ from kvtier.errors import (
 
 CHUNK_TOKENS = 16
 CHUNK_BYTES = 1 << 20
+FINGERPRINT = {"weights": '{"mode":"sampled"}', "dtype": '"torch.bfloat16"', "odd": "{not JSON"}
 _STATUS = {
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
     PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
@@ -157,7 +158,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         )
 
     def ListNamespaces(self, request: Any, context: Any) -> ListNamespacesResponse:
-        return ListNamespacesResponse(namespaces=[NamespaceStatus(namespace_id="n1", fingerprint={"weights": "1"})])
+        return ListNamespacesResponse(namespaces=[NamespaceStatus(namespace_id="n1", fingerprint=FINGERPRINT)])
 
     def _status_of(self, request: PinRequest) -> PromptStatus:
         status = PromptStatus(

@@ -139,7 +139,9 @@ def test_evict_force(prompt: PromptStatus, kvtier: Kvtier) -> None:
 
 
 def test_unpin_and_evict_answer_in_json(prompt: PromptStatus, kvtier: Kvtier) -> None:
-    assert json.loads(kvtier("unpin", "support-bot", "--json").stdout)["pinned"] is False
+    unpinned = json.loads(kvtier("unpin", "support-bot", "--json").stdout)
+    assert unpinned["pinned"] is False
+    assert "brave" not in json.dumps(unpinned), "the prompt's text is in `show --json`"
     assert json.loads(kvtier("evict", "support-bot", "--json").stdout) == {
         "num_chunks": 3,
         "host_bytes": 3 << 20,
@@ -190,7 +192,9 @@ def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
     assert "every prompt; what is not pinned is evictable" in result.output
     answered = json.loads(kvtier("status", "--json").output)
     assert answered["counters"]["fsyncs"] == 0
-    assert [namespace["fingerprint"] for namespace in answered["namespaces"]] == [{"weights": "1"}]
+    (namespace,) = answered["namespaces"]
+    fingerprint = {"weights": {"mode": "sampled"}, "dtype": "torch.bfloat16", "odd": "{not JSON"}
+    assert namespace["fingerprint"] == fingerprint, "JSON was in strings"
 
 
 def test_a_probe_asks_for_the_exit_code_only(daemon: FakeDaemon, kvtier: Kvtier, tmp_path: Path) -> None:
@@ -341,4 +345,6 @@ def test_durations() -> None:
 
 
 def test_every_field_is_in_the_json() -> None:
-    assert to_jsonable(PromptStatus()).keys() == {field.name for field in PromptStatus.DESCRIPTOR.fields}
+    fields = {field.name for field in PromptStatus.DESCRIPTOR.fields}
+    assert to_jsonable(PromptStatus()).keys() == fields - {"recipe_json"}
+    assert to_jsonable(PromptStatus(), with_recipe=True).keys() == fields - {"recipe_json"} | {"recipe"}
