@@ -243,7 +243,7 @@ class PromptStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PromptBinding(_message.Message):
-    __slots__ = ("namespace_id", "model", "covered_tokens", "num_chunks", "num_host_chunks", "num_durable_chunks", "raw_bytes", "disk_bytes", "live")
+    __slots__ = ("namespace_id", "model", "covered_tokens", "num_chunks", "num_host_chunks", "num_durable_chunks", "raw_bytes", "disk_bytes", "live", "durable_raw_bytes", "num_shared_chunks", "disk_share_bytes")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +253,9 @@ class PromptBinding(_message.Message):
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_SHARE_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: str
     model: str
     covered_tokens: int
@@ -262,7 +265,10 @@ class PromptBinding(_message.Message):
     raw_bytes: int
     disk_bytes: int
     live: bool
-    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., covered_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_host_chunks: _Optional[int] = ..., num_durable_chunks: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., live: bool = ...) -> None: ...
+    durable_raw_bytes: int
+    num_shared_chunks: int
+    disk_share_bytes: int
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., covered_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_host_chunks: _Optional[int] = ..., num_durable_chunks: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., live: bool = ..., durable_raw_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ..., disk_share_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -104,7 +104,7 @@ class CacheServiceServicer(object):
         Whether its chunks are durable too is another matter, see PromptStatus.
         Pinning an existing name with the same tokens, model, LoRA and salt again succeeds and changes its ttl and priority
         only; with others it replaces the prompt if `replace` is set, else ALREADY_EXISTS.
-        Fails with INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED (would not fit into disk_bytes; the message has the
+        Fails with INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED (would not fit into disk.bytes; the message has the
         numbers).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -16,7 +16,7 @@ from kvtier.cli.fsck import fsck
 from kvtier.cli.options import checked_text
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.pin import pin
-from kvtier.cli.tables import daemon_details, prompt_details, prompts_table
+from kvtier.cli.tables import daemon_details, prompt_details, prompts_list
 from kvtier.cli.trace import trace
 from kvtier.cli.warm import warm
 from kvtier.client.address import DAEMON_UID_VARIABLE, MAX_UID, SOCKET_VARIABLE, default_socket_path
@@ -99,7 +99,7 @@ def list_prompts(context: typer.Context, as_json: _Json = False) -> None:
     if as_json:
         output.answer([to_jsonable(status) for status in prompts])
     elif prompts:
-        output.show(prompts_table(prompts, output.console.width))
+        output.show(*prompts_list(prompts, output.console.width))
     else:
         output.say("no prompts yet; pin one with: kvtier pin NAME --system FILE")
 

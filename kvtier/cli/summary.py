@@ -29,8 +29,11 @@ class Summary:
     num_chunks: int
     num_host_chunks: int
     num_durable_chunks: int
+    num_shared_chunks: int
     raw_bytes: int
+    durable_raw_bytes: int
     disk_bytes: int
+    disk_share_bytes: int
 
     @property
     def complete(self) -> bool:
@@ -47,18 +50,18 @@ class Summary:
 
     @property
     def ratio(self) -> float:
-        """Raw bytes per byte on disk; 0 when nothing is there."""
-        return self.raw_bytes / self.disk_bytes if self.disk_bytes else 0.0
+        """Raw bytes per byte on disk, of the chunks that are there; 0 when none is."""
+        return self.durable_raw_bytes / self.disk_bytes if self.disk_bytes else 0.0
 
 
 def state_name(status: PromptStatus) -> str:
     """Return the state as people read it."""
-    return "refused" if _is_refused(status) else _STATE_NAMES.get(status.state, "unknown")
+    return "refused" if is_refused(status) else _STATE_NAMES.get(status.state, "unknown")
 
 
 def state_meaning(status: PromptStatus) -> str:
     """Return what the state means, and what to do when it is not the last one."""
-    if _is_refused(status):
+    if is_refused(status):
         return "vLLM cannot use it; `error` says why"
     return _STATE_MEANINGS.get(status.state, "").format(name=status.name)
 
@@ -71,12 +74,16 @@ def summarize(status: PromptStatus) -> Summary:
         num_chunks=sum(b.num_chunks for b in bindings),
         num_host_chunks=sum(b.num_host_chunks for b in bindings),
         num_durable_chunks=sum(b.num_durable_chunks for b in bindings),
+        num_shared_chunks=sum(b.num_shared_chunks for b in bindings),
         raw_bytes=sum(b.raw_bytes for b in bindings),
+        durable_raw_bytes=sum(b.durable_raw_bytes for b in bindings),
         disk_bytes=sum(b.disk_bytes for b in bindings),
+        disk_share_bytes=sum(b.disk_share_bytes for b in bindings),
     )
 
 
-def _is_refused(status: PromptStatus) -> bool:
+def is_refused(status: PromptStatus) -> bool:
+    """Return whether vLLM cannot use the prompt; `error` says why."""
     return bool(status.error) and status.state == PromptStatus.WAITING
 
 

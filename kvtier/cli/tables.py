@@ -7,7 +7,7 @@ from typing import Any
 from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
 from kvtier.cli.grid import Cell, Column, Grid, Styled
 from kvtier.cli.json_text import read_json
-from kvtier.cli.summary import state_meaning, state_name, summarize
+from kvtier.cli.summary import Summary, state_meaning, state_name, summarize
 from kvtier.cli.units import format_age, format_duration, format_expiry, format_moment
 from kvtier.config.units import format_size
 from kvtier.printable import printable_json
@@ -15,16 +15,25 @@ from kvtier.printable import printable_json
 _SHORT_ID = 12
 _MODEL_CHARS = 22
 _MIN_MODEL_CHARS = 12
-_NUMBERS_WIDTH = 56
+_NUMBERS_WIDTH = 57
 _PRIORITY_WIDTH = 5
 _PREVIEW_CHARS = 300
 _MENTIONED_BYTES = 1 << 20
 Part = Grid | Styled | str
 
 
-def prompts_table(prompts: Iterable[PromptStatus], width: int) -> Grid:
-    """Return the table of `kvtier list`, for a console of so many columns."""
-    prompts = list(prompts)
+def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Sequence[Part]:
+    """Return what `kvtier list` prints on a console with this many columns."""
+    table = prompts_table(prompts, width)
+    summaries = [summarize(status) for status in prompts]
+    if not any(numbers.num_shared_chunks for numbers in summaries):
+        return [table]
+    disk_bytes = format_size(sum(numbers.disk_share_bytes for numbers in summaries))
+    return [table, "", f"* Other prompts have some of these chunks too. Each counted once: {disk_bytes} on disk."]
+
+
+def prompts_table(prompts: Sequence[PromptStatus], width: int) -> Grid:
+    """Return one row per prompt; an asterisk marks bytes that other prompts' rows count too."""
     has_priorities = any(status.priority for status in prompts)
     # What the other columns leave is for name and model.
     numbers_width = _NUMBERS_WIDTH + (_PRIORITY_WIDTH if has_priorities else 0)
@@ -43,7 +52,7 @@ def prompts_table(prompts: Iterable[PromptStatus], width: int) -> Grid:
             str(status.num_tokens) if status.num_tokens else "-",
             f"{numbers.num_durable_chunks}/{numbers.num_chunks}" if numbers.num_chunks else "-",
             str(numbers.num_host_chunks) if numbers.num_chunks else "-",
-            _compact(numbers.disk_bytes),
+            _compact(numbers.disk_bytes) + ("*" if numbers.num_shared_chunks else ""),
             _short_model(status.model or "any", model_chars),
             format_age(status.created_unix_s),
             format_expiry(status.expires_unix_s) if status.pinned else "-",
@@ -64,6 +73,7 @@ def prompt_details(status: PromptStatus) -> Sequence[Part]:
         "tokens": _tokens(status),
         "created": format_moment(status.created_unix_s),
         "engines": f"{status.num_engines} attached, {status.num_confirmed} confirmed",
+        "shared": _shared(summarize(status)),
         "error": status.error,
         "source": _source(status.recipe_json),
     }
@@ -83,7 +93,7 @@ def bindings_table(bindings: Iterable[PromptBinding]) -> Grid:
             f"{binding.num_durable_chunks}/{binding.num_chunks}",
             format_size(binding.raw_bytes),
             format_size(binding.disk_bytes),
-            f"{binding.raw_bytes / binding.disk_bytes:.2f}x" if binding.disk_bytes else "-",
+            f"{binding.durable_raw_bytes / binding.disk_bytes:.2f}x" if binding.disk_bytes else "-",
         )
     return table
 
@@ -95,7 +105,8 @@ def pin_result(status: PromptStatus) -> Grid:
         "state": f"{state_name(status)}: {state_meaning(status)}",
         "tokens": f"{status.num_tokens}, {numbers.covered_tokens} of them in whole chunks",
         "chunks": str(numbers.num_chunks),
-        "bytes": _stored(numbers.raw_bytes, numbers.disk_bytes, numbers.ratio),
+        "bytes": _stored(numbers),
+        "shared": _shared(numbers),
         "in host memory": f"{numbers.num_host_chunks}/{numbers.num_chunks} chunks",
         "on disk": f"{numbers.num_durable_chunks}/{numbers.num_chunks} chunks",
         "ends": format_expiry(status.expires_unix_s),
@@ -203,10 +214,22 @@ def _tokens(status: PromptStatus) -> str:
     return f"{status.num_tokens} (digest {status.tokens_digest[:_SHORT_ID]})" if status.num_tokens else ""
 
 
-def _stored(raw_bytes: int, disk_bytes: int, ratio: float) -> str:
-    if not disk_bytes:
-        return f"{format_size(raw_bytes)} raw, nothing on disk yet"
-    return f"{format_size(raw_bytes)} raw, {format_size(disk_bytes)} on disk ({ratio:.2f}x smaller)"
+def _stored(numbers: Summary) -> str:
+    raw, on_disk = format_size(numbers.raw_bytes), format_size(numbers.disk_bytes)
+    if not numbers.disk_bytes:
+        return f"{raw} raw, nothing on disk yet"
+    part = "" if numbers.complete else f"{format_size(numbers.durable_raw_bytes)} of them as "
+    return f"{raw} raw, {part}{on_disk} on disk ({numbers.ratio:.2f}x smaller)"
+
+
+def _shared(numbers: Summary) -> str:
+    if not numbers.num_shared_chunks:
+        return ""
+    share, whole = format_size(numbers.disk_share_bytes), format_size(numbers.disk_bytes)
+    return (
+        f"{numbers.num_shared_chunks} of {numbers.num_chunks} chunks are of other pinned prompts too; its share of the "
+        f"{whole} on disk is {share}"
+    )
 
 
 def _source(recipe_json: str) -> Cell:

@@ -56,6 +56,9 @@ def _binding(view: BindingView) -> pb.PromptBinding:
         raw_bytes=view.raw_bytes,
         disk_bytes=view.disk_bytes,
         live=view.live,
+        durable_raw_bytes=view.durable_raw_bytes,
+        num_shared_chunks=view.num_shared_chunks,
+        disk_share_bytes=view.disk_share_bytes,
     )
 
 

@@ -217,7 +217,7 @@ class Pins:
 
     async def view_of(self, prompt: PromptRow) -> PromptView:
         """Return the status of a prompt that may be forgotten meanwhile."""
-        bindings = [await view_binding(namespace, row) for namespace, row in self._bound(prompt)]
+        bindings = [await view_binding(namespace, row, pinned=prompt.pinned) for namespace, row in self._bound(prompt)]
         return view_prompt(prompt, bindings, self._live_sessions())
 
     def state_of(self, prompt: PromptRow) -> PromptState:

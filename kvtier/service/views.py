@@ -35,8 +35,11 @@ class BindingView:
     num_host_chunks: int
     num_durable_chunks: int
     num_refused_chunks: int
+    num_shared_chunks: int
     raw_bytes: int
+    durable_raw_bytes: int
     disk_bytes: int
+    disk_share_bytes: int
     live: bool
 
     @property
@@ -79,17 +82,24 @@ def _num_refused(namespace: "Namespace", row: BindingRow) -> int:
     return sum(map(namespace.spiller.is_refused, row.keys)) if namespace.spiller.num_refused else 0
 
 
-async def view_binding(namespace: "Namespace", row: BindingRow) -> BindingView:
+async def view_binding(namespace: "Namespace", row: BindingRow, *, pinned: bool) -> BindingView:
     """Count where the chunks of a binding are; of a long one in slices, with turns of the loop between them."""
-    num_host_chunks = num_durable_chunks = disk_bytes = 0
+    num_host_chunks = num_durable_chunks = num_shared_chunks = durable_raw_bytes = disk_bytes = 0
+    disk_share_bytes, num_own_pins = 0.0, int(pinned)
     for number, keys in enumerate(slices(row.keys)):
         if number:
             await asyncio.sleep(0)
         chunks = namespace.table.known(keys)
-        locations = [chunk.location for chunk in chunks if chunk.location is not None]
+        durable = [(chunk, chunk.location.stored_bytes) for chunk in chunks if chunk.location is not None]
         num_host_chunks += sum(chunk.readable for chunk in chunks)
-        num_durable_chunks += len(locations)
-        disk_bytes += sum(location.stored_bytes for location in locations)
+        num_durable_chunks += len(durable)
+        num_shared_chunks += sum(chunk.num_pins > num_own_pins for chunk in chunks)
+        durable_raw_bytes += namespace.layout.total_payload_bytes([chunk.key for chunk, _ in durable])
+        disk_bytes += sum(stored_bytes for _, stored_bytes in durable)
+        if pinned:
+            disk_share_bytes += sum(stored_bytes / max(1, chunk.num_pins) for chunk, stored_bytes in durable)
+        else:
+            disk_share_bytes += sum(stored_bytes for chunk, stored_bytes in durable if not chunk.num_pins)
     return BindingView(
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,
@@ -98,8 +108,11 @@ async def view_binding(namespace: "Namespace", row: BindingRow) -> BindingView:
         num_host_chunks=num_host_chunks,
         num_durable_chunks=num_durable_chunks,
         num_refused_chunks=_num_refused(namespace, row),
+        num_shared_chunks=num_shared_chunks,
         raw_bytes=namespace.layout.total_payload_bytes(row.keys),
+        durable_raw_bytes=durable_raw_bytes,
         disk_bytes=disk_bytes,
+        disk_share_bytes=round(disk_share_bytes),
         live=namespace.live,
     )
 

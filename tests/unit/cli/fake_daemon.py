@@ -81,7 +81,8 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
                 for binding in status.bindings:
                     held = binding.num_chunks if num_chunks is None else min(num_chunks, binding.num_chunks)
                     binding.num_host_chunks = binding.num_durable_chunks = held
-                    binding.disk_bytes = held * CHUNK_BYTES * 2 // 3
+                    binding.durable_raw_bytes = held * CHUNK_BYTES
+                    binding.disk_bytes = binding.disk_share_bytes = held * CHUNK_BYTES * 2 // 3
                     complete = held == binding.num_chunks
                     status.state = PromptStatus.DURABLE if complete else PromptStatus.CAPTURING
                     if self.over_quota:

@@ -53,7 +53,9 @@ def prompt(daemon: FakeDaemon) -> PromptStatus:
                 num_host_chunks=7000,
                 num_durable_chunks=6500,
                 raw_bytes=25 << 30,
+                durable_raw_bytes=21 << 30,
                 disk_bytes=17 << 30,
+                disk_share_bytes=17 << 30,
                 live=True,
             )
         ],
@@ -98,15 +100,44 @@ def test_list_json(prompt: PromptStatus, kvtier: Kvtier) -> None:
     (entry,) = json.loads(kvtier("list", "--json").output)
     assert (entry["name"], entry["state"]) == ("support-bot", "CAPTURING")
     assert entry["bindings"][0]["raw_bytes"] == 25 << 30
+    assert not [key for key in entry if "recipe" in key], "the prompt's text is in `show --json`"
 
 
 def test_show(prompt: PromptStatus, kvtier: Kvtier) -> None:
     result = kvtier("show", "support-bot")
     assert result.exit_code == 0
     assert_narrow(result.output)
-    for said in ("chunks are stored as vLLM computes them", "6500/7715", "1.47x", "[bold]brave[/bold]", "(1120"):
+    for said in ("chunks are stored as vLLM computes them", "6500/7715", "1.24x", "[bold]brave[/bold]", "(1120"):
         assert said in result.output
-    assert json.loads(kvtier("show", "support-bot", "--json").output)["num_tokens"] == 123456
+    answer = json.loads(kvtier("show", "support-bot", "--json").output)
+    assert answer["num_tokens"] == 123456
+    assert answer["recipe"]["kind"] == "system"
+
+
+def test_the_ratio_is_of_the_chunks_that_are_stored(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    """It divided the raw bytes of all 24 chunks by the stored bytes of one: 35.64x."""
+    binding = prompt.bindings[0]
+    binding.num_chunks, binding.num_durable_chunks = 24, 1
+    binding.raw_bytes, binding.durable_raw_bytes, binding.disk_bytes = 96 << 20, 4 << 20, 2825000
+    shown = kvtier("show", "support-bot").output
+    assert "1.48x" in shown
+    assert "35.6" not in shown
+
+
+def test_shared_chunks_are_marked_and_summed_once(prompt: PromptStatus, daemon: FakeDaemon, kvtier: Kvtier) -> None:
+    """Two names for one prompt: `list` showed its bytes twice, and nothing said that they are the same."""
+    assert "*" not in kvtier("list").output
+    assert "shared" not in kvtier("show", "support-bot").output
+    prompt.bindings[0].num_shared_chunks, prompt.bindings[0].disk_share_bytes = 6500, 17 << 29
+    twin = daemon.prompts["twin"] = PromptStatus.FromString(prompt.SerializeToString())
+    twin.name, twin.priority = "twin", 3
+    listed = kvtier("list").output
+    assert_narrow(listed)
+    assert listed.count("17.0G*") == 2
+    assert "Each counted once: 17.0 GiB on disk." in " ".join(listed.split())
+    shown = " ".join(kvtier("show", "twin").output.split())
+    assert "shared 6500 of 7715 chunks are of other pinned prompts too" in shown
+    assert "its share of the 17.0 GiB on disk is 8.50 GiB" in shown
 
 
 def test_unknown_name(daemon: FakeDaemon, kvtier: Kvtier) -> None:
