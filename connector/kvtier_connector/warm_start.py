@@ -24,7 +24,14 @@ from typing import Any
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.client.admin import AdminClient
 from kvtier.client.engine import Attachment
-from kvtier.client.warm_requests import by_importance, new_request_id, room_taken, warm_body, warm_tokens
+from kvtier.client.warm_requests import (
+    by_importance,
+    new_request_id,
+    room_taken,
+    same_request,
+    warm_body,
+    warm_tokens,
+)
 from kvtier.errors import KvtierError
 from kvtier_connector.own_api import ApiGoneError, ApiRefusedError, OwnApi
 
@@ -158,11 +165,18 @@ class WarmStart:
         return cache
 
     def _held(self, prompts: Sequence[PromptStatus], attachment: Attachment) -> list[PromptStatus]:
-        """Return the prompts that this engine can load as a whole, by importance, as far as there is room."""
+        """Return the prompts that this engine can load as a whole, by importance, as far as there is room.
+
+        Of several names for one prompt, the first stands for all.
+        """
         namespace_id, facts = attachment.welcome.namespace_id, self._facts
+        seen = set()
         left = int(facts.room_tokens() * MAX_RATIO)
         chosen = []
         for status in by_importance(status for status in prompts if self._is_ours(status, namespace_id)):
+            if (request := same_request(status)) in seen:
+                continue
+            seen.add(request)
             needed = room_taken(status.num_tokens, facts.block_tokens)
             if needed > left:
                 logger.info(

@@ -78,7 +78,7 @@ def warm(
             output.say("", "interrupted; what was warmed stays in vLLM's cache")
             raise typer.Exit(EXIT_INTERRUPTED) from None
     _answer(flow, done, output)
-    # Nobody named the others: one that is left out there for want of room is as it should be.
+    # Without names, it is no failure that a prompt finds no room or was refused before.
     if any(_is_failure(result, named=bool(names)) for result in done):
         raise typer.Exit(EXIT_FAILED)
 
@@ -104,6 +104,8 @@ def _run(flow: WarmFlow, prompts: list[PromptStatus], output: Output) -> list[Wa
         done.append(result)
         if result.fate is Fate.WARMED:
             output.say(f"{result.name}: {_numbers(result)}")
+        elif result.fate is Fate.DUPLICATE:
+            output.say(f"{result.name}: {result.why}")
         else:
             output.warn(f"{result.name}: not warmed: {result.why}")
     return done
@@ -120,12 +122,17 @@ def _answer(flow: WarmFlow, done: list[Warmed], output: Output) -> None:
     if output.json:
         output.answer({"limit_tokens": flow.limit_tokens, "prompts": [asdict(result) for result in done]})
     elif done:
-        output.say(f"warmed: {len(warmed)} of {len(done)} prompts, {num_tokens} tokens in {seconds:.2f} s")
+        twins = sum(result.fate is Fate.DUPLICATE for result in done)
+        names = "name" if twins == 1 else "names"
+        others = f" ({twins} other {names} of one of them)" if twins else ""
+        output.say(
+            f"warmed: {len(warmed)} of {len(done) - twins} prompts{others}, {num_tokens} tokens in {seconds:.2f} s"
+        )
         if warmed and all(result.cached_tokens is None for result in warmed):
             output.say("vLLM says how many tokens came from a cache when started with --enable-prompt-tokens-details")
 
 
 def _is_failure(result: Warmed, *, named: bool) -> bool:
-    if result.fate is Fate.NO_ROOM:
+    if result.fate in (Fate.NO_ROOM, Fate.REFUSED):
         return named
-    return result.fate is not Fate.WARMED
+    return result.fate not in (Fate.WARMED, Fate.DUPLICATE)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtier._pb.cache_pb2 import PromptStatus
+from kvtier.cli.summary import is_refused
 from kvtier.cli.vllm_http import ServedModel, VllmClient, VllmUnreachableError
 from kvtier.client.admin import AdminClient
-from kvtier.client.warm_requests import new_request_id, room_taken, warm_tokens
+from kvtier.client.warm_requests import new_request_id, room_taken, same_request, warm_tokens
 from kvtier.errors import PromptUnrenderedError, RenderError
 
 _TICK_S = 0.2
@@ -23,6 +24,8 @@ class Fate(StrEnum):
     """What became of one prompt."""
 
     WARMED = "warmed"
+    DUPLICATE = "same prompt"
+    REFUSED = "refused"
     NO_ROOM = "no room"
     BUSY = "vLLM busy"
     FAILED = "failed"
@@ -108,9 +111,16 @@ class WarmFlow:
             KvtierError: Daemon or vLLM went away.
         """
         left, gave_up = self.limit_tokens, False
+        warmed_as: dict[object, str] = {}
         for status in prompts:
+            if is_refused(status):
+                yield _not_warmed(status, Fate.REFUSED, f"vLLM cannot use it: {status.error}")
+                continue
             if refusal := self._refusal(status):
                 yield _not_warmed(status, Fate.FAILED, refusal)
+                continue
+            if twin := warmed_as.get(same_request(status)):
+                yield _not_warmed(status, Fate.DUPLICATE, f"the same prompt as {twin}, which was warmed")
                 continue
             needed = room_taken(status.num_tokens, self._block_tokens)
             if left is not None and needed > left:
@@ -123,8 +133,9 @@ class WarmFlow:
                 yield _not_warmed(status, Fate.BUSY, f"requests waited in vLLM for {self._policy.wait_s:g} s")
                 continue
             done = self._warm(status)
-            if done.fate is Fate.WARMED and left is not None:
-                left -= needed
+            if done.fate is Fate.WARMED:
+                warmed_as[same_request(status)] = status.name
+                left = left if left is None else left - needed
             yield done
 
     def _refusal(self, status: PromptStatus) -> str:

@@ -28,6 +28,11 @@ def by_importance(prompts: Iterable[PromptStatus]) -> list[PromptStatus]:
     return sorted(prompts, key=lambda status: (status.pinned, status.priority, status.created_unix_s), reverse=True)
 
 
+def same_request(status: PromptStatus) -> tuple[str, int, str, str, str]:
+    """Return what is equal for prompts whose warm requests are the same: several names may stand for one prompt."""
+    return status.tokens_digest, status.num_tokens, status.model, status.lora_name, status.cache_salt
+
+
 def warm_tokens(status: PromptStatus, tokens: Sequence[int]) -> list[int]:
     """Return the tokens to ask with: one more where whole chunks cover the prompt to its end.
 

@@ -1,5 +1,6 @@
 """A CacheService that keeps prompts in a dict, on a unix socket."""
 
+import hashlib
 import logging
 import threading
 import time
@@ -177,7 +178,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
             num_engines=self.num_engines if request.tokens else 0,
             priority=request.priority,
             error=self.bind_error if self.num_engines else "",
-            tokens_digest="d" * 12,
+            tokens_digest=hashlib.sha256(str(list(request.tokens)).encode()).hexdigest()[:12],
         )
         if self.num_engines and request.tokens and not self.bind_error:
             status.num_confirmed = self.num_engines

@@ -168,6 +168,33 @@ def test_ended_pins_come_last_and_only_when_asked_for(pinned: FakeDaemon, vllm: 
     assert [body["prompt"][0] for body in completions(vllm)] == [0, 2, 1]
 
 
+def test_refused_prompts_and_further_names_of_one_are_not_sent(
+    pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier
+) -> None:
+    """They were sent all the same, and it said "warmed: 5 of 5"."""
+    for name in ("twin", "long"):
+        pinned.prompts[name] = PromptStatus.FromString(pinned.prompts["new"].SerializeToString())
+        pinned.prompts[name].name = name
+    refused = pinned.prompts["long"]
+    refused.state, refused.error = PromptStatus.WAITING, "the prompt has 9000 tokens, max_model_len is 8192"
+    result = kvtier("warm", "--url", vllm.url)
+    assert result.exit_code == 0, "no one named the refused one"
+    assert [body["prompt"][0] for body in completions(vllm)] == [1, 0, 2]
+    assert "the same prompt as" in result.output
+    said = " ".join(result.output.split())
+    assert "long: not warmed: vLLM cannot use it: the prompt has 9000 tokens, max_model_len is 8192" in said
+    assert "warmed: 3 of 4 prompts (1 other name of one of them), 300 tokens in" in said
+    answer = json.loads(kvtier("warm", "--url", vllm.url, "--json").stdout)
+    assert sorted(prompt["fate"] for prompt in answer["prompts"]) == ["refused", "same prompt", *["warmed"] * 3]
+    assert kvtier("warm", "long", "--url", vllm.url).exit_code == 1
+
+
+def test_a_further_name_is_sent_when_the_first_one_failed(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    pinned.prompts["old"].tokens_digest = pinned.prompts["new"].tokens_digest
+    vllm.statuses["/v1/completions"] = 400
+    assert kvtier("warm", "--url", vllm.url).stderr.count("told to fail") == 3
+
+
 def test_nothing_to_warm(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("warm", "--url", vllm.url)
     assert result.exit_code == 0

@@ -53,7 +53,9 @@ class Rig:
             num_host_chunks=num_chunks // 2,
             num_durable_chunks=num_chunks if held else num_chunks // 2,
         )
-        known: dict[str, Any] = {"pinned": True, "bindings": [binding], "created_unix_s": number} | fields
+        known: dict[str, Any] = {
+            "pinned": True, "bindings": [binding], "created_unix_s": number, "tokens_digest": str(number)
+        } | fields  # fmt: skip
         status = PromptStatus(name=name, num_tokens=num_tokens, priority=priority, **known)
         self.daemon.prompts[name] = status
 
@@ -119,6 +121,15 @@ def test_held_prompts_of_this_engine_by_priority_then_the_newest_first(rig: Rig,
     assert is_warm_request(f"cmpl-{last['request_id']}-0-abcd")
     assert all("priority" not in body for body in rig.completions()), "without the policy vLLM refuses the field"
     assert said("warm start began prompts=4 tokens=400")()
+
+
+def test_several_names_of_one_prompt_are_one_request(rig: Rig, said: Said) -> None:
+    rig.pin("a", tokens_digest="d")
+    rig.pin("b", tokens_digest="d")
+    rig.pin("c", tokens_digest="d", cache_salt="pepper")
+    rig.start(room_tokens=512)  # room for two
+    wait_for(said("warm start ended prompts=2 of 2"))
+    assert sorted(rig.warmed()) == [1, 2]
 
 
 def test_its_requests_come_last_where_vllm_schedules_by_priority(rig: Rig, said: Said) -> None:
