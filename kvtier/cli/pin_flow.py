@@ -108,7 +108,7 @@ class PinFlow:
             replace=job.replace,
         )
         status = self._client.pin(request)
-        self._output.say(f"registered: {job.name} (durable in the ledger)")
+        self._output.say(f"registered: {job.name} (the pin is saved)")
         return status
 
     def _pin_without_vllm(self, job: PinJob, problem: VllmUnreachableError) -> bool:

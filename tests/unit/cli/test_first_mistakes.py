@@ -134,6 +134,9 @@ def test_what_vllm_cannot_use_says_how_to_remove_it(daemon: FakeDaemon, vllm: Fa
     daemon.num_engines, daemon.bind_error = 1, "the prompt has 9000 tokens, max_model_len is 8192; shorten it"
     says = f"vLLM cannot use it: {daemon.bind_error}. To remove it: kvtier unpin bot, then kvtier evict bot"
     refused(kvtier, "--system", "s.txt", "--url", vllm.url, exit_code=1, says=says)
+    again = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
+    assert "registered: bot (the pin is saved)" in again.output
+    assert "durable" not in again.output, "it was called durable in one line and refused in the next"
     assert "refused" in kvtier("list").output
     shown = kvtier("show", "bot").output
     assert "refused: vLLM cannot use it; `error` says why" in shown

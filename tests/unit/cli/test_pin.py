@@ -36,7 +36,7 @@ def completions(vllm: FakeVllm) -> list[dict[str, Any]]:
 def test_system_prompt_all_the_way(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--ttl", "7d", "--cache-salt", "pepper")
     assert result.exit_code == 0, result.output
-    for said in ("registered: bot (durable in the ledger)", "confirmed by 1 of 1", "on disk (1.50x smaller)", "23/23"):
+    for said in ("registered: bot (the pin is saved)", "confirmed by 1 of 1", "on disk (1.50x smaller)", "23/23"):
         assert said in result.output
     (pinned,) = attached.pins
     (warmed,) = completions(vllm)
