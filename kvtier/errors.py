@@ -101,13 +101,13 @@ class QuotaExceededError(KvtierError):
     Attributes:
         needed_bytes: What this prompt would take.
         used_bytes: What other pinned prompts take.
-        limit_bytes: `disk_bytes`.
+        limit_bytes: `disk.bytes`.
     """
 
     def __init__(self, name: str, needed_bytes: int, used_bytes: int, limit_bytes: int) -> None:
         super().__init__(
             f"prompt {name!r} needs about {needed_bytes} bytes on disk, pinned prompts hold {used_bytes} of "
-            f"{limit_bytes}; unpin and evict a prompt, or raise disk_bytes"
+            f"{limit_bytes}; unpin and evict a prompt, or raise disk.bytes"
         )
         self.needed_bytes, self.used_bytes, self.limit_bytes = needed_bytes, used_bytes, limit_bytes
 
@@ -139,7 +139,7 @@ class ArenaError(KvtierError):
 
 
 class ArenaFullError(ArenaError):
-    """No arena fits: host_bytes, the file system or the daemon's descriptors have no place for one."""
+    """No arena fits: host.bytes, the file system or the daemon's descriptors have no place for one."""
 
 
 class TierIOError(KvtierError):
@@ -180,11 +180,13 @@ class LedgerError(KvtierError):
 
 
 class AlreadyRunningError(KvtierError):
-    """Another daemon holds the lock of this state directory."""
+    """Another daemon holds the lock of this folder."""
 
     def __init__(self, lock_path: Path, pid: int | None) -> None:
         who = f"pid {pid}" if pid else "another process"
-        super().__init__(f"{lock_path} is held by {who}; stop that daemon, or give this one another state_dir")
+        super().__init__(
+            f"{lock_path} is held by {who}; stop that daemon, or give this one another disk.dir (--state-dir)"
+        )
         self.lock_path, self.pid = lock_path, pid
 
 
