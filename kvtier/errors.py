@@ -196,14 +196,28 @@ class DaemonUnreachableError(KvtierError):
     Attributes:
         address: The socket.
         problem: Why.
+        remedy: What to do.
     """
 
-    def __init__(self, address: str, problem: str) -> None:
-        super().__init__(
-            f"no kvtier-daemon answers at {address} ({problem}); start `kvtier-daemon`, or pass --socket; "
-            "`kvtier doctor` says more"
+    def __init__(self, address: str, problem: str, remedy: str = "start `kvtier-daemon`, or pass --socket") -> None:
+        super().__init__(f"no kvtier-daemon answers at {address} ({problem}); {remedy}; `kvtier doctor` says more")
+        self.address, self.problem, self.remedy = address, problem, remedy
+
+
+class DaemonSilentError(DaemonUnreachableError):
+    """A process holds the socket and does not answer. While it lives, no other daemon can take its place."""
+
+    def __init__(self, address: str, waited_s: float, pid: int | None, *, is_stopped: bool) -> None:
+        holder = f"pid {pid}" if pid else "a process"
+        problem = f"{holder} holds the socket, no answer within {waited_s:g} s"
+        if is_stopped:
+            super().__init__(address, f"{problem}: it is stopped", f"let it run again: kill -CONT {pid}")
+            return
+        kill = f"kill -KILL {pid}" if pid else "kill -KILL"
+        remedy = (
+            f"look at its log; if it stays silent, end it ({kill}) and start it again: pins and durable chunks stay"
         )
-        self.address, self.problem = address, problem
+        super().__init__(address, problem, remedy)
 
 
 class UntrustedSocketError(KvtierError):

@@ -14,7 +14,7 @@ from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE, 
 from kvtier.cli.grid import Column, Grid, Styled
 from kvtier.cli.output import Output, to_jsonable
 from kvtier.config.units import format_size
-from kvtier.errors import DaemonUnreachableError, InvalidArgumentError
+from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
 from kvtier.printable import printable
 
 NOTE_PREFIX = "note-"
@@ -80,8 +80,9 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
             return _Checked(report=client.fsck(FsckRequest(repair=repair, deep=deep)))
     except DaemonUnreachableError as error:
         if settings.is_named:
+            remedy = error.remedy if isinstance(error, DaemonSilentError) else "start it"
             Output().fail(
-                f"no kvtier-daemon answers at {error.address} ({error.problem}), so nothing was checked; start it, or "
+                f"no kvtier-daemon answers at {error.address} ({error.problem}), so nothing was checked; {remedy}, or "
                 "check its state directory without it: kvtier fsck --offline --state-dir DIR"
             )
             raise typer.Exit(EXIT_UNREACHABLE) from error

@@ -18,8 +18,8 @@ import grpc
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import usable_socket_path
-from kvtier.client.peer import TrustedSocket, open_trusted
-from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
+from kvtier.client.peer import TrustedSocket, is_stopped, listener_pid, open_trusted
+from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
 
 DEFAULT_TIMEOUT_S = 10.0
 ERROR_KIND_KEY = "kvtier-error"
@@ -238,9 +238,10 @@ class AdminClient:
     def _translate(self, exc: grpc.RpcError) -> KvtierError:
         code, kind = exc.code(), _kind_of(exc)
         if code in _UNREACHABLE and kind != _DRAINING:
-            late = code == grpc.StatusCode.DEADLINE_EXCEEDED
-            problem = f"no answer within {self._timeout_s:g} s" if late else self._diagnose()
-            return DaemonUnreachableError(str(self._socket_path), problem)
+            if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+                pid = listener_pid(self._socket_path)
+                return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
+            return DaemonUnreachableError(str(self._socket_path), self._diagnose())
         return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
 
     def _diagnose(self) -> str:

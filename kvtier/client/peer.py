@@ -32,6 +32,24 @@ def peer_uid(connection: socket.socket) -> int:
     return uid & 0xFFFFFFFF
 
 
+def listener_pid(path: Path) -> int | None:
+    """Return the process that listens; None when that cannot be found out, as in another pid namespace."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_CONNECT_TIMEOUT_S)
+        probe.connect(str(path))
+        pid: int = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
+        return pid or None
+    return None
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether a signal or a debugger has stopped the process; False when that cannot be seen."""
+    with suppress(OSError, IndexError):
+        # proc_pid_stat(5): the state follows the name, which may have any characters.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
 class TrustedSocket:
     """The inode of a socket whose folders and listener are trusted; owns a descriptor until `close`.
 

@@ -12,7 +12,7 @@ from kvtier.client.address import usable_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.client.peer import open_trusted
 from kvtier.doctor.findings import Finding, Status, fail, ok, skipped, warn
-from kvtier.errors import KvtierError, UntrustedSocketError
+from kvtier.errors import DaemonSilentError, KvtierError, UntrustedSocketError
 from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
@@ -49,6 +49,9 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[F
         remedy = "run daemon and CLI of one version; the daemon's log may say more"
         found = f"the daemon at {socket} answers, and refuses to say what it holds: {exc}"
         return Answer(status=None, prompts=(), finding=fail("daemon.answers", found, remedy))
+    except DaemonSilentError as exc:
+        found = f"no daemon answers at {socket}: {exc.problem}"
+        return Answer(status=None, prompts=(), finding=fail("daemon.answers", found, exc.remedy))
     except KvtierError as exc:
         remedy = f"start it with KVTIER_SOCKET={socket}; its log says why one that was started is not there"
         return Answer(status=None, prompts=(), finding=fail("daemon.answers", str(exc), remedy))

@@ -4,8 +4,12 @@ import errno
 import json
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,8 +27,12 @@ from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.tables import daemon_details
 from kvtier.cli.units import format_duration, format_expiry, parse_duration
 from kvtier.client.admin import AdminClient
-from kvtier.errors import DaemonUnreachableError, InvalidArgumentError
+from kvtier.client.peer import is_stopped, listener_pid
+from kvtier.doctor import daemon as doctor_daemon
+from kvtier.doctor.findings import Status
+from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
 from kvtier.version import __version__
+from tests.fakes.waiting import wait_for
 from tests.unit.cli.conftest import Kvtier
 from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.deployment.shipped import README_TRANSFER_CONFIG
@@ -356,6 +364,35 @@ def test_a_daemon_that_does_not_answer(tmp_path: Path) -> None:
             pytest.raises(DaemonUnreachableError, match=r"no answer within 0\.2 s"),
         ):
             client.status()
+
+
+def test_a_stopped_daemon_is_named_and_how_to_let_it_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said to start a daemon, which the stopped one would have kept from starting."""
+    code = (
+        "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); time.sleep(600)"
+    )
+    path = tmp_path / "mute"
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)])
+    try:
+        wait_for(lambda: listener_pid(path) == process.pid)
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: is_stopped(process.pid))
+        with AdminClient(path, timeout_s=0.2) as client, pytest.raises(DaemonSilentError) as stopped:
+            client.status()
+        assert f"(pid {process.pid} holds the socket, no answer within 0.2 s: it is stopped)" in str(stopped.value)
+        assert f"kill -CONT {process.pid}" in str(stopped.value)
+        assert "start `kvtier-daemon`" not in str(stopped.value)
+        monkeypatch.setattr(doctor_daemon, "AdminClient", partial(AdminClient, timeout_s=0.2))
+        finding = doctor_daemon.ask_daemon(path, None, []).finding
+        assert (finding.status, finding.remedy) == (Status.FAIL, stopped.value.remedy)
+        process.send_signal(signal.SIGCONT)
+        wait_for(lambda: not is_stopped(process.pid))
+        with AdminClient(path, timeout_s=0.2) as client, pytest.raises(DaemonSilentError) as silent:
+            client.status()
+        assert f"end it (kill -KILL {process.pid}) and start it again" in str(silent.value)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_watch_ends_by_itself(prompt: PromptStatus, tmp_path: Path) -> None:
