@@ -14,7 +14,7 @@ from kvtier.config.units import parse_size
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 README_TRANSFER_CONFIG = re.search(r"--kv-transfer-config '(\{.*?\})'", (ROOT / "README.md").read_text())
-_KNOWN_VARIABLES = {variable_of(key) for key in KEYS} | {"KVTIER_CONFIG"}
+_KNOWN_VARIABLES = {variable_of(key) for key in KEYS} | {"KVTIER_CONFIG", "KVTIER_VLLM_URL"}
 
 Mounts = Mapping[PurePosixPath, str]
 """What is mounted in a container, by path."""
@@ -46,6 +46,7 @@ def assert_transfer_config(arguments: list[str]) -> None:
     assert README_TRANSFER_CONFIG is not None
     given: Any = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert given == json.loads(README_TRANSFER_CONFIG[1])
+    assert "--enable-prompt-tokens-details" in arguments, "without it no answer says what came from a cache"
 
 
 def memory_bytes(text: str) -> int:

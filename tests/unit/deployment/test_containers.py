@@ -115,6 +115,23 @@ def test_compose_has_room_for_the_arenas(compose: dict[str, Any]) -> None:
     assert int(daemon["stop_grace_period"].removesuffix("s")) > config.server.drain_timeout_s
 
 
+def test_the_image_has_the_compiled_codecs() -> None:
+    installs = [rest for word, rest in instructions("Dockerfile") if word == "RUN" and "pip install" in rest]
+    assert installs
+    assert all("'.[fast]'" in rest for rest in installs)
+    assert "fast" in project()["optional-dependencies"]
+
+
+def test_compose_metrics_can_be_scraped_and_vllm_found(compose: dict[str, Any]) -> None:
+    daemon, vllm = compose["services"]["kvtier"], compose["services"]["vllm"]
+    host, _, port = config_of(daemon["environment"]).metrics.listen.rpartition(":")
+    assert host == "0.0.0.0", "a container's loopback is reached by itself alone"
+    assert daemon["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert daemon["environment"]["KVTIER_VLLM_URL"] == "http://vllm:8000"
+    (device,) = vllm["deploy"]["resources"]["reservations"]["devices"]
+    assert "gpu" in device["capabilities"]
+
+
 def test_compose_probes_and_builds_what_exists(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert_probe(services["kvtier"]["healthcheck"]["test"][1:])
@@ -184,6 +201,31 @@ def test_kubernetes_makes_the_folders_for_the_daemons_user(objects: dict[str, di
     assert made == {config.server.socket.parent, config.host.arena_dir, config.disk.disk_dir}
     assert {str(path) for path in made} == {mount["mountPath"] for mount in folders["volumeMounts"]}
     assert folders["command"][folders["command"].index("-o") + 1] == str(daemon["securityContext"]["runAsUser"])
+
+
+def test_kubernetes_runs_where_the_nodes_are_labelled(objects: dict[str, dict[str, Any]]) -> None:
+    """It asked 20 GiB of every node."""
+    daemon, vllm = pod(objects["DaemonSet"]), pod(objects["Deployment"])
+    assert daemon["nodeSelector"] == vllm["nodeSelector"] != {}
+
+
+def test_kubernetes_metrics_and_vllm_can_be_reached(objects: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    daemon_pod, vllm_pod = pod(objects["DaemonSet"]), pod(objects["Deployment"])
+    (daemon,), (vllm,) = daemon_pod["containers"], vllm_pod["containers"]
+    listen = kubernetes_config(objects, daemon, tmp_path).metrics.listen
+    (metrics,), (http,) = daemon["ports"], vllm["ports"]
+    assert listen == f"0.0.0.0:{metrics['containerPort']}"
+    service = objects["Service"]
+    (port,) = service["spec"]["ports"]
+    assert service["spec"]["selector"] == objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert port["targetPort"] == http["name"]
+    assert environment_of(daemon)["KVTIER_VLLM_URL"] == f"http://{service['metadata']['name']}:{port['port']}"
+    monitor = yaml.safe_load((CONFIGS / "kubernetes" / "podmonitor.yaml").read_text())["spec"]
+    assert [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]] == [metrics["name"], http["name"]]
+    assert monitor["jobLabel"] == "app", "the alert rules ask for the job kvtier"
+    (selected,) = monitor["selector"]["matchExpressions"]
+    labels = [objects[kind]["spec"]["template"]["metadata"]["labels"] for kind in ("DaemonSet", "Deployment")]
+    assert selected["values"] == [label[selected["key"]] for label in labels] == ["kvtier", "vllm"]
 
 
 def test_kubernetes_probes(objects: dict[str, dict[str, Any]]) -> None:

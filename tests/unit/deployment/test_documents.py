@@ -35,3 +35,9 @@ def test_the_quickstart_starts_vllm_as_the_readme_does() -> None:
     assert given is not None
     assert README_TRANSFER_CONFIG is not None
     assert json.loads(given[1]) == json.loads(README_TRANSFER_CONFIG[1])
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+def test_the_command_has_vllm_say_what_came_from_a_cache(name: str) -> None:
+    """The README's lacked it, so answers did not show that anything hits."""
+    assert "vllm serve MODEL --enable-prompt-tokens-details --kv-transfer-config" in (ROOT / name).read_text()

@@ -16,7 +16,8 @@ import pytest
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import channel_target
-from kvtier.config import DaemonConfig
+from kvtier.config import DaemonConfig, MetricsConfig
+from kvtier.config.model import OFF
 from kvtier.core.layout import GroupLayout, KVLayout
 from tests.fakes.operator import evict, make_durable
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
@@ -69,6 +70,21 @@ def test_the_folders_are_those_that_systemd_makes() -> None:
     assert config.disk.disk_dir == Path("/var/lib") / UNIT.value("Service", "StateDirectory")
     assert config.host.arena_dir.parent == Path("/dev/shm"), "writable under ProtectSystem=strict and PrivateDevices"
     assert int(UNIT.value("Service", "TimeoutStopSec")) > config.server.drain_timeout_s
+
+
+def test_metrics_listen_where_the_unit_allows_it_and_nowhere_else() -> None:
+    """The daemon listened on 127.0.0.1 by default, which the unit forbade: `metrics_not_served` at every start."""
+    assert UNIT.words("Service", "RestrictAddressFamilies") == ["AF_UNIX"]
+    assert config_of(UNIT.environment).metrics.listen == OFF
+    drop_in = read_unit(SYSTEMD / "kvtier-daemon.service.d" / "metrics.conf")
+    assert config_of(UNIT.environment | drop_in.environment).metrics.listen == MetricsConfig().listen
+    assert "AF_INET" in drop_in.words("Service", "RestrictAddressFamilies")
+    assert drop_in.value("Service", "PrivateNetwork") == "no"
+
+
+def test_the_unit_installs_from_a_checkout_with_fast_codecs() -> None:
+    """It named a package that no index has."""
+    assert "pip install '.[fast]'" in SERVICE.read_text()
 
 
 def test_vllm_finds_the_daemon_as_the_same_user() -> None:
