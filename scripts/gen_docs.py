@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Writes docs/cli.md, configuration.md, logs.md and metrics.md from the code. With --check: fails when they differ.
+"""Writes docs/cli.md, configuration.md, logs.md and metrics.md from the code, and the index of docs/adr.
+
+With --check: fails when they differ, or when a page for contributors names a file that is not there.
 
 .venv/bin/python scripts/gen_docs.py [--check]
 """
@@ -77,6 +79,15 @@ The connector logs through vLLM's logger, in vLLM's format.
 | event | level | logger | fields |
 |---|---|---|---|
 """
+_DECISIONS = """\
+# Decisions
+
+Choices that are hard to undo, each with its context, its consequences and what was rejected.
+
+| number | title | status |
+|---|---|---|
+"""
+_HAVE_PATHS = ("CONTRIBUTING.md", "SECURITY.md", "README.md", "docs/architecture.md")
 
 
 @dataclass
@@ -165,10 +176,32 @@ def _events(path: Path) -> Iterator[str]:
             yield f"| `{event}` | {level} | {module} | {', '.join(f'`{name}`' for name in given)} |\n"
 
 
+def decisions() -> str:
+    """Return the index of the ADRs: number, title and status, as each says them in its first lines."""
+    rows = ""
+    for path in sorted((ROOT / "docs" / "adr").glob("0*.md")):
+        head = re.match(r"# (\d+)\. (.+)\n\nStatus: (.+)\n\n", path.read_text())
+        if head is None:
+            sys.exit(f"{path.relative_to(ROOT)} must begin with '# NUMBER. TITLE', an empty line and 'Status: ...'")
+        rows += f"| [{head[1]}]({path.name}) | {head[2]} | {head[3]} |\n"
+    return _DECISIONS + rows
+
+
+def missing_paths(text: str) -> list[str]:
+    """Return the paths of this repository that a page names in backticks and that do not exist."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    named = re.findall(r"`([\w.-]+/[\w./*-]*)`", text)
+    return sorted({path for path in named if path.split("/")[0] in folders and not any(ROOT.glob(path.rstrip("/")))})
+
+
 def main() -> None:
     """Write the files, or compare."""
     check = sys.argv[1:] == ["--check"]
+    for name in _HAVE_PATHS:
+        if check and (missing := missing_paths((ROOT / name).read_text())):
+            sys.exit(f"{name} names what is not there: {', '.join(missing)}")
     documents = {"cli.md": cli(), "configuration.md": configuration(), "logs.md": logs(), "metrics.md": metrics()}
+    documents["adr/README.md"] = decisions()
     for name, text in documents.items():
         path = ROOT / "docs" / name
         text = f"{GENERATED}\n{text}"

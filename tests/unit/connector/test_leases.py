@@ -1,4 +1,4 @@
-"""Each row of the lease table in the design: every lease taken is given back, exactly once."""
+"""However a request ends, each lease that it took is given back exactly once."""
 
 from collections.abc import Iterator
 from pathlib import Path

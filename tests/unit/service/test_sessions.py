@@ -128,7 +128,7 @@ async def asked_again(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 
 def test_slots_of_a_lost_session_wait_for_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease table's last row: write slots are quarantined until the process is gone."""
+    """Write slots of a lost engine are quarantined until its process is gone (ADR 2)."""
 
     async def scenario() -> None:
         config = config_in(tmp_path, host_bytes=room_for(8))
