@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import vllm
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
@@ -147,6 +148,14 @@ def test_load_failure_policy_fail_is_warned_of(caplog: pytest.LogCaptureFixture)
     config.kv_transfer_config.kv_load_failure_policy = "fail"
     check_vllm_config(config)
     assert '"kv_load_failure_policy": "recompute"' in caplog.text
+
+
+def test_the_connector_by_name_alone_is_warned_of_vllms_default_policy(caplog: pytest.LogCaptureFixture) -> None:
+    config = vllm_config_of()
+    by_name = KVTransferConfig(kv_connector="KVTierConnector", kv_role="kv_both")
+    config.kv_transfer_config.kv_load_failure_policy = by_name.kv_load_failure_policy
+    check_vllm_config(config)
+    assert 'set "kv_load_failure_policy": "recompute" in --kv-transfer-config' in caplog.text
 
 
 def test_the_connector_refuses_at_construction() -> None:
