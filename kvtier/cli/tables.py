@@ -29,7 +29,7 @@ def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Sequence[Part]:
     if not any(numbers.num_shared_chunks for numbers in summaries):
         return [table]
     disk_bytes = format_size(sum(numbers.disk_share_bytes for numbers in summaries))
-    return [table, "", f"* Other prompts have some of these chunks too. Each counted once: {disk_bytes} on disk."]
+    return [table, "", f"* shared with other prompts. Each chunk counted once: {disk_bytes} on disk."]
 
 
 def prompts_table(prompts: Sequence[PromptStatus], width: int) -> Grid:

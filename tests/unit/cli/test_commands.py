@@ -142,7 +142,7 @@ def test_shared_chunks_are_marked_and_summed_once(prompt: PromptStatus, daemon: 
     listed = kvtier("list").output
     assert_narrow(listed)
     assert listed.count("17.0G*") == 2
-    assert "Each counted once: 17.0 GiB on disk." in " ".join(listed.split())
+    assert "Each chunk counted once: 17.0 GiB on disk." in " ".join(listed.split())
     shown = " ".join(kvtier("show", "twin").output.split())
     assert "shared 6500 of 7715 chunks are of other pinned prompts too" in shown
     assert "its share of the 17.0 GiB on disk is 8.50 GiB" in shown
