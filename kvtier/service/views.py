@@ -1,11 +1,13 @@
 """What operators see: prompts, tiers, sessions and namespaces as plain values, computed when asked."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.core.chunk import Chunk
+from kvtier.core.stored import StoredChunk
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.service.turns import slices
 
@@ -90,16 +92,19 @@ async def view_binding(namespace: "Namespace", row: BindingRow, *, pinned: bool)
         if number:
             await asyncio.sleep(0)
         chunks = namespace.table.known(keys)
-        durable = [(chunk, chunk.location.stored_bytes) for chunk in chunks if chunk.location is not None]
+        locations = [chunk.location for chunk in chunks if chunk.location is not None]
+        stored_bytes = sum(location.stored_bytes for location in locations)
         num_host_chunks += sum(chunk.readable for chunk in chunks)
-        num_durable_chunks += len(durable)
-        num_shared_chunks += sum(chunk.num_pins > num_own_pins for chunk in chunks)
-        durable_raw_bytes += namespace.layout.total_payload_bytes([chunk.key for chunk, _ in durable])
-        disk_bytes += sum(stored_bytes for _, stored_bytes in durable)
-        if pinned:
-            disk_share_bytes += sum(stored_bytes / max(1, chunk.num_pins) for chunk, stored_bytes in durable)
+        num_durable_chunks += len(locations)
+        disk_bytes += stored_bytes
+        is_whole = len(locations) == len(keys)
+        durable = keys if is_whole else [chunk.key for chunk in chunks if chunk.location is not None]
+        durable_raw_bytes += namespace.layout.total_payload_bytes(durable)
+        if num_shared := sum(chunk.num_pins > num_own_pins for chunk in chunks):
+            num_shared_chunks += num_shared
+            disk_share_bytes += _share_of_bytes(chunks, pinned=pinned)
         else:
-            disk_share_bytes += sum(stored_bytes for chunk, stored_bytes in durable if not chunk.num_pins)
+            disk_share_bytes += stored_bytes
     return BindingView(
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,
@@ -115,6 +120,14 @@ async def view_binding(namespace: "Namespace", row: BindingRow, *, pinned: bool)
         disk_share_bytes=round(disk_share_bytes),
         live=namespace.live,
     )
+
+
+def _share_of_bytes(chunks: Iterable[Chunk[StoredChunk]], *, pinned: bool) -> float:
+    """Return what chunks of a prompt take on disk, those of several pinned prompts in equal parts."""
+    held = ((chunk.num_pins, chunk.location.stored_bytes) for chunk in chunks if chunk.location is not None)
+    if not pinned:
+        return sum(stored_bytes for num_pins, stored_bytes in held if not num_pins)
+    return sum(stored_bytes / max(1, num_pins) for num_pins, stored_bytes in held)
 
 
 def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Sequence["Session"]) -> PromptView:
