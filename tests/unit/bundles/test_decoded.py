@@ -18,7 +18,7 @@ from kvtier.bundles.spool import Spool
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayout, group_idx_of
 from kvtier.core.stored import StoredChunk
-from kvtier.tiers.base import checksum_of
+from kvtier.disk.base import checksum_of
 from tests.fakes.bundles import a_bundle
 from tests.fakes.chunks import noise
 from tests.fakes.operator import Stub, pin, store_last_apart
