@@ -27,8 +27,8 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.disk.base import ChunkRead
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.host.arena import Arena
 from kvtier.ledger import Ledger
-from kvtier.tiers.arena import Arena
 from tests.fakes.operator import pin
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 

@@ -16,8 +16,8 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 from benchmarks.machine import spread
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import GroupLayout, KVLayout
-from kvtier.tiers.arena import Arena
-from kvtier.tiers.session_locks import SessionLock
+from kvtier.host.arena import Arena
+from kvtier.host.session_locks import SessionLock
 from kvtier_connector.transfer import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import KVTierWorker, WorkerLayout, make_worker, page_places
 from kvtier_connector.workers.locked_arena import LockedArena

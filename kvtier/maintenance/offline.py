@@ -12,6 +12,7 @@ from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError
+from kvtier.host.arena import ARENA_PREFIX
 from kvtier.ledger import Ledger, LedgerSnapshot, NamespaceRow
 from kvtier.ledger.checks import inspect_ledger, load_copy, salvage_ledger
 from kvtier.ledger.namespace_files import load_namespaces, save_namespace
@@ -23,7 +24,6 @@ from kvtier.maintenance.observe import Verifier, list_names, read_headers
 from kvtier.maintenance.promises import compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
 from kvtier.service.scratch import scratch_folder
-from kvtier.tiers.arena import ARENA_PREFIX
 
 LEDGER_NAME = "ledger.sqlite"
 _EMPTY = LedgerSnapshot(namespaces=(), prompts=(), bindings=(), packs={})

@@ -19,12 +19,12 @@ from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import SlotState
 from kvtier.disk.base import checksum_of
 from kvtier.errors import ArenaError, TierIOError
+from kvtier.host.arena import Arena, left_arenas, left_header
+from kvtier.host.session_locks import SessionLock
 from kvtier.obs.log import log_event
 from kvtier.service.prompts import PromptBook
 from kvtier.service.stores import Stores
 from kvtier.service.turns import Breather, slices
-from kvtier.tiers.arena import Arena, left_arenas, left_header
-from kvtier.tiers.session_locks import SessionLock
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace

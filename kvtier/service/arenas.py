@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from kvtier.errors import ArenaError, ArenaFullError
+from kvtier.host.arena import Arena
 from kvtier.obs.log import log_event
-from kvtier.tiers.arena import Arena
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import DetachedArena, Namespace

@@ -16,6 +16,8 @@ from kvtier.core.layout import ChunkKey
 from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ArenaError, DrainingError, KvtierError, LedgerError, NamespaceMismatchError, StuckError
+from kvtier.host.arena import sweep_arena_directory
+from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
 from kvtier.ledger.namespace_files import forget_namespace, save_namespace
 from kvtier.obs.counters import Counters
@@ -41,8 +43,6 @@ from kvtier.service.spare_rows import SpareRows
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
 from kvtier.service.turns import slices
-from kvtier.tiers.arena import sweep_arena_directory
-from kvtier.tiers.session_locks import SessionLock
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from kvtier.disk.base import StoredChunk
 from kvtier.disk.index import ChunkIndex
 from kvtier.disk.pack_index import PackIndex
 from kvtier.errors import ArenaError, ArenaFullError
+from kvtier.host.arena import Arena
 from kvtier.ledger import NamespaceRow
 from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH
@@ -23,7 +24,6 @@ from kvtier.service.promoter import Promoter
 from kvtier.service.spiller import Spiller
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
-from kvtier.tiers.arena import Arena
 
 if TYPE_CHECKING:
     from kvtier.service.session import Session

@@ -9,8 +9,8 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.disk.base import ChunkRead, DiskTier, StoredChunk
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
+from kvtier.host.arena import Arena
 from kvtier.obs import trace
-from kvtier.tiers.arena import Arena
 
 BATCH_BYTES = 8 * 1024**2
 """Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for whoever comes next."""

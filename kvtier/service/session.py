@@ -16,13 +16,13 @@ from kvtier.core.slots import SlotRef, SlotState
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.base import checksum_of
 from kvtier.errors import InvalidArgumentError, TierIOError
+from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import PromptRow
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer, PromotionForecast
 from kvtier.service.prompts import PromptBook
 from kvtier.service.turns import SLICE_KEYS, Breather, in_turns, slices, slices_from_end
-from kvtier.tiers.session_locks import SessionLock
 
 if TYPE_CHECKING:
     from kvtier.service.namespace import Namespace

@@ -3,7 +3,7 @@
 import errno
 import os
 
-from kvtier.tiers.pages import PageOps
+from kvtier.pages import PageOps
 
 
 class LimitedPages(PageOps):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ArenaError, ArenaFullError
-from kvtier.tiers.arena import Arena
+from kvtier.host.arena import Arena
 from tests.fakes.chunks import layout_of
 from tests.fakes.limited_pages import LimitedPages
 

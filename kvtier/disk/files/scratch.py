@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from types import TracebackType
 
-from kvtier.tiers.pages import PageOps
+from kvtier.pages import PageOps
 
 ALIGNMENT_BYTES = 4096
 """What O_DIRECT wants of addresses, offsets and lengths on any file system of today."""

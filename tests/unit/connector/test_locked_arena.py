@@ -16,7 +16,7 @@ import pytest
 from kvtier.client.arena_map import ArenaMap
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier.errors import ArenaError
-from kvtier.tiers.arena import Arena
+from kvtier.host.arena import Arena
 from kvtier_connector.workers import locked_arena
 from kvtier_connector.workers.device import PageLockError
 from kvtier_connector.workers.locked_arena import LockedArena

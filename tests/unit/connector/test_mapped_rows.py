@@ -14,7 +14,7 @@ import pytest
 from kvtier.client import arena_map
 from kvtier.client.arena_map import ArenaMap
 from kvtier.core.layout import GroupLayout, KVLayout
-from kvtier.tiers.arena import Arena
+from kvtier.host.arena import Arena
 from kvtier_connector.transfer import ArenaSpec, PagePlace
 from kvtier_connector.workers import cpu, mapped_rows
 from kvtier_connector.workers.cpu import KVTierCPUWorker

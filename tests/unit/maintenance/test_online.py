@@ -10,10 +10,10 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier.disk.disk_usage import DiskUsage
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.host.arena import Arena
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, prompt_id
 from kvtier.maintenance.online import _settled
 from kvtier.service.namespace import Namespace
-from kvtier.tiers.arena import Arena
 from tests.fakes.chunks import payload_of
 from tests.fakes.fsck import assert_clean, assert_clean_online, check
 from tests.fakes.gates import gated

@@ -19,11 +19,11 @@ from kvtier.core.slots import SlotState
 from kvtier.disk.base import ChunkRead
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
+from kvtier.pages import PageOps
 from kvtier.service import adoption
 from kvtier.service.adoption import Adoption
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace
-from kvtier.tiers.pages import PageOps
 from tests.fakes.chunks import layout_of
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import Gate, gated

@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.host.arena import Arena
 from kvtier.service.cache import Cache
-from kvtier.tiers.arena import Arena
 from tests.fakes.clocks import turns
 from tests.fakes.gates import Gate, begun, gated
 from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, unpin, until

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvtier._pb import cache_pb2
-from kvtier.tiers.pages import PageOps
+from kvtier.pages import PageOps
 from tests.fakes.operator import evict, pin, status_of
 from tests.fakes.rig import ListPeer, hello_of, rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable

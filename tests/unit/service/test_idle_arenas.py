@@ -19,12 +19,12 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.errors import ArenaError, ArenaFullError
+from kvtier.host.arena import Arena
+from kvtier.pages import PageOps
 from kvtier.service.arenas import max_open_arenas
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish
-from kvtier.tiers.arena import Arena
-from kvtier.tiers.pages import PageOps
 from tests.fakes.in_process_engine import InProcessEngine
 from tests.fakes.rig import eventually, hello_of
 from tests.fakes.scripted_engine import chunk_key, config_in, room_for

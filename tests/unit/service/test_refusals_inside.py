@@ -10,9 +10,9 @@ import pytest
 import kvtier.service.pins
 from kvtier._pb import engine_pb2 as pb
 from kvtier.errors import ArenaError, LedgerError, TierIOError
+from kvtier.host.arena import Arena
+from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import Ledger
-from kvtier.tiers.arena import Arena
-from kvtier.tiers.session_locks import SessionLock
 from tests.fakes.gates import failing
 from tests.fakes.operator import evict, make_durable, pack_of, pin, prompt_of, status_of, store_last_apart, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable

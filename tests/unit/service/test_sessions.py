@@ -11,7 +11,7 @@ import pytest
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
-from kvtier.tiers.session_locks import SessionLock
+from kvtier.host.session_locks import SessionLock
 from tests.fakes.operator import make_durable, pack_of, store_last_apart
 from tests.fakes.scripted_engine import (
     DEADLINE_S,

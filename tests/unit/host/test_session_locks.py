@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierIOError
-from kvtier.tiers.session_locks import SessionLock
+from kvtier.host.session_locks import SessionLock
 
 HOLDER = """
 import fcntl, os, sys

@@ -27,8 +27,8 @@ from kvtier.core.arena_format import (
 )
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError
-from kvtier.tiers.pages import PageOps
-from kvtier.tiers.session_locks import LOCK_SUFFIX, SESSION_LOCK_PREFIX
+from kvtier.host.session_locks import LOCK_SUFFIX, SESSION_LOCK_PREFIX
+from kvtier.pages import PageOps
 
 __all__ = ["Arena", "key_tag_of", "left_arenas", "left_header", "sweep_arena_directory"]
 

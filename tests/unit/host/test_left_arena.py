@@ -11,8 +11,8 @@ from kvtier.client.arena_map import ArenaMap
 from kvtier.core.arena_format import FORMAT_VERSION, HEADER_BYTES, pack_header
 from kvtier.core.layout import KVLayout
 from kvtier.errors import ArenaError
-from kvtier.tiers.arena import Arena, left_arenas, left_header
-from kvtier.tiers.pages import PageOps
+from kvtier.host.arena import Arena, left_arenas, left_header
+from kvtier.pages import PageOps
 from tests.fakes.chunks import key_of, layout_of
 
 LAYOUT = layout_of(num_ranks=2)

@@ -13,8 +13,8 @@ import pytest
 from kvtier.core.arena_format import HEADER_BYTES, key_tag_of, unpack_header
 from kvtier.core.layout import KVLayout
 from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError
-from kvtier.tiers.arena import Arena, sweep_arena_directory
-from kvtier.tiers.session_locks import SessionLock
+from kvtier.host.arena import Arena, sweep_arena_directory
+from kvtier.host.session_locks import SessionLock
 from tests.fakes.chunks import key_of, layout_of
 
 

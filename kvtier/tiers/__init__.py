@@ -1,1 +1,0 @@
-"""The host tier: shared-memory arenas."""
