@@ -15,7 +15,7 @@ from kvtier.core.chunk import Chunk, HostCopy, L
 from kvtier.core.disk_chunks import DiskChunks
 from kvtier.core.eviction import Appraiser, EqualWorth, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
-from kvtier.core.slots import SlotRef, SlotState, SlotTable
+from kvtier.core.slots import SlotRef, Slots, SlotState
 
 
 @dataclass(slots=True)
@@ -33,7 +33,8 @@ class ChunkTable(Generic[L]):
     """All chunks of one namespace over its arena's slots. Loop thread only; decides, does no I/O.
 
     Args:
-        slots: Of the namespace's arena.
+        slots: Of the namespace's arena: its host tier. The tier owns which state a slot is in, the table which chunk it
+            holds. So stores are granted, sealed and given up at the tier, and come here to be committed.
         appraiser: What its chunks are worth; all the same by default.
         host_clock: Shared by the tables whose chunks compete for host memory.
         disk_clock: Shared by those that compete for the disk.
@@ -46,7 +47,7 @@ class ChunkTable(Generic[L]):
 
     def __init__(
         self,
-        slots: SlotTable,
+        slots: Slots,
         appraiser: Appraiser[L] | None = None,
         host_clock: EvictionClock | None = None,
         disk_clock: EvictionClock | None = None,
@@ -217,46 +218,31 @@ class ChunkTable(Generic[L]):
 
     def _became_readable(self, chunk: Chunk[L], host: HostCopy, checksum: int, *, unused: bool = False) -> None:
         host.promoting, host.checksum = False, checksum
-        self.slots.move(host.slot.slot, SlotState.HOST)
+        self.slots.commit(host.slot, chunk.key, checksum)
         frequency = max(1, self.disk.frequency(chunk))
         self._queue_in_host(host, self._queue_of(chunk), frequency, unused=unused)
 
-    # Stores: grant -> seal -> commit | abort
-
-    def grant(self) -> SlotRef | None:
-        """Give a backed free slot to a session for writing, None when there is none."""
-        return self.slots.take(SlotState.GRANTED)
-
-    def begin_seal(self, ref: SlotRef) -> bool:
-        """Take a written slot from its session; False when the session does not own it (any more)."""
-        if not self.slots.matches(ref, SlotState.GRANTED):
-            return False
-        self.slots.move(ref.slot, SlotState.SEALING)
-        return True
+    # Stores: committed when the tier has sealed them
 
     def commit_store(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
         """Make a sealed slot the chunk's; False (and the slot is free) when the chunk has a slot already."""
         chunk = self._ensure(key)
         if chunk.host is not None:
-            self.slots.free(ref.slot)
+            self.slots.release(ref)
             return False
         self._became_readable(chunk, self._take_slot(chunk, ref), checksum)
         return True
 
     def adopt(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
-        """Make a dead daemon's row the chunk's; False, and the slot stays as it is, when nobody wants it (any more).
+        """Make a previous daemon's row the chunk's; False, and the slot stays as it is, when the chunk is not wanted.
 
         What is used from then on outlives it, and so does what was adopted before: adopt in the order of value.
         """
         chunk = self._chunks.get(key)
-        if chunk is None or chunk.host is not None or not self.slots.matches(ref, SlotState.QUARANTINED):
+        if chunk is None or chunk.host is not None or not self.slots.matches(ref, SlotState.ORPHAN):
             return False
         self._became_readable(chunk, self._take_slot(chunk, ref), checksum, unused=True)
         return True
-
-    def abort_store(self, ref: SlotRef) -> None:
-        """Free a slot that was granted, sealed or quarantined."""
-        self.slots.free(ref.slot)
 
     # Promotions: begin -> complete | fail
 
@@ -268,7 +254,7 @@ class ChunkTable(Generic[L]):
         chunk = self._chunks[key]
         if chunk.host is not None or chunk.location is None:
             raise ValueError(f"chunk {key.hex()} is not only on disk")
-        ref = self.slots.take(SlotState.LOADING) or self.slots.take_unbacked(SlotState.LOADING)
+        ref = self.slots.reserve()
         if ref is not None:
             self._take_slot(chunk, ref)
         return ref
@@ -340,7 +326,7 @@ class ChunkTable(Generic[L]):
         return chunk.location is None
 
     def _leave_host(self, chunk: Chunk[L], host: HostCopy) -> None:
-        self.slots.free(host.slot.slot)
+        self.slots.release(host.slot)
         chunk.host = None
         self._in_host.discard(chunk)
         self.disk.left_host(chunk, host)

@@ -1,34 +1,39 @@
 """Arena slots of one namespace: who owns each, at which generation, and how many bytes the host tier has given out.
 
-Each slot is in exactly one state, and the counts of all states add up to `num_slots` (`check`):
-
-    UNBACKED --take--> (owner's state)       no pages yet: backing it takes room from the budget
-    FREE     --take--> (owner's state)       backed, nobody's
-    BACKING  gets its pages before anybody needs it
-    GRANTED  a store credit of a session, or being written by it
-    SEALING  written; the daemon verifies stamps and computes the checksum
-    LOADING  the daemon reads a chunk from disk into it
-    HOST     holds a readable chunk
-    QUARANTINED  its session is lost and a process of it may still write; or a dead daemon left it and it is not adopted
+Each slot is in exactly one state, and the counts of all states add up to `num_slots` (`check`). The states are drawn
+in `kvtier/host/base.py`, whose implementation is the only owner of a `SlotTable`. It stays in core because it decides
+in plain code, and because tests of the chunk table run over it without any memory.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from kvtier.core.layout import ChunkKey
 
 
 class SlotState(Enum):
-    """What a slot is used for; see the module's text."""
+    """What a slot is used for."""
 
     UNBACKED = auto()
+    """It has no pages: to back it takes bytes of the budget."""
     FREE = auto()
+    """It has pages and no owner."""
     BACKING = auto()
+    """It gets its pages ahead of need."""
     GRANTED = auto()
+    """A session's store credit, or being written by it."""
     SEALING = auto()
+    """Written; the daemon verifies stamps and computes the checksum."""
     LOADING = auto()
+    """The daemon reads a chunk from disk into it, or is about to."""
     HOST = auto()
+    """It holds a readable chunk."""
     QUARANTINED = auto()
+    """Its session is lost, and a process of that engine may still write."""
+    ORPHAN = auto()
+    """A previous daemon left it, and its chunk is not verified (yet)."""
 
 
 class SlotRef(NamedTuple):
@@ -36,6 +41,36 @@ class SlotRef(NamedTuple):
 
     slot: int
     generation: int
+
+
+class Slots(Protocol):
+    """What the chunk table needs of the host tier; `SlotTable` and `HostTier` have it. The contract is `HostTier`'s."""
+
+    @property
+    def num_takable(self) -> int:
+        """Slots that could be taken now."""
+
+    def reserve(self) -> SlotRef | None:
+        """Give out a slot to read a chunk into, None when there is none."""
+
+    def commit(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
+        """The slot holds this chunk from now on."""
+
+    def release(self, ref: SlotRef) -> None:
+        """The slot has no owner any longer."""
+
+    def matches(self, ref: SlotRef, state: SlotState) -> bool:
+        """Say whether the slot is in this state at this generation."""
+
+    def counts(self) -> Counter[SlotState]:
+        """Return how many slots are in each state."""
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is in exactly one state."""
+
+
+_OWNED = frozenset(SlotState) - {SlotState.FREE, SlotState.UNBACKED}
+_COMMITTED_FROM = frozenset({SlotState.SEALING, SlotState.LOADING, SlotState.ORPHAN})
 
 
 class HostBudget:
@@ -58,7 +93,7 @@ class HostBudget:
         return True
 
     def count(self, num_bytes: int) -> None:
-        """Count `num_bytes` that are used whether they fit or not: a dead daemon's arena has its pages."""
+        """Count `num_bytes` that are used whether they fit or not: a previous daemon's arena has its pages."""
         self.used_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -73,7 +108,7 @@ class SlotTable:
         num_slots: Rows of the arena.
         row_bytes: Bytes of a row.
         budget: Shared by all namespaces.
-        on_free: Told of every owned slot before it is anybody's again: what it held is not to be found any more.
+        on_free: Called with every owned slot before it loses its owner: what it held must not be found any longer.
     """
 
     def __init__(
@@ -89,11 +124,12 @@ class SlotTable:
         self._states: dict[int, SlotState] = {}  # neither FREE nor UNBACKED
         self._pageless: set[int] = set()  # owned, and their owner has not backed them yet
         self._generations: dict[int, int] = {}
+        self._num_orphans = 0
 
     def resume(self, generations: Sequence[int], backed: Iterable[int]) -> None:
-        """Take up the slots of an arena that a dead daemon left; only while no slot was ever taken.
+        """Take up the slots of an arena that a previous daemon left; only while no slot was ever taken.
 
-        Generations go on from theirs. Slots with pages are quarantined and counted, whether they fit the budget or not.
+        Generations go on from theirs. Slots with pages are orphans and counted, whether they fit the budget or not.
 
         Args:
             generations: Of every slot; their number is that of the slots from now on.
@@ -101,7 +137,8 @@ class SlotTable:
         """
         if self._states or self._free or self._unbacked or self._num_untouched != self.num_slots:
             raise ValueError("slots are in use already")
-        self._states = dict.fromkeys(backed, SlotState.QUARANTINED)
+        self._states = dict.fromkeys(backed, SlotState.ORPHAN)
+        self._num_orphans = len(self._states)
         self._generations = {slot: generation for slot, generation in enumerate(generations) if generation}
         num_touched = 1 + max([-1, *self._states, *self._generations])
         self.num_slots, self._num_untouched = len(generations), len(generations) - num_touched
@@ -122,8 +159,21 @@ class SlotTable:
 
     @property
     def num_owned(self) -> int:
-        """Slots that somebody owns: neither free nor unbacked."""
+        """Slots that have an owner: neither free nor unbacked."""
         return len(self._states)
+
+    @property
+    def num_orphans(self) -> int:
+        """Slots with pages that a previous daemon left, and that were neither committed nor released since."""
+        return self._num_orphans
+
+    def orphans(self) -> list[SlotRef]:
+        """Return them, in the order of their slots."""
+        return [
+            SlotRef(slot, self.generation(slot))
+            for slot in sorted(self._states)
+            if self._states[slot] is SlotState.ORPHAN
+        ]
 
     @property
     def num_affordable(self) -> int:
@@ -132,7 +182,7 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Backed slots that nobody owns."""
+        """Backed slots without an owner."""
         return len(self._free)
 
     @property
@@ -176,13 +226,17 @@ class SlotTable:
         self._pageless.add(slot)
         return self._own(slot, state)
 
-    def lacks_pages(self, slot: int) -> bool:
-        """Say whether an owned slot is yet to be backed."""
-        return slot in self._pageless
+    def reserve(self) -> SlotRef | None:
+        """Give out a slot to read a chunk into, which may be one to back first; None when there is none."""
+        return self.take(SlotState.LOADING) or self.take_unbacked(SlotState.LOADING)
 
-    def mark_backed(self, slot: int) -> None:
-        """The slot's pages exist now."""
-        self._pageless.discard(slot)
+    def lacks_pages(self, ref: SlotRef) -> bool:
+        """Say whether an owned slot is yet to be backed."""
+        return ref.slot in self._pageless
+
+    def mark_backed(self, ref: SlotRef) -> None:
+        """The slot's pages exist now. Its owner calls this in whatever thread backed it: one atomic step."""
+        self._pageless.discard(ref.slot)
 
     def _own(self, slot: int, state: SlotState) -> SlotRef:
         generation = self._generations.get(slot, 0) + 1
@@ -194,17 +248,49 @@ class SlotTable:
         """Say whether the slot is in this state at this generation."""
         return self._states.get(ref.slot) is state and self.generation(ref.slot) == ref.generation
 
-    def move(self, slot: int, state: SlotState) -> None:
-        """Change the owner of an owned slot; its generation stays."""
-        if slot not in self._states:
-            raise ValueError(f"slot {slot} is free")
-        self._states[slot] = state
+    def seal(self, ref: SlotRef) -> bool:
+        """Take a written slot from its session; False when the session does not own it (any longer)."""
+        if not self.matches(ref, SlotState.GRANTED):
+            return False
+        self._states[ref.slot] = SlotState.SEALING
+        return True
 
-    def free(self, slot: int) -> None:
-        """Return an owned slot: to the free ones, or to the unbacked ones when it never got its pages."""
+    def commit(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
+        """The slot holds a readable chunk from now on; which one is not for this table to know.
+
+        Raises:
+            ValueError: It is not sealed, read into, or left by a previous daemon, at this generation.
+        """
+        self._check_owned(ref, _COMMITTED_FROM)
+        self._num_orphans -= self._states[ref.slot] is SlotState.ORPHAN
+        self._states[ref.slot] = SlotState.HOST
+
+    def quarantine(self, ref: SlotRef) -> None:
+        """A granted slot's session is lost.
+
+        Raises:
+            ValueError: It is not granted at this generation.
+        """
+        self._check_owned(ref, (SlotState.GRANTED,))
+        self._states[ref.slot] = SlotState.QUARANTINED
+
+    def _check_owned(self, ref: SlotRef, states: Collection[SlotState | None]) -> None:
+        state = self._states.get(ref.slot)
+        if state not in states or self.generation(ref.slot) != ref.generation:
+            now = f"{state.name.lower() if state else 'free'} at generation {self.generation(ref.slot)}"
+            raise ValueError(f"slot {ref.slot} at generation {ref.generation} is {now}")
+
+    def release(self, ref: SlotRef) -> None:
+        """Take a slot from its owner: it is free, or unbacked when it never got its pages.
+
+        Raises:
+            ValueError: It has no owner at this generation.
+        """
+        self._check_owned(ref, _OWNED)
+        slot = ref.slot
         if self._on_free is not None:
             self._on_free(slot)
-        del self._states[slot]
+        self._num_orphans -= self._states.pop(slot) is SlotState.ORPHAN
         if slot in self._pageless:
             self._pageless.discard(slot)
             self._unbacked.append(slot)
@@ -212,10 +298,16 @@ class SlotTable:
         else:
             self._free.append(slot)
 
-    def discard(self, slot: int) -> None:
-        """Turn an owned slot, whose pages the caller has dropped, into an unbacked one."""
-        del self._states[slot]
-        self._unbacked.append(slot)
+    def discard(self, ref: SlotRef) -> None:
+        """Turn an orphan, whose pages the caller has dropped, into an unbacked slot.
+
+        Raises:
+            ValueError: It is none at this generation.
+        """
+        self._check_owned(ref, (SlotState.ORPHAN,))
+        del self._states[ref.slot]
+        self._num_orphans -= 1
+        self._unbacked.append(ref.slot)
         self._budget.give_back(self.row_bytes)
 
     def take_back_free(self, max_slots: int) -> list[int]:
@@ -240,6 +332,8 @@ class SlotTable:
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is in exactly one state."""
+        if self._num_orphans != sum(state is SlotState.ORPHAN for state in self._states.values()):
+            raise AssertionError(f"{self._num_orphans} is not the number of orphans")
         owned: Iterable[int] = self._states
         everywhere = [*owned, *self._free, *self._unbacked]
         if len(everywhere) != len(set(everywhere)):

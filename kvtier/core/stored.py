@@ -1,7 +1,10 @@
 """What is known of durable chunks: value objects that the disk tier makes, the ledger keeps and the service reads."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import xxhash
 
 from kvtier.core.layout import ChunkKey
 
@@ -120,3 +123,11 @@ class PackRecord:
     namespace_id: str
     file_bytes: int
     chunks: tuple[StoredChunk, ...]
+
+
+def checksum_of(segments: Iterable[memoryview]) -> int:
+    """Return the xxh3_64 of a payload given as segments in order."""
+    digest = xxhash.xxh3_64()
+    for segment in segments:
+        digest.update(segment)
+    return digest.intdigest()

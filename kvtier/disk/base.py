@@ -1,13 +1,11 @@
 """The contract of the last tier. Every implementation and every fake passes `tests/contract`."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import xxhash
-
 from kvtier.core.layout import ChunkKey
-from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.core.stored import PackRecord, StoredChunk, checksum_of
 from kvtier.errors import ChunkDamagedError, TierIOError
 
 __all__ = ["ChunkPayload", "ChunkRead", "DiskTier", "PackRecord", "ReadDone", "StoredChunk", "checksum_of"]
@@ -174,11 +172,3 @@ class DiskTier(Protocol):
             TierIOError: The operating system refused.
         """
         ...
-
-
-def checksum_of(segments: Iterable[memoryview]) -> int:
-    """Return the xxh3_64 of a payload given as segments in order."""
-    digest = xxhash.xxh3_64()
-    for segment in segments:
-        digest.update(segment)
-    return digest.intdigest()

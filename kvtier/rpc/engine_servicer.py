@@ -257,7 +257,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _welcome(self, session: Session, prompts: Sequence[PromptRow]) -> tuple[pb.DaemonMessage, int]:
         """Return the first message, and for how many of the prompts it has room."""
-        arena = session.namespace.arena
+        arena = session.namespace.host.arena
         differences = [
             pb.NamespaceDifference(namespace_id=d.namespace_id, fields=d.fields, num_prompts=d.num_prompts)
             for d in differing_namespaces(session, self._cache.namespaces.values(), self._cache.prompts)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvtier.config import DaemonConfig
@@ -17,6 +18,9 @@ from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ArenaError, DrainingError, KvtierError, LedgerError, NamespaceMismatchError, StuckError
 from kvtier.host.arena import sweep_arena_directory
+from kvtier.host.arenas import Arenas, max_open_arenas
+from kvtier.host.preallocation import Preallocator
+from kvtier.host.recovery import Recovery
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
 from kvtier.ledger.namespace_files import forget_namespace, save_namespace
@@ -24,22 +28,19 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.loop_lag import watch_loop_lag
 from kvtier.obs.timings import Timings
-from kvtier.service.adoption import Adoption
-from kvtier.service.arenas import Arenas, max_open_arenas
 from kvtier.service.changes import Changes
 from kvtier.service.compactor import Compactor
 from kvtier.service.ledger_upkeep import LedgerUpkeep
 from kvtier.service.namespace import Namespace
 from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer
 from kvtier.service.pins import Pins
-from kvtier.service.prewarm import Prewarmer
+from kvtier.service.prewarm import Prewarmer, rank_pinned
 from kvtier.service.prompts import PromptBook
 from kvtier.service.recovery import recover
 from kvtier.service.room import Room
 from kvtier.service.scratch import sweep_scratch
 from kvtier.service.scrubber import CURSOR_FILE, Scrubber
 from kvtier.service.session import Session, SessionEnd
-from kvtier.service.spare_rows import SpareRows
 from kvtier.service.stores import Stores
 from kvtier.service.tasks import Tasks
 from kvtier.service.turns import slices
@@ -66,11 +67,19 @@ class Cache:
         self.compactor = Compactor(stores, lambda: list(self.namespaces.values()))
         self.scrubber = Scrubber(stores, lambda: list(self.namespaces.values()), config.disk.disk_dir / CURSOR_FILE)
         self._tasks = Tasks()
-        self.arenas = Arenas(stores, self.namespaces, self._tasks, self._top_up_all, max_open_arenas())
+        self.arenas = Arenas(
+            config.host.arena_dir,
+            stores.budget,
+            self.namespaces,
+            in_thread=stores.in_io,
+            tasks=self._tasks,
+            top_up_all=self._top_up_all,
+            max_open=max_open_arenas(),
+        )
         self.changes = Changes(self._tasks)
         self._draining = False
         self._ending: list[Namespace] = []  # ephemeral ones that are being closed, by a task that a stop cancels
-        self._verified = asyncio.Event()  # nothing of a dead daemon's memory comes to be served from now on
+        self._verified = asyncio.Event()  # nothing of a previous daemon's memory comes to be served from now on
         self.pins = Pins(
             stores, self.prompts, self.namespaces, lambda: self.live_sessions, self.changes, self._verified
         )
@@ -93,12 +102,12 @@ class Cache:
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path), counters, timings))
         await recover(cache, disk)
-        adoption = Adoption(cache.stores, cache.namespaces, cache.prompts, cache.arenas.max_open)
-        await adoption.open(config.host.arena_dir)
-        cache._tasks.start("adoption", cache._adopt(adoption))
+        recovery = cache._new_recovery()
+        await recovery.open(config.host.arena_dir)
+        cache._tasks.start("recovery", cache._recover_memory(recovery))
         cache._tasks.start("expiry", cache.pins.expire())
         cache._tasks.start("room", cache._keep_room())
-        cache._tasks.start("spare-rows", SpareRows(cache.stores, cache.namespaces.values).run())
+        cache._tasks.start("preallocation", cache._new_preallocator().run())
         cache._tasks.start("ledger-upkeep", LedgerUpkeep(cache.stores).run())
         cache._tasks.start("probe", cache.stores.disk_health.run())
         cache._tasks.start("pin-watch", cache.pins.watch.run())
@@ -110,14 +119,39 @@ class Cache:
             cache._tasks.start("scrub", cache.scrubber.run())
         return cache
 
-    async def _adopt(self, adoption: Adoption) -> None:
-        """Serve what a dead daemon left in host memory, then bring in what is missing, then clear up after it."""
+    def _new_recovery(self) -> Recovery:
+        stores, config = self.stores, self.config.host
+        return Recovery(
+            self.namespaces,
+            budget=stores.budget,
+            counters=stores.counters,
+            in_thread=stores.in_io,
+            rank=partial(rank_pinned, self.prompts),
+            top_up_all=self._top_up_all,
+            spare_bytes=config.spare_bytes,
+            low_watermark_bytes=config.low_watermark_bytes,
+            max_arenas=self.arenas.max_open,
+        )
+
+    def _new_preallocator(self) -> Preallocator:
+        stores, config = self.stores, self.config.host
+        return Preallocator(
+            self.namespaces.values,
+            budget=stores.budget,
+            spare_bytes=config.spare_bytes,
+            low_watermark_bytes=config.low_watermark_bytes,
+            until_quiet=stores.traffic.until_quiet,
+            prepare=partial(stores.in_io, stores.disk.prepare_reads),
+        )
+
+    async def _recover_memory(self, recovery: Recovery) -> None:
+        """Serve what a previous daemon left in host memory, then bring in what is missing, then clear up after it."""
         try:
-            await adoption.verify()
+            await recovery.verify()
         finally:
             self._verified.set()
         self._prewarm(self.namespaces.values())
-        if await adoption.release():
+        if await recovery.release():
             self._prewarm(self.namespaces.values())  # what did not fit beside the rows that are gone now
 
     def _prewarm(self, namespaces: Iterable[Namespace]) -> None:
@@ -138,17 +172,17 @@ class Cache:
     @property
     def shared_files(self) -> list[Path]:
         """What attached engines and those to come reach by its path: arenas and session locks."""
-        arenas = [namespace.arena.path for namespace in self.namespaces.values() if namespace.has_arena]
+        arenas = [namespace.host.arena.path for namespace in self.namespaces.values() if namespace.host.is_open]
         return [*arenas, *(session.lock.path for session in self.live_sessions)]
 
     def give_up_shortened_arenas(self) -> None:
         """Notice arenas that somebody has shortened: from then on they are as removed, and the drain touches none."""
         for namespace in self.namespaces.values():
-            if not namespace.has_arena or namespace.arena.is_whole:
+            if not namespace.host.is_open or namespace.host.arena.is_whole:
                 continue
-            log_event(logger, "arena_shortened", level=logging.ERROR, path=namespace.arena.path)
+            log_event(logger, "arena_shortened", level=logging.ERROR, path=namespace.host.arena.path)
             try:
-                namespace.arena.give_up()
+                namespace.host.arena.give_up()
             except ArenaError as error:
                 log_event(logger, "arena_not_dropped", level=logging.ERROR, problem=str(error))
 
@@ -197,7 +231,7 @@ class Cache:
     def _is_over(self, namespace: Namespace) -> bool:
         if self.namespaces.get(namespace.namespace_id) is not namespace:  # ended while the change lock was waited for
             return False
-        if namespace.keep_pages:  # its arena is still being taken over from a dead daemon
+        if namespace.host.recovering:  # its arena is still being taken over from a previous daemon
             return False
         if namespace.sessions or len(namespace.table) or self.prompts.num_bound_in(namespace.namespace_id):
             return False
@@ -232,10 +266,10 @@ class Cache:
                 raise DrainingError
             is_new = namespace_id(hello.fingerprint) not in self.namespaces
             namespace = self._namespace_of(hello)
-            has_arena, session_id = namespace.has_arena, uuid.uuid4().hex
+            had_arena, session_id = namespace.host.is_open, uuid.uuid4().hex
             namespace.attaching = True
             try:
-                arena = await self.arenas.open(namespace)
+                await self.arenas.open(namespace)
                 lock = SessionLock.create(self.config.host.arena_dir, session_id)
                 try:
                     await self._record_namespace(namespace)
@@ -250,7 +284,7 @@ class Cache:
                 namespace.attaching = False
             session = Session(session_id, namespace, hello, peer, lock)
             namespace.sessions.append(session)
-            if not has_arena and self._verified.is_set():  # else it comes when a dead daemon's memory is verified
+            if not had_arena and self._verified.is_set():  # else it comes when a previous daemon's memory is verified
                 self._prewarm([namespace])
             self.stores.counters.sessions_opened += 1
         log_event(
@@ -262,7 +296,7 @@ class Cache:
             namespace=namespace.namespace_id,
             model=hello.model_names[0],
             vllm=hello.vllm_version,
-            arena=arena.path,
+            arena=namespace.host.arena.path,
         )
         return session
 
@@ -392,7 +426,7 @@ class Cache:
         self._ending.append(namespace)
         await namespace.close()
         self._ending.remove(namespace)
-        self.stores.budget.give_back(namespace.held_bytes)
+        self.stores.budget.give_back(namespace.host.usage.held_bytes)
         self._top_up_all()
 
     # The end

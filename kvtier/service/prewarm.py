@@ -67,6 +67,17 @@ class Prewarmer:
             return False
 
 
+async def rank_pinned(prompts: PromptBook, namespace_id: str) -> dict[ChunkKey, int]:
+    """Return a namespace's pinned chunks, each with a number: the more important, the higher."""
+    rank: dict[ChunkKey, int] = {}
+    breather = Breather()
+    for row in prompts.pinned_bindings(namespace_id):
+        for part in slices(row.keys):
+            rank.update((key, -number) for number, key in enumerate(part, len(rank)))
+            await breather.pause()
+    return rank
+
+
 def _only_on_disk(namespace: "Namespace", key: ChunkKey) -> bool:
     chunk = namespace.table.get(key)
     return chunk is not None and chunk.slot is None and chunk.location is not None
@@ -74,5 +85,6 @@ def _only_on_disk(namespace: "Namespace", key: ChunkKey) -> bool:
 
 def _has_room(namespace: "Namespace") -> bool:
     # Its free rows, those made ahead of need too, are room.
-    used_bytes = namespace.stores.budget.used_bytes - (namespace.slots.num_free - 1) * namespace.layout.row_bytes
-    return namespace.slots.num_takable > 0 and used_bytes <= namespace.stores.config.host.low_watermark_bytes
+    usage = namespace.host.usage
+    used_bytes = namespace.stores.budget.used_bytes - (usage.num_free - 1) * usage.row_bytes
+    return usage.num_takable > 0 and used_bytes <= namespace.stores.config.host.low_watermark_bytes

@@ -188,7 +188,7 @@ class Promoter:
 
     def _lacks_pages(self, key: ChunkKey) -> bool:
         chunk = self._namespace.table.get(key)
-        return chunk is not None and chunk.slot is not None and self._namespace.slots.lacks_pages(chunk.slot.slot)
+        return chunk is not None and chunk.slot is not None and self._namespace.host.lacks_pages(chunk.slot)
 
     def _read_of(self, key: ChunkKey) -> Read | None:
         """Return what to read for a chunk, None when it was dropped from disk while it waited."""
@@ -198,18 +198,13 @@ class Promoter:
         if chunk.location is None:
             self._fail(key)
             return None
-        namespace.arena.set_generation(chunk.slot.slot, chunk.slot.generation)
-        return Read(
-            key,
-            chunk.slot,
-            chunk.location,
-            namespace.payload(key, chunk.slot),
-            lacks_pages=namespace.slots.lacks_pages(chunk.slot.slot),
-        )
+        host = namespace.host
+        into = host.begin_load(chunk.slot, key)
+        return Read(key, chunk.slot, chunk.location, into, lacks_pages=host.lacks_pages(chunk.slot))
 
     def _next_background_batch(self) -> Batch | None:
         namespace, reads, num_bytes = self._namespace, list[Read](), 0
-        if not self._background or self._batches or not namespace.has_arena:
+        if not self._background or self._batches or not namespace.host.is_open:
             return None
         if not namespace.stores.disk_health.readable or namespace.stores.traffic.busy:
             self._tasks.start("promote-later", self._pump_when_quiet())
@@ -243,7 +238,7 @@ class Promoter:
             return None
         return Batch(
             reads,
-            arena=self._namespace.arena,
+            host=self._namespace.host,
             disk=stores.disk,
             on_progress=self._settle,
             # A background batch gives way to any namespace's requests.
@@ -272,10 +267,6 @@ class Promoter:
         Without `retry` the batch broke in a way that nobody foresaw: better a miss than the same again.
         """
         left_out = list(batch.unread)
-        backed = set(batch.backed)
-        for read in batch.unread.values():
-            if read.ref.slot in backed:
-                self._namespace.slots.mark_backed(read.ref.slot)  # or its pages would be nobody's
         if batch.background and retry:
             self._background.extendleft(key for key in reversed(left_out) if not self._askers.get(key))
         for key in left_out:
@@ -323,8 +314,6 @@ class Promoter:
             del self._reading[read.key]
             num_without_pages += not outcome.backed and bool(self._askers.get(read.key))
             self._namespace.stores.counters.io_errors_host_back += not outcome.backed
-            if outcome.backed:
-                self._namespace.slots.mark_backed(read.ref.slot)
             if chunk is None or chunk.slot != read.ref or not chunk.promoting:
                 continue
             if outcome.error is None and outcome.backed:
@@ -352,7 +341,6 @@ class Promoter:
         self._rate.moved(read.stored.raw_bytes, self._now_s())
         askers = self._askers.pop(read.key, {})
         namespace.table.complete_promotion(read.key, read.stored.checksum)
-        namespace.mark_committed(read.key)
         if chunk.location is None and chunk.held:  # dropped from disk while it was read, and told to be lost
             namespace.spiller.add([read.key])
             namespace.announce([read.key], held=True)

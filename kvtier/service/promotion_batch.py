@@ -9,7 +9,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.disk.base import ChunkRead, DiskTier, StoredChunk
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
-from kvtier.host.arena import Arena
+from kvtier.host.base import HostTier
 from kvtier.obs import trace
 
 BATCH_BYTES = 8 * 1024**2
@@ -45,7 +45,7 @@ class Batch:
 
     Args:
         reads: At least one.
-        arena: Backs the slots.
+        host: Backs the slots.
         disk: Reads.
         on_progress: Called on the loop when outcomes can be taken: after the first chunk, then about every 8 MiB.
         gives_way: Asked in the worker thread: leave out what has not begun.
@@ -57,7 +57,6 @@ class Batch:
         unread: Reads whose outcome was not taken yet; after `run` and the last `take_outcomes`, those left out.
         stopped: Set to leave out what has not begun, wanted or not.
         cancelled: Something was left out.
-        backed: Slots that have pages since, whether they were read into or left out. Valid after `run`.
         num_read: Chunks that were read well, of those taken.
         refused: A refusal of the operating system, of those taken.
     """
@@ -66,7 +65,7 @@ class Batch:
         self,
         reads: Sequence[Read],
         *,
-        arena: Arena,
+        host: HostTier,
         disk: DiskTier,
         on_progress: Callable[["Batch"], None],
         gives_way: Callable[[], bool],
@@ -77,11 +76,10 @@ class Batch:
         self.unread = {read.key: read for read in reads}
         self.stopped = False
         self.cancelled = False
-        self.backed: Sequence[int] = ()
         self.num_read = 0
         self.refused: TierIOError | None = None
         self.reads = reads
-        self._arena, self._disk, self._on_progress, self._gives_way = arena, disk, on_progress, gives_way
+        self._host, self._disk, self._on_progress, self._gives_way = host, disk, on_progress, gives_way
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []  # guarded by _lock
@@ -111,15 +109,12 @@ class Batch:
 
     def _back(self, reads: Sequence[Read]) -> set[ChunkKey]:
         """Make the pages of slots that have none; return the chunks for which there is no memory."""
-        slots, error = [read.ref.slot for read in reads], None
-        with trace.span("make pages", chunks=len(slots), background=self.background):
-            num_backed = 0
+        num_backed, error = 0, None
+        with trace.span("make pages", chunks=len(reads), background=self.background):
             try:
-                num_backed = self._arena.back(slots)
+                num_backed = self._host.back([read.ref for read in reads])
             except ArenaError as problem:
                 error = problem
-            self.backed = slots[:num_backed]
-            self._arena.populate(self.backed)
         for read in reads[num_backed:]:
             self._done(Outcome(read, error, backed=False))
         return {read.key for read in reads[num_backed:]}

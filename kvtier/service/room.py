@@ -51,8 +51,8 @@ class Room:
         """
         budget = self._stores.budget
         for other in self._namespaces.values():
-            if other is not asker and other.slots.num_free and budget.free_bytes < num_bytes:
-                other.give_back_free(num_bytes - budget.free_bytes)
+            if other is not asker and other.host.usage.num_free and budget.free_bytes < num_bytes:
+                other.host.reclaim(num_bytes - budget.free_bytes, evict=False)
         spent: set[str] = set()
         while budget.free_bytes < num_bytes:
             givers = [other for other in self._namespaces.values() if self._gives_to(asker, other, spent)]
@@ -61,12 +61,12 @@ class Room:
             giver = min(givers, key=lambda other: (other.live, _host_rank(other)))
             used_bytes = budget.used_bytes
             # In steps, because values change as chunks go; not row by row, because each step is a system call.
-            giver.give_back_room(max(giver.layout.row_bytes, (num_bytes - budget.free_bytes) // _MIN_STEP_SHARE))
+            giver.host.reclaim(max(giver.layout.row_bytes, (num_bytes - budget.free_bytes) // _MIN_STEP_SHARE))
             if budget.used_bytes == used_bytes:
                 spent.add(giver.namespace_id)
 
     def _gives_to(self, asker: "Namespace", other: "Namespace", spent: set[str]) -> bool:
-        if other is asker or other.namespace_id in spent or not other.slots.num_backed:
+        if other is asker or other.namespace_id in spent or not other.host.usage.num_backed:
             return False
         # Slots that an engine of the asker is to write into are no use to one that has to read.
         return not other.live or not asker.table.num_host or _host_rank(other) < _host_rank(asker)
@@ -144,7 +144,7 @@ class Room:
         What is in use, or on its way to disk, stays; so may the tier above its watermark.
         """
         config = self._stores.config.host
-        occupied_bytes = sum(namespace.occupied_bytes for namespace in self._namespaces.values())
+        occupied_bytes = sum(namespace.host.usage.occupied_bytes for namespace in self._namespaces.values())
         if occupied_bytes <= config.high_watermark * config.host_bytes:
             return 0
         num_freed, excess_bytes = 0, occupied_bytes - config.low_watermark_bytes
@@ -156,7 +156,7 @@ class Room:
                 break
             holder = min(holders, key=lambda each: (each.live, _host_rank(each)))
             num_slots = max(1, excess_bytes // holder.layout.row_bytes // _MIN_STEP_SHARE)
-            freed = holder.evict_ordinary(num_slots)
+            freed = holder.evict_rows(num_slots, ordinary_only=True)
             if not freed:
                 spent.add(holder.namespace_id)
             num_freed += freed

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from kvtier.core import limits
 from kvtier.core.acquire import AcquirePlan, Planning, by_importance
 from kvtier.core.chunk import Chunk
-from kvtier.core.layout import ChunkKey, group_idx_of
-from kvtier.core.slots import SlotRef, SlotState
+from kvtier.core.layout import ChunkKey
+from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk
-from kvtier.disk.base import checksum_of
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import PromptRow
@@ -166,7 +165,7 @@ class Session:
             self._answer_nothing(acquire_id, len(keys))
             return
         namespace, began_s = self.namespace, time.monotonic()
-        from_disk, find_room = namespace.stores.disk_health.readable, namespace.ensure_takable
+        from_disk, find_room = namespace.stores.disk_health.readable, namespace.host.ensure_takable
         planning = Planning(namespace.table, namespace.layout, keys, from_disk=from_disk, find_room=find_room)
         plan = planning.plan
         lease = self._leases[acquire_id] = _Lease(began_s, plan.leased)
@@ -410,17 +409,17 @@ class Session:
     def _num_short(self) -> int:
         # Idle credits are slots that hold nothing: never more than a share of the arena.
         share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self.namespace.spiller.is_behind else 1)
-        most = max(1, self.namespace.slots.num_affordable // share)
+        most = max(1, self.namespace.host.usage.num_affordable // share)
         return max(0, min(self.hello.store_credits, most) - len(self._credits))
 
     async def _top_up(self) -> None:
         try:
-            refs = await self.namespace.grant_slots(self._num_short())
+            refs = await self.namespace.host.allocate(self._num_short())
         finally:
             self._topping_up = False
         if self.ended:
             for ref in refs:
-                self.namespace.table.abort_store(ref)
+                self.namespace.host.release(ref)
             self.namespace.top_up_all()
             return
         if refs:
@@ -448,7 +447,7 @@ class Session:
         """All ranks reported; the stamps decide."""
         sealing: list[tuple[ChunkKey, SlotRef]] = []
         for key, ref in stores:
-            if self._writing.get(ref) == key and self.namespace.table.begin_seal(ref):
+            if self._writing.get(ref) == key and self.namespace.host.seal(ref):
                 del self._writing[ref]
                 sealing.append((key, ref))
         if sealing:
@@ -461,7 +460,7 @@ class Session:
         for key, ref in stores:
             if self._writing.get(ref) == key:
                 del self._writing[ref]
-                self.namespace.table.abort_store(ref)
+                self.namespace.host.release(ref)
                 self.namespace.stores.counters.stores_aborted += 1
         self.namespace.top_up_all()
 
@@ -492,24 +491,19 @@ class Session:
         namespace, counters = self.namespace, self.namespace.stores.counters
         is_wanted = namespace.stores.stores_all or namespace.table.get(key) is not None
         if checksum is None or not is_wanted:  # not stamped as granted, or nobody wants it any more
-            namespace.table.abort_store(ref)
+            namespace.host.release(ref)
             counters.stores_refused_stamp += checksum is None
             return False
         if namespace.table.commit_store(key, ref, checksum):
             counters.stores_committed += 1
             counters.stored_bytes += namespace.payload_bytes(key)
-        namespace.mark_committed(key)
         # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
         return namespace.table.holds(key)
 
     def _verify(self, stores: StoreList) -> Mapping[SlotRef, int]:
         """Worker thread: checksums of the slots whose stamps agree with the grant."""
-        arena = self.namespace.arena
-        return {
-            ref: checksum_of(arena.payload(ref.slot, group_idx_of(key)))
-            for key, ref in stores
-            if arena.stamps_agree(ref.slot, key, ref.generation)
-        }
+        verify = self.namespace.host.verify
+        return {ref: checksum for key, ref in stores if (checksum := verify(ref, key)) is not None}
 
     # The end
 
@@ -520,7 +514,7 @@ class Session:
         self.ended = True
         refs = [*self._credits.values(), *self._writing]
         for ref in refs:
-            self.namespace.slots.move(ref.slot, SlotState.QUARANTINED)
+            self.namespace.host.quarantine(ref)
         self.namespace.stores.counters.slots_quarantined += len(refs)
         log_event(logger, "session_lost", session=self.session_id, leases=self.num_leases, quarantined=len(refs))
 
@@ -533,7 +527,7 @@ class Session:
         while not self._let_go():  # noqa: ASYNC110
             await asyncio.sleep(_LOCK_POLL_S)
         for ref in [*self._credits.values(), *self._writing]:
-            self.namespace.table.abort_store(ref)
+            self.namespace.host.release(ref)
         for acquire_id in list(self._leases):
             await in_turns(self.releasing(acquire_id, None))
         log_event(logger, "session_let_go", session=self.session_id)

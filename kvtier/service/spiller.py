@@ -125,7 +125,7 @@ class Spiller:
     def _pass_over(self, key: ChunkKey) -> None:
         self._namespace.stores.counters.chunks_not_spilled += 1
         self._passed_over[key] = None
-        while len(self._passed_over) > self._namespace.slots.num_slots:
+        while len(self._passed_over) > self._namespace.host.usage.num_slots:
             del self._passed_over[next(iter(self._passed_over))]
 
     def _take_up(self) -> None:
@@ -261,7 +261,7 @@ class Spiller:
         namespace, stores = self._namespace, self._namespace.stores
         num_bytes = self._largest_pack_bytes(batch)
         payloads = [
-            ChunkPayload(key=host.key, segments=namespace.payload(host.key, host.slot), checksum=host.checksum)
+            ChunkPayload(key=host.key, segments=namespace.host.payload(host.slot, host.key), checksum=host.checksum)
             for chunk in batch
             if (host := chunk.host) is not None
         ]

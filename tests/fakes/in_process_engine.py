@@ -61,7 +61,7 @@ class InProcessEngine:
         self.session: Session = await cache.attach(self.hello, self)
         self.mirror.attach(stores_all=cache.stores.stores_all)
         self.pinned = {prompt.pin_id: prompt.pinned for prompt in cache.pins_for(self.session)}
-        arena = self.session.namespace.arena
+        arena = self.session.namespace.host.arena
         self.arena = ArenaMap(arena.path, arena.geometry.arena_id)
         self.lock = SessionLockHolder(self.session.lock.path)
         self.lock.acquire()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import kvtier.core.acquire
-import kvtier.service.adoption
+import kvtier.host.recovery
 import kvtier.service.cache
 import kvtier.service.pins
 import kvtier.service.session
@@ -127,7 +127,7 @@ class LivingService:
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.service.pins, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.service.session, "_LOCK_POLL_S", 0.001),
-            (kvtier.service.adoption, "_LOCK_POLL_S", 0.001),
+            (kvtier.host.recovery, "_LOCK_POLL_S", 0.001),
             (kvtier.service.spiller, "_RETRY_S", 0.001),
             (kvtier.service.turns, "SLICE_KEYS", 2),
             (kvtier.core.acquire, "SLICE_CHUNKS", 2),
@@ -176,8 +176,8 @@ class LivingService:
         """Nothing is going on but what goes on for ever, or waits for an engine's processes."""
         cache = self.cache
         going_on = [task.get_name() for task in cache._tasks._tasks]
-        waiting = {"expiry", "room", "spare-rows", "probe", "pin-watch", "loop-lag", "ledger-upkeep"}
-        waiting |= {"adoption"} if self.orphans else set()
+        waiting = {"expiry", "room", "preallocation", "probe", "pin-watch", "loop-lag", "ledger-upkeep"}
+        waiting |= {"recovery"} if self.orphans else set()
         return (
             not self.doing
             and (cache._verified.is_set())

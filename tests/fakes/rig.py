@@ -138,14 +138,14 @@ class Rig:
         """Commit chunks to host memory, as a store would; they are not spilled yet."""
         keys = []
         for number in numbers:
-            ref = self.namespace.slots.take_unbacked(SlotState.GRANTED)
+            slots = self.namespace.host._slots
+            ref = slots.take_unbacked(SlotState.GRANTED)
             assert ref is not None
-            self.namespace.arena.back([ref.slot])
-            self.namespace.slots.mark_backed(ref.slot)
+            self.namespace.host._back([ref])
             key = chunk_key(number)
-            (view,) = self.namespace.payload(key, ref)
+            (view,) = self.namespace.host.payload(ref, key)
             view[:] = content(number)
-            assert self.table.begin_seal(ref)
+            assert self.namespace.host.seal(ref)
             assert self.table.commit_store(key, ref, checksum_of([view]))
             keys.append(key)
         return keys
@@ -155,7 +155,7 @@ class Rig:
         chunk = self.chunk(number)
         assert chunk.readable
         assert chunk.slot is not None
-        return b"".join(self.namespace.payload(chunk.key, chunk.slot))
+        return b"".join(self.namespace.host.payload(chunk.slot, chunk.key))
 
     def check(self) -> None:
         """Raise AssertionError unless table, index, usage, tier and ledger say the same."""

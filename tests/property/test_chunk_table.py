@@ -46,12 +46,12 @@ class ChunkTableMachine(RuleBasedStateMachine):
 
     @rule()
     def grant(self) -> None:
-        ref = self.table.grant()
+        ref = self.slots.take(SlotState.GRANTED)
         if ref is None:
             ref = self.slots.take_unbacked(SlotState.GRANTED)
             if ref is None:
                 return
-            self.slots.mark_backed(ref.slot)
+            self.slots.mark_backed(ref)
         self.saw(ref)
         self.granted.append(ref)
 
@@ -60,7 +60,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         ref = self.slots.take_unbacked(SlotState.GRANTED)
         if ref is not None:
             self.saw(ref)
-            self.slots.free(ref.slot)
+            self.slots.release(ref)
 
     @precondition(lambda self: self.granted)
     @rule(key=any_key)
@@ -68,16 +68,16 @@ class ChunkTableMachine(RuleBasedStateMachine):
         ref = self.granted.pop()
         chunk = self.table.get(key)
         had_slot = chunk is not None and chunk.slot is not None
-        assert self.table.begin_seal(ref)
-        assert not self.table.begin_seal(ref), "a slot is sealed once"
+        assert self.slots.seal(ref)
+        assert not self.slots.seal(ref), "a slot is sealed once"
         assert self.table.commit_store(key, ref, 1) is not had_slot
 
     @precondition(lambda self: self.granted)
     @rule()
     def lose_session(self) -> None:
         ref = self.granted.pop()
-        self.slots.move(ref.slot, SlotState.QUARANTINED)
-        self.table.abort_store(ref)
+        self.slots.quarantine(ref)
+        self.slots.release(ref)
 
     @rule(key=any_key)
     def make_durable(self, key: bytes) -> None:
@@ -106,7 +106,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
                 self.saw(chunk.slot)
         for key in plan.promotions:
             if key[0] % 4:
-                self.slots.mark_backed(self.table.get(key).slot.slot)  # type: ignore[union-attr]
+                self.slots.mark_backed(self.table.get(key).slot)  # type: ignore[union-attr,arg-type]
                 self.table.complete_promotion(key, 1)
             else:
                 dropped = self.table.fail_promotion(key)
@@ -231,8 +231,8 @@ class AfterCrashMachine(ChunkTableMachine):
     @rule()
     def give_back_what_is_left(self) -> None:
         for slot in self.left:
-            assert self.slots.state(slot) is SlotState.QUARANTINED, "nobody got it meanwhile"
-            self.slots.discard(slot)
+            assert self.slots.state(slot) is SlotState.ORPHAN, "nobody got it meanwhile"
+            self.slots.discard(SlotRef(slot, self.slots.generation(slot)))
         self.left.clear()
 
     @invariant()

@@ -66,11 +66,11 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
         async def stored() -> None:
             for number in chosen:
-                if not self.rig.namespace.slots.num_takable:
-                    self.rig.namespace.evict_ordinary(1)
-                if self.rig.namespace.slots.num_takable and not self.rig.table.holds(keys_of([number])[0]):
-                    for ref in await self.rig.namespace.grant_slots(1):
-                        assert self.rig.table.begin_seal(ref)
+                if not self.rig.namespace.host.num_takable:
+                    self.rig.namespace.evict_rows(1, ordinary_only=True)
+                if self.rig.namespace.host.num_takable and not self.rig.table.holds(keys_of([number])[0]):
+                    for ref in await self.rig.namespace.host.allocate(1):
+                        assert self.rig.namespace.host.seal(ref)
                         key = keys_of([number])[0]
                         if self.session._commit(key, ref, 0):
                             self.rig.namespace.announce([key], held=True)
@@ -114,7 +114,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     @rule(num_slots=st.integers(1, NUM_CHUNKS))
     def evict_from_memory(self, num_slots: int) -> None:
-        self.rig.namespace.evict_ordinary(num_slots)
+        self.rig.namespace.evict_rows(num_slots, ordinary_only=True)
 
     @rule(force=st.booleans(), tier=st.sampled_from(EvictTier))
     def evict_by_command(self, force: bool, tier: EvictTier) -> None:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import kvtier.service.spare_rows
+import kvtier.host.preallocation
 from kvtier.config import DaemonConfig
 from kvtier.config.model import StoreMode
 from kvtier.core.fingerprint import namespace_id
@@ -476,7 +476,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
             return
         stores = self.service.cache.stores
         for namespace in self.service.cache.namespaces.values():
-            namespace.slots.check()
+            namespace.host.check()
         if not self.service.faults.is_calm:
             return
         self.service.go_on()  # what its clocks have begun since the last rule, on a busy machine, ends too
@@ -484,7 +484,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         for namespace in self.service.cache.namespaces.values():
             namespace.table.check()
             self.check_slots(namespace)
-        used_bytes = sum(namespace.held_bytes for namespace in self.service.cache.namespaces.values())
+        used_bytes = sum(namespace.host.usage.held_bytes for namespace in self.service.cache.namespaces.values())
         assert stores.budget.used_bytes == used_bytes
         if self.service.num_lives == 1:  # the copy that the next daemon finds has pages everywhere
             assert used_bytes == self.shared_bytes()
@@ -514,11 +514,12 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def check_slots(self, namespace: Namespace) -> None:
         sessions = namespace.sessions
-        counts = namespace.slots.counts()
+        counts = namespace.host.counts()
         live = [session for session in sessions if not session.ended]
         assert counts[SlotState.GRANTED] == sum(session.num_store_grants for session in live)
         ended = sum(session.num_store_grants for session in sessions if session.ended)
-        assert counts[SlotState.QUARANTINED] == ended or namespace.keep_pages
+        assert counts[SlotState.QUARANTINED] == ended
+        assert namespace.host.recovering or not counts[SlotState.ORPHAN]
         assert counts[SlotState.SEALING] == counts[SlotState.LOADING] == counts[SlotState.BACKING] == 0
         assert sum(chunk.num_leases for chunk in namespace.table) == sum(session.num_leases for session in sessions)
         assert self.service.orphans or not any(session.ended for session in sessions)
@@ -650,7 +651,7 @@ def keys_of(engine: InProcessEngine, chosen: Sequence[int]) -> list[ChunkKey]:
 @pytest.fixture(autouse=True)
 def spare_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made at once."""
-    monkeypatch.setattr(kvtier.service.spare_rows, "_POLL_S", 0.002)
+    monkeypatch.setattr(kvtier.host.preallocation, "_POLL_S", 0.002)
 
 
 TestWholeService = pytest.mark.timeout(120 + 3 * NUM_EXAMPLES)(WholeServiceMachine.TestCase)

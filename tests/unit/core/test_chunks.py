@@ -13,8 +13,8 @@ def test_a_chunk_in_host_memory_only_that_nobody_pins_is_evictable() -> None:
     table.pin([KEY])
     ref = slots.take_unbacked(SlotState.GRANTED)
     assert ref is not None
-    slots.mark_backed(ref.slot)
-    assert table.begin_seal(ref)
+    slots.mark_backed(ref)
+    assert slots.seal(ref)
     assert table.commit_store(KEY, ref, checksum=1)
     table.place(KEY, "pack")
     table.unpin([KEY])

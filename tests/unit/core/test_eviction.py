@@ -57,13 +57,15 @@ def store(table: ChunkTable[str], keys: list[ChunkKey]) -> list[ChunkKey]:
     """Commit chunks as a session does, the last first; return what was lost for them."""
     lost: list[ChunkKey] = []
     for key in reversed(keys):
-        ref = table.slots.take(SlotState.GRANTED) or table.slots.take_unbacked(SlotState.GRANTED)
+        slots = table.slots
+        assert isinstance(slots, SlotTable)
+        ref = slots.take(SlotState.GRANTED) or slots.take_unbacked(SlotState.GRANTED)
         if ref is None:
             lost += table.make_room(1).lost
-            ref = table.grant()
+            ref = slots.take(SlotState.GRANTED)
         assert ref is not None
-        table.slots.mark_backed(ref.slot)
-        assert table.begin_seal(ref)
+        slots.mark_backed(ref)
+        assert slots.seal(ref)
         table.commit_store(key, ref, 0)
     return lost
 

@@ -10,7 +10,6 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier.disk.disk_usage import DiskUsage
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.host.arena import Arena
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, prompt_id
 from kvtier.maintenance.online import _settled
 from kvtier.service.namespace import Namespace
@@ -152,13 +151,13 @@ def test_memory_that_differs_from_the_ledger_follows_it(tmp_path: Path, monkeypa
     async def scenario() -> None:
         config = config_in(tmp_path)
         seen: list[Namespace] = []
-        original = Namespace.open_arena
+        original = Namespace.arena_changed
 
-        def open_arena(self: Namespace, folder: Path) -> Arena:
+        def arena_changed(self: Namespace) -> None:
             seen.append(self)
-            return original(self, folder)
+            original(self)
 
-        monkeypatch.setattr(Namespace, "open_arena", open_arena)
+        monkeypatch.setattr(Namespace, "arena_changed", arena_changed)
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(await pin(stub), KEYS)
             await engine.store(KEYS)

@@ -82,7 +82,7 @@ def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
             for _ in range(3):
                 r.stores.disk_health.failed("read", TierIOError(tmp_path, "read", OSError(5, "gone")))
             assert (shown(r)["disk_reading_off"], shown(r)["disk_writing_off"]) == (1, 1)
-            await eventually(lambda: r.namespace.slots.counts()[SlotState.LOADING] == 0)
+            await eventually(lambda: r.namespace.host.counts()[SlotState.LOADING] == 0)
             in_host = sum(r.chunk(number).readable for number in range(8))
             before = r.counters.acquired_chunks_host
             session.acquire(3, keys_of(range(8)))

@@ -60,12 +60,11 @@ def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.M
 
 def have_pages(r: Rig, num_rows: int) -> None:
     """Rows are free that have their pages."""
-    refs = [r.namespace.slots.take_unbacked(SlotState.GRANTED) for _ in range(num_rows)]
-    slots = [ref.slot for ref in refs if ref is not None]
-    assert r.namespace.arena.back(slots) == num_rows
-    for slot in slots:
-        r.namespace.slots.mark_backed(slot)
-        r.namespace.slots.free(slot)
+    taken = [r.namespace.host._slots.take_unbacked(SlotState.GRANTED) for _ in range(num_rows)]
+    refs = [ref for ref in taken if ref is not None]
+    assert r.namespace.host.back(refs) == num_rows
+    for ref in refs:
+        r.namespace.host.release(ref)
 
 
 def test_alone_and_with_pages_a_prompt_is_one_long_batch(tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_a_long_batch_ends_where_pages_are_to_be_made(tmp_path: Path) -> None:
             await r.on_disk(range(12))
             session, peer = await r.session()
             have_pages(r, 3)
-            num_had = r.namespace.slots.num_free
+            num_had = r.namespace.host.usage.num_free
             with r.tier.stepping():
                 session.acquire(1, keys_of(range(12)))
                 await eventually(lambda: bool(r.tier.asked))
@@ -177,8 +176,8 @@ def test_nothing_is_read_for_those_who_left(tmp_path: Path) -> None:
                 session.acquire(1, keys_of(range(12)))
                 await eventually(lambda: len(r.tier.asked) == 1)
                 session.release(1, None)
-                assert r.namespace.slots.counts()[SlotState.LOADING] == 4, "queued ones gave their slots back at once"
-            await eventually(lambda: not r.namespace.slots.counts()[SlotState.LOADING])
+                assert r.namespace.host.counts()[SlotState.LOADING] == 4, "queued ones gave their slots back at once"
+            await eventually(lambda: not r.namespace.host.counts()[SlotState.LOADING])
             assert len(r.tier.asked) == 1
             # The chunk that was being read is there for the next request, and evictable.
             assert r.chunk(0).readable
@@ -292,7 +291,7 @@ def test_background_promotions_evict_nothing(tmp_path: Path) -> None:
             session.release(1, None)
             r.namespace.promoter.warm_up(keys_of(range(2, 8)))
             await r.namespace.promoter.until_warm()
-            assert not r.namespace.slots.counts()[SlotState.LOADING]
+            assert not r.namespace.host.counts()[SlotState.LOADING]
             assert r.chunk(0).readable
             assert r.chunk(1).readable
             r.check()
@@ -362,11 +361,11 @@ def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> N
             assert r.counters.promotions_cancelled
 
             def num_backed() -> int:
-                return sum(entry.backed for entry in r.namespace.arena.entries())
+                return sum(entry.backed for entry in r.namespace.host.arena.entries())
 
             # The release lets a session have its credit: a row that is counted, and gets its pages in a worker thread.
-            await eventually(lambda: num_backed() == r.namespace.slots.num_backed)
-            geometry = r.namespace.arena.geometry
+            await eventually(lambda: num_backed() == r.namespace.host.usage.num_backed)
+            geometry = r.namespace.host.arena.geometry
             assert r.stores.budget.used_bytes == geometry.rows_offset + num_backed() * geometry.row_bytes
             r.check()
 

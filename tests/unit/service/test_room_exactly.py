@@ -38,12 +38,12 @@ def test_another_namespace_loses_what_is_short_and_no_more(
     async def scenario() -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
             asker = await other_namespace(r, layout)
-            for ref in await asker.grant_slots(num_free):
-                asker.slots.free(ref.slot)
+            for ref in await asker.host.allocate(num_free):
+                asker.host.release(ref)
             r.in_host(range(NUM_ROWS - num_rows_of(r.stores.budget.used_bytes)))
             assert not r.stores.budget.free_bytes
             num_before = r.table.num_host
-            assert len(await asker.grant_slots(num_wanted)) == num_wanted
+            assert len(await asker.host.allocate(num_wanted)) == num_wanted
             short_rows = max(0, num_wanted - num_free) * layout.row_bytes // ROW_BYTES
             assert num_before - r.table.num_host == r.counters.host_evictions == short_rows
             assert r.counters.store_credits_short == 0
@@ -58,12 +58,12 @@ def test_an_acquire_asks_for_the_rows_of_what_is_only_on_disk(tmp_path: Path, nu
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
             giver = r.namespace
             other = await r.cache.attach(hello_of("other", weights="2"), ListPeer())
-            for ref in await other.namespace.grant_slots(num_free):
-                other.namespace.slots.free(ref.slot)
+            for ref in await other.namespace.host.allocate(num_free):
+                other.namespace.host.release(ref)
             r.in_host(range(NUM_ROWS - num_rows_of(r.stores.budget.used_bytes)))
             num_before = giver.table.num_host
-            other.namespace.ensure_takable(num_wanted)
-            assert other.namespace.slots.num_takable == max(num_wanted, num_free)
+            other.namespace.host.ensure_takable(num_wanted)
+            assert other.namespace.host.num_takable == max(num_wanted, num_free)
             assert num_before - giver.table.num_host == max(0, num_wanted - num_free)
 
     asyncio.run(scenario())
@@ -73,11 +73,11 @@ def test_an_acquire_asks_for_the_rows_of_what_is_only_on_disk(tmp_path: Path, nu
 def test_a_namespace_evicts_of_its_own_what_is_short_and_no_more(tmp_path: Path, num_free: int) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
-            free = await r.namespace.grant_slots(num_free)
+            free = await r.namespace.host.allocate(num_free)
             r.in_host(range(NUM_ROWS - num_rows_of(r.stores.budget.used_bytes)))
             for ref in free:
-                r.namespace.slots.free(ref.slot)
-            assert len(await r.namespace.grant_slots(5)) == 5
+                r.namespace.host.release(ref)
+            assert len(await r.namespace.host.allocate(5)) == 5
             assert r.counters.host_evictions == 5 - num_free
 
     asyncio.run(scenario())
@@ -87,14 +87,14 @@ def test_rows_that_are_free_go_before_chunks_and_as_few(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
             asker = await other_namespace(r, hello_of("").layout)
-            free = await r.namespace.grant_slots(6)
+            free = await r.namespace.host.allocate(6)
             r.in_host(range(NUM_ROWS - num_rows_of(r.stores.budget.used_bytes) - 1))
             for ref in free:
-                r.namespace.slots.free(ref.slot)
-            assert len(await asker.grant_slots(3)) == 3, "one of them from what the budget has"
-            assert (r.namespace.slots.num_free, r.counters.host_evictions) == (4, 0)
-            r.namespace.give_back_room(6 * ROW_BYTES)
-            assert (r.namespace.slots.num_free, r.counters.host_evictions) == (0, 2)
+                r.namespace.host.release(ref)
+            assert len(await asker.host.allocate(3)) == 3, "one of them from what the budget has"
+            assert (r.namespace.host.usage.num_free, r.counters.host_evictions) == (4, 0)
+            r.namespace.host.reclaim(6 * ROW_BYTES)
+            assert (r.namespace.host.usage.num_free, r.counters.host_evictions) == (0, 2)
 
     asyncio.run(scenario())
 
@@ -111,12 +111,13 @@ def test_above_the_high_watermark_rows_are_freed_down_to_the_low_one_exactly(
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
             host = replace(r.stores.config.host, high_watermark=0.5, low_watermark=low)
             object.__setattr__(r.stores.config, "host", host)
-            r.in_host(range(20 - num_rows_of(r.namespace.occupied_bytes)))
+            r.in_host(range(20 - num_rows_of(r.namespace.host.usage.occupied_bytes)))
             assert r.cache.room.trim_host() == 0, "not above it"
-            r.in_host(range(100, 100 + num_rows - num_rows_of(r.namespace.occupied_bytes)))
+            r.in_host(range(100, 100 + num_rows - num_rows_of(r.namespace.host.usage.occupied_bytes)))
             num_freed = num_rows - int(low * NUM_ROWS * ROW_BYTES) // ROW_BYTES
             assert r.cache.room.trim_host() == r.counters.host_evictions == num_freed
-            assert r.namespace.occupied_bytes <= low * NUM_ROWS * ROW_BYTES < r.namespace.occupied_bytes + ROW_BYTES
+            occupied_bytes = r.namespace.host.usage.occupied_bytes
+            assert occupied_bytes <= low * NUM_ROWS * ROW_BYTES < occupied_bytes + ROW_BYTES
             assert r.cache.room.trim_host() == 0
 
     asyncio.run(scenario())

@@ -35,8 +35,8 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
             peer = CreditPeer()
             session = await r.cache.attach(replace(hello_of("aborts"), store_credits=2), peer)
             session.top_up()
-            slots = r.namespace.slots
-            for number in range(3 * slots.num_slots):
+            slots = r.namespace.host
+            for number in range(3 * slots.usage.num_slots):
                 await eventually(lambda: len(peer.credits) == 2)
                 stores = [(chunk_key(number + place), peer.credits.pop()) for place in range(2)]
                 session.store_begin(stores)
@@ -47,7 +47,7 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
                 await at_rest(r.stores)
                 granted = sum(each.num_store_grants for each in r.namespace.sessions)
                 assert slots.counts()[SlotState.GRANTED] == granted
-            assert r.counters.stores_aborted == 2 * 3 * slots.num_slots
+            assert r.counters.stores_aborted == 2 * 3 * slots.usage.num_slots
             assert r.counters.host_evictions == r.counters.store_credits_short == 0
             r.check()
 

@@ -51,7 +51,7 @@ def test_header_and_slot_table_are_counted(folder: Path) -> None:
 def test_an_arena_whose_rows_are_all_taken_stays_within_the_limit(folder: Path, host_bytes: int) -> None:
     async def scenario() -> None:
         async with rig(folder, host_bytes=host_bytes) as r:
-            r.in_host(range(r.namespace.slots.num_takable))
+            r.in_host(range(r.namespace.host.num_takable))
             left_bytes = host_bytes - shared_bytes(r)
             assert 0 <= left_bytes < ROW_BYTES + 4096
             assert r.stores.budget.used_bytes == shared_bytes(r)
@@ -66,11 +66,11 @@ def test_many_arenas_stay_within_the_limit(folder: Path) -> None:
         async with rig(folder, host_bytes=1 << 19) as r:
             for number in range(60):
                 session = await r.cache.attach(hello_of(f"e{number}", weights=f"w{number}"), ListPeer())
-                slots = await session.namespace.grant_slots(4)
+                slots = await session.namespace.host.allocate(4)
                 assert slots, number
                 assert shared_bytes(r) == r.stores.budget.used_bytes <= 1 << 19
                 for ref in slots:
-                    session.namespace.table.abort_store(ref)
+                    session.namespace.host.release(ref)
 
     asyncio.run(scenario())
 
@@ -93,7 +93,7 @@ def test_a_slot_table_that_does_not_fit_is_refused_with_the_numbers(folder: Path
 def test_an_arena_that_others_leave_no_room_for_is_refused_and_had_when_they_have_gone(folder: Path) -> None:
     async def scenario() -> None:
         async with rig(folder, host_bytes=16 * ROW_BYTES) as r:
-            keys = r.in_host(range(r.namespace.slots.num_takable))
+            keys = r.in_host(range(r.namespace.host.num_takable))
             session, _ = await r.session()
             session.acquire(1, keys)  # leased: nothing of it can be evicted
             with pytest.raises(ArenaFullError) as refused:

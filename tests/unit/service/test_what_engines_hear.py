@@ -50,7 +50,7 @@ def test_what_was_in_memory_only_is_gone_even_when_the_ledger_refuses(
 
 
 def lose_from_memory(r: Rig) -> None:
-    r.namespace.evict_ordinary(1)
+    r.namespace.evict_rows(1, ordinary_only=True)
 
 
 def forget(r: Rig) -> None:

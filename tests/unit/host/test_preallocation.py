@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
+import kvtier.host.preallocation
 import kvtier.service.namespace
 import kvtier.service.session
-import kvtier.service.spare_rows
 from kvtier.core.slots import SlotState
 from kvtier.service.namespace import Namespace
-from kvtier.service.spare_rows import SpareRows
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps, turns
 from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
@@ -28,18 +27,18 @@ OTHER = hello_of("other", weights="2")
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvtier.service.spare_rows, "_POLL_S", 0.002)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_STARTING_PAUSE_S", 0.001)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_RETRY_S", 0.002)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_CALM_S", 0.02)
+    monkeypatch.setattr(kvtier.host.preallocation, "_POLL_S", 0.002)
+    monkeypatch.setattr(kvtier.host.preallocation, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(kvtier.host.preallocation, "_STARTING_PAUSE_S", 0.001)
+    monkeypatch.setattr(kvtier.host.preallocation, "_RETRY_S", 0.002)
+    monkeypatch.setattr(kvtier.host.preallocation, "_CALM_S", 0.02)
 
 
 @asynccontextmanager
 async def spare_rig(folder: Path, spare_rows: int = SPARE_ROWS, **settings: Any) -> AsyncIterator[Rig]:
     """A rig of 128 rows of 8 KiB, of which some are made in the background while they are free."""
     async with rig(folder, spare_bytes=spare_rows * ROW_BYTES, **settings) as r:
-        running = asyncio.create_task(SpareRows(r.stores, r.cache.namespaces.values).run())
+        running = asyncio.create_task(r.cache._new_preallocator().run())
         try:
             yield r
         finally:
@@ -56,14 +55,14 @@ async def a_second(loop: JumpingLoop, r: Rig) -> None:
 
 def num_backed(namespace: Namespace) -> int:
     """Return how many rows have pages, as the arena says."""
-    return sum(entry.backed for entry in namespace.arena.entries())
+    return sum(entry.backed for entry in namespace.host.arena.entries())
 
 
 async def settled(r: Rig) -> None:
     """Return when rows and budget agree, with the spare rows free."""
-    await eventually(lambda: r.namespace.slots.num_free == SPARE_ROWS)
-    await eventually(lambda: num_backed(r.namespace) == r.namespace.slots.num_backed)
-    geometry = r.namespace.arena.geometry
+    await eventually(lambda: r.namespace.host.usage.num_free == SPARE_ROWS)
+    await eventually(lambda: num_backed(r.namespace) == r.namespace.host.usage.num_backed)
+    geometry = r.namespace.host.arena.geometry
     assert r.stores.budget.used_bytes == geometry.rows_offset + num_backed(r.namespace) * geometry.row_bytes
     r.check()
 
@@ -77,14 +76,14 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
             session, peer = await r.session()
             await settled(r)
             made: list[int] = []
-            back = r.namespace.arena.back
+            back = r.namespace.host.arena.back
 
             def note(slots: Sequence[int]) -> int:
                 made.extend(slots)
                 return back(slots)
 
             with monkeypatch.context() as patch:
-                patch.setattr(r.namespace.arena, "back", note)
+                patch.setattr(r.namespace.host.arena, "back", note)
                 with r.tier.stepping():
                     session.acquire(1, keys_of(range(6)))
                     taken = {r.chunk(number).slot for number in range(6)}
@@ -103,8 +102,8 @@ def test_rows_are_made_fast_until_an_engine_serves(
 ) -> None:
     """The first prompts of a vLLM that has just started were computed slower: rows were made beside them."""
     monkeypatch.setattr(kvtier.service.session, "STARTING_S", 1000.0)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_PAUSE_S", 1000.0)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
+    monkeypatch.setattr(kvtier.host.preallocation, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(kvtier.host.preallocation, "_SLICE_BYTES", ROW_BYTES)
 
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
@@ -114,9 +113,9 @@ def test_rows_are_made_fast_until_an_engine_serves(
                 monkeypatch.setattr(kvtier.service.session, "STARTING_S", 0.0)
             else:
                 session.measured(1000.0)
-            r.namespace.give_back_free(1 << 30)
+            r.namespace.host.reclaim(1 << 30, evict=False)
             await a_second(loop, r)
-            assert r.namespace.slots.num_free <= 1, "the next one after a pause"
+            assert r.namespace.host.usage.num_free <= 1, "the next one after a pause"
 
     run_with_jumps(scenario)
 
@@ -129,7 +128,7 @@ def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch:
             (session,) = r.namespace.sessions
             r.cache.end(session)
             await eventually(lambda: not r.namespace.sessions)
-            running = asyncio.create_task(SpareRows(r.stores, r.cache.namespaces.values).run())
+            running = asyncio.create_task(r.cache._new_preallocator().run())
             await a_second(loop, r)
             assert calls == []
             await r.session()
@@ -147,27 +146,27 @@ def test_rows_are_made_slowly_where_others_need_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_up_s: float, num_made: int
 ) -> None:
     """Half of them at the usual pace, which may be needed at any moment; the rest of them after long pauses."""
-    monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_CROWDED_RATIO", 1.5 if held_up_s else 1e6)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_CROWDED_PAUSE_RATIO", 1e6)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_MAX_PAUSE_S", 1000.0)
+    monkeypatch.setattr(kvtier.host.preallocation, "_SLICE_BYTES", ROW_BYTES)
+    monkeypatch.setattr(kvtier.host.preallocation, "_CROWDED_RATIO", 1.5 if held_up_s else 1e6)
+    monkeypatch.setattr(kvtier.host.preallocation, "_CROWDED_PAUSE_RATIO", 1e6)
+    monkeypatch.setattr(kvtier.host.preallocation, "_MAX_PAUSE_S", 1000.0)
 
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             session, _ = await r.session()
             await settled(r)
             session.measured(1000.0)
-            back = r.namespace.arena.back
+            back = r.namespace.host.arena.back
 
             def held_up(slots: Sequence[int]) -> int:
                 time.sleep(held_up_s)
                 return back(slots)
 
-            monkeypatch.setattr(r.namespace.arena, "back", held_up)
-            r.namespace.give_back_free(1 << 30)
-            await eventually(lambda: r.namespace.slots.num_free >= num_made)
+            monkeypatch.setattr(r.namespace.host.arena, "back", held_up)
+            r.namespace.host.reclaim(1 << 30, evict=False)
+            await eventually(lambda: r.namespace.host.usage.num_free >= num_made)
             await a_second(loop, r)
-            assert r.namespace.slots.num_free == num_made
+            assert r.namespace.host.usage.num_free == num_made
 
     run_with_jumps(scenario)
 
@@ -179,11 +178,11 @@ def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
             (session,) = r.namespace.sessions
             r.cache.end(session)
             await eventually(lambda: not r.namespace.sessions)
-            num_free = r.namespace.slots.num_free
-            r.namespace.give_back_free(1 << 30)
+            num_free = r.namespace.host.usage.num_free
+            r.namespace.host.reclaim(1 << 30, evict=False)
             assert num_free >= SPARE_ROWS
             await a_second(loop, r)
-            assert r.namespace.slots.num_free == 0
+            assert r.namespace.host.usage.num_free == 0
 
     run_with_jumps(scenario)
 
@@ -192,8 +191,8 @@ def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             row_bytes, limit_bytes = r.namespace.layout.row_bytes, r.stores.budget.limit_bytes
-            num_rows = (int(0.9 * limit_bytes) - r.namespace.arena_overhead_bytes) // row_bytes
-            r.in_host(range(num_rows - r.namespace.slots.num_backed - 2))
+            num_rows = (int(0.9 * limit_bytes) - r.namespace.host.needed_bytes) // row_bytes
+            r.in_host(range(num_rows - r.namespace.host.usage.num_backed - 2))
             await eventually(lambda: r.stores.budget.used_bytes > 0.9 * limit_bytes - row_bytes)
             await a_second(loop, r)
             assert 0.9 * limit_bytes - row_bytes < r.stores.budget.used_bytes <= 0.9 * limit_bytes
@@ -204,13 +203,13 @@ def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
 def test_all_rows_can_be_made_at_once_and_are_free_to_everybody(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with spare_rig(tmp_path, spare_rows=128) as r:
-            slots = r.namespace.slots
-            num_rows = (int(0.9 * (1 << 20)) - r.namespace.arena_overhead_bytes) // ROW_BYTES
-            await eventually(lambda: slots.num_backed == num_rows and not slots.counts()[SlotState.BACKING])
+            slots = r.namespace.host
+            num_rows = (int(0.9 * (1 << 20)) - r.namespace.host.needed_bytes) // ROW_BYTES
+            await eventually(lambda: slots.usage.num_backed == num_rows and not slots.counts()[SlotState.BACKING])
             num_takable = slots.num_takable
             assert num_takable > num_rows - 16, "but for store credits"
-            assert len(await r.namespace.grant_slots(num_takable)) == num_takable
-            assert slots.num_free == 0
+            assert len(await r.namespace.host.allocate(num_takable)) == num_takable
+            assert slots.usage.num_free == 0
             assert r.stores.counters.host_evictions == 0
             r.check()
 
@@ -222,8 +221,8 @@ class HeldUp:
 
     def __init__(self, r: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
-        self._back, self._num_calls = r.namespace.arena.back, 0
-        monkeypatch.setattr(r.namespace.arena, "back", self)
+        self._back, self._num_calls = r.namespace.host.arena.back, 0
+        monkeypatch.setattr(r.namespace.host.arena, "back", self)
 
     def __call__(self, slots: Sequence[int]) -> int:
         self._num_calls += 1
@@ -238,17 +237,17 @@ def test_nothing_is_evicted_for_rows_that_get_their_pages_now(tmp_path: Path, mo
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
-            slots = r.namespace.slots
+            slots = r.namespace.host
             r.in_host(range(slots.num_takable - 2 * SPARE_ROWS))
             with monkeypatch.context() as patch:
-                patch.setattr(kvtier.service.namespace, "_MAKING_TIMEOUT_S", 10.0)
+                patch.setattr(kvtier.host.arena_tier, "_PREALLOCATION_TIMEOUT_S", 10.0)
                 held_up = HeldUp(r, patch)
-                r.namespace.give_back_free(1 << 30)
+                r.namespace.host.reclaim(1 << 30, evict=False)
                 await eventually(lambda: slots.counts()[SlotState.BACKING] > 0)
                 num_made = slots.counts()[SlotState.BACKING]
                 assert num_made <= (slots.num_takable + num_made) // 8, "an acquire finds the most"
                 num_others = slots.counts()[SlotState.GRANTED]
-                granting = asyncio.create_task(r.namespace.grant_slots(2 * SPARE_ROWS))
+                granting = asyncio.create_task(r.namespace.host.allocate(2 * SPARE_ROWS))
                 granted = num_others + 2 * SPARE_ROWS - num_made
                 await eventually(lambda: slots.counts()[SlotState.GRANTED] == granted)
                 await turns()
@@ -266,16 +265,16 @@ def test_who_stores_does_not_wait_long_for_them(tmp_path: Path, monkeypatch: pyt
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
-            slots = r.namespace.slots
+            slots = r.namespace.host
             await r.on_disk(range(slots.num_takable - 2 * SPARE_ROWS))
             num_short = slots.num_takable - 2 * SPARE_ROWS
             r.in_host(range(1000, 1000 + max(0, num_short)))
             with monkeypatch.context() as patch:
-                patch.setattr(kvtier.service.namespace, "_MAKING_TIMEOUT_S", 0.01)
+                patch.setattr(kvtier.host.arena_tier, "_PREALLOCATION_TIMEOUT_S", 0.01)
                 held_up = HeldUp(r, patch)
-                r.namespace.give_back_free(1 << 30)
+                r.namespace.host.reclaim(1 << 30, evict=False)
                 await eventually(lambda: slots.counts()[SlotState.BACKING] > 0)
-                assert len(await r.namespace.grant_slots(2 * SPARE_ROWS)) == 2 * SPARE_ROWS
+                assert len(await r.namespace.host.allocate(2 * SPARE_ROWS)) == 2 * SPARE_ROWS
                 assert r.stores.counters.host_evictions == slots.counts()[SlotState.BACKING]
                 held_up.go_on.set()
 
@@ -284,13 +283,13 @@ def test_who_stores_does_not_wait_long_for_them(tmp_path: Path, monkeypatch: pyt
 
 def test_they_are_made_where_promotions_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is never calm, but quiet for moments: below half of them that has to do."""
-    monkeypatch.setattr(kvtier.service.spare_rows, "_CALM_S", 1000.0)
+    monkeypatch.setattr(kvtier.host.preallocation, "_CALM_S", 1000.0)
 
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:
             r.stores.traffic.began()
             r.stores.traffic.ended()
-            await eventually(lambda: 2 * r.namespace.slots.num_free >= SPARE_ROWS)
+            await eventually(lambda: 2 * r.namespace.host.usage.num_free >= SPARE_ROWS)
 
     asyncio.run(scenario())
 
@@ -302,9 +301,9 @@ def test_another_namespace_gets_their_memory(tmp_path: Path) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
             other = (await r.cache.attach(OTHER, ListPeer())).namespace
-            await eventually(lambda: other.slots.num_free == SPARE_ROWS)
-            other.ensure_takable(other.slots.num_slots)
-            assert r.namespace.slots.num_free == 0
+            await eventually(lambda: other.host.usage.num_free == SPARE_ROWS)
+            other.host.ensure_takable(other.host.usage.num_slots)
+            assert r.namespace.host.usage.num_free == 0
 
     asyncio.run(scenario())
 
@@ -314,13 +313,13 @@ def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
             r.stores.traffic.began()
-            r.namespace.give_back_free(4 * r.namespace.layout.row_bytes)
+            r.namespace.host.reclaim(4 * r.namespace.layout.row_bytes, evict=False)
             await a_second(loop, r)
-            assert r.namespace.slots.num_free == SPARE_ROWS - 4
+            assert r.namespace.host.usage.num_free == SPARE_ROWS - 4
             ended_s = time.monotonic()
             r.stores.traffic.ended()
             await settled(r)
-            assert time.monotonic() - ended_s >= kvtier.service.spare_rows._CALM_S, "their engine is at work then"
+            assert time.monotonic() - ended_s >= kvtier.host.preallocation._CALM_S, "their engine is at work then"
 
     run_with_jumps(scenario)
 
@@ -329,9 +328,9 @@ def test_hits_in_memory_come_first_while_there_are_many_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of much memory to be made, a part was urgent as long as it was not half of it, and took cores from every hit."""
-    monkeypatch.setattr(kvtier.service.spare_rows, "_CALM_S", 1000.0)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_URGENT_BYTES", 4 * ROW_BYTES)
-    monkeypatch.setattr(kvtier.service.spare_rows, "_SLICE_BYTES", ROW_BYTES)
+    monkeypatch.setattr(kvtier.host.preallocation, "_CALM_S", 1000.0)
+    monkeypatch.setattr(kvtier.host.preallocation, "_URGENT_BYTES", 4 * ROW_BYTES)
+    monkeypatch.setattr(kvtier.host.preallocation, "_SLICE_BYTES", ROW_BYTES)
 
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
@@ -339,10 +338,10 @@ def test_hits_in_memory_come_first_while_there_are_many_of_them(
             r.in_host(range(1))
             session, _ = await r.session()
             session.acquire(1, keys_of(range(1)))
-            r.namespace.give_back_free(1 << 30)
-            await eventually(lambda: r.namespace.slots.num_free == 4)
+            r.namespace.host.reclaim(1 << 30, evict=False)
+            await eventually(lambda: r.namespace.host.usage.num_free == 4)
             await a_second(loop, r)
-            assert r.namespace.slots.num_free == 4
+            assert r.namespace.host.usage.num_free == 4
 
     run_with_jumps(scenario)
 
@@ -353,12 +352,12 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
-            r.namespace.give_back_free(1 << 30)
-            r.namespace.arena._pages = pages = LimitedPages(3 * r.namespace.layout.row_bytes)
-            await eventually(lambda: r.namespace.slots.num_free == 3)
+            r.namespace.host.reclaim(1 << 30, evict=False)
+            r.namespace.host.arena._pages = pages = LimitedPages(3 * r.namespace.layout.row_bytes)
+            await eventually(lambda: r.namespace.host.usage.num_free == 3)
             await a_second(loop, r)
-            assert r.namespace.slots.num_free == 3
-            assert r.namespace.slots.counts()[SlotState.BACKING] <= SPARE_ROWS
+            assert r.namespace.host.usage.num_free == 3
+            assert r.namespace.host.counts()[SlotState.BACKING] <= SPARE_ROWS
             pages.room_bytes = 1 << 30
             await settled(r)
 
@@ -377,7 +376,7 @@ def test_a_namespace_that_is_closed_meanwhile(tmp_path: Path) -> None:
                 await asyncio.sleep(0.003)
                 r.cache.end(session)
                 await eventually(lambda: len(r.cache.namespaces) == 1)
-            r.namespace.give_back_free(1 << 30)
+            r.namespace.host.reclaim(1 << 30, evict=False)
             await settled(r)
 
     asyncio.run(scenario())

@@ -20,8 +20,8 @@ import pytest
 
 from kvtier.errors import ArenaError, ArenaFullError
 from kvtier.host.arena import Arena
+from kvtier.host.arenas import max_open_arenas
 from kvtier.pages import PageOps
-from kvtier.service.arenas import max_open_arenas
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace
 from kvtier.service.prompts import PinWish
@@ -114,7 +114,7 @@ def test_the_longest_unused_gives_way_and_its_prompt_comes_back(folder: Path) ->
                 await gone(cache, engine)
                 assert num_files(cache) == cache.arenas.num_open <= MAX_OPEN
                 assert shared_bytes(cache) == cache.stores.budget.used_bytes
-            assert [namespace.has_arena for namespace in namespaces] == [False, False, True, True, True, True]
+            assert [namespace.host.is_open for namespace in namespaces] == [False, False, True, True, True, True]
             views = [await cache.pins.view(f"m{n}") for n in range(MAX_OPEN + 2)]
             assert all(view.state.name == "DURABLE" for view in views)
             again = await attached(cache, "m0")
@@ -146,7 +146,7 @@ def test_what_is_not_written_yet_stays(folder: Path, monkeypatch: pytest.MonkeyP
             writable.set()
             await eventually(lambda: not namespace.spiller.queued_bytes)
             two = await attached(cache, "two")
-            assert not namespace.has_arena
+            assert not namespace.host.is_open
             await gone(cache, two)
 
     asyncio.run(scenario())
@@ -161,7 +161,7 @@ def test_an_arena_that_a_process_may_touch_stays(folder: Path) -> None:
             cache.end(engine.session)
             with pytest.raises(ArenaFullError, match="ulimit -n"):
                 await attached(cache, "two")
-            assert engine.session.namespace.has_arena
+            assert engine.session.namespace.host.is_open
             engine.let_go()
             await idle(engine.session.namespace)
             two = await attached(cache, "two")
@@ -203,7 +203,7 @@ def test_memory_that_idle_models_take_is_given_to_the_next(folder: Path) -> None
                 await gone(cache, engine)
             await cache._keep_room_once()
             for namespace in cache.namespaces.values():
-                assert namespace.has_arena == (namespace.slots.num_backed > 0)
+                assert namespace.host.is_open == (namespace.host.usage.num_backed > 0)
             assert shared_bytes(cache) == cache.stores.budget.used_bytes
 
     asyncio.run(scenario())
@@ -220,7 +220,7 @@ def test_a_file_system_without_room_is_a_reason_too(folder: Path, monkeypatch: p
             create = Arena.create
 
             def refuse_while_one_is_there(*args: object, **kwargs: object) -> Arena:
-                if not namespace.has_arena:
+                if not namespace.host.is_open:
                     return create(*args, **kwargs)  # type: ignore[arg-type]
                 with monkeypatch.context() as patched:
                     patched.setattr(PageOps, "allocate", refuse)
@@ -232,7 +232,7 @@ def test_a_file_system_without_room_is_a_reason_too(folder: Path, monkeypatch: p
             with monkeypatch.context() as patched:
                 patched.setattr(Arena, "create", refuse_while_one_is_there)
                 two = await attached(cache, "two")
-                assert not namespace.has_arena
+                assert not namespace.host.is_open
                 three = await attached(cache, "three")
             with monkeypatch.context() as patched:
                 patched.setattr(PageOps, "allocate", refuse)
@@ -259,7 +259,7 @@ def test_a_refusal_that_nothing_can_mend_closes_nothing(folder: Path, monkeypatc
                 patched.setattr(PageOps, "allocate", refuse)
                 with pytest.raises(ArenaError):
                     await attached(cache, "two")
-            assert namespace.has_arena
+            assert namespace.host.is_open
             assert shared_bytes(cache) == cache.stores.budget.used_bytes
 
     asyncio.run(scenario())
@@ -280,7 +280,7 @@ def test_an_engine_that_comes_back_while_its_arena_is_emptied_keeps_it(
             assert namespace.table.num_host == len(KEYS) - 1, "on its way"
             namespace.sessions.append(one.session)
             assert not await closing
-            assert namespace.has_arena
+            assert namespace.host.is_open
             namespace.sessions.remove(one.session)
 
     asyncio.run(scenario())
@@ -299,14 +299,14 @@ def test_a_start_takes_over_no_more_arenas_than_there_are_descriptors_for(
                 await gone(cache, engine)
         async with cache_in(folder, max_open=2) as cache:
             models = {namespace.row.model: namespace for namespace in cache.namespaces.values()}
-            assert {model for model, namespace in models.items() if namespace.has_arena} == {"b", "c"}
+            assert {model for model, namespace in models.items() if namespace.host.is_open} == {"b", "c"}
             assert num_files(cache) == 2
             assert caplog.text.count("arena_dropped") == 1
             assert shared_bytes(cache) <= cache.stores.budget.used_bytes, "pages go first, then they are counted out"
-            await eventually(lambda: not any(namespace.keep_pages for namespace in models.values()))
+            await eventually(lambda: not any(namespace.host.recovering for namespace in models.values()))
             await eventually(lambda: shared_bytes(cache) == cache.stores.budget.used_bytes)
             engine = await attached(cache, "a")  # in place of the one that is unused for longest now
-            assert [model for model, namespace in models.items() if not namespace.has_arena] == ["b"]
+            assert [model for model, namespace in models.items() if not namespace.host.is_open] == ["b"]
             await gone(cache, engine)
 
     asyncio.run(scenario())

@@ -5,7 +5,7 @@ An arena takes shared memory (rows, slot table, header page) and two descriptors
     NONE        no file; chunks are on disk only
     SERVING     a session is attached, or an ended one whose lock a process of its engine still holds
     IDLE        no session; chunks in memory are ordinary cache or on disk, or on their way there
-    TAKEN OVER  a dead daemon left it, and a process may still hold a session lock of that daemon (`keep_pages`)
+    TAKEN OVER  a previous daemon left it, and a process may still hold a session lock of that daemon (`recovering`)
     CLOSING     a worker thread gives its pages back and unlinks it; its bytes count until that is done
 
     NONE --attach, prewarm--> SERVING, IDLE    the header and slot table are counted before the file is made
@@ -24,16 +24,15 @@ still maps a closed file keeps a valid mapping: the path is unlinked, and the fi
 import logging
 import resource
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from kvtier.core.arena_format import WORD_BYTES, entry_words
+from kvtier.core.slots import HostBudget
 from kvtier.errors import ArenaError, ArenaFullError
-from kvtier.host.arena import Arena
+from kvtier.host.arena_tier import ArenaTier, DetachedArena
+from kvtier.host.base import RunInThread, TaskOwner
+from kvtier.host.tenant import Tenant
 from kvtier.obs.log import log_event
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import DetachedArena, Namespace
-    from kvtier.service.stores import Stores
-    from kvtier.service.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +54,10 @@ class Arenas:
     """Opens and closes arenas over all namespaces. Loop thread only.
 
     Args:
-        stores: Budget, threads and configuration.
-        namespaces: By id; the cache's own, which changes.
+        directory: Of the files.
+        budget: Shared by all namespaces.
+        namespaces: By id; they come and go.
+        in_thread: Runs the calls that give pages back.
         tasks: Closing goes on in one of these when the caller is cancelled.
         top_up_all: Called when memory has come free.
         max_open: At most so many at once.
@@ -64,23 +65,27 @@ class Arenas:
 
     def __init__(
         self,
-        stores: "Stores",
-        namespaces: Mapping[str, "Namespace"],
-        tasks: "Tasks",
+        directory: Path,
+        budget: HostBudget,
+        namespaces: Mapping[str, Tenant],
+        *,
+        in_thread: RunInThread,
+        tasks: TaskOwner,
         top_up_all: Callable[[], None],
         max_open: int,
     ) -> None:
-        self._stores, self._namespaces, self._tasks, self._top_up_all = stores, namespaces, tasks, top_up_all
+        self._directory, self._budget, self._namespaces = directory, budget, namespaces
+        self._in_thread, self._tasks, self._top_up_all = in_thread, tasks, top_up_all
         self.max_open = max_open
         self._num_closing = 0
 
     @property
     def num_open(self) -> int:
         """Arenas that have descriptors."""
-        return self._num_closing + sum(namespace.has_arena for namespace in self._namespaces.values())
+        return self._num_closing + sum(namespace.host.is_open for namespace in self._namespaces.values())
 
-    async def open(self, namespace: "Namespace") -> Arena:
-        """Return the namespace's arena, which is made if there is none; idle ones are closed if they are in the way.
+    async def open(self, namespace: Tenant) -> None:
+        """Make the namespace's arena if there is none; idle ones are closed if they are in the way.
 
         Nothing else runs between its return and the caller's next `await`: a session attached until then keeps it.
 
@@ -88,28 +93,32 @@ class Arenas:
             ArenaFullError: host.bytes, the file system or the descriptors have no place for it; the message says which.
             ArenaError: The file cannot be made.
         """
-        namespace.check_arena_fits()
-        while not namespace.has_arena:
+        _check_fits(namespace.host, self._budget)
+        while not namespace.host.is_open:
             try:
                 self._check_descriptors()
-                namespace.open_arena(self._stores.config.host.arena_dir)
+                self._open(namespace)
             except ArenaFullError:
                 if not await self._close_longest_unused():
                     raise
-        return namespace.arena
 
-    def open_if_room(self, namespace: "Namespace") -> bool:
+    def open_if_room(self, namespace: Tenant) -> bool:
         """Make the namespace's arena if nothing has to make way for it; say whether there is one.
 
         Raises:
             ArenaError: The file cannot be made.
         """
-        if not namespace.has_arena:
-            has_memory = namespace.arena_overhead_bytes + namespace.layout.row_bytes <= self._stores.budget.free_bytes
+        if not namespace.host.is_open:
+            has_memory = namespace.host.needed_bytes + namespace.layout.row_bytes <= self._budget.free_bytes
             if not has_memory or self.num_open >= self.max_open:
                 return False
-            namespace.open_arena(self._stores.config.host.arena_dir)
+            _check_fits(namespace.host, self._budget)
+            self._open(namespace)
         return True
+
+    def _open(self, namespace: Tenant) -> None:
+        namespace.host.open(self._directory)
+        namespace.arena_changed()
 
     def _check_descriptors(self) -> None:
         if self.num_open >= self.max_open:
@@ -122,46 +131,47 @@ class Arenas:
     async def close_empty(self) -> None:
         """Close idle arenas that have no row with pages: others took them all, or there never was one."""
         for namespace in list(self._namespaces.values()):
-            if namespace.is_idle and namespace.promoter.is_warm and not namespace.slots.num_backed:
+            if namespace.is_idle and namespace.is_warm and not namespace.host.usage.num_backed:
                 await self._close(namespace)
 
     async def _close_longest_unused(self) -> bool:
         """Close an idle arena; say whether there was one that could be closed."""
-        for namespace in sorted(self._idle(), key=lambda each: each.row.seen_unix_s):
+        for namespace in sorted(self._idle(), key=lambda each: each.seen_unix_s):
             if namespace.is_idle and await self._close(namespace):
                 return True
         return False
 
-    def _idle(self) -> "Iterable[Namespace]":
-        return (each for each in self._namespaces.values() if each.is_idle and not each.spiller.queued_bytes)
+    def _idle(self) -> Iterable[Tenant]:
+        return (each for each in self._namespaces.values() if each.is_idle and not each.unwritten_bytes)
 
-    async def _close(self, namespace: "Namespace") -> bool:
-        if not await namespace.evict_all():
+    async def _close(self, namespace: Tenant) -> bool:
+        if not await namespace.evict_all() or not namespace.is_idle:
             return False
-        detached = namespace.detach_arena()
+        detached = namespace.host.detach()
         if detached is None:
             return False
+        namespace.arena_changed()
         log_event(
             logger,
             "arena_closed",
             namespace=namespace.namespace_id,
-            model=namespace.row.model,
+            model=namespace.model,
             path=detached.arena.path,
         )
         self._num_closing += 1
         await self._tasks.complete("close-arena", self._give_back(detached))
         return True
 
-    async def _give_back(self, detached: "DetachedArena") -> None:
+    async def _give_back(self, detached: DetachedArena) -> None:
         try:
-            await self._stores.in_io(_discard, detached)
+            await self._in_thread(_discard, detached)
         finally:
             self._num_closing -= 1
-            self._stores.budget.give_back(detached.num_bytes)
+            self._budget.give_back(detached.num_bytes)
             self._top_up_all()
 
 
-def _discard(detached: "DetachedArena") -> None:
+def _discard(detached: DetachedArena) -> None:
     """Worker thread: pages first, since a process that maps the file would keep those of an unlinked one."""
     try:
         detached.arena.unback(detached.backed)
@@ -171,3 +181,14 @@ def _discard(detached: "DetachedArena") -> None:
         detached.arena.close(unlink=True)
     except OSError as error:
         log_event(logger, "arena_not_dropped", level=logging.WARNING, path=detached.arena.path, problem=str(error))
+
+
+def _check_fits(tier: ArenaTier, budget: HostBudget) -> None:
+    """Refuse what no arena within host.bytes could hold: not even one row."""
+    layout = tier.layout
+    if tier.usage.num_slots < 1:
+        raise ArenaFullError(
+            f"one chunk of this model takes {layout.row_bytes} bytes and, with {layout.num_ranks} ranks, "
+            f"{entry_words(layout.num_ranks) * WORD_BYTES} bytes of the slot table; host.bytes is "
+            f"{budget.limit_bytes}; raise host.bytes"
+        )

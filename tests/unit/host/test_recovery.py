@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import kvtier.host.recovery
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of, num_slots_within
@@ -19,9 +20,8 @@ from kvtier.core.slots import SlotState
 from kvtier.disk.base import ChunkRead
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
+from kvtier.host.recovery import Recovery
 from kvtier.pages import PageOps
-from kvtier.service import adoption
-from kvtier.service.adoption import Adoption
 from kvtier.service.cache import Cache
 from kvtier.service.namespace import Namespace
 from tests.fakes.chunks import layout_of
@@ -83,13 +83,13 @@ async def next_life(config: DaemonConfig) -> AsyncIterator[tuple[Stub, ScriptedE
 def cleared_up(monkeypatch: pytest.MonkeyPatch) -> list[Cache]:
     """Every cache that has dealt with all that a dead daemon left to it, from then on."""
     caches: list[Cache] = []
-    adopt = Cache._adopt
+    recover = Cache._recover_memory
 
-    async def noted(cache: Cache, taken: adoption.Adoption) -> None:
-        await adopt(cache, taken)
+    async def noted(cache: Cache, recovery: Recovery) -> None:
+        await recover(cache, recovery)
         caches.append(cache)
 
-    monkeypatch.setattr(Cache, "_adopt", noted)
+    monkeypatch.setattr(Cache, "_recover_memory", noted)
     return caches
 
 
@@ -101,9 +101,9 @@ async def cleared(caches: list[Cache], number: int) -> Namespace:
 
     await until(is_there)
     (namespace,) = caches[number].namespaces.values()
-    assert namespace.slots.counts()[SlotState.QUARANTINED] == 0
-    rows_offset = namespace.arena.geometry.rows_offset
-    assert caches[number].stores.budget.used_bytes == rows_offset + namespace.slots.num_backed * ROW_BYTES
+    assert namespace.host.counts()[SlotState.QUARANTINED] == namespace.host.counts()[SlotState.ORPHAN] == 0
+    rows_offset = namespace.host.arena.geometry.rows_offset
+    assert caches[number].stores.budget.used_bytes == rows_offset + namespace.host.usage.num_backed * ROW_BYTES
     return namespace
 
 
@@ -437,8 +437,8 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
         async with next_life(config) as (stub, engine):
             await settled(stub, adopted=5)
             namespace = await cleared(cleared_up, 1)
-            assert all(namespace.slots.state(slot) is not SlotState.QUARANTINED for slot in had_pages)
-            assert namespace.slots.num_free > 0
+            assert all(namespace.host._slots.state(slot) is not SlotState.ORPHAN for slot in had_pages)
+            assert namespace.host.usage.num_free > 0
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
         with LeftArena(config) as left:
             assert had_pages <= {entry.slot for entry in left.entries() if entry.backed}
@@ -454,7 +454,7 @@ def test_more_free_rows_than_that_are_given_back(tmp_path: Path, cleared_up: lis
         async with running(config) as stub:
             await settled(stub, adopted=5)
             namespace = await cleared(cleared_up, 1)
-            assert namespace.slots.num_free == 3
+            assert namespace.host.usage.num_free == 3
             with LeftArena(config) as left:
                 assert left.num_backed() == 5 + 3
 
@@ -476,17 +476,17 @@ def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
     async def scenario() -> None:
         config = kept(config_in(tmp_path, spare_bytes=16 * ROW_BYTES))
         await life_with_spare_rows(config, 16)
-        verify = Adoption.verify
+        verify = Recovery.verify
 
-        async def verify_first(self: Adoption) -> None:
+        async def verify_first(self: Recovery) -> None:
             await verify(self)
             monkeypatch.setattr(PageOps, "allocate", staticmethod(refused))
 
-        monkeypatch.setattr(Adoption, "verify", verify_first)
+        monkeypatch.setattr(Recovery, "verify", verify_first)
         async with running(config) as stub:
             await settled(stub, adopted=5)
             namespace = await cleared(cleared_up, 1)
-            assert (num_refused, namespace.slots.num_free, namespace.slots.num_backed) == (1, 0, 5)
+            assert (num_refused, namespace.host.usage.num_free, namespace.host.usage.num_backed) == (1, 0, 5)
             monkeypatch.undo()
 
     asyncio.run(scenario())
@@ -553,12 +553,12 @@ def test_an_evicted_chunk_does_not_come_back(tmp_path: Path) -> None:
 @contextmanager
 def held_verification(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Rows are not verified until the gate is opened."""
-    original = adoption._intact
+    original = kvtier.host.recovery._intact
 
     class Verifier:
         intact = staticmethod(original)
 
-    monkeypatch.setattr(adoption, "_intact", lambda batch: Verifier.intact(batch))
+    monkeypatch.setattr(kvtier.host.recovery, "_intact", lambda batch: Verifier.intact(batch))
     with gated(monkeypatch, Verifier, "intact") as gate:
         yield gate
 
@@ -726,11 +726,11 @@ def test_the_locks_of_the_last_daemon_are_asked_for_now_and_then(tmp_path: Path)
             (namespace,) = cache.namespaces.values()
             loop.jump(1.0)
             await at_rest(cache.stores)
-            assert namespace.keep_pages
+            assert namespace.host.recovering
             fcntl.flock(held, fcntl.LOCK_UN)
             loop.jump(1.0)
             await at_rest(cache.stores)
-            assert not namespace.keep_pages
+            assert not namespace.host.recovering
             assert not lock.exists()
             await cache.close()
 

@@ -1,17 +1,13 @@
-"""Rows that have their pages before somebody needs them: making pages costs as much time as reading what goes there."""
+"""Rows that get their pages ahead of need: making pages costs as much time as reading what goes there."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from kvtier.core.slots import SlotState
+from kvtier.core.slots import HostBudget, SlotRef
 from kvtier.errors import DrainingError
+from kvtier.host.tenant import Tenant
 from kvtier.obs import trace
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import Namespace
-    from kvtier.service.stores import Stores
 
 _SLICE_BYTES = 8 * 1024**2
 """Made at once: 4 ms of one core."""
@@ -36,7 +32,7 @@ _SLICE_SHARE = 8
 """At most an eighth of what could be taken is made at once: an acquire, which waits for nobody, is to find the rest."""
 
 
-class SpareRows:
+class Preallocator:
     """Keeps some free rows of every namespace with an engine backed and mapped, a slice at a time.
 
     Nothing is evicted for them, no request that waits for the disk waits for them, and they stay below the low
@@ -44,34 +40,48 @@ class SpareRows:
     memory when they are short. Loop thread only.
 
     Args:
-        stores: Configuration, budget and traffic.
         namespaces: Those there are now.
+        budget: Shared by all namespaces.
+        spare_bytes: Of free rows with pages that each namespace with an engine shall have.
+        low_watermark_bytes: Of the budget: not above that.
+        until_quiet: Returns when no request waits for the disk, and none was served for so many seconds.
+        prepare: Called once, before the first rows.
     """
 
-    def __init__(self, stores: "Stores", namespaces: Callable[[], Iterable["Namespace"]]) -> None:
-        self._stores, self._namespaces = stores, namespaces
-        self._spare_bytes = stores.config.host.spare_bytes
+    def __init__(
+        self,
+        namespaces: Callable[[], Iterable[Tenant]],
+        *,
+        budget: HostBudget,
+        spare_bytes: int,
+        low_watermark_bytes: int,
+        until_quiet: Callable[[float], Awaitable[None]],
+        prepare: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._namespaces, self._budget = namespaces, budget
+        self._spare_bytes, self._low_watermark_bytes = spare_bytes, low_watermark_bytes
+        self._until_quiet, self._prepare = until_quiet, prepare
         self._is_crowded = False
 
     async def run(self) -> None:
-        """Make rows where they are short, until cancelled; before the first ones the disk tier's buffers."""
+        """Make rows where they are short, until cancelled."""
         is_prepared = False
         while self._spare_bytes:
             await asyncio.sleep(_POLL_S)
             if not is_prepared and any(namespace.live for namespace in self._namespaces()):
-                await self._stores.in_io(self._stores.disk.prepare_reads)
+                await self._prepare()
                 is_prepared = True
             for namespace in list(self._namespaces()):
                 while self._num_short(namespace):
                     is_urgent = self._is_urgent(namespace)
-                    await self._stores.traffic.until_quiet(for_s=0.0 if is_urgent else _CALM_S)
+                    await self._until_quiet(0.0 if is_urgent else _CALM_S)
                     began_s = time.monotonic()
                     has_memory = await self._made(namespace)
                     pause_s = self._pause_s(time.monotonic() - began_s, is_urgent=is_urgent)
                     await asyncio.sleep(pause_s if has_memory else _RETRY_S)
 
-    def _is_urgent(self, namespace: "Namespace") -> bool:
-        free_bytes = namespace.slots.num_free * namespace.layout.row_bytes
+    def _is_urgent(self, namespace: Tenant) -> bool:
+        free_bytes = namespace.host.usage.num_free * namespace.layout.row_bytes
         return free_bytes < min(_URGENT_BYTES, self._spare_bytes / 2)
 
     def _pause_s(self, slice_s: float, *, is_urgent: bool) -> float:
@@ -80,10 +90,10 @@ class SpareRows:
         ratio = _CROWDED_PAUSE_RATIO if self._is_crowded and not is_urgent else _PAUSE_RATIO
         return max(_PAUSE_S, min(ratio * slice_s, _MAX_PAUSE_S))
 
-    async def _made(self, namespace: "Namespace") -> bool:
+    async def _made(self, namespace: Tenant) -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""
         try:
-            return await namespace.tasks.complete("spare-rows", self._make(namespace))
+            return await namespace.tasks.complete("preallocation", self._make(namespace))
         except DrainingError:
             return True
         except asyncio.CancelledError:
@@ -92,31 +102,25 @@ class SpareRows:
                 raise
             return True  # it was the namespace that closed
 
-    def _num_short(self, namespace: "Namespace") -> int:
-        if not namespace.live or not namespace.has_arena or namespace.keep_pages:
+    def _num_short(self, namespace: Tenant) -> int:
+        if not namespace.live or not namespace.host.is_open or namespace.host.recovering:
             return 0
-        row_bytes = namespace.layout.row_bytes
-        wanted_bytes = self._spare_bytes - namespace.slots.num_free * row_bytes
-        room_bytes = self._stores.config.host.low_watermark_bytes - self._stores.budget.used_bytes
-        return max(0, min(wanted_bytes // row_bytes, room_bytes // row_bytes, namespace.slots.num_unbacked))
+        usage = namespace.host.usage
+        num_wanted = self._spare_bytes // usage.row_bytes - usage.num_free
+        num_affordable = (self._low_watermark_bytes - self._budget.used_bytes) // usage.row_bytes
+        return max(0, min(num_wanted, num_affordable, usage.num_slots - usage.num_backed))
 
-    async def _make(self, namespace: "Namespace") -> bool:
-        slots, arena = namespace.slots, namespace.arena
-        num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, slots.num_takable // _SLICE_SHARE))
+    async def _make(self, namespace: Tenant) -> bool:
+        host = namespace.host
+        num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, host.num_takable // _SLICE_SHARE))
         num_rows = min(num_rows, _SLICE_ROWS, self._num_short(namespace))
 
-        def back(slots: Sequence[int]) -> int:
+        def back(refs: Sequence[SlotRef]) -> int:
             wall_s, cpu_s = time.monotonic(), time.thread_time()
-            with trace.span("make pages", chunks=len(slots), background=True):
-                num_backed = arena.back(slots)
-                arena.populate(slots[:num_backed])
+            with trace.span("make pages", chunks=len(refs), background=True):
+                num_backed = host.back(refs)
             wall_s, cpu_s = time.monotonic() - wall_s, time.thread_time() - cpu_s
             self._is_crowded = wall_s > _CROWDED_RATIO * cpu_s
             return num_backed
 
-        # Whoever needs a row that is refused meets the same, and says so.
-        async with namespace.making_rows:
-            rows = await namespace.take_new(num_rows, SlotState.BACKING, back)
-            for ref in rows.refs:
-                slots.free(ref.slot)
-        return not rows.num_refused
+        return await host.preallocate(num_rows, back)

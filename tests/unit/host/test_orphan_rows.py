@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.adoption import LeftRow, index_by_tag, read_left_rows
 from kvtier.core.arena_format import SlotEntry, key_tag_of, mark_of
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
+from kvtier.host.recovery import OrphanRow, index_by_tag, read_orphan_rows
 from tests.fakes.chunks import key_of, layout_of
 
 LAYOUT = layout_of(useful_bytes=1000)
@@ -23,8 +23,8 @@ def entry_of(slot: int, number: int, generation: int = 3, checksum: int = 99) ->
 
 
 def test_a_committed_row_is_found_by_its_tag() -> None:
-    left = read_left_rows([entry_of(5, 2)], BY_TAG, LAYOUT)
-    assert left.rows == [LeftRow(KEYS[2], SlotRef(5, 3), 99)]
+    left = read_orphan_rows([entry_of(5, 2)], BY_TAG, LAYOUT)
+    assert left.rows == [OrphanRow(KEYS[2], SlotRef(5, 3), 99)]
     assert left.doubtful == []
 
 
@@ -43,25 +43,25 @@ def test_a_committed_row_is_found_by_its_tag() -> None:
     ],
 )
 def test_any_word_that_differs_makes_a_row_doubtful(words: dict[str, Any]) -> None:
-    left = read_left_rows([entry_of(5, 2)._replace(**words)], BY_TAG, LAYOUT)
+    left = read_orphan_rows([entry_of(5, 2)._replace(**words)], BY_TAG, LAYOUT)
     assert left.rows == []
     assert left.doubtful == [words.get("slot", 5)]
 
 
 def test_a_slot_without_a_mark_is_neither_found_nor_doubtful() -> None:
-    left = read_left_rows([entry_of(5, 2)._replace(mark=0)], BY_TAG, LAYOUT)
+    left = read_orphan_rows([entry_of(5, 2)._replace(mark=0)], BY_TAG, LAYOUT)
     assert (left.rows, left.doubtful) == ([], [])
 
 
 def test_unknown_chunks_and_second_rows_are_doubtful() -> None:
-    left = read_left_rows([entry_of(0, 9), entry_of(1, 1), entry_of(2, 1)], BY_TAG, LAYOUT)
+    left = read_orphan_rows([entry_of(0, 9), entry_of(1, 1), entry_of(2, 1)], BY_TAG, LAYOUT)
     assert [row.key for row in left.rows] == [KEYS[1]]
     assert left.doubtful == [0, 2]
 
 
 def test_two_keys_of_one_tag_are_nobodys() -> None:
     by_tag = index_by_tag([KEYS[1], KEYS[1], KEYS[2]])
-    left = read_left_rows([entry_of(0, 1), entry_of(1, 2)], by_tag, LAYOUT)
+    left = read_orphan_rows([entry_of(0, 1), entry_of(1, 2)], by_tag, LAYOUT)
     assert [row.key for row in left.rows] == [KEYS[2]]
     assert left.doubtful == [0]
 
@@ -73,50 +73,49 @@ def test_the_length_is_that_of_the_keys_group() -> None:
     for slot, key in enumerate((windowed, strange)):
         tag = key_tag_of(key)
         entries.append(SlotEntry(slot, 1, True, 5, mark_of(slot, tag, 1, 5), tag, 500))
-    left = read_left_rows(entries, by_tag, LAYOUT)
+    left = read_orphan_rows(entries, by_tag, LAYOUT)
     assert [row.key for row in left.rows] == [windowed]
     assert left.doubtful == [1]
 
 
-def resumed() -> tuple[ChunkTable[str], HostBudget]:
+def resumed() -> tuple[ChunkTable[str], SlotTable, HostBudget]:
     budget = HostBudget(2 * 4096)
     slots = SlotTable(4, 4096, budget)
     slots.resume([7, 0, 5, 0, 0, 0], [0, 2, 3])
-    return ChunkTable(slots), budget
+    return ChunkTable(slots), slots, budget
 
 
-def test_resumed_slots_are_quarantined_and_counted_even_above_the_limit() -> None:
-    table, budget = resumed()
+def test_resumed_slots_are_orphans_and_counted_even_above_the_limit() -> None:
+    table, slots, budget = resumed()
     table.check()
-    assert (table.slots.num_slots, table.slots.num_backed, budget.used_bytes) == (6, 3, 3 * 4096)
-    assert table.slots.num_takable == 0
-    assert table.slots.counts()[SlotState.QUARANTINED] == 3
+    assert (slots.num_slots, slots.num_backed, budget.used_bytes) == (6, 3, 3 * 4096)
+    assert slots.num_takable == 0
+    assert slots.counts()[SlotState.ORPHAN] == slots.num_orphans == 3
+    assert slots.orphans() == [SlotRef(0, 7), SlotRef(2, 5), SlotRef(3, 0)]
     for slot in (0, 2, 3):
-        table.slots.discard(slot)
+        slots.discard(SlotRef(slot, slots.generation(slot)))
     assert budget.used_bytes == 0
     table.check()
 
 
 def test_generations_go_on_from_what_the_arena_says() -> None:
-    table, _ = resumed()
+    _, slots, _ = resumed()
     for slot in (0, 2, 3):
-        table.slots.discard(slot)
-    taken = [table.slots.take_unbacked(SlotState.GRANTED) for _ in range(2)]
+        slots.discard(SlotRef(slot, slots.generation(slot)))
+    taken = [slots.take_unbacked(SlotState.GRANTED) for _ in range(2)]
     assert {(ref.slot, ref.generation) for ref in taken if ref is not None} == {(3, 1), (2, 6)}
 
 
 def test_a_table_in_use_resumes_nothing() -> None:
-    table, _ = resumed()
+    _, slots, _ = resumed()
     with pytest.raises(ValueError, match="in use"):
-        table.slots.resume([1], [0])
+        slots.resume([1], [0])
 
 
 def test_adopted_chunks_are_evicted_before_those_used_since_and_the_least_valuable_first() -> None:
-    table, budget = resumed()
+    table, _, budget = resumed()
     for key in KEYS[:3]:
         table.place(key, "pack")
-    for slot in (0, 2):
-        table.slots.move(slot, SlotState.QUARANTINED)
     assert table.adopt(KEYS[0], SlotRef(0, 7), 1)
     assert table.adopt(KEYS[1], SlotRef(2, 5), 1)
     assert not table.adopt(KEYS[1], SlotRef(3, 0), 1), "the chunk has a slot"
@@ -135,7 +134,7 @@ def test_whoever_frees_a_slot_takes_its_mark_away() -> None:
     table: ChunkTable[str] = ChunkTable(slots)
     ref = slots.take_unbacked(SlotState.SEALING)
     assert ref is not None
-    slots.mark_backed(ref.slot)
+    slots.mark_backed(ref)
     table.commit_store(KEYS[0], ref, 1)
     assert freed == []
     table.evict(KEYS[0])

@@ -1,0 +1,375 @@
+"""The host tier over an arena file: `HostTier`, the arena while there is one, and pages made ahead of need."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.core.arena_format import num_slots_within, overhead_bytes
+from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
+from kvtier.core.stored import checksum_of
+from kvtier.errors import ArenaError, ArenaFullError
+from kvtier.host.arena import Arena
+from kvtier.host.base import FreedOrphans, HostUsage, RunInThread
+from kvtier.obs.counters import Counters
+from kvtier.obs.log import log_event
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_BATCH_BYTES = 32 * 1024**2
+"""Some milliseconds of work; what it frees is of use at once."""
+_PREALLOCATION_TIMEOUT_S = 0.1
+"""Ten times what a slice of preallocated rows takes: threads may be held up by a disk that hangs."""
+
+
+class DetachedArena(NamedTuple):
+    """An arena that its tier has given up: slots that still have pages, and the bytes that it takes in all."""
+
+    arena: Arena
+    backed: Sequence[int]
+    num_bytes: int
+
+
+class ArenaTier:
+    """See `HostTier`.
+
+    Args:
+        namespace_id: Recorded in the arena.
+        layout: Of its chunks.
+        budget: Shared by all namespaces.
+        counters: Refusals of the operating system, and allocations that came up short.
+        in_thread: Runs the calls that make pages.
+        find_bytes: Asks other namespaces to reclaim until the budget has n free bytes, if it ever does.
+        evict: Evicts up to n chunks of this namespace, those of pinned prompts last.
+    """
+
+    def __init__(
+        self,
+        namespace_id: str,
+        layout: KVLayout,
+        *,
+        budget: HostBudget,
+        counters: Counters,
+        in_thread: RunInThread,
+        find_bytes: Callable[[int], None],
+        evict: Callable[[int], int],
+    ) -> None:
+        self.namespace_id, self.layout = namespace_id, layout
+        self._budget, self._counters, self._in_thread = budget, counters, in_thread
+        self._find_bytes, self._evict = find_bytes, evict
+        self._slots = slots = SlotTable(self._num_possible_slots, layout.row_bytes, budget, self._uncommit)
+        # What changes no memory is the slot table's alone.
+        self.seal, self.quarantine, self.release = slots.seal, slots.quarantine, slots.release
+        self.reserve, self.lacks_pages, self.matches = slots.reserve, slots.lacks_pages, slots.matches
+        self.counts, self.check = slots.counts, slots.check
+        self._arena: Arena | None = None
+        self._overhead_bytes = 0  # of the arena, as far as it is counted
+        self._pages_stay = False  # the file system refused the last time that it was to take pages back
+        self._preallocating = asyncio.Lock()  # held while free rows get their pages ahead of need, and look taken
+        self.recovering = False
+        """A previous daemon's engine may be copying from any row: all keep their pages."""
+
+    # The arena
+
+    @property
+    def is_open(self) -> bool:
+        """There is an arena."""
+        return self._arena is not None
+
+    @property
+    def arena(self) -> Arena:
+        """The arena; only while it is open.
+
+        Raises:
+            ArenaError: It is not.
+        """
+        if self._arena is None:
+            raise ArenaError(f"namespace {self.namespace_id} has no arena yet")
+        return self._arena
+
+    @property
+    def _num_possible_slots(self) -> int:
+        return num_slots_within(self._budget.limit_bytes, self.layout.row_bytes, self.layout.num_ranks)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of its arena, if it had one, beside the rows: header page and slot table."""
+        return overhead_bytes(self._slots.num_slots, self.layout.num_ranks)
+
+    def open(self, directory: Path) -> None:
+        """Create the arena, which there is none of; chunks of others make way for its slot table if they can.
+
+        Raises:
+            ArenaFullError: host_bytes has no room, or the file system.
+            ArenaError: The file cannot be made.
+        """
+        needed_bytes = self.needed_bytes
+        if needed_bytes > self._budget.free_bytes:
+            self._find_bytes(needed_bytes)
+        if not self._budget.reserve(needed_bytes):
+            raise ArenaFullError(
+                f"an arena of this model begins with a slot table of {needed_bytes} bytes; of host.bytes = "
+                f"{self._budget.limit_bytes} other models take {self._budget.used_bytes}, of which nothing can be "
+                "evicted now; raise host.bytes, or end an engine of another model"
+            )
+        try:
+            self._arena = Arena.create(directory, self.layout, self._slots.num_slots, namespace_id=self.namespace_id)
+        except ArenaError:
+            self._budget.give_back(needed_bytes)
+            raise
+        self._overhead_bytes = needed_bytes
+
+    def recover(self, arena: Arena, generations: Sequence[int], backed: Collection[int]) -> None:
+        """Take over the arena of a previous daemon: its slots with pages are ORPHAN until `commit` or `free_orphans`.
+
+        Args:
+            arena: As `Arena.reopen` mapped it.
+            generations: Of every slot; the next ones go on from there.
+            backed: Slots that have pages, or may have. They count, whether they fit the budget or not.
+        """
+        self._arena = arena
+        self._slots.resume(generations, backed)
+        self._overhead_bytes = self.needed_bytes
+        self._budget.count(self._overhead_bytes)
+        self.recovering = True
+
+    def detach(self) -> DetachedArena | None:
+        """Give up an arena of which no slot is owned, None when there is none such. No process uses it any longer.
+
+        The tier is then as it was before its first arena. The caller gives back to the budget what the arena took.
+        """
+        if self._arena is None or self.recovering or self._slots.num_owned:
+            return None
+        num_bytes, backed = self.usage.held_bytes, self._slots.reset(self._num_possible_slots)
+        detached = DetachedArena(self._arena, backed, num_bytes)
+        self._arena, self._overhead_bytes, self._pages_stay = None, 0, False
+        return detached
+
+    def close(self, *, keep: bool) -> None:
+        """Unmap the arena, if there is one. What it takes of the budget stays counted: see `usage`.
+
+        Args:
+            keep: Leave the file to the next daemon. Not if it has fewer slots than a new one would get.
+        """
+        if self._arena is not None:
+            self._arena.close(unlink=not (keep and self._slots.num_slots >= self._num_possible_slots))
+            self._arena = None
+
+    # How full it is
+
+    @property
+    def usage(self) -> HostUsage:
+        """See `HostTier`."""
+        slots = self._slots
+        return HostUsage(
+            row_bytes=slots.row_bytes,
+            num_slots=slots.num_slots,
+            num_affordable=slots.num_affordable,
+            num_owned=slots.num_owned,
+            num_free=slots.num_free,
+            num_backed=slots.num_backed,
+            num_takable=slots.num_takable,
+            num_orphans=slots.num_orphans,
+            overhead_bytes=self._overhead_bytes,
+        )
+
+    @property
+    def num_takable(self) -> int:
+        """See `HostTier`."""
+        return self._slots.num_takable
+
+    # Stores: allocate -> seal -> verify -> commit | release; quarantine -> release
+
+    async def allocate(self, num_slots: int) -> list[SlotRef]:
+        """See `HostTier`. Rows that are being preallocated are free in a moment: it waits for them before it evicts."""
+        refs = self._take_free(num_slots)
+        if len(refs) < num_slots:
+            self.ensure_takable(num_slots - len(refs))
+            refs += await self._take_unbacked(num_slots - len(refs))
+        if len(refs) < num_slots:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PREALLOCATION_TIMEOUT_S), self._preallocating:
+                    pass
+            refs += self._take_free(num_slots - len(refs))
+        if len(refs) < num_slots:
+            self._evict(num_slots - len(refs))
+            refs += self._take_free(num_slots - len(refs))
+        self._counters.store_credits_short += len(refs) < num_slots
+        return refs
+
+    def _take_free(self, num_slots: int) -> list[SlotRef]:
+        refs: list[SlotRef] = []
+        while len(refs) < num_slots and (ref := self._slots.take(SlotState.GRANTED)) is not None:
+            self.arena.set_generation(ref.slot, ref.generation)
+            refs.append(ref)
+        return refs
+
+    async def _take_unbacked(self, num_slots: int) -> list[SlotRef]:
+        refs, problem, num_refused = await self._take_new(num_slots, SlotState.GRANTED, self._back)
+        self._counters.io_errors_host_back += num_refused
+        if problem is not None:
+            log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(problem))
+        if num_refused:
+            log_event(logger, "arena_out_of_memory", level=logging.WARNING, path=self.arena.path, backed=len(refs))
+        return refs
+
+    async def _take_new(
+        self, num_slots: int, state: SlotState, back: Callable[[Sequence[SlotRef]], int]
+    ) -> tuple[list[SlotRef], ArenaError | None, int]:
+        """Take slots without pages and make these; return those that have them, why others have not, and how many."""
+        refs: list[SlotRef] = []
+        while len(refs) < num_slots and (ref := self._slots.take_unbacked(state)) is not None:
+            refs.append(ref)
+        problem = None
+        try:
+            if refs:
+                await self._in_thread(back, refs)
+        except ArenaError as error:
+            problem = error
+        refused = [ref for ref in refs if self._slots.lacks_pages(ref)]
+        backed = refs[: len(refs) - len(refused)]
+        for ref in backed:
+            self.arena.set_generation(ref.slot, ref.generation)
+        for ref in refused:
+            self._slots.release(ref)
+        return backed, problem, len(refused)
+
+    def verify(self, ref: SlotRef, key: ChunkKey) -> int | None:
+        """See `HostTier`."""
+        if self._slots.matches(ref, SlotState.ORPHAN):
+            is_whole = self._back_orphans([ref]) == 1
+        else:
+            is_whole = self.arena.stamps_agree(ref.slot, key, ref.generation)
+        return checksum_of(self.payload(ref, key)) if is_whole else None
+
+    def commit(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
+        """See `HostTier`."""
+        self._slots.commit(ref, key, checksum)
+        self.arena.commit(ref.slot, key, ref.generation, checksum)
+
+    def _uncommit(self, slot: int) -> None:
+        if self._arena is not None:
+            self._arena.uncommit(slot)
+
+    # Loads: reserve -> begin_load -> back -> commit | release
+
+    def ensure_takable(self, num_slots: int) -> None:
+        """See `HostTier`."""
+        if num_slots > self._slots.num_takable:
+            num_new = min(num_slots - self._slots.num_free, self._slots.num_unbacked)
+            if num_new > 0:
+                self._find_bytes(num_new * self.layout.row_bytes)
+
+    def begin_load(self, ref: SlotRef, key: ChunkKey) -> list[memoryview]:
+        """See `HostTier`."""
+        self.arena.set_generation(ref.slot, ref.generation)
+        return self.payload(ref, key)
+
+    def back(self, refs: Sequence[SlotRef]) -> int:
+        """See `HostTier`."""
+        num_backed = self._back(refs)
+        self.arena.populate([ref.slot for ref in refs[:num_backed]])
+        return num_backed
+
+    def _back(self, refs: Sequence[SlotRef]) -> int:
+        """Worker thread: the same for rows that the engine writes, through a mapping of its own."""
+        num_backed = self.arena.back([ref.slot for ref in refs])
+        for ref in refs[:num_backed]:
+            self._slots.mark_backed(ref)
+        return num_backed
+
+    def payload(self, ref: SlotRef, key: ChunkKey) -> list[memoryview]:
+        """See `HostTier`."""
+        return self.arena.payload(ref.slot, group_idx_of(key))
+
+    # Capacity
+
+    async def preallocate(self, num_slots: int, back: Callable[[Sequence[SlotRef]], int]) -> bool:
+        """Give up to `num_slots` UNBACKED slots their pages ahead of need: they are FREE then.
+
+        Whoever needs a row that is refused meets the same, and reports it.
+
+        Args:
+            num_slots: As many as the budget allows.
+            back: Calls `self.back`; worker thread.
+
+        Returns:
+            False when memory ran out.
+        """
+        async with self._preallocating:
+            refs, _, num_refused = await self._take_new(num_slots, SlotState.BACKING, back)
+            for ref in refs:
+                self._slots.release(ref)
+        return not num_refused
+
+    def reclaim(self, num_bytes: int, *, evict: bool = True) -> None:
+        """See `HostTier`."""
+        if self.recovering:
+            return
+        row_bytes = self.layout.row_bytes
+        if evict:
+            if self._pages_stay:  # one row says whether it works again: no more chunks shall go for nothing
+                num_bytes = min(num_bytes, row_bytes)
+            num_short = -(-num_bytes // row_bytes) - self._slots.num_free
+            if num_short > 0:
+                self._evict(num_short)
+        taken = self._slots.take_back_free(-(-num_bytes // row_bytes))
+        self._slots.keep_free(taken[self._unback(taken) :])
+
+    def _unback(self, slots: Sequence[int]) -> int:
+        """Give the pages of rows back, in order; return of how many. The others keep them, and serve on."""
+        for num_done, slot in enumerate(slots):
+            try:
+                self.arena.unback([slot])
+            except ArenaError as error:
+                self._counters.io_errors_host_release += len(slots) - num_done
+                if not self._pages_stay:
+                    log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
+                self._pages_stay = True
+                return num_done
+            self._pages_stay = False
+        return len(slots)
+
+    # Orphans
+
+    async def free_orphans(self, keep_bytes: int) -> FreedOrphans:
+        """See `HostTier`."""
+        orphans = self._slots.orphans()
+        num_kept = 0
+        for batch in self._batches(orphans[: max(0, keep_bytes) // self.layout.row_bytes]):
+            num_backed = await self._in_thread(self._back_orphans, batch)
+            for ref in batch[:num_backed]:
+                self._slots.release(ref)
+            num_kept += num_backed
+            if num_backed < len(batch):
+                break
+        num_unbacked = 0
+        for batch in self._batches(orphans[num_kept:]):
+            try:
+                await self._in_thread(self.arena.unback, [ref.slot for ref in batch])
+            except ArenaError as error:  # they stay orphans, and the next start tries again
+                log_event(logger, "left_rows_not_released", level=logging.ERROR, problem=str(error))
+                break
+            for ref in batch:
+                self._slots.discard(ref)
+            num_unbacked += len(batch)
+        self.recovering = False  # not before: nothing may close the arena, or give up its pages, meanwhile
+        return FreedOrphans(num_free=num_kept, num_unbacked=num_unbacked)
+
+    def _batches(self, refs: Sequence[SlotRef]) -> Iterator[Sequence[SlotRef]]:
+        num_rows = max(1, ORPHAN_BATCH_BYTES // self.layout.row_bytes)
+        return (refs[start : start + num_rows] for start in range(0, len(refs), num_rows))
+
+    def _back_orphans(self, refs: Sequence[SlotRef]) -> int:
+        """Worker thread: see to it that rows have all their pages, mapped, in order; return how many do.
+
+        Touching a page that is not there, and that the file system cannot supply, would be SIGBUS.
+        """
+        try:
+            return self.back(refs)
+        except ArenaError as error:
+            log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(error))
+            return 0

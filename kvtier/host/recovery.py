@@ -1,0 +1,298 @@
+"""Start after a crash: the arenas of a previous daemon are taken over, with the chunks that are provably in them.
+
+Everything that has pages is an orphan first. A marked row is served once its bytes have been read and agree with the
+mark and with the ledger. The rest is given back when no process holds a session lock of the previous daemon any longer:
+until then an engine of it may write there, and may read any row. Reading is safe (a slot's generation changes before
+its content); taking pages away from under a reader is not, so none are taken until then. Of what is given back then,
+`host.spare_bytes` keep their pages, as free rows: an engine that comes back would have them made again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.core.arena_format import ArenaGeometry, SlotEntry, key_tag_of
+from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.slots import HostBudget, SlotRef
+from kvtier.errors import ArenaError, TierIOError
+from kvtier.host.arena import Arena, left_arenas, left_header
+from kvtier.host.arena_tier import ORPHAN_BATCH_BYTES
+from kvtier.host.base import RunInThread
+from kvtier.host.session_locks import SessionLock
+from kvtier.host.tenant import Tenant
+from kvtier.obs.counters import Counters
+from kvtier.obs.log import log_event
+
+logger = logging.getLogger(__name__)
+
+_LOCK_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class OrphanRow:
+    """A row with a valid commit mark.
+
+    Attributes:
+        key: The chunk that it holds.
+        ref: Slot and generation.
+        checksum: xxh3_64 of the payload, as the mark says.
+    """
+
+    key: ChunkKey
+    ref: SlotRef
+    checksum: int
+
+
+@dataclass
+class OrphanRows:
+    """What a slot table says, not verified.
+
+    Attributes:
+        rows: By slot; each chunk once.
+        doubtful: Slots with a mark that is not to be believed.
+    """
+
+    rows: list[OrphanRow] = field(default_factory=list)
+    doubtful: list[int] = field(default_factory=list)
+
+
+class Recovery:
+    """Runs once per daemon, on the loop thread: `open` before anything is served, then `verify`, then `release`.
+
+    Args:
+        namespaces: Those that the ledger has.
+        budget: Shared by all of them.
+        counters: Of slots.
+        in_thread: Runs blocking calls.
+        rank: Returns a namespace's pinned chunks, each with a number: the more important, the higher.
+        top_up_all: Called when rows have come free.
+        spare_bytes: Of rows that keep their pages, over all namespaces.
+        low_watermark_bytes: Up to which they do.
+        max_arenas: At most so many are taken over.
+    """
+
+    def __init__(
+        self,
+        namespaces: Mapping[str, Tenant],
+        *,
+        budget: HostBudget,
+        counters: Counters,
+        in_thread: RunInThread,
+        rank: Callable[[str], Awaitable[Mapping[ChunkKey, int]]],
+        top_up_all: Callable[[], None],
+        spare_bytes: int,
+        low_watermark_bytes: int,
+        max_arenas: int,
+    ) -> None:
+        self._namespaces, self._budget, self._counters, self._in_thread = namespaces, budget, counters, in_thread
+        self._rank, self._top_up_all, self._max_arenas = rank, top_up_all, max_arenas
+        self._spare_bytes, self._low_watermark_bytes = spare_bytes, low_watermark_bytes
+        self._locks: list[SessionLock] = []
+        self._recovering: list[Tenant] = []
+        self._entries: dict[str, list[SlotEntry]] = {}
+
+    async def open(self, directory: Path) -> None:
+        """Map the arenas that fit a namespace, drop the others, and learn which sessions' locks are held.
+
+        Reads headers and slot tables only, no rows. Of more arenas than there are descriptors for, those that were used
+        last are taken over.
+        """
+        self._locks = await self._in_thread(SessionLock.left_in, directory)
+        found: list[tuple[Tenant, Path]] = []
+        for path in await self._in_thread(left_arenas, directory):
+            try:
+                found.append((self._home_of(await self._in_thread(left_header, path), path), path))
+            except ArenaError as error:
+                await self._drop(path, error)
+        found.sort(key=lambda each: each[0].seen_unix_s, reverse=True)
+        for namespace, path in found:
+            try:
+                await self._take(namespace, path)
+            except ArenaError as error:
+                await self._drop(path, error)
+        await self._ask_locks()
+
+    async def _drop(self, path: Path, why: ArenaError) -> None:
+        """Take the file's name away; engines of the previous daemon that map it keep their mapping."""
+        log_event(logger, "arena_dropped", level=logging.WARNING, problem=str(why))
+        await self._in_thread(_unlink, path)
+
+    async def _take(self, namespace: Tenant, path: Path) -> None:
+        if namespace.host.is_open:
+            raise ArenaError(f"{path} is a second arena of namespace {namespace.namespace_id}")
+        if len(self._recovering) >= self._max_arenas:
+            raise ArenaError(
+                f"{path} is one more than the {self._max_arenas} arenas that this daemon's open files allow; raise the "
+                "limit (`ulimit -n`; LimitNOFILE= in a systemd unit) to keep more models in memory"
+            )
+        arena, entries = await self._in_thread(_reopen, namespace, path)
+        backed = {entry.slot for entry in entries if entry.backed}
+        namespace.host.recover(arena, [entry.generation for entry in entries], backed)
+        self._recovering.append(namespace)
+        self._entries[namespace.namespace_id] = [entry for entry in entries if entry.mark]
+
+    def _home_of(self, geometry: ArenaGeometry, path: Path) -> Tenant:
+        namespace = self._namespaces.get(geometry.namespace_id)
+        if namespace is None:
+            raise ArenaError(f"{path} belongs to namespace {geometry.namespace_id}, which is not in the ledger")
+        if geometry.num_slots < 1 or namespace.host.usage.num_slots < 1:
+            raise ArenaError(f"{path} has rows of {geometry.row_bytes} bytes, host.bytes is less")
+        if geometry.num_slots < namespace.host.usage.num_slots:
+            log_event(
+                logger,
+                "arena_smaller_than_host_bytes",
+                level=logging.WARNING,
+                path=path,
+                slots=geometry.num_slots,
+                possible=namespace.host.usage.num_slots,
+                remedy="stop the daemon once, to get an arena of the new size",
+            )
+        return namespace
+
+    async def verify(self) -> None:
+        """Read the marked rows, the most valuable first, and serve those whose bytes are right."""
+        wanted = await self._marked_rows()
+        while wanted:
+            batch, num_bytes = list[tuple[Tenant, OrphanRow]](), 0
+            while wanted and num_bytes < ORPHAN_BATCH_BYTES:
+                batch.append(wanted.pop())
+                num_bytes += batch[-1][0].layout.row_bytes
+            intact = await self._in_thread(_intact, batch)
+            self._commit(batch, intact)
+        if self._recovering:
+            slots, doubtful = self._counters.slots_adopted, self._counters.slots_doubtful
+            log_event(logger, "adopted", slots=slots, doubtful=doubtful)
+
+    async def _marked_rows(self) -> list[tuple[Tenant, OrphanRow]]:
+        """Return all rows to verify, the most valuable last."""
+        found: list[tuple[tuple[bool, float, int], Tenant, OrphanRow]] = []
+        for namespace_id, entries in self._entries.items():
+            namespace = self._namespaces[namespace_id]
+            known = [chunk.key for chunk in namespace.table if chunk.location is not None or chunk.num_pins]
+            by_tag = await self._in_thread(index_by_tag, known)
+            orphans = read_orphan_rows(entries, by_tag, namespace.layout)
+            self._reject(namespace, orphans.doubtful)
+            rank = await self._rank(namespace_id)
+            for row in orphans.rows:
+                value = (row.key in rank, namespace.seen_unix_s, rank.get(row.key, 0))
+                found.append((value, namespace, row))
+        self._entries.clear()
+        found.sort(key=lambda item: item[0])
+        return [(namespace, row) for _, namespace, row in found]
+
+    def _commit(self, batch: Sequence[tuple[Tenant, OrphanRow]], intact: Sequence[bool]) -> None:
+        # host_bytes may be less than it was: then not all fit beside what stays.
+        free_bytes = self._budget.limit_bytes - self._taken_bytes()
+        for (namespace, row), is_intact in zip(batch, intact, strict=True):
+            chunk = namespace.table.get(row.key)
+            location = chunk.location if chunk is not None else None
+            if not is_intact or (location is not None and location.checksum != row.checksum):
+                self._reject(namespace, [row.ref.slot])
+            elif namespace.layout.row_bytes <= free_bytes and namespace.table.adopt(row.key, row.ref, row.checksum):
+                free_bytes -= namespace.layout.row_bytes
+                self._counters.slots_adopted += 1
+                namespace.recovered(row.key)
+
+    def _taken_bytes(self) -> int:
+        """Return what is taken beside orphans."""
+        usages = [namespace.host.usage for namespace in self._recovering]
+        return self._budget.used_bytes - sum(usage.num_orphans * usage.row_bytes for usage in usages)
+
+    def _reject(self, namespace: Tenant, slots: Sequence[int]) -> None:
+        self._counters.slots_doubtful += len(slots)
+        for slot in slots:
+            namespace.host.arena.uncommit(slot)
+        if slots:
+            log_event(
+                logger, "slots_doubtful", level=logging.WARNING, arena=namespace.host.arena.path, slots=len(slots)
+            )
+
+    async def release(self) -> int:
+        """Wait until no process holds a lock of the previous daemon's sessions, then free what was not taken over.
+
+        Returns:
+            Rows that are free, or have no pages, since.
+        """
+        while self._locks:
+            await asyncio.sleep(_LOCK_POLL_S)
+            await self._ask_locks()
+        # As much keeps its pages as would be made again for one engine.
+        num_rows, spare_bytes = 0, min(self._spare_bytes, self._low_watermark_bytes - self._taken_bytes())
+        for namespace in sorted(self._recovering, key=lambda each: (each.live, each.seen_unix_s), reverse=True):
+            freed = await namespace.host.free_orphans(spare_bytes)
+            spare_bytes -= freed.num_free * namespace.layout.row_bytes
+            num_rows += freed.num_free + freed.num_unbacked
+            self._top_up_all()
+        self._recovering.clear()
+        return num_rows
+
+    async def _ask_locks(self) -> None:
+        self._locks = await self._in_thread(_still_held, self._locks)
+
+
+def index_by_tag(keys: Iterable[ChunkKey]) -> dict[int, ChunkKey | None]:
+    """Return the key of each tag, None where two keys have one tag. About 0.5 us a key."""
+    by_tag: dict[int, ChunkKey | None] = {}
+    for key in keys:
+        tag = key_tag_of(key)
+        by_tag[tag] = None if tag in by_tag else key
+    return by_tag
+
+
+def read_orphan_rows(
+    entries: Iterable[SlotEntry], by_tag: Mapping[int, ChunkKey | None], layout: KVLayout
+) -> OrphanRows:
+    """Find the chunk of every marked slot.
+
+    Doubtful is a mark that does not fit its words, a tag that no known chunk has or that two have, a length that is not
+    the chunk's, and a second row of one chunk.
+    """
+    found, seen = OrphanRows(), set[ChunkKey]()
+    for entry in entries:
+        if not entry.mark:
+            continue
+        key = by_tag.get(entry.key_tag) if entry.committed and entry.backed else None
+        if key is None or key in seen or entry.length != _rank_bytes(layout, key):
+            found.doubtful.append(entry.slot)
+            continue
+        seen.add(key)
+        found.rows.append(OrphanRow(key, SlotRef(entry.slot, entry.generation), entry.checksum))
+    return found
+
+
+def _rank_bytes(layout: KVLayout, key: ChunkKey) -> int | None:
+    group_idx = group_idx_of(key)
+    return layout.group(group_idx).useful_bytes if group_idx in layout.group_indexes() else None
+
+
+def _reopen(namespace: Tenant, path: Path) -> tuple[Arena, list[SlotEntry]]:
+    """Worker thread."""
+    arena = Arena.reopen(path, namespace.layout)
+    return arena, arena.entries()
+
+
+def _intact(batch: Iterable[tuple[Tenant, OrphanRow]]) -> list[bool]:
+    """Worker thread: say of each row whether its bytes are those of its mark."""
+    return [namespace.host.verify(row.ref, row.key) == row.checksum for namespace, row in batch]
+
+
+def _still_held(locks: Iterable[SessionLock]) -> list[SessionLock]:
+    """Worker thread: return the locks that a process holds; the others' paths are gone."""
+    return [lock for lock in locks if not _is_released(lock)]
+
+
+def _is_released(lock: SessionLock) -> bool:
+    try:
+        return lock.released()
+    except TierIOError as error:  # while it is unknown it may be held
+        log_event(logger, "lock_unknown", level=logging.WARNING, problem=str(error))
+        return False
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log_event(logger, "arena_not_dropped", level=logging.WARNING, path=path, problem=str(error))
