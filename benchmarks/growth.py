@@ -32,7 +32,7 @@ from kvtier.disk.base import ChunkPayload
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger, NamespaceRow
 from kvtier.service import Cache, EngineHello
-from kvtier.service.namespace import Namespace
+from kvtier.tiering.namespace import Namespace
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running
 
 LAYOUT = KVLayout(
@@ -118,7 +118,7 @@ async def lookup_times(config: DaemonConfig, keys: Sequence[ChunkKey], rounds: i
     peer: Any = SilentPeer()
     session = await cache.attach(hello, peer)
     session.acquire(1, keys)
-    await _all_readable(session.namespace, keys)
+    await _all_readable(cache.namespaces[session.namespace_id], keys)
     session.release(1, None)
     seconds = []
     for number in range(2, rounds + 2):

@@ -36,7 +36,7 @@ ALIGNMENT = 4096
 
 
 class Engine(ScriptedEngine):
-    """Stores what looks like KV."""
+    """Resources what looks like KV."""
 
     def payload(self, key: ChunkKey, seed: int = 0) -> bytes:
         """Return bf16 values of a normal distribution."""

@@ -12,7 +12,7 @@ from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
 
 TEXTS = ("name", "model", "lora_name", "lora_path", "cache_salt")
 _LAYOUT_JSON = limits.Text(64 * 1024)

@@ -27,7 +27,7 @@ from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
 from kvtier.ledger.rows import encode_layout, encode_tokens
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
 
 FORMAT_VERSION = 3
 """1, and 2 with a priority, kept everything in the metadata: see `old_bundles`."""

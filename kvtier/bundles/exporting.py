@@ -13,9 +13,9 @@ from kvtier.bundles.spool import PACK_SUFFIX, Spool, in_batches
 from kvtier.disk.disk_usage import ScratchRoom
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError, TierIOError
 from kvtier.ledger import BindingRow, PromptRow
+from kvtier.prompts.book import PinWish
 from kvtier.service import Cache
-from kvtier.service.namespace import Namespace
-from kvtier.service.prompts import PinWish
+from kvtier.tiering.namespace import Namespace
 
 PIECE_BYTES = 1024**2
 _MAX_TRIES = 3
@@ -50,13 +50,13 @@ async def export_bundle(
             spool, room = await _scratch_file(cache, stack)
             await _decode(cache, bundle, bundle_spool, spool, room)
         for offset in range(0, spool.num_bytes, PIECE_BYTES):
-            yield await cache.stores.in_io(spool.read, PIECE_BYTES, offset)
+            yield await cache.resources.in_io(spool.read, PIECE_BYTES, offset)
 
 
 async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchRoom]:
     """Return a scratch file and the room for it, none yet; both last as long as the stack."""
-    room = stack.enter_context(cache.stores.disk_usage.scratch_room())
-    spool = await cache.stores.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir)
+    room = stack.enter_context(cache.resources.disk_usage.scratch_room())
+    spool = await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir)
     return stack.enter_context(spool), room
 
 
@@ -115,36 +115,36 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle:
 
 async def _write(cache: Cache, spool: Spool, room: ScratchRoom, draft: Bundle) -> Bundle:
     """Copy the chunks, verify the copies, and only then write what stands before them."""
-    stores, packs = cache.stores, cache.config.disk.disk_dir / "packs"
-    offset = len(await stores.in_io(build_front, draft))
+    resources, packs = cache.resources, cache.config.disk.disk_dir / "packs"
+    offset = len(await resources.in_io(build_front, draft))
     await _keep_room(cache, room, draft.prompt.name, offset + draft.data_bytes)
     chunks: list[BundleChunk] = []
     for batch in in_batches(draft.chunks, [chunk.stored.stored_bytes for chunk in draft.chunks]):
-        chunks += await stores.in_io(_copy, spool, packs, batch, offset)
+        chunks += await resources.in_io(_copy, spool, packs, batch, offset)
         offset += sum(chunk.stored.stored_bytes for chunk in batch)
         room.grew(spool.num_bytes)
     for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks]):
-        await stores.in_io(spool.verify, part)
+        await resources.in_io(spool.verify, part)
     bundle = replace(draft, chunks=chunks)
-    await stores.in_io(spool.write, await stores.in_io(build_front, bundle), 0)
+    await resources.in_io(spool.write, await resources.in_io(build_front, bundle), 0)
     return bundle
 
 
 async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, room: ScratchRoom) -> None:
-    decoded = await cache.stores.in_io(DecodedFile, bundle)
+    decoded = await cache.resources.in_io(DecodedFile, bundle)
     await _keep_room(cache, room, bundle.prompt.name, decoded.file_bytes)
-    await cache.stores.in_io(decoded.write_front, target)
+    await cache.resources.in_io(decoded.write_front, target)
     written_bytes = 0
     for batch in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
-        await cache.stores.in_io(decoded.write_chunks, source, target, batch)
+        await cache.resources.in_io(decoded.write_chunks, source, target, batch)
         written_bytes += sum(chunk.stored.raw_bytes for chunk in batch)
         room.grew(written_bytes)
 
 
 async def _keep_room(cache: Cache, room: ScratchRoom, name: str, file_bytes: int) -> None:
     """Nothing is dropped for it: the disk's cache is worth more than a copy of a part of it."""
-    usage = cache.stores.disk_usage
-    await cache.stores.measure_disk()
+    usage = cache.resources.disk_usage
+    await cache.resources.measure_disk()
     if room.file_shortage(file_bytes) > 0:
         raise DiskRoomError(f"the export of prompt {name!r}", file_bytes, usage.free_bytes, usage.kept_bytes)
     room.keep(file_bytes)

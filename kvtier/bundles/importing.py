@@ -29,10 +29,10 @@ from kvtier.errors import (
     TierIOError,
 )
 from kvtier.ledger import BindingRow, Ledger, PromptRow
+from kvtier.prompts.book import PinWish
+from kvtier.prompts.status import PromptView
 from kvtier.service import Cache
-from kvtier.service.namespace import Namespace
-from kvtier.service.prompts import PinWish
-from kvtier.service.views import PromptView
+from kvtier.tiering.namespace import Namespace
 
 
 async def import_bundle(cache: Cache, wish: ImportWish, pieces: AsyncIterator[bytes]) -> PromptView:
@@ -54,8 +54,8 @@ async def import_bundle(cache: Cache, wish: ImportWish, pieces: AsyncIterator[by
         LedgerError: The ledger refused.
     """
     with ExitStack() as stack:
-        room = stack.enter_context(cache.stores.disk_usage.scratch_room())
-        spool = stack.enter_context(await cache.stores.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir))
+        room = stack.enter_context(cache.resources.disk_usage.scratch_room())
+        spool = stack.enter_context(await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir))
         admitted = await Reception(cache, wish, spool, room).receive(pieces)
         held = stack.pop_all()
     try:
@@ -73,7 +73,7 @@ async def _take_in(
         pin, namespace = await admit(cache, wish, admitted.bundle)  # things may have changed while it came
         chunks = admitted.bundle.chunks
         for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks]):
-            await cache.stores.in_io(spool.verify, part)
+            await cache.resources.in_io(spool.verify, part)
         room.release_packs()
         await _Import(cache, namespace, admitted.bundle, pin, spool).run()
         return await cache.pins.view(pin.name)
@@ -88,7 +88,7 @@ class _Import:
         self._written: list[PackRecord] = []
 
     async def run(self) -> None:
-        usage = self._cache.stores.disk_usage
+        usage = self._cache.resources.disk_usage
         num_bytes = pack_bytes(self._namespace, self._bundle, self._missing())
         if not usage.fits(num_bytes):
             await self._namespace.find_disk_room(num_bytes)
@@ -109,21 +109,21 @@ class _Import:
         return [key for key in self._bundle.keys if key not in written and not is_on_disk(self._namespace, key)]
 
     async def _write(self, keys: Sequence[ChunkKey]) -> None:
-        stores = self._cache.stores
+        resources = self._cache.resources
         if not keys:
             return
         chunks = [self._bundle.stored[key] for key in keys]
         # The pack tier reads its own directory only. The ledger calls the link removed before it is there: whatever
         # happens, the next start sweeps it.
         link = self._cache.config.disk.disk_dir / "packs" / self._spool.path.name
-        await stores.in_ledger(stores.ledger.mark_removed, [link.stem])
-        await stores.in_io(_link, self._spool.path, link)
+        await resources.in_ledger(resources.ledger.mark_removed, [link.stem])
+        await resources.in_io(_link, self._spool.path, link)
         try:
-            for batch in in_batches(chunks, [chunk.raw_bytes for chunk in chunks], stores.config.disk.pack_bytes):
-                record = await stores.in_io(stores.disk.rewrite_pack, self._namespace.namespace_id, batch)
+            for batch in in_batches(chunks, [chunk.raw_bytes for chunk in chunks], resources.config.disk.pack_bytes):
+                record = await resources.in_io(resources.disk.rewrite_pack, self._namespace.namespace_id, batch)
                 self._written.append(record)
         finally:
-            await stores.in_io(link.unlink, missing_ok=True)
+            await resources.in_io(link.unlink, missing_ok=True)
 
     async def _record(self) -> None:
         """Under the change lock. What is on disk stays there until it is pinned: eviction waits."""
@@ -157,13 +157,13 @@ class _Import:
         await cache.pins.count(namespace, binding.keys, pinned=True)
         await cache.pins.count(namespace, bound.keys if bound is not None else (), pinned=False)
         cache.prompts.bind(binding)
-        namespace.announce(binding.keys, held=True)
+        namespace.inventory.announce(binding.keys, held=True)
 
     async def _discard(self) -> None:
         """What has no row must not stay; what cannot be removed now, the next start adopts."""
         for record in self._written:
             try:
-                await self._cache.stores.in_io(self._cache.stores.disk.delete_pack, record.pack_id)
+                await self._cache.resources.in_io(self._cache.resources.disk.delete_pack, record.pack_id)
             except KvtierError:
                 continue
 

@@ -5,7 +5,7 @@ from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import KVLayout
 from kvtier.errors import NamespaceMismatchError
 from kvtier.service import Cache
-from kvtier.service.namespace import Namespace
+from kvtier.tiering.namespace import Namespace
 
 _SHOWN_CHARS = 40
 

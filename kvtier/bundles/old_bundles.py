@@ -23,7 +23,7 @@ from kvtier.bundles.safetensors_header import Tensor
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
 
 MAX_HEADER_BYTES = 32 * 1024**2
 _MAX_OBJECTS = 4 * (limits.MAX_KEYS + 1)

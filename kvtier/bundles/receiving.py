@@ -18,9 +18,10 @@ from kvtier.core.layout import ChunkKey
 from kvtier.disk.disk_usage import ScratchRoom
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import BundleDamagedError, DiskRoomError, InvalidArgumentError, QuotaExceededError
+from kvtier.prompts.book import PinWish
+from kvtier.prompts.quota import pinned_bytes
 from kvtier.service import Cache
-from kvtier.service.namespace import Namespace
-from kvtier.service.prompts import PinWish, pinned_bytes
+from kvtier.tiering.namespace import Namespace
 
 MAX_PIECE_BYTES = 1024**2
 
@@ -119,10 +120,10 @@ class Reception:
             await self._keep_room("(bundle)", num_bytes)
         elif num_bytes > self._admitted.bundle.file_bytes:
             check_length(self._admitted.bundle, num_bytes)
-        await self._cache.stores.in_io(self._spool.append, piece)
+        await self._cache.resources.in_io(self._spool.append, piece)
         self._room.grew(num_bytes)
         if self._admitted is None and num_bytes >= self._front_bytes:
-            front = await self._cache.stores.in_io(_read_front, self._spool)
+            front = await self._cache.resources.in_io(_read_front, self._spool)
             if isinstance(front, int):
                 self._front_bytes = front
             else:
@@ -134,27 +135,27 @@ class Reception:
             check_length(bundle, self._spool.num_bytes)
         pin, namespace = await admit(self._cache, self._wish, bundle)
         missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
-        num_pack_bytes = await self._cache.stores.in_io(pack_bytes, namespace, bundle, missing)
+        num_pack_bytes = await self._cache.resources.in_io(pack_bytes, namespace, bundle, missing)
         await self._keep_room(pin.name, bundle.file_bytes, num_pack_bytes)
         return Admitted(bundle=bundle, pin=pin, namespace=namespace)
 
     async def _keep_room(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:
-        usage = self._cache.stores.disk_usage
+        usage = self._cache.resources.disk_usage
 
         def shortage() -> int:
             return self._room.shortage(file_bytes, num_pack_bytes)
 
         if shortage() > 0 or num_pack_bytes:
-            await self._cache.stores.measure_disk()
+            await self._cache.resources.measure_disk()
         if 0 < shortage() <= usage.used_bytes:  # else nothing that may be dropped is enough
-            await self._cache.room.drop_until_enough(shortage)
+            await self._cache.capacity.drop_until_enough(shortage)
         if shortage() > 0:
             raise _no_room(self._cache, name, file_bytes, num_pack_bytes)
         self._room.keep(file_bytes, num_pack_bytes)
 
 
 def _no_room(cache: Cache, name: str, file_bytes: int, num_pack_bytes: int) -> DiskRoomError | QuotaExceededError:
-    usage = cache.stores.disk_usage
+    usage = cache.resources.disk_usage
     if usage.used_bytes + usage.promised_bytes + num_pack_bytes > usage.limit_bytes:
         return QuotaExceededError(name, num_pack_bytes, usage.used_bytes + usage.promised_bytes, usage.limit_bytes)
     needed_bytes = file_bytes + num_pack_bytes

@@ -222,7 +222,7 @@ class ChunkTable(Generic[L]):
         frequency = max(1, self.disk.frequency(chunk))
         self._queue_in_host(host, self._queue_of(chunk), frequency, unused=unused)
 
-    # Stores: committed when the tier has sealed them
+    # Resources: committed when the tier has sealed them
 
     def commit_store(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
         """Make a sealed slot the chunk's; False (and the slot is free) when the chunk has a slot already."""

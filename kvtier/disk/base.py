@@ -160,7 +160,7 @@ class DiskTier(Protocol):
     def sweep(self, removed: Collection[str]) -> list[str]:
         """Remove what a crash left: temporary files, and packs whose rows are gone. Only while nothing is written.
 
-        A pack that the ledger does not know is not for this method: it is adopted (`service/orphans.py`).
+        A pack that the ledger does not know is not for this method: it is adopted (`upkeep/orphans.py`).
 
         Args:
             removed: Ids of packs whose rows were dropped on purpose; those that are gone are fine.

@@ -18,7 +18,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class DiskHealth:
-    """Loop thread only. Owned by `Stores`; `run` is a task of the daemon.
+    """Loop thread only. Owned by `Resources`; `run` is a task of the daemon.
 
     Args:
         probe: Tries the tier; raises TierIOError while it does not work.

@@ -86,6 +86,7 @@ class ChunkIndex:
         packs: Follows the table (`ChunkTable` reports each change to `PackIndex.moved`).
         resources: Ledger, pack files, usage and counters.
         announce: Reports what is held, or not held any longer.
+        write_again: Given chunks whose damaged bytes were rejected: those that host memory holds go to disk again.
     """
 
     def __init__(
@@ -95,9 +96,11 @@ class ChunkIndex:
         packs: PackIndex,
         resources: DiskResources,
         announce: Announce,
+        write_again: Callable[[Iterable[ChunkKey]], None],
     ) -> None:
         self.packs = packs
-        self._namespace_id, self._table, self._resources, self._announce = namespace_id, table, resources, announce
+        self._namespace_id, self._table, self._resources = namespace_id, table, resources
+        self._announce, self._write_again = announce, write_again
         self._lock = asyncio.Lock()
 
     # In
@@ -272,6 +275,8 @@ class ChunkIndex:
                     if (chunk := self._table.get(key)) is not None and chunk.location == stored:
                         self._table.unplace(key)
             self._announce([key for key in damaged if not self._table.holds(key)], False)
+        self._write_again(damaged)
+        self.packs.report_hole()
 
     # Looking
 

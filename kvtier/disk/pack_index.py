@@ -32,11 +32,11 @@ class PackIndex:
     asks for them, which goes through the table.
 
     Args:
-        on_hole: Called when a chunk is no longer read from where it was: its pack has a hole.
+        on_hole: Called, also as `report_hole`, when a chunk is no longer read from where it was: its pack has a hole.
     """
 
     def __init__(self, on_hole: Callable[[], object]) -> None:
-        self._on_hole = on_hole
+        self.report_hole = on_hole
         self._live: dict[str, Live] = {}
         self.damaged: set[str] = set()  # packs in which a damaged chunk was found; they are set aside, not deleted
 
@@ -44,7 +44,7 @@ class PackIndex:
         """A chunk that was read from `old` is read from `new` now; None is nowhere."""
         if old is not None:
             self._count(old, -1)
-            self._on_hole()
+            self.report_hole()
         if new is not None:
             self._count(new, 1)
 

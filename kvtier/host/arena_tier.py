@@ -181,7 +181,7 @@ class ArenaTier:
         """See `HostTier`."""
         return self._slots.num_takable
 
-    # Stores: allocate -> seal -> verify -> commit | release; quarantine -> release
+    # Resources: allocate -> seal -> verify -> commit | release; quarantine -> release
 
     async def allocate(self, num_slots: int) -> list[SlotRef]:
         """See `HostTier`. Rows that are being preallocated are free in a moment: it waits for them before it evicts."""

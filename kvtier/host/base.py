@@ -240,7 +240,7 @@ class RunInThread(Protocol):
 
 
 class TaskOwner(Protocol):
-    """Runs coroutines to their end even if the caller is cancelled; see `kvtier/service/tasks.py`."""
+    """Runs coroutines to their end even if the caller is cancelled; see `kvtier/concurrency/tasks.py`."""
 
     def complete(self, name: str, coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]:
         """Return the coroutine's result."""

@@ -2,7 +2,7 @@
 
 The rules that make a crash harmless: a pack's file is durable before `commit_pack`, and is unlinked after its rows are
 gone. So a row always has its file. A file without a row is either named in `removed_packs`, and unlinked, or a pack
-that the ledger does not know (yet, or any longer), and adopted (`service/orphans.py`).
+that the ledger does not know (yet, or any longer), and adopted (`upkeep/orphans.py`).
 
 Prompts and bindings are promises: each has a copy apart from the database (`promise_copies.py`), written after the
 commit, removed before the row.

@@ -23,7 +23,7 @@ from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import Verifier, list_names, read_headers
 from kvtier.maintenance.promises import compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
-from kvtier.service.scratch import scratch_folder
+from kvtier.upkeep.scratch import scratch_folder
 
 LEDGER_NAME = "ledger.sqlite"
 _EMPTY = LedgerSnapshot(namespaces=(), prompts=(), bindings=(), packs={})

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
@@ -27,9 +28,8 @@ from kvtier.maintenance.observe import Verifier, list_names, read_headers
 from kvtier.maintenance.promises import compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
 from kvtier.service import Cache
-from kvtier.service.namespace import Namespace
-from kvtier.service.scratch import scratch_folder
-from kvtier.service.turns import Breather, slices
+from kvtier.tiering.namespace import Namespace
+from kvtier.upkeep.scratch import scratch_folder
 
 _GRACE_POLL_S = 0.01
 
@@ -58,7 +58,7 @@ class OnlineFsck:
             check = _OnlineCheck(self._cache, asyncio.get_running_loop(), left, repair=repair, deep=deep)
             try:
                 # Not `Pool.run`: a caller that leaves does not wait for a check that may take minutes; it tells it.
-                return await asyncio.wrap_future(self._cache.stores.check_thread.submit(check.run))
+                return await asyncio.wrap_future(self._cache.resources.check_thread.submit(check.run))
             finally:
                 left.set()
 
@@ -80,12 +80,12 @@ class _OnlineCheck:
 
     def _run(self, scratch: Path) -> Report:
         verifier = Verifier(self._tier, self._left.is_set)
-        health = inspect_ledger(self._cache.stores.ledger.path)
+        health = inspect_ledger(self._cache.resources.ledger.path)
         findings = self._check_ledger(health)
         if health.problems or health.altered:
             return Report(findings=findings)  # such a ledger is no measure of anything else
         copies = dict(self._copies().revisions)
-        counted = set(self._cache.stores.disk_usage.packs)
+        counted = set(self._cache.resources.disk_usage.packs)
         before = list_names(self._tier.directory)
         known = self._on_loop(self._writes_ended())
         earlier = self._load(scratch)
@@ -125,7 +125,7 @@ class _OnlineCheck:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _load(self, scratch: Path) -> LedgerSnapshot:
-        return load_copy(self._cache.stores.ledger.path, scratch)
+        return load_copy(self._cache.resources.ledger.path, scratch)
 
     def _copies(self) -> PromiseCopies:
         return PromiseCopies(self._state_dir / FOLDER_NAME)
@@ -151,8 +151,8 @@ class _OnlineCheck:
         ]  # which the daemon writes by itself
         damaged = [finding for finding in findings if finding.code is Code.COPY_DAMAGED]
         if damaged and self._repair:
-            stores, ids = self._cache.stores, [finding.subject for finding in damaged]
-            self._on_loop(stores.in_ledger(stores.ledger.renew_copies, ids))
+            resources, ids = self._cache.resources, [finding.subject for finding in damaged]
+            self._on_loop(resources.in_ledger(resources.ledger.renew_copies, ids))
             for finding in damaged:
                 finding.mend("set aside; the daemon writes it again")
         for finding in findings:
@@ -161,7 +161,7 @@ class _OnlineCheck:
         return findings
 
     def _check_ledger(self, health: LedgerHealth) -> list[Finding]:
-        path = str(self._cache.stores.ledger.path)
+        path = str(self._cache.resources.ledger.path)
         findings = [
             Finding(code=Code.ROW_DANGLING, subject=table, detail=f"{number} rows refer to rows that are not there")
             for table, number in health.dangling.items()
@@ -182,8 +182,8 @@ class _OnlineCheck:
     # On the loop
 
     async def _drop_dangling(self) -> None:
-        stores = self._cache.stores
-        while await stores.in_ledger(stores.ledger.drop_dangling_rows):
+        resources = self._cache.resources
+        while await resources.in_ledger(resources.ledger.drop_dangling_rows):
             pass
 
     async def _writes_ended(self) -> set[str]:
@@ -192,7 +192,7 @@ class _OnlineCheck:
         Returns:
             Packs that the daemon counts, with a row or without: it is still dealing with the latter.
         """
-        usage = self._cache.stores.disk_usage
+        usage = self._cache.resources.disk_usage
         begun = usage.writes
         while begun & usage.writes:  # noqa: ASYNC110 - an event per write would cost every write
             await asyncio.sleep(_GRACE_POLL_S)
@@ -223,11 +223,11 @@ class _OnlineCheck:
         return findings
 
     async def _check_usage(self, ledger: LedgerSnapshot, files: PackFiles, suspects: set[str]) -> list[Finding]:
-        counted, sizes = self._cache.stores.disk_usage.packs, files.packs
+        counted, sizes = self._cache.resources.disk_usage.packs, files.packs
         wrong = [pack_id for pack_id in ledger.packs if pack_id in sizes and sizes[pack_id] != counted.get(pack_id)]
         if wrong:  # or dropped since: on the ledger's own connection, after all that was asked of it before
-            stores = self._cache.stores
-            rows = (await stores.in_ledger(stores.ledger.load)).packs
+            resources = self._cache.resources
+            rows = (await resources.in_ledger(resources.ledger.load)).packs
             await asyncio.sleep(0)
             wrong = [pack_id for pack_id in wrong if pack_id in rows and sizes[pack_id] != counted.get(pack_id)]
         gone = [pack_id for pack_id in suspects if pack_id in counted]
@@ -238,7 +238,7 @@ class _OnlineCheck:
 
     async def _recount(self, sizes: dict[str, int], gone: set[str], findings: Sequence[Finding]) -> None:
         """Make the usage follow files that were repaired away, and lengths that were wrong."""
-        usage, present = self._cache.stores.disk_usage, PackFiles(sizes=sizes).packs
+        usage, present = self._cache.resources.disk_usage, PackFiles(sizes=sizes).packs
         for finding in findings:
             if finding.subject in usage.packs and finding.subject not in present:
                 usage.remove(finding.subject)
@@ -298,15 +298,15 @@ class _ServiceRows:
         """The file stays: it may hold what reads right by its own header."""
         namespace = self._cache.namespaces.get(record.namespace_id)
         if not record.chunks:
-            stores = self._cache.stores
-            await stores.in_ledger(stores.ledger.drop_pack, record.pack_id)
+            resources = self._cache.resources
+            await resources.in_ledger(resources.ledger.drop_pack, record.pack_id)
         if namespace is None:
             return
         found = ((chunk.key, _placed_in(namespace, chunk.key, record.pack_id)) for chunk in chunks)
         dropped = {key: place for key, place in found if place is not None}
         await namespace.index.drop(dropped, only_at=dropped, keep_files=True)
-        namespace.spiller.add(dropped)  # what is in host memory still is written again
-        namespace.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
+        namespace.write_back.add(dropped)  # what is in host memory still is written again
+        namespace.inventory.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
 
     async def _commit(self, record: PackRecord, instead_of: str | None) -> int:
         namespace = self._namespace(record.namespace_id)
@@ -314,7 +314,7 @@ class _ServiceRows:
             chunks = tuple(chunk for chunk in record.chunks if _pack_of(namespace, chunk.key) == instead_of)
             if chunks:
                 await change.record([replace(record, chunks=chunks)])
-        namespace.announce([chunk.key for chunk in chunks], held=True)
+        namespace.inventory.announce([chunk.key for chunk in chunks], held=True)
         return len(chunks)
 
 

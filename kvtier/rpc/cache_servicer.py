@@ -8,19 +8,19 @@ from contextlib import aclosing
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.bundles import export_bundle, import_bundle
+from kvtier.concurrency.turns import Breather, slices
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
+from kvtier.prompts.status import EvictionView, PromptView
 from kvtier.rpc.convert import daemon_status, fsck_report, namespace_status, prompt_status
 from kvtier.rpc.metrics import MetricsState
 from kvtier.rpc.paging import fill_page, page_size
 from kvtier.rpc.parsing import parse_import_start, parse_pin
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
-from kvtier.service.evicting import EvictTier
-from kvtier.service.turns import Breather, slices
-from kvtier.service.views import EvictionView, PromptView
+from kvtier.tiering.command_eviction import EvictTier
 
 _WATCH_POLL_S = 0.1
 _TOKENS_TAKEN_IN_A_TURN = 65_536

@@ -4,12 +4,12 @@ import os
 
 from kvtier._pb import cache_pb2 as pb
 from kvtier.maintenance import Report
+from kvtier.prompts.status import BindingView, PromptState, PromptView
 from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache
 from kvtier.service.gauges import read_gauges
-from kvtier.service.namespace import Namespace
-from kvtier.service.session import Session
-from kvtier.service.views import BindingView, PromptState, PromptView
+from kvtier.sessions.session import Session
+from kvtier.tiering.namespace import Namespace
 from kvtier.version import __version__
 
 _STATES = {
@@ -83,13 +83,13 @@ def daemon_status(cache: Cache, metrics: MetricsState) -> pb.DaemonStatus:
             limit_bytes=gauges.disk_limit_bytes,
             num_chunks=gauges.disk_pinned_chunks + gauges.disk_ordinary_chunks,
             pinned_bytes=gauges.disk_pinned_bytes,
-            latched=cache.stores.disk_health.latched,
+            latched=cache.resources.disk_health.latched,
         ),
         sessions=[_session(session) for session in cache.sessions],
         namespaces=[namespace_status(namespace) for namespace in cache.namespaces.values()],
         num_prompts=gauges.prompts,
         num_pinned=cache.prompts.num_pinned,
-        counters=cache.stores.counters.as_dict(),
+        counters=cache.resources.counters.as_dict(),
         store=cache.config.cache.store,
         metrics_url=metrics.url,
         metrics_problem=metrics.problem,
@@ -102,7 +102,7 @@ def _session(session: Session) -> pb.SessionStatus:
         session_id=session.session_id,
         engine_id=session.hello.engine_id,
         pid=session.hello.pid,
-        namespace_id=session.namespace.namespace_id,
+        namespace_id=session.namespace_id,
         model_names=session.hello.model_names,
         attached_unix_s=session.attached_unix_s,
         num_leases=session.num_leases,

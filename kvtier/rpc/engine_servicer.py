@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
+from kvtier.concurrency.turns import in_turns, slices
 from kvtier.core import limits
 from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey
@@ -21,10 +22,8 @@ from kvtier.printable import shortened
 from kvtier.rpc.parsing import parse_hello, parse_stores
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
-from kvtier.service.differences import differing_namespaces
-from kvtier.service.peer import PromotionForecast
-from kvtier.service.session import Session, SessionEnd, StoreList
-from kvtier.service.turns import in_turns, slices
+from kvtier.sessions.engine_peer import PromotionForecast
+from kvtier.sessions.session import Session, SessionEnd, StoreList
 
 logger = logging.getLogger(__name__)
 
@@ -193,9 +192,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 prompts = self._cache.pins_for(session)
                 welcome, num_named = self._welcome(session, prompts)
                 yield welcome
-                session.tell_pins(self._cache.prompts, [prompt.pin_id for prompt in prompts[num_named:]])
+                session.tell_pins(self._cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts[num_named:]])
                 session.top_up()
-                if self._cache.stores.stores_all:
+                if self._cache.resources.stores_all:
                     session.tell_held()
                 while (message := await peer.next()) is not None:
                     yield message
@@ -257,10 +256,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _welcome(self, session: Session, prompts: Sequence[PromptRow]) -> tuple[pb.DaemonMessage, int]:
         """Return the first message, and for how many of the prompts it has room."""
-        arena = session.namespace.host.arena
+        arena = session.tiers.host.arena
         differences = [
             pb.NamespaceDifference(namespace_id=d.namespace_id, fields=d.fields, num_prompts=d.num_prompts)
-            for d in differing_namespaces(session, self._cache.namespaces.values(), self._cache.prompts)
+            for d in self._cache.differing_namespaces(session)
         ]
         pins, num_bytes = list[pb.Pin](), 0
         for prompt in prompts:
@@ -270,7 +269,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             pins.append(pin_message(prompt))
         welcome = pb.Welcome(
             session_id=session.session_id,
-            namespace_id=session.namespace.namespace_id,
+            namespace_id=session.namespace_id,
             arena=pb.ArenaInfo(
                 arena_id=arena.geometry.arena_id,
                 path=str(arena.path),
@@ -280,7 +279,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             lock_path=str(session.lock.path),
             pins=pins,
             other_namespaces=differences,
-            store_mode=pb.STORE_ALL if self._cache.stores.stores_all else pb.STORE_PINNED,
+            store_mode=pb.STORE_ALL if self._cache.resources.stores_all else pb.STORE_PINNED,
             pin_ids=[prompt.pin_id for prompt in prompts],
         )
         return pb.DaemonMessage(welcome=welcome), len(pins)

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.bundles import ImportWish
+from kvtier.concurrency.turns import slices
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
-from kvtier.service.peer import EngineHello
-from kvtier.service.prompts import PinWish
-from kvtier.service.turns import slices
+from kvtier.prompts.book import PinWish
+from kvtier.sessions.engine_peer import EngineHello
 
 PROTOCOL = 1
 

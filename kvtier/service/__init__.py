@@ -4,6 +4,6 @@ Everything here runs on one event loop thread; only disk, arena backing and the 
 """
 
 from kvtier.service.cache import Cache
-from kvtier.service.peer import EngineHello, EnginePeer
+from kvtier.sessions.engine_peer import EngineHello, EnginePeer
 
 __all__ = ["Cache", "EngineHello", "EnginePeer"]

@@ -10,6 +10,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from kvtier.concurrency.changes import Changes
+from kvtier.concurrency.tasks import Tasks
+from kvtier.concurrency.turns import slices
 from kvtier.config import DaemonConfig
 from kvtier.core import limits
 from kvtier.core.fingerprint import namespace_id
@@ -28,22 +31,22 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.loop_lag import watch_loop_lag
 from kvtier.obs.timings import Timings
-from kvtier.service.changes import Changes
-from kvtier.service.compactor import Compactor
-from kvtier.service.ledger_upkeep import LedgerUpkeep
-from kvtier.service.namespace import Namespace
-from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer
-from kvtier.service.pins import Pins
-from kvtier.service.prewarm import Prewarmer, rank_pinned
-from kvtier.service.prompts import PromptBook
-from kvtier.service.recovery import recover
-from kvtier.service.room import Room
-from kvtier.service.scratch import sweep_scratch
-from kvtier.service.scrubber import CURSOR_FILE, Scrubber
-from kvtier.service.session import Session, SessionEnd
-from kvtier.service.stores import Stores
-from kvtier.service.tasks import Tasks
-from kvtier.service.turns import slices
+from kvtier.prompts.book import PromptBook
+from kvtier.prompts.pins import Pins
+from kvtier.prompts.prefetch import Prefetcher, rank_pinned
+from kvtier.service.startup import load_from_disk
+from kvtier.sessions.engine_peer import EngineHello, EnginePeer
+from kvtier.sessions.namespace_differences import NamespaceDifference, differing_namespaces
+from kvtier.sessions.session import Session, SessionEnd
+from kvtier.tiering.capacity import Capacity
+from kvtier.tiering.inventory import MAX_HELD_BATCH
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
+from kvtier.upkeep.compactor import Compactor
+from kvtier.upkeep.ledger_upkeep import LedgerUpkeep
+from kvtier.upkeep.scratch import sweep_scratch
+from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 
 logger = logging.getLogger(__name__)
 
@@ -57,31 +60,37 @@ written. A disk that needs longer for that hangs, and whoever stops the daemon s
 class Cache:
     """Owns everything of the daemon but gRPC; what operators ask, it leaves to `pins`. Loop thread only."""
 
-    def __init__(self, config: DaemonConfig, stores: Stores) -> None:
+    def __init__(self, config: DaemonConfig, resources: Resources) -> None:
         self.config = config
-        self.stores = stores
+        self.resources = resources
         self.started_unix_s = time.time()
         self.prompts = PromptBook()
         self.namespaces: dict[str, Namespace] = {}
-        self.room = Room(stores, self.namespaces)
-        self.compactor = Compactor(stores, lambda: list(self.namespaces.values()))
-        self.scrubber = Scrubber(stores, lambda: list(self.namespaces.values()), config.disk.disk_dir / CURSOR_FILE)
+        self.capacity = Capacity(resources, self.namespaces)
+        self.compactor = Compactor(
+            resources,
+            self._all_tiers,
+            is_any_refused=lambda: any(each.write_back.num_refused for each in self.namespaces.values()),
+            retry_refused=self._retry_refused,
+        )
+        self.scrubber = Scrubber(resources, self._all_tiers, config.disk.disk_dir / CURSOR_FILE)
         self._tasks = Tasks()
         self.arenas = Arenas(
             config.host.arena_dir,
-            stores.budget,
+            resources.budget,
             self.namespaces,
-            in_thread=stores.in_io,
+            in_thread=resources.in_io,
             tasks=self._tasks,
             top_up_all=self._top_up_all,
             max_open=max_open_arenas(),
         )
         self.changes = Changes(self._tasks)
         self._draining = False
+        self._sessions: list[Session] = []  # quarantined ones too
         self._ending: list[Namespace] = []  # ephemeral ones that are being closed, by a task that a stop cancels
         self._verified = asyncio.Event()  # nothing of a previous daemon's memory comes to be served from now on
         self.pins = Pins(
-            stores, self.prompts, self.namespaces, lambda: self.live_sessions, self.changes, self._verified
+            resources, self.prompts, self.namespaces, lambda: self.live_sessions, self.changes, self._verified
         )
 
     @classmethod
@@ -100,32 +109,33 @@ class Cache:
         ops = ObservedFileOps(counters, timings.fsync)
         disk = PackTier(config.disk.disk_dir / "packs", ops=ops)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
-        cache = cls(config, Stores.create(config, disk, Ledger.open(ledger_path), counters, timings))
-        await recover(cache, disk)
+        resources = Resources.create(config, disk, Ledger.open(ledger_path), counters, timings)
+        cache = cls(config, resources)
+        await load_from_disk(resources, cache.namespaces, cache.prompts, cache.open_namespace, disk)
         recovery = cache._new_recovery()
         await recovery.open(config.host.arena_dir)
         cache._tasks.start("recovery", cache._recover_memory(recovery))
         cache._tasks.start("expiry", cache.pins.expire())
         cache._tasks.start("room", cache._keep_room())
         cache._tasks.start("preallocation", cache._new_preallocator().run())
-        cache._tasks.start("ledger-upkeep", LedgerUpkeep(cache.stores).run())
-        cache._tasks.start("probe", cache.stores.disk_health.run())
+        cache._tasks.start("ledger-upkeep", LedgerUpkeep(cache.resources).run())
+        cache._tasks.start("probe", cache.resources.disk_health.run())
         cache._tasks.start("pin-watch", cache.pins.watch.run())
         cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))
         if config.disk.compact_bytes_per_s:
-            cache.stores.holes.set()  # an earlier run may have left packs with holes
+            cache.resources.holes.set()  # an earlier run may have left packs with holes
             cache._tasks.start("compact", cache.compactor.run())
         if config.disk.scrub_bytes_per_s:
             cache._tasks.start("scrub", cache.scrubber.run())
         return cache
 
     def _new_recovery(self) -> Recovery:
-        stores, config = self.stores, self.config.host
+        resources, config = self.resources, self.config.host
         return Recovery(
             self.namespaces,
-            budget=stores.budget,
-            counters=stores.counters,
-            in_thread=stores.in_io,
+            budget=resources.budget,
+            counters=resources.counters,
+            in_thread=resources.in_io,
             rank=partial(rank_pinned, self.prompts),
             top_up_all=self._top_up_all,
             spare_bytes=config.spare_bytes,
@@ -134,14 +144,14 @@ class Cache:
         )
 
     def _new_preallocator(self) -> Preallocator:
-        stores, config = self.stores, self.config.host
+        resources, config = self.resources, self.config.host
         return Preallocator(
             self.namespaces.values,
-            budget=stores.budget,
+            budget=resources.budget,
             spare_bytes=config.spare_bytes,
             low_watermark_bytes=config.low_watermark_bytes,
-            until_quiet=stores.traffic.until_quiet,
-            prepare=partial(stores.in_io, stores.disk.prepare_reads),
+            until_quiet=resources.traffic.until_quiet,
+            prepare=partial(resources.in_io, resources.disk.prepare_reads),
         )
 
     async def _recover_memory(self, recovery: Recovery) -> None:
@@ -156,13 +166,13 @@ class Cache:
 
     def _prewarm(self, namespaces: Iterable[Namespace]) -> None:
         if self.config.host.prewarm:
-            prewarmer = Prewarmer(self.prompts, self.arenas.open_if_room)
+            prewarmer = Prefetcher(self.prompts, self.arenas.open_if_room)
             self._tasks.start("prewarm", prewarmer.run(list(namespaces)))
 
     @property
     def sessions(self) -> list[Session]:
         """Sessions of all namespaces, quarantined ones too."""
-        return [session for namespace in self.namespaces.values() for session in namespace.sessions]
+        return list(self._sessions)
 
     @property
     def live_sessions(self) -> list[Session]:
@@ -186,18 +196,30 @@ class Cache:
             except ArenaError as error:
                 log_event(logger, "arena_not_dropped", level=logging.ERROR, problem=str(error))
 
-    def adopt_namespace(self, row: NamespaceRow, *, ephemeral: bool) -> Namespace:
+    def open_namespace(self, row: NamespaceRow, *, ephemeral: bool = False) -> Namespace:
         """Take a namespace in."""
         namespace = Namespace(
             row,
-            self.stores,
+            self.resources,
             ephemeral=ephemeral,
-            find_room=self.room.find_host_room,
-            find_disk_room=self.room.find_disk_room,
+            find_room=self.capacity.find_host_room,
+            find_disk_room=self.capacity.find_disk_room,
             top_up_all=self._top_up_all,
         )
         self.namespaces[row.namespace_id] = namespace
         return namespace
+
+    def _all_tiers(self) -> list[Tiers]:
+        return [namespace.tiers for namespace in self.namespaces.values()]
+
+    def _retry_refused(self) -> None:
+        for namespace in self.namespaces.values():
+            namespace.write_back.retry_refused()
+
+    def differing_namespaces(self, session: Session) -> list[NamespaceDifference]:
+        """Explain to an engine why its namespace holds nothing; see `sessions.namespace_differences`."""
+        mine, names = self.namespaces[session.namespace_id], session.hello.model_names
+        return differing_namespaces(mine, names, self.namespaces.values(), self.prompts.num_bound_in)
 
     def _top_up_all(self) -> None:
         for session in self.sessions:
@@ -210,12 +232,12 @@ class Cache:
             await self._keep_room_once()
 
     async def _keep_room_once(self) -> None:
-        if self.room.trim_host():
+        if self.capacity.trim_host():
             self._top_up_all()
-        await self.stores.measure_disk()
-        await self.room.trim_disk()
+        await self.resources.measure_disk()
+        await self.capacity.trim_disk()
         for namespace in self.namespaces.values():
-            namespace.spiller.retry_if_room()
+            namespace.write_back.retry_if_room()
         await self.arenas.close_empty()
         await self._forget_empty_namespaces()
 
@@ -240,12 +262,12 @@ class Cache:
     async def _forget_namespace(self, namespace: Namespace) -> None:
         if not namespace.ephemeral:
             try:
-                await self.stores.in_ledger(self.stores.ledger.delete_namespace, namespace.namespace_id)
+                await self.resources.in_ledger(self.resources.ledger.delete_namespace, namespace.namespace_id)
             except LedgerError as error:  # the next turn tries again
                 log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
                 return
             with suppress(OSError):  # a copy more is no harm
-                await self.stores.in_io(forget_namespace, self.config.disk.disk_dir, namespace.namespace_id)
+                await self.resources.in_io(forget_namespace, self.config.disk.disk_dir, namespace.namespace_id)
         await self._close_namespace(namespace)
         log_event(logger, "namespace_forgotten", namespace=namespace.namespace_id, model=namespace.row.model)
 
@@ -282,11 +304,24 @@ class Cache:
                 raise
             finally:
                 namespace.attaching = False
-            session = Session(session_id, namespace, hello, peer, lock)
+            session = Session(
+                session_id,
+                hello,
+                peer,
+                lock,
+                tiers=namespace.tiers,
+                promoter=namespace.promoter,
+                write_back=namespace.write_back,
+                cost=namespace.cost,
+                resources=self.resources,
+                tasks=namespace.tasks,
+                top_up_all=self._top_up_all,
+            )
+            self._sessions.append(session)
             namespace.sessions.append(session)
             if not had_arena and self._verified.is_set():  # else it comes when a previous daemon's memory is verified
                 self._prewarm([namespace])
-            self.stores.counters.sessions_opened += 1
+            self.resources.counters.sessions_opened += 1
         log_event(
             logger,
             "session_opened",
@@ -313,7 +348,7 @@ class Cache:
                 created_unix_s=now_unix_s,
                 seen_unix_s=now_unix_s,
             )
-            namespace = self.adopt_namespace(row, ephemeral=hello.ephemeral)
+            namespace = self.open_namespace(row, ephemeral=hello.ephemeral)
         elif namespace.layout != hello.layout:
             raise NamespaceMismatchError(
                 f"namespace {found_id} has another layout than this engine states for the same fingerprint; "
@@ -329,13 +364,13 @@ class Cache:
     async def _record_namespace(self, namespace: Namespace) -> None:
         row = replace(namespace.row, seen_unix_s=time.time())
         if not namespace.ephemeral:
-            await self.stores.in_ledger(self.stores.ledger.put_namespace, row)
+            await self.resources.in_ledger(self.resources.ledger.put_namespace, row)
             await self._save_namespace(row)
         namespace.row = row
 
     async def _save_namespace(self, row: NamespaceRow) -> None:
         try:
-            await self.stores.in_io(save_namespace, self.config.disk.disk_dir, row)
+            await self.resources.in_io(save_namespace, self.config.disk.disk_dir, row)
         except OSError as error:  # what it is for, a lost ledger, has not happened
             log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=str(error))
 
@@ -357,7 +392,7 @@ class Cache:
     async def _bind(
         self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str
     ) -> None:
-        namespace = session.namespace
+        namespace = self.namespaces[session.namespace_id]
         async with self.changes.lock:
             prompt = self.prompts.by_pin_id(pin_id)
             if prompt is None or session.ended:
@@ -366,7 +401,7 @@ class Cache:
                 session.bind_errors[pin_id] = error
                 log_event(logger, "pin_not_bound", level=logging.WARNING, name=prompt.name, problem=error)
                 return
-            await self.stores.in_io(limits.check_keys, "bind_pin.keys", keys, namespace.layout)
+            await self.resources.in_io(limits.check_keys, "bind_pin.keys", keys, namespace.layout)
             if session.ended:
                 return
             limits.Whole(0, len(prompt.tokens)).check("bind_pin.covered_tokens", covered_tokens)
@@ -376,7 +411,7 @@ class Cache:
             old = self.prompts.binding(pin_id, namespace.namespace_id)
             if old != row:
                 if not namespace.ephemeral:
-                    await self.stores.in_ledger(self.stores.ledger.put_binding, row)
+                    await self.resources.in_ledger(self.resources.ledger.put_binding, row)
                 if prompt.pinned:
                     await self.pins.count(namespace, row.keys, pinned=True)
                     await self.pins.count(namespace, old.keys if old else (), pinned=False)
@@ -397,7 +432,7 @@ class Cache:
         """The stream is gone; its slots are freed when the engine's processes let go."""
         if session.ended:
             return
-        counters, was_busy = self.stores.counters, session.is_busy
+        counters, was_busy = self.resources.counters, session.is_busy
         session.lost()
         counters.sessions_lost += was_busy and how in (SessionEnd.CUT, SessionEnd.REFUSED)
         counters.sessions_closed += how is SessionEnd.CLOSED
@@ -409,8 +444,9 @@ class Cache:
 
     async def _quarantine(self, session: Session) -> None:
         await session.wait_until_let_go()
-        namespace = session.namespace
+        namespace = self.namespaces[session.namespace_id]
         namespace.sessions.remove(session)
+        self._sessions.remove(session)
         namespace.row = replace(namespace.row, seen_unix_s=time.time())
         self._top_up_all()
         await self._end_if_over(namespace)
@@ -426,7 +462,7 @@ class Cache:
         self._ending.append(namespace)
         await namespace.close()
         self._ending.remove(namespace)
-        self.stores.budget.give_back(namespace.host.usage.held_bytes)
+        self.resources.budget.give_back(namespace.host.usage.held_bytes)
         self._top_up_all()
 
     # The end
@@ -445,15 +481,15 @@ class Cache:
             async with asyncio.timeout(self.config.server.drain_timeout_s):
                 for namespace in list(self.namespaces.values()):  # ephemeral ones may end meanwhile
                     await namespace.tasks.settle()
-                    await namespace.spiller.flush()
+                    await namespace.write_back.flush()
         ending = asyncio.create_task(self._end(), name="end")
         await asyncio.wait([ending], timeout=STUCK_AFTER_S)
         if not ending.done():
-            self.stores.give_up()  # first, or who is cancelled now, or with the loop's end, would wait for its call
+            self.resources.give_up()  # first, or who is cancelled now, or with the loop's end, would wait for its call
             ending.cancel()
             with suppress(ArenaError):  # the next start sweeps
                 self._sweep_arenas()
-            raise StuckError(STUCK_AFTER_S, self.stores.busy_pools)
+            raise StuckError(STUCK_AFTER_S, self.resources.busy_pools)
         ending.result()
         self._sweep_arenas()
 
@@ -461,7 +497,7 @@ class Cache:
         await self._tasks.close()
         for namespace in [*self.namespaces.values(), *self._ending]:
             await namespace.close(keep_arena=self.config.host.keep_arena)
-        await self.stores.close()
+        await self.resources.close()
 
     def _sweep_arenas(self) -> None:
         if not self.config.host.keep_arena:

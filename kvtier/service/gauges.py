@@ -1,24 +1,21 @@
 """The daemon at one moment, in numbers that cost no more than its namespaces and sessions are many."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvtier.obs.declare import Family, read
 from kvtier.obs.gauges import Gauges
-from kvtier.service.views import PromptState
-
-if TYPE_CHECKING:
-    from kvtier.service.cache import Cache
-    from kvtier.service.namespace import Namespace
+from kvtier.prompts.status import PromptState
+from kvtier.service.cache import Cache
+from kvtier.tiering.namespace import Namespace
 
 
-def read_metrics(cache: "Cache") -> list[Family]:
+def read_metrics(cache: Cache) -> list[Family]:
     """Return every metric of the daemon as it is now. Loop thread; never counts chunks."""
-    stores = cache.stores
-    return [*read(stores.counters), *read(stores.timings), *read(read_gauges(cache))]
+    resources = cache.resources
+    return [*read(resources.counters), *read(resources.timings), *read(read_gauges(cache))]
 
 
-def read_gauges(cache: "Cache") -> Gauges:
+def read_gauges(cache: Cache) -> Gauges:
     """Measure everything that is not counted on the way. Loop thread."""
     gauges = Gauges(prompts=len(cache.prompts), start_time_seconds=cache.started_unix_s, build_info=1)
     namespaces = list(cache.namespaces.values())
@@ -29,8 +26,8 @@ def read_gauges(cache: "Cache") -> Gauges:
     return gauges
 
 
-def _read_host(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespace"]) -> None:
-    budget = cache.stores.budget
+def _read_host(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) -> None:
+    budget = cache.resources.budget
     gauges.host_used_bytes, gauges.host_limit_bytes = budget.used_bytes, budget.limit_bytes
     for namespace in namespaces:
         num_pinned, row_bytes = namespace.table.num_pinned_host, namespace.layout.row_bytes
@@ -41,13 +38,13 @@ def _read_host(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespace"]
         gauges.host_ordinary_bytes += num_ordinary * row_bytes
 
 
-def _read_disk(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespace"]) -> None:
-    usage, health = cache.stores.disk_usage, cache.stores.disk_health
+def _read_disk(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) -> None:
+    usage, health = cache.resources.disk_usage, cache.resources.disk_health
     gauges.disk_used_bytes, gauges.disk_limit_bytes = usage.used_bytes, usage.limit_bytes
     gauges.disk_unreserved_bytes, gauges.disk_packs = usage.unreserved_bytes, len(usage.packs)
     gauges.disk_reading_off, gauges.disk_writing_off = not health.readable, not health.writable
     for namespace in namespaces:
-        disk, spiller = namespace.table.disk, namespace.spiller
+        disk, spiller = namespace.table.disk, namespace.write_back
         gauges.disk_ordinary_chunks += disk.num_ordinary
         gauges.disk_pinned_chunks += disk.num_chunks - disk.num_ordinary
         gauges.disk_ordinary_bytes += disk.num_bytes - disk.pinned_bytes
@@ -57,7 +54,7 @@ def _read_disk(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespace"]
         gauges.over_quota_chunks += spiller.num_refused
 
 
-def _read_engines(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespace"]) -> None:
+def _read_engines(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) -> None:
     gauges.namespaces_live = sum(namespace.live for namespace in namespaces)
     gauges.namespaces_idle = len(namespaces) - gauges.namespaces_live
     for session in cache.sessions:
@@ -70,7 +67,7 @@ def _read_engines(gauges: Gauges, cache: "Cache", namespaces: Sequence["Namespac
             gauges.store_grants += session.num_store_grants
 
 
-def _read_pins(gauges: Gauges, cache: "Cache") -> None:
+def _read_pins(gauges: Gauges, cache: Cache) -> None:
     standing = cache.pins.watch.standing()
     unrendered, waiting = standing[PromptState.UNRENDERED], standing[PromptState.WAITING]
     capturing, over_quota = standing[PromptState.CAPTURING], standing[PromptState.OVER_QUOTA]

@@ -87,7 +87,7 @@ class HostTierContract:
         assert rig.tier.counts()[SlotState.UNBACKED] == NUM_SLOTS
         assert rig.tier.usage.num_takable == NUM_AFFORDABLE
 
-    # Stores
+    # Resources
 
     def test_allocated_slots_are_granted_and_count(self, rig: HostRig) -> None:
         refs = allocated(rig, 3)

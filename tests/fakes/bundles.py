@@ -15,7 +15,7 @@ from kvtier.core.stored import StoredChunk
 from kvtier.core.tokens import TokenIds
 from kvtier.disk.base import checksum_of
 from kvtier.errors import BundleDamagedError
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
 from tests.fakes.chunks import key_of, layout_of, soft
 
 LAYOUT = layout_of(useful_bytes=1000)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sized
 from typing import Any, TypeVar
 
-from kvtier.service.stores import Stores
+from kvtier.tiering.resources import Resources
 from tests.fakes.scripted_engine import DEADLINE_S
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def run_with_jumps(scenario: Callable[[JumpingLoop], Coroutine[Any, Any, T]]) ->
         return runner.run(scenario(loop))
 
 
-async def at_rest(stores: Stores) -> None:
+async def at_rest(stores: Resources) -> None:
     """Return when no worker thread has a call and no task goes on by itself: what has not happened waits for a clock.
 
     A test that says "and nothing happens" waits for this, and not for so many seconds.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder
+from kvtier.concurrency.turns import in_turns
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
@@ -13,9 +14,8 @@ from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk
 from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache
-from kvtier.service.peer import EngineHello, PromotionForecast
-from kvtier.service.session import Session
-from kvtier.service.turns import in_turns
+from kvtier.sessions.engine_peer import EngineHello, PromotionForecast
+from kvtier.sessions.session import Session
 from kvtier_connector.pins import BoundPin, PinMirror
 
 
@@ -40,7 +40,7 @@ class InProcessEngine:
         space: Which of the test's kinds of engine it is.
         mirror: The connector's own.
         credits: Slots to write into.
-        writing: Stores begun.
+        writing: Resources begun.
         pinned: Prompts that it shall recognize, by pin id: whether they are pinned.
         num_read: Chunks whose bytes were looked at.
     """
@@ -59,14 +59,15 @@ class InProcessEngine:
     async def attach(self, cache: Cache) -> None:
         """Begin a session, as the servicer and the connector do it together."""
         self.session: Session = await cache.attach(self.hello, self)
-        self.mirror.attach(stores_all=cache.stores.stores_all)
+        self.namespace = cache.namespaces[self.session.namespace_id]
+        self.mirror.attach(stores_all=cache.resources.stores_all)
         self.pinned = {prompt.pin_id: prompt.pinned for prompt in cache.pins_for(self.session)}
-        arena = self.session.namespace.host.arena
+        arena = self.namespace.host.arena
         self.arena = ArenaMap(arena.path, arena.geometry.arena_id)
         self.lock = SessionLockHolder(self.session.lock.path)
         self.lock.acquire()
         self.session.top_up()
-        if cache.stores.stores_all:
+        if cache.resources.stores_all:
             self.session.tell_held()
 
     def move(self, arena_dir: Path) -> None:

@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import kvtier.concurrency.turns
 import kvtier.core.acquire
 import kvtier.host.recovery
+import kvtier.prompts.pins
 import kvtier.service.cache
-import kvtier.service.pins
-import kvtier.service.session
-import kvtier.service.spiller
-import kvtier.service.turns
+import kvtier.sessions.session
+import kvtier.tiering.write_back
 from kvtier.config import DaemonConfig
 from kvtier.disk import tier_health
 from kvtier.errors import KvtierError
 from kvtier.service.cache import Cache
-from kvtier.service.namespace import Namespace
+from kvtier.tiering.namespace import Namespace
 from tests.fakes.gated_stores import Faults, GatedLedger, GatedTier
 from tests.fakes.in_process_engine import InProcessEngine
 from tests.fakes.rig import eventually
@@ -121,15 +121,15 @@ class LivingService:
     def _patch(self) -> None:
         """No loop of the service turns by itself; what waits for a while waits shortly."""
         for module, name, value in (
-            (kvtier.service.pins, "_EXPIRY_POLL_S", 1e6),
+            (kvtier.prompts.pins, "_EXPIRY_POLL_S", 1e6),
             (kvtier.service.cache, "_ROOM_POLL_S", 1e6),
             (kvtier.service.cache, "max_open_arenas", lambda: self._max_arenas),
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
-            (kvtier.service.pins, "time", types.SimpleNamespace(time=self.clock.time)),
-            (kvtier.service.session, "_LOCK_POLL_S", 0.001),
+            (kvtier.prompts.pins, "time", types.SimpleNamespace(time=self.clock.time)),
+            (kvtier.sessions.session, "_LOCK_POLL_S", 0.001),
             (kvtier.host.recovery, "_LOCK_POLL_S", 0.001),
-            (kvtier.service.spiller, "_RETRY_S", 0.001),
-            (kvtier.service.turns, "SLICE_KEYS", 2),
+            (kvtier.tiering.write_back, "_RETRY_S", 0.001),
+            (kvtier.concurrency.turns, "SLICE_KEYS", 2),
             (kvtier.core.acquire, "SLICE_CHUNKS", 2),
             (tier_health, "FIRST_PROBE_S", 0.001),
             (tier_health, "LAST_PROBE_S", 0.002),
@@ -182,9 +182,9 @@ class LivingService:
             not self.doing
             and (cache._verified.is_set())
             and all(name in waiting or (name.startswith("quarantine") and self.orphans) for name in going_on)
-            and not cache.stores.disk_health.latched
-            and not cache.stores.ledger.is_behind  # or its thread uses the connection that tests read with
-            and not cache.stores.ledger_thread.is_busy
+            and not cache.resources.disk_health.latched
+            and not cache.resources.ledger.is_behind  # or its thread uses the connection that tests read with
+            and not cache.resources.ledger_thread.is_busy
             and all(_is_quiet(namespace) for namespace in cache.namespaces.values())
         )
 
@@ -261,7 +261,7 @@ class LivingService:
         self.faults.freeze()
         with suppress(RuntimeError):
             if not self.faults.held & {"commit", "committed", "drop", "dropped"}:
-                self.cache.stores.ledger_thread.submit(int).result(10)
+                self.cache.resources.ledger_thread.submit(int).result(10)
         folder = self._folder / str(self.num_lives)
         shutil.copytree(self.config.disk.disk_dir.parent, folder, ignore=shutil.ignore_patterns("*-shm", "*.sock"))
         old, old_doing = self.cache, list(self.doing)
@@ -294,7 +294,7 @@ class LivingService:
 
 
 def _is_quiet(namespace: Namespace) -> bool:
-    promoter, spiller = namespace.promoter, namespace.spiller
+    promoter, spiller = namespace.promoter, namespace.write_back
     return not (
         spiller.queued_bytes
         or promoter._batches

@@ -13,10 +13,10 @@ from kvtier.core.slots import SlotRef, SlotState
 from kvtier.disk.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from kvtier.ledger import Ledger, PromptRow
 from kvtier.service.cache import Cache
-from kvtier.service.namespace import Namespace
-from kvtier.service.peer import EngineHello, PromotionForecast
-from kvtier.service.session import Session
-from kvtier.service.stores import Stores
+from kvtier.sessions.engine_peer import EngineHello, PromotionForecast
+from kvtier.sessions.session import Session
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
 from tests.fakes.chunks import noise
 from tests.fakes.scripted_engine import DEADLINE_S, ONE_GROUP, chunk_key, config_in
 from tests.fakes.stepped_tier import SteppedTier
@@ -106,8 +106,8 @@ class Rig:
 
     def __init__(self, cache: Cache, tier: SteppedTier, namespace: Namespace) -> None:
         self.cache, self.tier, self.namespace = cache, tier, namespace
-        self.stores, self.table = cache.stores, namespace.table
-        self.counters = cache.stores.counters
+        self.resources, self.table = cache.resources, namespace.table
+        self.counters = cache.resources.counters
         self._num_sessions = 0
 
     async def session(self) -> tuple[Session, ListPeer]:
@@ -130,7 +130,7 @@ class Rig:
     async def on_disk(self, numbers: Iterable[int]) -> str:
         """Put chunks into one pack; returns its id."""
         payloads = [_payload(number) for number in numbers]
-        record = await self.stores.in_write(self.tier.write_pack, self.namespace.namespace_id, payloads)
+        record = await self.resources.in_write(self.tier.write_pack, self.namespace.namespace_id, payloads)
         await self.namespace.index.record(record)
         return record.pack_id
 
@@ -160,10 +160,10 @@ class Rig:
     def check(self) -> None:
         """Raise AssertionError unless table, index, usage, tier and ledger say the same."""
         self.table.check()
-        check_disk(self.namespace, self.stores, self.tier)
+        check_disk(self.namespace, self.resources, self.tier)
 
 
-def check_disk(namespace: Namespace, stores: Stores, tier: DiskTier) -> None:
+def check_disk(namespace: Namespace, stores: Resources, tier: DiskTier) -> None:
     """Raise AssertionError unless index, usage and the tier's files agree."""
     files = tier.list_packs()
     assert stores.disk_usage.used_bytes == sum(files.values())
@@ -172,8 +172,8 @@ def check_disk(namespace: Namespace, stores: Stores, tier: DiskTier) -> None:
         if chunk.location is not None:
             live.setdefault(chunk.location.pack_id, []).append(chunk.location.stored_bytes)
     assert {pack_id: (len(sizes), sum(sizes)) for pack_id, sizes in live.items()} == {
-        pack_id: (namespace.packs.num_chunks(pack_id), namespace.packs.live_bytes(pack_id))
-        for pack_id in namespace.packs
+        pack_id: (namespace.index.packs.num_chunks(pack_id), namespace.index.packs.live_bytes(pack_id))
+        for pack_id in namespace.index.packs
     }
     assert set(live) <= set(files)
 
@@ -183,10 +183,10 @@ async def rig(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
     """Open a cache with one namespace that has an arena; nothing runs in the background but what a test starts."""
     tier = SteppedTier()
     config = config_in(folder, **settings)
-    cache = Cache(config, Stores.create(config, tier, Ledger.open(folder / "disk" / "ledger.sqlite")))
+    cache = Cache(config, Resources.create(config, tier, Ledger.open(folder / "disk" / "ledger.sqlite")))
     try:
         session = await cache.attach(hello_of("first"), ListPeer())
-        yield Rig(cache, tier, session.namespace)
+        yield Rig(cache, tier, cache.namespaces[session.namespace_id])
     finally:
         await cache.close()
 

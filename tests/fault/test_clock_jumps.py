@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+import kvtier.prompts.pins
 import kvtier.service.cache
-import kvtier.service.pins
 from kvtier._pb import cache_pb2
+from kvtier.prompts.pins import Pins
 from kvtier.service.cache import Cache
-from kvtier.service.pins import Pins
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import evict, make_durable, pin, prompt_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -40,7 +40,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "time", clock)
-    monkeypatch.setattr(kvtier.service.pins, "_EXPIRY_POLL_S", 0.01)
+    monkeypatch.setattr(kvtier.prompts.pins, "_EXPIRY_POLL_S", 0.01)
     monkeypatch.setattr(kvtier.service.cache, "_ROOM_POLL_S", 0.01)
     for kind, owner, method in (("expiry", Pins, "_end_expired"), ("room", Cache, "_keep_room_once")):
         monkeypatch.setattr(owner, method, counted(clock, kind, getattr(owner, method)))

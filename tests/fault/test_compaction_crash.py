@@ -11,8 +11,8 @@ from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger
 from kvtier.service.cache import Cache
-from kvtier.service.recovery import recover
-from kvtier.service.stores import Stores
+from kvtier.service.startup import load_from_disk
+from kvtier.tiering.resources import Resources
 from tests.fakes.chunks import key_of, layout_of, noise, payload_of, read_back
 from tests.fakes.rows import namespace_row
 from tests.fakes.scripted_engine import config_in
@@ -65,8 +65,8 @@ def content(number: int) -> bytes:
 
 
 async def opened(folder: Path, disk: PackTier, ledger: Ledger) -> Cache:
-    cache = Cache(config_in(folder), Stores.create(config_in(folder), disk, ledger))
-    await recover(cache, disk)
+    cache = Cache(config_in(folder), Resources.create(config_in(folder), disk, ledger))
+    await load_from_disk(cache.resources, cache.namespaces, cache.prompts, cache.open_namespace, disk)
     return cache
 
 
@@ -95,7 +95,7 @@ async def compact(folder: Path, ops: CrashingOps, crash_at: int | None) -> None:
     try:
         await cache.compactor.compact(job)
     finally:
-        for pool in (cache.stores.io_threads, cache.stores.background_thread, cache.stores.ledger_thread):
+        for pool in (cache.resources.io_threads, cache.resources.background_thread, cache.resources.ledger_thread):
             pool.shutdown(wait=True)
         ledger.close()
 
@@ -107,9 +107,9 @@ async def check_after_restart(folder: Path, durable: dict[bytes, bytes]) -> None
     found = {chunk.key: read_back(disk, chunk.location) for chunk in namespace.table if chunk.location is not None}
     assert found == durable
     files = {path.name: path.stat().st_size for path in (folder / "disk" / "packs").iterdir()}
-    assert cache.stores.disk_usage.used_bytes == sum(files.values())
-    assert {name.removesuffix(".kvpack") for name in files} == set(namespace.packs) == set(ledger.load().packs)
-    assert cache.stores.counters.chunks_damaged == 0
+    assert cache.resources.disk_usage.used_bytes == sum(files.values())
+    assert {name.removesuffix(".kvpack") for name in files} == set(namespace.index.packs) == set(ledger.load().packs)
+    assert cache.resources.counters.chunks_damaged == 0
     await cache.close()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._pb import cache_pb2
-from kvtier.service import stores
+from kvtier.tiering import resources as stores
 from tests.fakes.operator import pin, prompt_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 

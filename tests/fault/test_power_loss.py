@@ -21,7 +21,7 @@ Row = tuple[StoredChunk, bytes]
 
 
 class Story:
-    """Stores as the daemon does: file first, row second; on delete the row first, unlink last."""
+    """Resources as the daemon does: file first, row second; on delete the row first, unlink last."""
 
     def __init__(self, folder: Path, forgets: Sequence[str] = (), *, row_first: bool = False) -> None:
         self.ops = RecordingOps(forgets)

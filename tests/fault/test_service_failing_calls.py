@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-import kvtier.service.spiller
+import kvtier.tiering.write_back
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
@@ -44,7 +44,7 @@ def faults() -> list[Fault]:
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> SharedOps:
-    monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.02)
+    monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.02)
     monkeypatch.setattr(tier_health, "FIRST_PROBE_S", 0.05)
     monkeypatch.setattr(tier_health, "LAST_PROBE_S", 0.1)
     return failing_service(monkeypatch)

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.service.damage import drop_damaged
+from kvtier.tiering.damage import drop_damaged
 from tests.fakes.gates import Gate
 from tests.fakes.rig import Rig, content, eventually, keys_of, rig
 
@@ -50,7 +50,7 @@ class CompactionMachine(RuleBasedStateMachine):
 
     @rule(chosen=numbers)
     def store(self, chosen: list[int]) -> None:
-        if self.rig.stores.disk_usage.fits(6000 * len(chosen)):
+        if self.rig.resources.disk_usage.fits(6000 * len(chosen)):
             self.run(self.rig.on_disk(chosen))
             self.model |= set(chosen)
 
@@ -117,7 +117,7 @@ class CompactionMachine(RuleBasedStateMachine):
         """A chunk of an old pack turns out damaged after it was copied: the copy is good, or it is dropped."""
         # With a good copy in host memory it would be written again: that has a test of its own.
         chosen = [number for number in chosen if self.rig.location(number) and not self.rig.chunk(number).readable]
-        finish = drop_damaged(self.rig.namespace, [self.rig.chunk(number).location for number in chosen])  # type: ignore[misc]
+        finish = drop_damaged(self.rig.namespace.tiers, [self.rig.chunk(number).location for number in chosen])  # type: ignore[misc]
         if finish is not None:
             self.run(finish)
         self.model -= set(chosen)
@@ -128,7 +128,7 @@ class CompactionMachine(RuleBasedStateMachine):
             return
         r = self.rig
         assert {n for n in range(NUM_CHUNKS) if r.location(n) is not None} == self.model
-        rows = {chunk.key: chunk for pack in r.stores.ledger.load().packs.values() for chunk in pack.chunks}
+        rows = {chunk.key: chunk for pack in r.resources.ledger.load().packs.values() for chunk in pack.chunks}
         assert set(rows) == set(keys_of(self.model))
         for number in self.model:
             assert rows[keys_of([number])[0]] == r.location(number)
@@ -138,7 +138,7 @@ class CompactionMachine(RuleBasedStateMachine):
         assert sum(r.tier.list_packs().values()) <= DISK_BYTES
         if self.compaction is None:
             r.check()
-            assert r.stores.ledger.load().packs.keys() == r.tier.packs.keys(), "no orphan"
+            assert r.resources.ledger.load().packs.keys() == r.tier.packs.keys(), "no orphan"
 
 
 TestCompaction = CompactionMachine.TestCase

@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.service.damage import drop_damaged
-from kvtier.service.evicting import EvictTier
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
+from kvtier.tiering.command_eviction import EvictTier
+from kvtier.tiering.damage import drop_damaged
 from tests.fakes.rig import Rig, eventually, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP, room_for
 from tests.property.test_compaction import NUM_CHUNKS, numbers
@@ -56,7 +56,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         return session, peer
 
     async def quiet(self) -> None:
-        spiller, promoter = self.rig.namespace.spiller, self.rig.namespace.promoter
+        spiller, promoter = self.rig.namespace.write_back, self.rig.namespace.promoter
         await eventually(lambda: not spiller.queued_bytes and not promoter._batches and not promoter._queue)
         await self.rig.namespace.tasks.settle()
 
@@ -67,22 +67,22 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         async def stored() -> None:
             for number in chosen:
                 if not self.rig.namespace.host.num_takable:
-                    self.rig.namespace.evict_rows(1, ordinary_only=True)
+                    self.rig.namespace.tiers.evict_rows(1, ordinary_only=True)
                 if self.rig.namespace.host.num_takable and not self.rig.table.holds(keys_of([number])[0]):
                     for ref in await self.rig.namespace.host.allocate(1):
                         assert self.rig.namespace.host.seal(ref)
                         key = keys_of([number])[0]
                         if self.session._commit(key, ref, 0):
-                            self.rig.namespace.announce([key], held=True)
+                            self.rig.namespace.inventory.announce([key], held=True)
 
         self.run(stored())
 
     @rule(chosen=numbers)
     def write(self, chosen: list[int]) -> None:
         """Chunks come to lie on disk, as an import has it."""
-        if self.rig.stores.disk_usage.fits(6000 * len(chosen)):
+        if self.rig.resources.disk_usage.fits(6000 * len(chosen)):
             self.run(self.rig.on_disk(chosen))
-            self.rig.namespace.announce(keys_of(chosen), held=True)
+            self.rig.namespace.inventory.announce(keys_of(chosen), held=True)
 
     @rule(meanwhile=st.sampled_from(["nothing", "evict", "disk", "cheapest", "cheapest"]))
     def acquire(self, meanwhile: str) -> None:
@@ -114,7 +114,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     @rule(num_slots=st.integers(1, NUM_CHUNKS))
     def evict_from_memory(self, num_slots: int) -> None:
-        self.rig.namespace.evict_rows(num_slots, ordinary_only=True)
+        self.rig.namespace.tiers.evict_rows(num_slots, ordinary_only=True)
 
     @rule(force=st.booleans(), tier=st.sampled_from(EvictTier))
     def evict_by_command(self, force: bool, tier: EvictTier) -> None:
@@ -122,7 +122,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     @rule(num_bytes=st.integers(1, 70_000))
     def make_room_on_disk(self, num_bytes: int) -> None:
-        self.run(self.rig.cache.room.find_disk_room(num_bytes))
+        self.run(self.rig.cache.capacity.find_disk_room(num_bytes))
 
     @rule(chosen=numbers)
     def pin(self, chosen: list[int]) -> None:
@@ -144,7 +144,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, NUM_CHUNKS - 1))
     def damage(self, number: int) -> None:
         location = self.rig.location(number)
-        if location is not None and (finish := drop_damaged(self.rig.namespace, [location])) is not None:
+        if location is not None and (finish := drop_damaged(self.rig.namespace.tiers, [location])) is not None:
             self.run(finish)
 
     @rule()

@@ -25,11 +25,11 @@ from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.slots import SlotState
 from kvtier.disk.base import StoredChunk
-from kvtier.service.evicting import EvictTier
-from kvtier.service.namespace import Namespace
-from kvtier.service.peer import EngineHello
-from kvtier.service.prompts import PinWish
-from kvtier.service.views import durability_of
+from kvtier.prompts.book import PinWish
+from kvtier.prompts.status import durability_of
+from kvtier.sessions.engine_peer import EngineHello
+from kvtier.tiering.command_eviction import EvictTier
+from kvtier.tiering.namespace import Namespace
 from tests.fakes.fsck import assert_clean, check
 from tests.fakes.gated_stores import STEPS
 from tests.fakes.in_process_engine import InProcessEngine
@@ -286,7 +286,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     @rule(which=choices, chosen=numbers)
     def abort(self, which: int, chosen: list[int]) -> None:
-        """Stores that are open end without having been written."""
+        """Resources that are open end without having been written."""
         self.begin_store(which, chosen)
         self.end_stores(which, "abort")
 
@@ -474,7 +474,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def slots_are_conserved(self) -> None:
         if not hasattr(self, "service"):
             return
-        stores = self.service.cache.stores
+        stores = self.service.cache.resources
         for namespace in self.service.cache.namespaces.values():
             namespace.host.check()
         if not self.service.faults.is_calm:
@@ -509,11 +509,11 @@ class WholeServiceMachine(RuleBasedStateMachine):
                     chunk = table.get(key)
                     assert chunk is not None
                     stored = chunk.location
-                    num_bytes += namespace.payload_bytes(key) if stored is None else stored.stored_bytes
+                    num_bytes += namespace.tiers.payload_bytes(key) if stored is None else stored.stored_bytes
             assert table.disk.promised_bytes == num_bytes
 
     def check_slots(self, namespace: Namespace) -> None:
-        sessions = namespace.sessions
+        sessions = [each for each in self.service.cache.sessions if each.namespace_id == namespace.namespace_id]
         counts = namespace.host.counts()
         live = [session for session in sessions if not session.ended]
         assert counts[SlotState.GRANTED] == sum(session.num_store_grants for session in live)
@@ -529,7 +529,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         if not hasattr(self, "service") or not self.service.faults.is_calm:
             return
         for engine in self.service.engines:
-            table = engine.session.namespace.table
+            table = engine.namespace.table
             bound = [row.pin_id for row in self.service.cache.prompts if row.pin_id in engine.session.bound]
             known = {key for pin_id in bound for key in engine.mirror._pins[pin_id].keys}
             if engine.mirror.stores_all:
@@ -547,7 +547,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def the_disk_is_counted(self) -> None:
         if not hasattr(self, "service") or not self.service.faults.is_calm:
             return
-        stores = self.service.cache.stores
+        stores = self.service.cache.resources
         assert stores.disk_usage._promised_bytes == 0
         if self.was_damaged:
             return
@@ -572,7 +572,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     def _rows(self) -> dict[tuple[str, ChunkKey], StoredChunk]:
         """Return what the ledger says of every chunk."""
-        records = self.service.cache.stores.ledger.load().packs.values()
+        records = self.service.cache.resources.ledger.load().packs.values()
         return {(record.namespace_id, chunk.key): chunk for record in records for chunk in record.chunks}
 
     def _places(self) -> dict[tuple[str, ChunkKey], StoredChunk]:

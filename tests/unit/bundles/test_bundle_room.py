@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-import kvtier.service.stores
+import kvtier.tiering.resources
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
 from tests.fakes.operator import Stub, pin, status_of, until
@@ -25,7 +25,7 @@ def small_disk(monkeypatch: pytest.MonkeyPatch, config: DaemonConfig, num_bytes:
         left.append(num_bytes - used_bytes(config))
         return left[-1] + config.disk.reserve_bytes
 
-    monkeypatch.setattr(kvtier.service.stores, "_free_bytes", free_bytes)
+    monkeypatch.setattr(kvtier.tiering.resources, "_free_bytes", free_bytes)
     return left
 
 

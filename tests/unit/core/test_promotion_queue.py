@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.promotion_queue import PromotionQueue
+from kvtier.tiering.promotion_queue import PromotionQueue
 
 
 def queue() -> PromotionQueue[str]:

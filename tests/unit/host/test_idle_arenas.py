@@ -22,9 +22,9 @@ from kvtier.errors import ArenaError, ArenaFullError
 from kvtier.host.arena import Arena
 from kvtier.host.arenas import max_open_arenas
 from kvtier.pages import PageOps
+from kvtier.prompts.book import PinWish
 from kvtier.service.cache import Cache
-from kvtier.service.namespace import Namespace
-from kvtier.service.prompts import PinWish
+from kvtier.tiering.namespace import Namespace
 from tests.fakes.in_process_engine import InProcessEngine
 from tests.fakes.rig import eventually, hello_of
 from tests.fakes.scripted_engine import chunk_key, config_in, room_for
@@ -64,8 +64,8 @@ async def gone(cache: Cache, engine: InProcessEngine) -> None:
     """Its stream and its processes end, and the daemon has noticed."""
     cache.end(engine.session)
     engine.let_go()
-    await eventually(lambda: engine.session not in engine.session.namespace.sessions)
-    await eventually(lambda: not engine.session.namespace.tasks.running)
+    await eventually(lambda: engine.session not in engine.namespace.sessions)
+    await eventually(lambda: not engine.namespace.tasks.running)
 
 
 async def idle(namespace: Namespace) -> None:
@@ -75,7 +75,7 @@ async def idle(namespace: Namespace) -> None:
 
 async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: bool = True) -> Namespace:
     """Pin a prompt and store it."""
-    namespace = engine.session.namespace
+    namespace = engine.namespace
     view = await cache.pins.pin(PinWish(name=name, tokens=tuple(range(48)), model=name))
     await cache.bind(engine.session, view.prompt.pin_id, KEYS, 48, "")
     for key in KEYS:
@@ -87,7 +87,9 @@ async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: b
         engine.writing.clear()
         await eventually(partial(namespace.table.holds, key))
     if durable:
-        await eventually(lambda: all(_location(namespace, key) for key in KEYS) and not namespace.spiller.queued_bytes)
+        await eventually(
+            lambda: all(_location(namespace, key) for key in KEYS) and not namespace.write_back.queued_bytes
+        )
     return namespace
 
 
@@ -113,12 +115,12 @@ def test_the_longest_unused_gives_way_and_its_prompt_comes_back(folder: Path) ->
                 namespaces.append(await pinned(cache, engine, f"m{number}"))
                 await gone(cache, engine)
                 assert num_files(cache) == cache.arenas.num_open <= MAX_OPEN
-                assert shared_bytes(cache) == cache.stores.budget.used_bytes
+                assert shared_bytes(cache) == cache.resources.budget.used_bytes
             assert [namespace.host.is_open for namespace in namespaces] == [False, False, True, True, True, True]
             views = [await cache.pins.view(f"m{n}") for n in range(MAX_OPEN + 2)]
             assert all(view.state.name == "DURABLE" for view in views)
             again = await attached(cache, "m0")
-            assert again.session.namespace is namespaces[0]
+            assert again.namespace is namespaces[0]
             await eventually(lambda: namespaces[0].table.num_host == len(KEYS))  # without anybody asking
             await again.acquire(KEYS)
             assert again.num_read == len(KEYS), "the right bytes, at once"
@@ -133,18 +135,18 @@ def test_what_is_not_written_yet_stays(folder: Path, monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         async with cache_in(folder, max_open=1) as cache:
             writable = asyncio.Event()
-            original = cache.stores.disk.write_pack
+            original = cache.resources.disk.write_pack
 
-            monkeypatch.setattr(cache.stores.disk_health, "until_open", writable.wait)
+            monkeypatch.setattr(cache.resources.disk_health, "until_open", writable.wait)
             engine = await attached(cache, "one")
             namespace = await pinned(cache, engine, "one", durable=False)
             await gone(cache, engine)
             with pytest.raises(ArenaFullError, match="1 models have an arena, as many as"):
                 await attached(cache, "two")
             assert namespace.table.num_host == len(KEYS)
-            assert cache.stores.disk.write_pack == original
+            assert cache.resources.disk.write_pack == original
             writable.set()
-            await eventually(lambda: not namespace.spiller.queued_bytes)
+            await eventually(lambda: not namespace.write_back.queued_bytes)
             two = await attached(cache, "two")
             assert not namespace.host.is_open
             await gone(cache, two)
@@ -161,9 +163,9 @@ def test_an_arena_that_a_process_may_touch_stays(folder: Path) -> None:
             cache.end(engine.session)
             with pytest.raises(ArenaFullError, match="ulimit -n"):
                 await attached(cache, "two")
-            assert engine.session.namespace.host.is_open
+            assert engine.namespace.host.is_open
             engine.let_go()
-            await idle(engine.session.namespace)
+            await idle(engine.namespace)
             two = await attached(cache, "two")
             await gone(cache, two)
 
@@ -178,7 +180,7 @@ def test_a_process_that_still_maps_a_closed_arena_reads_on_and_keeps_no_rows(fol
             generations = [engine.arena.generation(slot) for slot in range(3)]
             engine.lock.release()
             cache.end(engine.session)
-            await idle(engine.session.namespace)
+            await idle(engine.namespace)
             two = await attached(cache, "two")
             assert not engine.arena.path.exists()
             assert all(engine.arena.generation(slot) > generations[slot] for slot in range(3)), "the slots were lost"
@@ -199,12 +201,12 @@ def test_memory_that_idle_models_take_is_given_to_the_next(folder: Path) -> None
             for number in range(12):
                 engine = await attached(cache, f"m{number}")
                 await pinned(cache, engine, f"m{number}")
-                assert shared_bytes(cache) == cache.stores.budget.used_bytes <= host_bytes
+                assert shared_bytes(cache) == cache.resources.budget.used_bytes <= host_bytes
                 await gone(cache, engine)
             await cache._keep_room_once()
             for namespace in cache.namespaces.values():
                 assert namespace.host.is_open == (namespace.host.usage.num_backed > 0)
-            assert shared_bytes(cache) == cache.stores.budget.used_bytes
+            assert shared_bytes(cache) == cache.resources.budget.used_bytes
 
     asyncio.run(scenario())
 
@@ -240,7 +242,7 @@ def test_a_file_system_without_room_is_a_reason_too(folder: Path, monkeypatch: p
                     await attached(cache, "four")
             for engine in (two, three):
                 await gone(cache, engine)
-            assert shared_bytes(cache) == cache.stores.budget.used_bytes
+            assert shared_bytes(cache) == cache.resources.budget.used_bytes
 
     asyncio.run(scenario(errno.ENOSPC, "has no room for an arena"))
     asyncio.run(scenario(errno.EMFILE, "no descriptor is left"))
@@ -260,7 +262,7 @@ def test_a_refusal_that_nothing_can_mend_closes_nothing(folder: Path, monkeypatc
                 with pytest.raises(ArenaError):
                     await attached(cache, "two")
             assert namespace.host.is_open
-            assert shared_bytes(cache) == cache.stores.budget.used_bytes
+            assert shared_bytes(cache) == cache.resources.budget.used_bytes
 
     asyncio.run(scenario())
 
@@ -268,7 +270,7 @@ def test_a_refusal_that_nothing_can_mend_closes_nothing(folder: Path, monkeypatc
 def test_an_engine_that_comes_back_while_its_arena_is_emptied_keeps_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.service.namespace._EVICTED_AT_ONCE", 1)
+    monkeypatch.setattr("kvtier.tiering.namespace._EVICTED_AT_ONCE", 1)
 
     async def scenario() -> None:
         async with cache_in(folder) as cache:
@@ -302,9 +304,9 @@ def test_a_start_takes_over_no_more_arenas_than_there_are_descriptors_for(
             assert {model for model, namespace in models.items() if namespace.host.is_open} == {"b", "c"}
             assert num_files(cache) == 2
             assert caplog.text.count("arena_dropped") == 1
-            assert shared_bytes(cache) <= cache.stores.budget.used_bytes, "pages go first, then they are counted out"
+            assert shared_bytes(cache) <= cache.resources.budget.used_bytes, "pages go first, then they are counted out"
             await eventually(lambda: not any(namespace.host.recovering for namespace in models.values()))
-            await eventually(lambda: shared_bytes(cache) == cache.stores.budget.used_bytes)
+            await eventually(lambda: shared_bytes(cache) == cache.resources.budget.used_bytes)
             engine = await attached(cache, "a")  # in place of the one that is unused for longest now
             assert [model for model, namespace in models.items() if not namespace.host.is_open] == ["b"]
             await gone(cache, engine)
@@ -332,13 +334,13 @@ def test_a_namespace_that_ends_while_it_is_to_be_forgotten_is_forgotten_once(fol
         async with cache_in(folder) as cache:
             engine = await attached(cache, "one")
             await gone(cache, engine)
-            namespace = engine.session.namespace
+            namespace = engine.namespace
             namespace.row = replace(namespace.row, seen_unix_s=0.0)
             async with cache.changes.lock:
                 forgetting = asyncio.create_task(cache._forget_empty_namespaces())
                 await asyncio.sleep(0)
                 await cache._close_namespace(namespace)
             await forgetting
-            assert shared_bytes(cache) == cache.stores.budget.used_bytes == 0
+            assert shared_bytes(cache) == cache.resources.budget.used_bytes == 0
 
     asyncio.run(scenario())

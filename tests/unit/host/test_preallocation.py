@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import kvtier.host.preallocation
-import kvtier.service.namespace
-import kvtier.service.session
+import kvtier.sessions.session
+import kvtier.tiering.namespace
 from kvtier.core.slots import SlotState
-from kvtier.service.namespace import Namespace
+from kvtier.tiering.namespace import Namespace
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps, turns
 from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
@@ -50,7 +50,7 @@ async def a_second(loop: JumpingLoop, r: Rig) -> None:
     """Let a second pass, in steps as long as the longest of the waits above."""
     for _ in range(50):
         loop.jump(0.02)
-        await at_rest(r.stores)
+        await at_rest(r.resources)
 
 
 def num_backed(namespace: Namespace) -> int:
@@ -63,7 +63,7 @@ async def settled(r: Rig) -> None:
     await eventually(lambda: r.namespace.host.usage.num_free == SPARE_ROWS)
     await eventually(lambda: num_backed(r.namespace) == r.namespace.host.usage.num_backed)
     geometry = r.namespace.host.arena.geometry
-    assert r.stores.budget.used_bytes == geometry.rows_offset + num_backed(r.namespace) * geometry.row_bytes
+    assert r.resources.budget.used_bytes == geometry.rows_offset + num_backed(r.namespace) * geometry.row_bytes
     r.check()
 
 
@@ -101,16 +101,16 @@ def test_rows_are_made_fast_until_an_engine_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: str
 ) -> None:
     """The first prompts of a vLLM that has just started were computed slower: rows were made beside them."""
-    monkeypatch.setattr(kvtier.service.session, "STARTING_S", 1000.0)
+    monkeypatch.setattr(kvtier.sessions.session, "STARTING_S", 1000.0)
     monkeypatch.setattr(kvtier.host.preallocation, "_PAUSE_S", 1000.0)
     monkeypatch.setattr(kvtier.host.preallocation, "_SLICE_BYTES", ROW_BYTES)
 
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
-            (session,) = r.namespace.sessions
+            (session,) = r.cache.sessions
             await settled(r)
             if ends_by == "time":
-                monkeypatch.setattr(kvtier.service.session, "STARTING_S", 0.0)
+                monkeypatch.setattr(kvtier.sessions.session, "STARTING_S", 0.0)
             else:
                 session.measured(1000.0)
             r.namespace.host.reclaim(1 << 30, evict=False)
@@ -125,7 +125,7 @@ def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch:
         async with rig(tmp_path, spare_bytes=SPARE_ROWS * ROW_BYTES) as r:
             calls: list[int] = []
             monkeypatch.setattr(r.tier, "prepare_reads", lambda: calls.append(1))
-            (session,) = r.namespace.sessions
+            (session,) = r.cache.sessions
             r.cache.end(session)
             await eventually(lambda: not r.namespace.sessions)
             running = asyncio.create_task(r.cache._new_preallocator().run())
@@ -175,7 +175,7 @@ def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
-            (session,) = r.namespace.sessions
+            (session,) = r.cache.sessions
             r.cache.end(session)
             await eventually(lambda: not r.namespace.sessions)
             num_free = r.namespace.host.usage.num_free
@@ -190,12 +190,12 @@ def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
 def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
-            row_bytes, limit_bytes = r.namespace.layout.row_bytes, r.stores.budget.limit_bytes
+            row_bytes, limit_bytes = r.namespace.layout.row_bytes, r.resources.budget.limit_bytes
             num_rows = (int(0.9 * limit_bytes) - r.namespace.host.needed_bytes) // row_bytes
             r.in_host(range(num_rows - r.namespace.host.usage.num_backed - 2))
-            await eventually(lambda: r.stores.budget.used_bytes > 0.9 * limit_bytes - row_bytes)
+            await eventually(lambda: r.resources.budget.used_bytes > 0.9 * limit_bytes - row_bytes)
             await a_second(loop, r)
-            assert 0.9 * limit_bytes - row_bytes < r.stores.budget.used_bytes <= 0.9 * limit_bytes
+            assert 0.9 * limit_bytes - row_bytes < r.resources.budget.used_bytes <= 0.9 * limit_bytes
 
     run_with_jumps(scenario)
 
@@ -210,7 +210,7 @@ def test_all_rows_can_be_made_at_once_and_are_free_to_everybody(tmp_path: Path) 
             assert num_takable > num_rows - 16, "but for store credits"
             assert len(await r.namespace.host.allocate(num_takable)) == num_takable
             assert slots.usage.num_free == 0
-            assert r.stores.counters.host_evictions == 0
+            assert r.resources.counters.host_evictions == 0
             r.check()
 
     asyncio.run(scenario())
@@ -254,7 +254,7 @@ def test_nothing_is_evicted_for_rows_that_get_their_pages_now(tmp_path: Path, mo
                 assert not granting.done()
                 held_up.go_on.set()
                 assert len(await granting) == 2 * SPARE_ROWS
-            assert r.stores.counters.host_evictions == 0
+            assert r.resources.counters.host_evictions == 0
 
     asyncio.run(scenario())
 
@@ -275,7 +275,7 @@ def test_who_stores_does_not_wait_long_for_them(tmp_path: Path, monkeypatch: pyt
                 r.namespace.host.reclaim(1 << 30, evict=False)
                 await eventually(lambda: slots.counts()[SlotState.BACKING] > 0)
                 assert len(await r.namespace.host.allocate(2 * SPARE_ROWS)) == 2 * SPARE_ROWS
-                assert r.stores.counters.host_evictions == slots.counts()[SlotState.BACKING]
+                assert r.resources.counters.host_evictions == slots.counts()[SlotState.BACKING]
                 held_up.go_on.set()
 
     asyncio.run(scenario())
@@ -287,8 +287,8 @@ def test_they_are_made_where_promotions_follow_each_other(tmp_path: Path, monkey
 
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:
-            r.stores.traffic.began()
-            r.stores.traffic.ended()
+            r.resources.traffic.began()
+            r.resources.traffic.ended()
             await eventually(lambda: 2 * r.namespace.host.usage.num_free >= SPARE_ROWS)
 
     asyncio.run(scenario())
@@ -300,7 +300,8 @@ def test_another_namespace_gets_their_memory(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
-            other = (await r.cache.attach(OTHER, ListPeer())).namespace
+            session = await r.cache.attach(OTHER, ListPeer())
+            other = r.cache.namespaces[session.namespace_id]
             await eventually(lambda: other.host.usage.num_free == SPARE_ROWS)
             other.host.ensure_takable(other.host.usage.num_slots)
             assert r.namespace.host.usage.num_free == 0
@@ -312,12 +313,12 @@ def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with spare_rig(tmp_path) as r:
             await settled(r)
-            r.stores.traffic.began()
+            r.resources.traffic.began()
             r.namespace.host.reclaim(4 * r.namespace.layout.row_bytes, evict=False)
             await a_second(loop, r)
             assert r.namespace.host.usage.num_free == SPARE_ROWS - 4
             ended_s = time.monotonic()
-            r.stores.traffic.ended()
+            r.resources.traffic.ended()
             await settled(r)
             assert time.monotonic() - ended_s >= kvtier.host.preallocation._CALM_S, "their engine is at work then"
 

@@ -23,7 +23,7 @@ from kvtier.errors import TierIOError
 from kvtier.host.recovery import Recovery
 from kvtier.pages import PageOps
 from kvtier.service.cache import Cache
-from kvtier.service.namespace import Namespace
+from kvtier.tiering.namespace import Namespace
 from tests.fakes.chunks import layout_of
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import Gate, gated
@@ -103,7 +103,7 @@ async def cleared(caches: list[Cache], number: int) -> Namespace:
     (namespace,) = caches[number].namespaces.values()
     assert namespace.host.counts()[SlotState.QUARANTINED] == namespace.host.counts()[SlotState.ORPHAN] == 0
     rows_offset = namespace.host.arena.geometry.rows_offset
-    assert caches[number].stores.budget.used_bytes == rows_offset + namespace.host.usage.num_backed * ROW_BYTES
+    assert caches[number].resources.budget.used_bytes == rows_offset + namespace.host.usage.num_backed * ROW_BYTES
     return namespace
 
 
@@ -725,11 +725,11 @@ def test_the_locks_of_the_last_daemon_are_asked_for_now_and_then(tmp_path: Path)
             cache = await Cache.open(config)
             (namespace,) = cache.namespaces.values()
             loop.jump(1.0)
-            await at_rest(cache.stores)
+            await at_rest(cache.resources)
             assert namespace.host.recovering
             fcntl.flock(held, fcntl.LOCK_UN)
             loop.jump(1.0)
-            await at_rest(cache.stores)
+            await at_rest(cache.resources)
             assert not namespace.host.recovering
             assert not lock.exists()
             await cache.close()

@@ -12,7 +12,7 @@ from kvtier.disk.disk_usage import DiskUsage
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, prompt_id
 from kvtier.maintenance.online import _settled
-from kvtier.service.namespace import Namespace
+from kvtier.tiering.namespace import Namespace
 from tests.fakes.chunks import payload_of
 from tests.fakes.fsck import assert_clean, assert_clean_online, check
 from tests.fakes.gates import gated

@@ -15,7 +15,7 @@ def test_a_chunk_that_lies_in_another_pack_by_now_stays(tmp_path: Path) -> None:
             loop = asyncio.get_running_loop()
             _, peer = await r.session()
             damaged_id = await r.on_disk(range(4))
-            record = r.stores.ledger.load().packs[damaged_id]
+            record = r.resources.ledger.load().packs[damaged_id]
             newer_id = await r.on_disk([1])  # written again, as compaction would
             await r.namespace.index.drop(keys_of([2]))
             r.in_host([3])
@@ -23,11 +23,11 @@ def test_a_chunk_that_lies_in_another_pack_by_now_stays(tmp_path: Path) -> None:
             await asyncio.to_thread(rows.drop_chunks, record, record.chunks)
             places = [location.pack_id if (location := r.location(number)) else None for number in range(4)]
             assert places == [None, newer_id, None, None]
-            assert set(r.stores.ledger.load().packs[newer_id].chunks) == {r.location(1)}
+            assert set(r.resources.ledger.load().packs[newer_id].chunks) == {r.location(1)}
             assert peer.held[keys_of([0])[0]] is False
             assert keys_of([1])[0] not in peer.held
             assert r.table.holds(keys_of([3])[0])
-            await r.namespace.spiller.flush()
+            await r.namespace.write_back.flush()
             assert r.location(3) is not None, "what is in host memory is written again"
             assert rows.holds(r.namespace.namespace_id, keys_of(range(4))) == set(keys_of([1, 3]))
             r.table.check()

@@ -11,12 +11,12 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
+from kvtier.concurrency import turns
 from kvtier.config import DaemonConfig
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
-from kvtier.service import turns
 from tests.fakes.gates import failing
 from tests.fakes.operator import Stub, pin, prompt_of, status_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, hello_message, running, wait_durable

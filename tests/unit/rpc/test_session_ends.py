@@ -12,7 +12,7 @@ from kvtier._pb import engine_pb2_grpc
 from kvtier.client.address import channel_target
 from kvtier.rpc import engine_servicer
 from kvtier.service import Cache
-from kvtier.service.session import Session, SessionEnd
+from kvtier.sessions.session import Session, SessionEnd
 from tests.fakes.operator import status_of, until
 from tests.fakes.rig import eventually
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running

@@ -7,11 +7,11 @@ from typing import ClassVar
 import grpc
 import pytest
 
-import kvtier.service.turns
+import kvtier.concurrency.turns
 from kvtier._pb import engine_pb2 as pb
 from kvtier.ledger import PromptRow
+from kvtier.prompts.book import PinWish
 from kvtier.rpc import engine_servicer
-from kvtier.service.prompts import PinWish
 from tests.fakes.operator import pin, status_of, until
 from tests.fakes.rig import ListPeer, hello_of, rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -96,7 +96,7 @@ def test_the_first_message_is_short_however_much_is_pinned(tmp_path: Path) -> No
 
 
 def test_pins_are_told_with_turns_of_the_loop_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvtier.service.turns, "_TURN_S", 0.0)
+    monkeypatch.setattr(kvtier.concurrency.turns, "_TURN_S", 0.0)
 
     class PinPeer(ListPeer):
         told: ClassVar[list[str]] = []
@@ -111,16 +111,16 @@ def test_pins_are_told_with_turns_of_the_loop_between_them(tmp_path: Path, monke
             peer = PinPeer()
             session = await r.cache.attach(hello_of("e"), peer)
             prompts = r.cache.pins_for(session)
-            session.tell_pins(r.cache.prompts, [prompt.pin_id for prompt in prompts])
+            session.tell_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
             seen = list[int]()
             while len(peer.told) < 4 and len(seen) < 20:
                 seen.append(len(peer.told))
                 await asyncio.sleep(0)
             assert {1, 2, 3} <= set(seen), "one at a time"
             peer.told.clear()
-            session.tell_pins(r.cache.prompts, [prompt.pin_id for prompt in prompts])
+            session.tell_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
             r.cache.prompts.forget(r.cache.prompts.get("b"))  # before its turn
-            await session.namespace.tasks.settle()
+            await r.namespace.tasks.settle()
             assert peer.told == ["a", "c", "d"]
 
     asyncio.run(scenario())

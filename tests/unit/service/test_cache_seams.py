@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from kvtier.service.evicting import EvictTier
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
+from kvtier.tiering.command_eviction import EvictTier
 from tests.fakes.clocks import at_rest
 from tests.fakes.rig import Rig, eventually, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP, room_for
@@ -16,7 +16,7 @@ async def _pin(made: Rig, numbers: list[int]) -> None:
     """Pin a prompt and bind it as an engine would."""
     tokens = tuple(range(len(numbers) * ONE_GROUP.groups[0].chunk_tokens))
     view = await made.cache.pins.pin(PinWish(name="p", tokens=tokens))
-    session = made.namespace.sessions[0]
+    session = made.cache.sessions[0]
     await made.cache.bind(session, view.prompt.pin_id, keys_of(numbers), len(tokens), "")
 
 
@@ -77,7 +77,7 @@ def test_what_leaves_host_memory_and_disk_is_counted_once_and_where_it_was(tmp_p
             made.in_host(range(3))
             await made.on_disk(range(10, 12))
             session, _ = await made.session()
-            await at_rest(made.stores)
+            await at_rest(made.resources)
             num_before = made.table.num_host
             session.acquire(1, keys_of([10, 11]))
             assert made.counters.host_evictions == num_before - made.table.num_host > 0
@@ -101,10 +101,10 @@ def test_a_full_disk_costs_the_cheapest_packs_and_not_everything(tmp_path: Path)
             hot = keys_of(numbers[0] for numbers in packs)
             for _ in range(10):
                 made.table.use(made.table.known(hot))
-            num_bytes = 300_000 - made.stores.disk_usage.used_bytes + 20_000
-            assert made.stores.disk_usage.shortage(num_bytes) == 20_000
-            await made.cache.room.find_disk_room(num_bytes)
-            assert made.stores.disk_usage.fits(num_bytes)
+            num_bytes = 300_000 - made.resources.disk_usage.used_bytes + 20_000
+            assert made.resources.disk_usage.shortage(num_bytes) == 20_000
+            await made.cache.capacity.find_disk_room(num_bytes)
+            assert made.resources.disk_usage.fits(num_bytes)
             assert sum(made.table.holds(key) for key in hot) >= 7
             assert made.table.disk.num_chunks >= 30
             made.check()

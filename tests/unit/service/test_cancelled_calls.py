@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvtier._pb import cache_pb2
+from kvtier.concurrency.tasks import Tasks
 from kvtier.ledger import Ledger
-from kvtier.service.tasks import Tasks
 from tests.fakes.gates import Gate, gated
 from tests.fakes.operator import pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running

@@ -36,12 +36,12 @@ def test_half_empty_packs_become_one(tmp_path: Path) -> None:
         async with rig(tmp_path) as r:
             old = [await holey(r, first) for first in (0, 10, 20)]
             whole = await r.on_disk(range(30, 36))
-            used_bytes = r.stores.disk_usage.used_bytes
+            used_bytes = r.resources.disk_usage.used_bytes
             assert await compacted(r)
             assert {r.location(n).pack_id for n in (0, 10, 20)} != set(old)  # type: ignore[union-attr]
             assert len(r.tier.packs) == 2
             assert whole in r.tier.packs
-            assert used_bytes - r.stores.disk_usage.used_bytes == 3 * 5 * 6000
+            assert used_bytes - r.resources.disk_usage.used_bytes == 3 * 5 * 6000
             assert r.counters.compaction_freed_bytes == 3 * 5 * 6000
             assert await r.cache.compactor.next_job() is None
             r.check()
@@ -72,8 +72,8 @@ def test_a_full_cache_does_not_rewrite_a_pack_for_every_chunk_that_goes(tmp_path
             for first in range(0, 62, 2):
                 await r.on_disk([first, first + 1])
             await r.namespace.index.drop(keys_of([7]))
-            config = r.stores.config.disk
-            assert config.low_watermark < r.stores.disk_usage.used_bytes / 400_000 < config.high_watermark
+            config = r.resources.config.disk
+            assert config.low_watermark < r.resources.disk_usage.used_bytes / 400_000 < config.high_watermark
             assert await r.cache.compactor.next_job() is None
 
     asyncio.run(scenario())
@@ -91,7 +91,7 @@ def test_a_compaction_never_goes_over_the_limit(tmp_path: Path) -> None:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
                 assert sum(r.tier.list_packs().values()) <= 51_000
-                assert not r.stores.disk_usage.fits(51_000 - 36_000 - 6_000), "room for the copy is promised"
+                assert not r.resources.disk_usage.fits(51_000 - 36_000 - 6_000), "room for the copy is promised"
             assert await compaction
             r.check()
 
@@ -106,10 +106,10 @@ def test_room_that_compaction_makes_goes_to_what_the_quota_refused(tmp_path: Pat
             r.table.pin(keys_of([0, *range(10, 14)]))
             await holey(r, 0)
             r.in_host(range(10, 14))
-            r.namespace.spiller.add(keys_of(range(10, 14)))
-            await eventually(lambda: r.namespace.spiller.num_refused == 4)
+            r.namespace.write_back.add(keys_of(range(10, 14)))
+            await eventually(lambda: r.namespace.write_back.num_refused == 4)
             assert await compacted(r)
-            await r.namespace.spiller.flush()
+            await r.namespace.write_back.flush()
             assert all(r.location(n) is not None for n in (0, *range(10, 14)))
             r.check()
 
@@ -129,7 +129,7 @@ def test_a_chunk_dropped_while_it_is_copied_stays_dropped(tmp_path: Path) -> Non
             assert r.location(0) is None
             assert r.location(1) is not None
             assert len(r.tier.packs) == 1
-            assert r.stores.ledger.load().packs.keys() == r.tier.packs.keys()
+            assert r.resources.ledger.load().packs.keys() == r.tier.packs.keys()
             r.check()
 
     asyncio.run(scenario())
@@ -287,7 +287,7 @@ def test_a_pack_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) 
             assert outcomes.count(False) == 2, "once with the others, once alone"
             assert packs[1] in r.tier.packs
             assert not {packs[0], packs[2]} & r.tier.packs.keys()
-            assert not r.stores.disk_health.latched
+            assert not r.resources.disk_health.latched
             r.check()
 
     asyncio.run(scenario())
@@ -315,8 +315,8 @@ def test_compaction_waits_for_promotions_and_for_its_rate(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             await holey(r, 0)
-            r.stores.traffic.began()
-            r.stores.holes.set()
+            r.resources.traffic.began()
+            r.resources.holes.set()
             slept: list[float] = []
 
             async def sleep(seconds: float) -> None:
@@ -329,7 +329,7 @@ def test_compaction_waits_for_promotions_and_for_its_rate(tmp_path: Path) -> Non
             for _ in range(20):
                 await asyncio.sleep(0)
             assert r.counters.packs_compacted == 0
-            r.stores.traffic.ended()
+            r.resources.traffic.ended()
             await eventually(lambda: r.counters.packs_compacted == 1)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -348,9 +348,10 @@ def test_a_whole_pack_of_small_chunks_is_not_rewritten_after_every_start(tmp_pat
         zeros = [memoryview(bytes(6000))]
         payloads = [ChunkPayload(key=key, segments=zeros, checksum=checksum_of(zeros)) for key in keys_of(range(600))]
         cache = await Cache.open(config)
-        namespace = (await cache.attach(hello_of("engine"), ListPeer())).namespace
-        record = cache.stores.disk.write_pack(namespace.namespace_id, payloads)
-        await cache.stores.in_ledger(cache.stores.ledger.commit_pack, record)
+        session = await cache.attach(hello_of("engine"), ListPeer())
+        namespace = cache.namespaces[session.namespace_id]
+        record = cache.resources.disk.write_pack(namespace.namespace_id, payloads)
+        await cache.resources.in_ledger(cache.resources.ledger.commit_pack, record)
         await cache.close()
         estimated = reserve_bytes(namespace.namespace_id, [(chunk.key, chunk.stored_bytes) for chunk in record.chunks])
         assert estimated < record.chunks[0].offset, "this pack does look as if rewriting it would give something back"

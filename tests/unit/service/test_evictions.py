@@ -8,7 +8,7 @@ import pytest
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
 from kvtier.ledger import Ledger
-from kvtier.service.pins import Pins
+from kvtier.prompts.pins import Pins
 from tests.fakes.gates import begun, failing, gated
 from tests.fakes.operator import evict, make_durable, pin, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable

@@ -11,10 +11,9 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.service import cache as cache_module
-from kvtier.service import namespace as namespace_module
-from kvtier.service import session as session_module
-from kvtier.service import stores as stores_module
-from kvtier.service.room import Room
+from kvtier.sessions import session as session_module
+from kvtier.tiering import resources as stores_module
+from kvtier.tiering.capacity import Capacity
 from tests.fakes.operator import Stub, evict, on_disk, pin, prompt_of, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
 
@@ -61,7 +60,7 @@ def test_by_default_only_pinned_chunks_are_stored(tmp_path: Path) -> None:
 def test_what_is_held_is_told_in_bounded_batches_and_to_every_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (session_module, namespace_module):
+    for module in (session_module, inventory_module):
         monkeypatch.setattr(module, "MAX_HELD_BATCH", 2)
 
     async def scenario() -> None:
@@ -315,14 +314,14 @@ def test_a_namespace_that_holds_nothing_is_forgotten(tmp_path: Path, monkeypatch
     """Every change of weights left a row in the ledger and a line in `kvtier status`, for ever."""
     monkeypatch.setattr(cache_module, "_EMPTY_GRACE_S", 0.0)
     monkeypatch.setattr(cache_module, "_ROOM_POLL_S", 0.01)
-    num_looks, trim = 0, Room.trim_host
+    num_looks, trim = 0, Capacity.trim_host
 
-    def counted(room: Room) -> int:
+    def counted(room: Capacity) -> int:
         nonlocal num_looks
         num_looks += 1
         return trim(room)
 
-    monkeypatch.setattr(Room, "trim_host", counted)
+    monkeypatch.setattr(Capacity, "trim_host", counted)
 
     async def scenario() -> None:
         config = config_in(tmp_path, store="all")

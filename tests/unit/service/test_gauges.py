@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtier.core.slots import SlotState
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.service.gauges import read_gauges, read_metrics
-from kvtier.service.session import SessionEnd
+from kvtier.sessions.session import SessionEnd
 from tests.fakes.rig import Rig, eventually, keys_of, rig
 from tests.fakes.scripted_engine import room_for
 
@@ -27,14 +27,14 @@ def test_tiers_are_split_by_kind(tmp_path: Path) -> None:
             await r.on_disk(range(4))
             r.in_host(range(10, 13))
             r.table.pin(keys_of([0, 10]))
-            await r.stores.measure_disk()
+            await r.resources.measure_disk()
             now = shown(r)
             assert (now["host_pinned_chunks"], now["host_ordinary_chunks"]) == (1, 2)
             assert (now["host_pinned_bytes"], now["host_ordinary_bytes"]) == (row_bytes, 2 * row_bytes)
             assert now["host_used_bytes"] >= 3 * row_bytes
             assert (now["disk_pinned_chunks"], now["disk_ordinary_chunks"], now["disk_packs"]) == (1, 3, 1)
             assert now["disk_pinned_bytes"] + now["disk_ordinary_bytes"] == r.table.disk.num_bytes
-            assert now["disk_used_bytes"] == r.stores.disk_usage.used_bytes
+            assert now["disk_used_bytes"] == r.resources.disk_usage.used_bytes
             assert now["disk_unreserved_bytes"] > 0
 
     asyncio.run(scenario())
@@ -51,7 +51,7 @@ def test_leases_sessions_and_what_waits_for_the_disk(tmp_path: Path) -> None:
                 assert (now["sessions_attached"], now["leased_chunks"], now["promotion_queue_chunks"]) == (2, 3, 3)
                 r.tier.allow(3)
                 await eventually(lambda: shown(r)["promotion_queue_chunks"] == 0)
-            assert r.stores.timings.first_chunk.count == r.stores.timings.promotion.count == 1
+            assert r.resources.timings.first_chunk.count == r.resources.timings.promotion.count == 1
             r.cache.end(session, SessionEnd.CUT)
             now = shown(r)
             assert (now["sessions_attached"], now["sessions_quarantined"]) == (1, 1)
@@ -66,7 +66,7 @@ def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
             await r.on_disk(range(8))
             r.in_host([10])
             session, _ = await r.session()
-            num_bytes = r.namespace.payload_bytes(keys_of([0])[0])
+            num_bytes = r.namespace.tiers.payload_bytes(keys_of([0])[0])
             session.acquire(1, keys_of([10, 99]))
             assert (r.counters.acquired_chunks_host, r.counters.acquired_bytes_host) == (1, num_bytes)
             assert r.counters.missed_chunks == 1
@@ -80,7 +80,7 @@ def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
                 session.release(2, None)
                 r.tier.allow(8)
             for _ in range(3):
-                r.stores.disk_health.failed("read", TierIOError(tmp_path, "read", OSError(5, "gone")))
+                r.resources.disk_health.failed("read", TierIOError(tmp_path, "read", OSError(5, "gone")))
             assert (shown(r)["disk_reading_off"], shown(r)["disk_writing_off"]) == (1, 1)
             await eventually(lambda: r.namespace.host.counts()[SlotState.LOADING] == 0)
             in_host = sum(r.chunk(number).readable for number in range(8))
@@ -96,16 +96,16 @@ def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
 def test_a_refusing_ledger_is_counted_and_timed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            before = r.stores.timings.ledger.count
+            before = r.resources.timings.ledger.count
 
             def refuse() -> None:
                 raise LedgerError("full")
 
             for _ in range(2):
                 with suppress(LedgerError):
-                    await r.stores.in_ledger(refuse)
+                    await r.resources.in_ledger(refuse)
             assert r.counters.io_errors_ledger == 2
-            assert r.stores.timings.ledger.count == before + 2
+            assert r.resources.timings.ledger.count == before + 2
 
     asyncio.run(scenario())
 

@@ -44,7 +44,8 @@ def test_what_is_free_already_is_not_taken_for_what_is_short(tmp_path: Path) -> 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             r.in_host(range(60))
-            other = (await r.cache.attach(hello_of("other", weights="2"), ListPeer())).namespace
+            session = await r.cache.attach(hello_of("other", weights="2"), ListPeer())
+            other = r.cache.namespaces[session.namespace_id]
             assert 33 < other.host.num_takable < 100
             other.host.ensure_takable(100)
             assert other.host.num_takable >= 100

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.concurrency.tasks import Tasks
 from kvtier.errors import TierIOError
-from kvtier.service.compactor import Compactor
-from kvtier.service.scrubber import CURSOR_FILE, Scrubber
-from kvtier.service.tasks import Tasks
+from kvtier.upkeep.compactor import Compactor
+from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.rig import Rig, eventually, keys_of, rig
 
@@ -38,22 +38,24 @@ def recorded(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def latch(r: Rig) -> None:
     """Switch the tier off, as three refusals in a row do."""
-    while r.stores.disk_health.readable:
-        r.stores.disk_health.failed("read", TierIOError(Path("tier"), "read", OSError(errno.EIO, "I/O error")))
+    while r.resources.disk_health.readable:
+        r.resources.disk_health.failed("read", TierIOError(Path("tier"), "read", OSError(errno.EIO, "I/O error")))
 
 
 async def spill(r: Rig) -> None:
     r.table.pin(keys_of([20]))
-    r.namespace.spiller.add(r.in_host([20, 21]))
+    r.namespace.write_back.add(r.in_host([20, 21]))
 
 
 async def compact(r: Rig) -> None:
-    r.stores.holes.set()
-    await Compactor(r.stores, lambda: [r.namespace]).run()
+    r.resources.holes.set()
+    await Compactor(
+        r.resources, lambda: [r.namespace.tiers], is_any_refused=lambda: False, retry_refused=lambda: None
+    ).run()
 
 
 async def scrub(r: Rig) -> None:
-    await Scrubber(r.stores, lambda: [r.namespace], r.stores.config.disk.disk_dir / CURSOR_FILE).run()
+    await Scrubber(r.resources, lambda: [r.namespace.tiers], r.resources.config.disk.disk_dir / CURSOR_FILE).run()
 
 
 async def prefetch(r: Rig) -> None:
@@ -84,22 +86,22 @@ def test_background_work_waits_for_the_probe(
             await r.on_disk(range(5, 10))
             await r.namespace.index.drop(keys_of(range(3, 5)))
             session, peer = await r.session()
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             latch(r)
             calls = recorded(r, monkeypatch)
             tasks = Tasks()
             tasks.start("work", work(r))
             for _ in range(3):
                 loop.jump(MINUTE_S)
-                await at_rest(r.stores)
+                await at_rest(r.resources)
             session.acquire(1, keys_of([5]))
             assert not peer.answers[1][0], "a miss at once"
             assert calls == []
-            await r.stores.disk_health.probe_once()
-            assert r.stores.disk_health.writable
+            await r.resources.disk_health.probe_once()
+            assert r.resources.disk_health.writable
             for _ in range(len(wanted)):
                 loop.jump(MINUTE_S)  # packs of ordinary chunks linger
-                await at_rest(r.stores)
+                await at_rest(r.resources)
             assert calls == ["probe", *wanted]
             await tasks.close()
 
@@ -109,20 +111,20 @@ def test_background_work_waits_for_the_probe(
 def test_probes_become_rare_and_the_first_that_succeeds_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
-            health = r.stores.disk_health
+            health = r.resources.disk_health
             health._now_s = loop.time
             tasks = Tasks()
             tasks.start("probe", health.run())
             calls = recorded(r, monkeypatch)
             loop.jump(MINUTE_S)
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert calls == [], "it works"
             r.tier.refuse_writes = errno.EIO
             latch(r)
             due: list[float] = []
             for second in range(1, 40):
                 loop.jump(1.0)
-                await at_rest(r.stores)
+                await at_rest(r.resources)
                 due += [second] * (len(calls) - len(due))
             assert due == [2, 6, 14, 30]
             r.tier.refuse_writes = 0
@@ -139,16 +141,16 @@ def test_a_write_that_fails_is_tried_again_after_a_pause(tmp_path: Path) -> None
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.stores.config.disk, "pack_bytes", 6000)  # a pack for each chunk, without lingering
+            object.__setattr__(r.resources.config.disk, "pack_bytes", 6000)  # a pack for each chunk, without lingering
             r.table.pin(keys_of(range(2)))
             r.tier.refuse_writes = errno.EIO
-            r.namespace.spiller.add(r.in_host(range(2)))
+            r.namespace.write_back.add(r.in_host(range(2)))
             for num_failed in (1, 2):
-                await at_rest(r.stores)
+                await at_rest(r.resources)
                 assert r.counters.packs_failed == num_failed
                 loop.jump(MINUTE_S)
                 r.tier.refuse_writes = errno.EIO if num_failed == 1 else 0
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert r.tier.written == [keys_of([0]), keys_of([1])], "no pause after what went well"
 
     run_with_jumps(scenario)
@@ -166,10 +168,10 @@ def test_what_was_to_be_prefetched_is_left_on_disk_when_the_tier_is_switched_off
                 assert not r.namespace.promoter._warm.is_set()
                 latch(r)
                 await r.namespace.promoter.until_warm()
-            await at_rest(r.stores)
-            await r.stores.disk_health.probe_once()
+            await at_rest(r.resources)
+            await r.resources.disk_health.probe_once()
             loop.jump(MINUTE_S)
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert r.tier.asked == keys_of([0])
 
     run_with_jumps(scenario)

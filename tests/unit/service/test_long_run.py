@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.service.spiller
+import kvtier.tiering.write_back
 from kvtier.core.stored import PackRecord
 from kvtier.disk.index import ChunkIndex
 from kvtier.errors import InvalidArgumentError
@@ -19,20 +19,20 @@ from tests.fakes.scripted_engine import config_in
 
 def test_a_drain_does_not_wait_for_a_disk_that_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that broke while the daemon drained held the stop up for the whole drain timeout."""
-    monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.01)
+    monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.01)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             r.table.pin(keys_of([0]))
             r.in_host([0])
             r.tier.refuse_writes = 5
-            r.namespace.spiller.add(keys_of([0]))
+            r.namespace.write_back.add(keys_of([0]))
             async with asyncio.timeout(10):
-                await r.namespace.spiller.flush()
-            assert r.stores.disk_health.latched
+                await r.namespace.write_back.flush()
+            assert r.resources.disk_health.latched
             r.tier.refuse_writes = 0
-            await r.stores.disk_health.probe_once()
-            await r.namespace.spiller.flush()
+            await r.resources.disk_health.probe_once()
+            await r.namespace.write_back.flush()
 
     asyncio.run(scenario())
 
@@ -53,8 +53,8 @@ def test_room_for_a_pack_is_found_in_one_walk(tmp_path: Path, monkeypatch: pytes
             for first in range(0, 16, 2):
                 await r.on_disk([first, first + 1])
             monkeypatch.setattr(r.namespace.index, "drop_cheapest", lambda num_bytes: asyncio.sleep(0, 0))  # only holes
-            await r.cache.room.find_disk_room(60_000)
-            assert r.stores.disk_usage.fits(60_000)
+            await r.cache.capacity.find_disk_room(60_000)
+            assert r.resources.disk_usage.fits(60_000)
             assert walks == [5]
             r.check()
 
@@ -113,15 +113,15 @@ def test_a_pack_whose_chunks_lost_their_rows_takes_room(tmp_path: Path) -> None:
         cache = await Cache.open(config)
         pack = PackRecord(pack_id="a" * 32, namespace_id=namespace_id, file_bytes=6000, chunks=())
         (config.disk.disk_dir / "packs" / f"{pack.pack_id}.kvpack").write_bytes(content(0))
-        await cache.stores.in_ledger(
-            cache.stores.ledger._connection.execute,
+        await cache.resources.in_ledger(
+            cache.resources.ledger._connection.execute,
             "INSERT INTO packs VALUES (?, ?, ?)",
             ("a" * 32, namespace_id, 6000),
         )
         await cache.close()
         cache = await Cache.open(config)
         files = list((config.disk.disk_dir / "packs").iterdir())
-        assert cache.stores.disk_usage.used_bytes == sum(path.stat().st_size for path in files) == 6000
+        assert cache.resources.disk_usage.used_bytes == sum(path.stat().st_size for path in files) == 6000
         await cache.close()
 
     asyncio.run(scenario())

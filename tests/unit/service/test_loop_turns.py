@@ -13,14 +13,14 @@ from unittest import mock
 
 import pytest
 
+import kvtier.concurrency.turns
 import kvtier.core.acquire
-import kvtier.service.turns
+from kvtier.concurrency.turns import SLICE_KEYS, in_turns
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey
-from kvtier.core.promotion_queue import MAX_TAKEN_CHUNKS, PromotionQueue
 from kvtier.errors import QuotaExceededError
-from kvtier.service.prompts import PinWish
-from kvtier.service.turns import SLICE_KEYS, in_turns
+from kvtier.prompts.book import PinWish
+from kvtier.tiering.promotion_queue import MAX_TAKEN_CHUNKS, PromotionQueue
 from tests.fakes.rig import LeasedChunk, ListPeer, Rig, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
 from tests.fakes.turns import num_turns
@@ -121,8 +121,8 @@ def test_a_namespace_that_ends_while_a_prompt_is_bound_leaves_no_binding(tmp_pat
             view = await r.cache.pins.pin(PinWish(name="p", tokens=tuple(range(48))))
             keys = keys_of(range(5 * SLICE_KEYS))
             binding = asyncio.create_task(r.cache.bind(session, view.prompt.pin_id, keys, 48, ""))
-            await eventually(lambda: len(session.namespace.table) > 0)
-            await r.cache._close_namespace(session.namespace)
+            await eventually(lambda: len(session.tiers.table) > 0)
+            await r.cache._close_namespace(r.cache.namespaces[session.namespace_id])
             await binding
             assert r.cache.prompts.bindings_of(view.prompt.pin_id) == []
             await r.cache.pins.unpin("p")
@@ -135,7 +135,7 @@ def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One Acquire of 1.5 million keys kept the loop for two seconds."""
-    monkeypatch.setattr(kvtier.service.turns, "SLICE_KEYS", 4)
+    monkeypatch.setattr(kvtier.concurrency.turns, "SLICE_KEYS", 4)
     monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 4)
 
     async def scenario() -> None:
@@ -171,7 +171,7 @@ def _readable(chunks: Sequence[LeasedChunk]) -> list[int]:
 def test_a_session_that_ends_within_a_long_acquire_gives_everything_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
 ) -> None:
-    monkeypatch.setattr(kvtier.service.turns, "SLICE_KEYS", 2)
+    monkeypatch.setattr(kvtier.concurrency.turns, "SLICE_KEYS", 2)
     monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 2)
 
     async def scenario() -> None:
@@ -223,7 +223,7 @@ def test_what_others_do_between_the_slices_of_an_acquire_is_no_mistake(
 
 def test_nothing_is_said_of_an_acquire_before_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first word is the answer: what it does not name is a miss."""
-    monkeypatch.setattr(kvtier.service.turns, "SLICE_KEYS", 2)
+    monkeypatch.setattr(kvtier.concurrency.turns, "SLICE_KEYS", 2)
     monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 2)
 
     async def scenario() -> None:

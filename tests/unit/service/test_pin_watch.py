@@ -4,9 +4,9 @@ import asyncio
 
 from kvtier.ledger import PromptRow
 from kvtier.obs.histogram import Histogram
-from kvtier.service.pin_watch import PinWatch
-from kvtier.service.prompts import PinWish, PromptBook
-from kvtier.service.views import PromptState
+from kvtier.prompts.book import PinWish, PromptBook
+from kvtier.prompts.pin_watch import PinWatch
+from kvtier.prompts.status import PromptState
 
 CAPTURING, DURABLE, WAITING = PromptState.CAPTURING, PromptState.DURABLE, PromptState.WAITING
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
 
 RECIPE = '{"kind": "text"}'
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import kvtier.service.pins
+import kvtier.prompts.pins
 from kvtier.ledger import Ledger, PromptRow
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import gated
 from tests.fakes.operator import reached
@@ -39,7 +39,7 @@ class WallClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.unix_s = 1e9
-        monkeypatch.setattr(kvtier.service.pins, "time", SimpleNamespace(time=lambda: self.unix_s))
+        monkeypatch.setattr(kvtier.prompts.pins, "time", SimpleNamespace(time=lambda: self.unix_s))
 
 
 async def attached(r: Rig) -> PinPeer:
@@ -92,13 +92,13 @@ def test_a_pin_expires_when_it_is_due_and_engines_hear_of_it(tmp_path: Path, mon
             for seconds, is_pinned in ((0, True), (59, True), (1, False), (3600, False)):
                 clock.unix_s += seconds
                 loop.jump(MINUTE_S)
-                await at_rest(r.stores)
+                await at_rest(r.resources)
                 assert r.cache.prompts.get("p").pinned is is_pinned
                 assert peer.pinned == true_pins(r)
             ended = r.cache.prompts.get("p")
             assert (ended.expires_unix_s, ended.priority) == (0.0, 0)
             assert r.cache.prompts.get("for-ever").pinned
-            assert {row.name: row.pinned for row in r.stores.ledger.load().prompts} == {"p": False, "for-ever": True}
+            assert {row.name: row.pinned for row in r.resources.ledger.load().prompts} == {"p": False, "for-ever": True}
             expiring.cancel()
             await asyncio.gather(expiring, return_exceptions=True)
 
@@ -128,10 +128,12 @@ def test_a_pin_that_comes_while_an_old_one_expires_stands(
                 await eventually(lambda: bool(r.cache.changes.lock._waiters))
                 gate.open()
                 view = await pinning
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert r.cache.prompts.get("p") == view.prompt
             assert view.prompt.pinned
-            assert [(row.pin_id, row.pinned) for row in r.stores.ledger.load().prompts] == [(view.prompt.pin_id, True)]
+            assert [(row.pin_id, row.pinned) for row in r.resources.ledger.load().prompts] == [
+                (view.prompt.pin_id, True)
+            ]
             assert peer.pinned == true_pins(r)
             expiring.cancel()
             await asyncio.gather(expiring, return_exceptions=True)

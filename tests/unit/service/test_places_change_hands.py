@@ -17,7 +17,7 @@ from kvtier.bundles import importing
 from kvtier.disk import index
 from kvtier.ledger import Ledger
 from kvtier.maintenance.online import _ServiceRows
-from kvtier.service.prompts import PinWish
+from kvtier.prompts.book import PinWish
 from tests.fakes.gates import gated
 from tests.fakes.memory_tier import MemoryTier
 from tests.fakes.operator import reached
@@ -28,7 +28,7 @@ from tests.fakes.scripted_engine import DEADLINE_S
 
 def rows_of(r: Rig) -> set[bytes]:
     """Return the keys that the ledger has a place for."""
-    return {chunk.key for record in r.stores.ledger.load().packs.values() for chunk in record.chunks}
+    return {chunk.key for record in r.resources.ledger.load().packs.values() for chunk in record.chunks}
 
 
 def in_memory(r: Rig) -> set[bytes]:
@@ -68,7 +68,7 @@ def test_a_drop_that_meets_a_pack_being_recorded_drops_what_the_pack_says(
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             with r.tier.holding("write_pack") as writing:
-                r.namespace.spiller.add(r.in_host([0]))
+                r.namespace.write_back.add(r.in_host([0]))
                 await reached(writing.reached)
                 imported = MemoryTier.write_pack(r.tier, r.namespace.namespace_id, [payload(0)])
                 await r.namespace.index.record(imported)
@@ -78,7 +78,7 @@ def test_a_drop_that_meets_a_pack_being_recorded_drops_what_the_pack_says(
                     dropping = asyncio.create_task(r.namespace.index.drop(keys_of([0])))
                     await asyncio.sleep(0)
             await dropping
-            await eventually(lambda: not r.stores.disk_usage.used_bytes and not r.tier.list_packs())
+            await eventually(lambda: not r.resources.disk_usage.used_bytes and not r.tier.list_packs())
             assert in_memory(r) == rows_of(r) == set()
             r.check()
 
@@ -109,7 +109,7 @@ def test_a_repair_takes_over_only_what_is_still_where_it_was(tmp_path: Path) -> 
             assert [r.location(n).pack_id for n in (1, 2, 3)] == [moved, copy.pack_id, copy.pack_id]  # type: ignore[union-attr]
             again = r.tier.rewrite_pack(r.namespace.namespace_id, [r.chunk(1).location])  # type: ignore[list-item]
             assert await asyncio.to_thread(lambda: rows.commit(again, instead_of=doubtful)) == 0
-            assert again.pack_id not in r.stores.disk_usage.packs
+            assert again.pack_id not in r.resources.disk_usage.packs
 
     asyncio.run(scenario())
 
@@ -144,7 +144,7 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
             change._written.append(r.tier.write_pack(r.namespace.namespace_id, [payload(0)]))
             with pytest.raises(asyncio.CancelledError):
                 await r.cache.changes.to_end("import", change.run())
-            packs = r.stores.ledger.load().packs
+            packs = r.resources.ledger.load().packs
             assert len(packs) == 1
             assert packs.keys() == r.tier.list_packs().keys()
 

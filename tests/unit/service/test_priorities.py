@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvtier._pb import cache_pb2
-from kvtier.service.prompts import PromptBook
+from kvtier.prompts.book import PromptBook
 from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
 from tests.fakes.rows import binding_row, prompt_row
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable

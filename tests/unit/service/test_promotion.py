@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.service.promoter
-import kvtier.service.promotion_batch
+import kvtier.tiering.promoter
+import kvtier.tiering.promotion_batch
 from kvtier.core.slots import SlotState
 from tests.fakes.rig import Rig, content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import room_for
@@ -15,11 +15,11 @@ from tests.fakes.scripted_engine import room_for
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of four chunks, alone and where no pages are made of six; a word per chunk."""
-    monkeypatch.setattr(kvtier.service.promoter, "BATCH_BYTES", 4 * 6000)
-    monkeypatch.setattr(kvtier.service.promoter, "LONG_BATCH_BYTES", 6 * 6000)
-    monkeypatch.setattr(kvtier.service.promoter, "_FIRST_BATCH_BYTES", 4 * 6000)
-    monkeypatch.setattr(kvtier.service.promoter, "_BACKGROUND_BATCH_BYTES", 4 * 6000)
-    monkeypatch.setattr(kvtier.service.promotion_batch, "_WORD_BYTES", 6000)
+    monkeypatch.setattr(kvtier.tiering.promoter, "BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promoter, "LONG_BATCH_BYTES", 6 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promoter, "_FIRST_BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promoter, "_BACKGROUND_BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion_batch, "_WORD_BYTES", 6000)
 
 
 def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path
 
 def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first chunk came after the pages of a whole batch were made; with more readers it came later still."""
-    monkeypatch.setattr(kvtier.service.promoter, "_FIRST_BATCH_BYTES", 6000)
+    monkeypatch.setattr(kvtier.tiering.promoter, "_FIRST_BATCH_BYTES", 6000)
 
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=2) as r:
@@ -366,7 +366,7 @@ def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> N
             # The release lets a session have its credit: a row that is counted, and gets its pages in a worker thread.
             await eventually(lambda: num_backed() == r.namespace.host.usage.num_backed)
             geometry = r.namespace.host.arena.geometry
-            assert r.stores.budget.used_bytes == geometry.rows_offset + num_backed() * geometry.row_bytes
+            assert r.resources.budget.used_bytes == geometry.rows_offset + num_backed() * geometry.row_bytes
             r.check()
 
     asyncio.run(scenario())

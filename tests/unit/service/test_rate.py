@@ -1,4 +1,4 @@
-from kvtier.service.rate import Rate
+from kvtier.tiering.rate import Rate
 
 MIB = 1024**2
 

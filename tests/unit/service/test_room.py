@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.disk.disk_usage import DiskUsage
 from kvtier.errors import LedgerError
-from kvtier.service.room import STALE_S, Room
+from kvtier.tiering.capacity import STALE_S, Capacity
 
 NOW_S = 1_000_000.0
 CHUNK_BYTES = 10
@@ -17,7 +17,7 @@ CHUNK_BYTES = 10
 
 @dataclass
 class FakeNamespace:
-    """As much of a namespace as `Room` asks for; every chunk has a pack of its own."""
+    """As much of a namespace as `Capacity` asks for; every chunk has a pack of its own."""
 
     namespace_id: str
     usage: DiskUsage
@@ -57,11 +57,11 @@ class FakeNamespace:
         return count * CHUNK_BYTES
 
 
-def room_of(usage: DiskUsage, *namespaces: FakeNamespace) -> Room:
+def room_of(usage: DiskUsage, *namespaces: FakeNamespace) -> Capacity:
     disk = SimpleNamespace(disk_bytes=usage.limit_bytes, high_watermark=0.9, low_watermark=0.5)
     stores: Any = SimpleNamespace(disk_usage=usage, config=SimpleNamespace(disk=disk))
     by_id: Any = {namespace.namespace_id: namespace for namespace in namespaces}
-    return Room(stores, by_id, now_unix_s=lambda: NOW_S)
+    return Capacity(stores, by_id, now_unix_s=lambda: NOW_S)
 
 
 def test_a_stale_namespace_gives_way_before_a_cheaper_one() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.layout import GroupLayout, KVLayout
-from kvtier.service.namespace import Namespace
+from kvtier.tiering.namespace import Namespace
 from tests.fakes.rig import ListPeer, Rig, hello_of, keys_of, rig
 
 ROW_BYTES = 8192
@@ -22,7 +22,8 @@ TWICE = KVLayout(
 
 
 async def other_namespace(r: Rig, layout: KVLayout) -> Namespace:
-    return (await r.cache.attach(hello_of("other", layout, weights="2"), ListPeer())).namespace
+    session = await r.cache.attach(hello_of("other", layout, weights="2"), ListPeer())
+    return r.cache.namespaces[session.namespace_id]
 
 
 def num_rows_of(num_bytes: int) -> int:
@@ -40,8 +41,8 @@ def test_another_namespace_loses_what_is_short_and_no_more(
             asker = await other_namespace(r, layout)
             for ref in await asker.host.allocate(num_free):
                 asker.host.release(ref)
-            r.in_host(range(NUM_ROWS - num_rows_of(r.stores.budget.used_bytes)))
-            assert not r.stores.budget.free_bytes
+            r.in_host(range(NUM_ROWS - num_rows_of(r.resources.budget.used_bytes)))
+            assert not r.resources.budget.free_bytes
             num_before = r.table.num_host
             assert len(await asker.host.allocate(num_wanted)) == num_wanted
             short_rows = max(0, num_wanted - num_free) * layout.row_bytes // ROW_BYTES
@@ -58,12 +59,12 @@ def test_an_acquire_asks_for_the_rows_of_what_is_only_on_disk(tmp_path: Path, nu
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
             giver = r.namespace
             other = await r.cache.attach(hello_of("other", weights="2"), ListPeer())
-            for ref in await other.namespace.host.allocate(num_free):
-                other.namespace.host.release(ref)
-            r.in_host(range(NUM_ROWS - num_rows_of(r.stores.budget.used_bytes)))
+            for ref in await other.tiers.host.allocate(num_free):
+                other.tiers.host.release(ref)
+            r.in_host(range(NUM_ROWS - num_rows_of(r.resources.budget.used_bytes)))
             num_before = giver.table.num_host
-            other.namespace.host.ensure_takable(num_wanted)
-            assert other.namespace.host.num_takable == max(num_wanted, num_free)
+            other.tiers.host.ensure_takable(num_wanted)
+            assert other.tiers.host.num_takable == max(num_wanted, num_free)
             assert num_before - giver.table.num_host == max(0, num_wanted - num_free)
 
     asyncio.run(scenario())
@@ -74,7 +75,7 @@ def test_a_namespace_evicts_of_its_own_what_is_short_and_no_more(tmp_path: Path,
     async def scenario() -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
             free = await r.namespace.host.allocate(num_free)
-            r.in_host(range(NUM_ROWS - num_rows_of(r.stores.budget.used_bytes)))
+            r.in_host(range(NUM_ROWS - num_rows_of(r.resources.budget.used_bytes)))
             for ref in free:
                 r.namespace.host.release(ref)
             assert len(await r.namespace.host.allocate(5)) == 5
@@ -88,7 +89,7 @@ def test_rows_that_are_free_go_before_chunks_and_as_few(tmp_path: Path) -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
             asker = await other_namespace(r, hello_of("").layout)
             free = await r.namespace.host.allocate(6)
-            r.in_host(range(NUM_ROWS - num_rows_of(r.stores.budget.used_bytes) - 1))
+            r.in_host(range(NUM_ROWS - num_rows_of(r.resources.budget.used_bytes) - 1))
             for ref in free:
                 r.namespace.host.release(ref)
             assert len(await asker.host.allocate(3)) == 3, "one of them from what the budget has"
@@ -109,16 +110,16 @@ def test_above_the_high_watermark_rows_are_freed_down_to_the_low_one_exactly(
 
     async def scenario() -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
-            host = replace(r.stores.config.host, high_watermark=0.5, low_watermark=low)
-            object.__setattr__(r.stores.config, "host", host)
+            host = replace(r.resources.config.host, high_watermark=0.5, low_watermark=low)
+            object.__setattr__(r.resources.config, "host", host)
             r.in_host(range(20 - num_rows_of(r.namespace.host.usage.occupied_bytes)))
-            assert r.cache.room.trim_host() == 0, "not above it"
+            assert r.cache.capacity.trim_host() == 0, "not above it"
             r.in_host(range(100, 100 + num_rows - num_rows_of(r.namespace.host.usage.occupied_bytes)))
             num_freed = num_rows - int(low * NUM_ROWS * ROW_BYTES) // ROW_BYTES
-            assert r.cache.room.trim_host() == r.counters.host_evictions == num_freed
+            assert r.cache.capacity.trim_host() == r.counters.host_evictions == num_freed
             occupied_bytes = r.namespace.host.usage.occupied_bytes
             assert occupied_bytes <= low * NUM_ROWS * ROW_BYTES < occupied_bytes + ROW_BYTES
-            assert r.cache.room.trim_host() == 0
+            assert r.cache.capacity.trim_host() == 0
 
     asyncio.run(scenario())
 
@@ -126,12 +127,12 @@ def test_above_the_high_watermark_rows_are_freed_down_to_the_low_one_exactly(
 def test_what_is_in_use_stays_above_the_watermark(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
-            host = replace(r.stores.config.host, high_watermark=0.5, low_watermark=0.1)
-            object.__setattr__(r.stores.config, "host", host)
+            host = replace(r.resources.config.host, high_watermark=0.5, low_watermark=0.1)
+            object.__setattr__(r.resources.config, "host", host)
             r.in_host(range(30))
             session, _ = await r.session()
             session.acquire(1, keys_of(range(27)))
-            assert r.cache.room.trim_host() == 3
-            assert r.cache.room.trim_host() == 0
+            assert r.cache.capacity.trim_host() == 3
+            assert r.cache.capacity.trim_host() == 0
 
     asyncio.run(scenario())

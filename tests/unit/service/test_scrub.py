@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.service.scrubber
-from kvtier.service.scrubber import CURSOR_FILE, Scrubber
+import kvtier.upkeep.scrubber
+from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 from tests.fakes.rig import Rig, eventually, keys_of, rig
 
 
 def scrubber_of(r: Rig, now_unix_s: float = 1e9) -> Scrubber:
-    path = r.stores.config.disk.disk_dir / CURSOR_FILE
-    return Scrubber(r.stores, lambda: [r.namespace], path, unix_s=lambda: now_unix_s)
+    path = r.resources.config.disk.disk_dir / CURSOR_FILE
+    return Scrubber(r.resources, lambda: [r.namespace.tiers], path, unix_s=lambda: now_unix_s)
 
 
 def test_every_chunk_is_verified_once(tmp_path: Path) -> None:
@@ -55,13 +55,13 @@ def test_a_damaged_chunk_with_a_good_copy_in_host_memory_is_written_again(tmp_pa
         async with rig(tmp_path) as r:
             r.table.pin(keys_of([0]))
             r.in_host([0])
-            r.namespace.spiller.add(keys_of([0]))
-            await r.namespace.spiller.flush()
+            r.namespace.write_back.add(keys_of([0]))
+            await r.namespace.write_back.flush()
             (pack,) = r.tier.packs
             r.tier.packs[pack][0] ^= 1
             _, peer = await r.session()
             await scrubber_of(r).scrub_pass()
-            await r.namespace.spiller.flush()
+            await r.namespace.write_back.flush()
             assert r.location(0).pack_id != pack  # type: ignore[union-attr]
             assert peer.held == {}, "it was held all the time"
             assert list(r.tier.quarantined) == [pack]
@@ -112,7 +112,7 @@ def test_it_yields_to_promotions_between_two_chunks(tmp_path: Path) -> None:
 
 
 def test_a_pass_begins_once_in_a_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvtier.service.scrubber, "_PERIOD_S", 100.0)
+    monkeypatch.setattr(kvtier.upkeep.scrubber, "_PERIOD_S", 100.0)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -124,8 +124,8 @@ def test_a_pass_begins_once_in_a_period(tmp_path: Path, monkeypatch: pytest.Monk
                 now_s, num_polls = now_s + 30, num_polls + 1
                 await (asyncio.Event().wait() if num_polls == 8 else asyncio.sleep(0))
 
-            path = r.stores.config.disk.disk_dir / CURSOR_FILE
-            scrubber = Scrubber(r.stores, lambda: [r.namespace], path, unix_s=lambda: now_s, sleep=sleep)
+            path = r.resources.config.disk.disk_dir / CURSOR_FILE
+            scrubber = Scrubber(r.resources, lambda: [r.namespace.tiers], path, unix_s=lambda: now_s, sleep=sleep)
             task = asyncio.create_task(scrubber.run())
             await eventually(lambda: num_polls == 8)
             task.cancel()

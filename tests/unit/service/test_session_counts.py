@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.service.promotion_batch
+import kvtier.tiering.promotion_batch
 from kvtier.core.slots import SlotRef, SlotState
 from tests.fakes.clocks import at_rest
 from tests.fakes.rig import ListPeer, eventually, hello_of, keys_of, rig
@@ -44,7 +44,7 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
                 session.store_abort(stores)
                 session.store_abort(stores)  # what is unknown is ignored
                 assert not session.is_busy
-                await at_rest(r.stores)
+                await at_rest(r.resources)
                 granted = sum(each.num_store_grants for each in r.namespace.sessions)
                 assert slots.counts()[SlotState.GRANTED] == granted
             assert r.counters.stores_aborted == 2 * 3 * slots.usage.num_slots
@@ -61,7 +61,7 @@ def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, left: list[int]
 ) -> None:
     """The connector waits only while the rest is read before it could be computed: the rest could stay the whole."""
-    monkeypatch.setattr(kvtier.service.promotion_batch, "_WORD_BYTES", 1)  # each chunk is told alone
+    monkeypatch.setattr(kvtier.tiering.promotion_batch, "_WORD_BYTES", 1)  # each chunk is told alone
 
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=1) as r:

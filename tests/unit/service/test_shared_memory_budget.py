@@ -38,9 +38,9 @@ def many_ranks(num_ranks: int) -> KVLayout:
 def test_header_and_slot_table_are_counted(folder: Path) -> None:
     async def scenario() -> None:
         async with rig(folder) as r:
-            assert r.stores.budget.used_bytes == shared_bytes(r) > 0, "an arena without a row"
+            assert r.resources.budget.used_bytes == shared_bytes(r) > 0, "an arena without a row"
             r.in_host(range(5))
-            assert r.stores.budget.used_bytes == shared_bytes(r)
+            assert r.resources.budget.used_bytes == shared_bytes(r)
 
     asyncio.run(scenario())
 
@@ -54,7 +54,7 @@ def test_an_arena_whose_rows_are_all_taken_stays_within_the_limit(folder: Path, 
             r.in_host(range(r.namespace.host.num_takable))
             left_bytes = host_bytes - shared_bytes(r)
             assert 0 <= left_bytes < ROW_BYTES + 4096
-            assert r.stores.budget.used_bytes == shared_bytes(r)
+            assert r.resources.budget.used_bytes == shared_bytes(r)
 
     asyncio.run(scenario())
 
@@ -66,11 +66,11 @@ def test_many_arenas_stay_within_the_limit(folder: Path) -> None:
         async with rig(folder, host_bytes=1 << 19) as r:
             for number in range(60):
                 session = await r.cache.attach(hello_of(f"e{number}", weights=f"w{number}"), ListPeer())
-                slots = await session.namespace.host.allocate(4)
+                slots = await session.tiers.host.allocate(4)
                 assert slots, number
-                assert shared_bytes(r) == r.stores.budget.used_bytes <= 1 << 19
+                assert shared_bytes(r) == r.resources.budget.used_bytes <= 1 << 19
                 for ref in slots:
-                    session.namespace.host.release(ref)
+                    session.tiers.host.release(ref)
 
     asyncio.run(scenario())
 
@@ -78,14 +78,14 @@ def test_many_arenas_stay_within_the_limit(folder: Path) -> None:
 def test_a_slot_table_that_does_not_fit_is_refused_with_the_numbers(folder: Path) -> None:
     async def scenario() -> None:
         async with rig(folder, host_bytes=1 << 20) as r:
-            used_bytes = r.stores.budget.used_bytes
+            used_bytes = r.resources.budget.used_bytes
             with pytest.raises(ArenaFullError) as refused:
                 await r.cache.attach(hello_of("wide", many_ranks(200_000), weights="wide"), ListPeer())
             message = str(refused.value)
             for number in ("200704", "4800032", str(1 << 20)):  # a row, its entry in the slot table, the limit
                 assert number in message
             assert "raise host.bytes" in message
-            assert shared_bytes(r) == used_bytes == r.stores.budget.used_bytes
+            assert shared_bytes(r) == used_bytes == r.resources.budget.used_bytes
 
     asyncio.run(scenario())
 
@@ -98,10 +98,10 @@ def test_an_arena_that_others_leave_no_room_for_is_refused_and_had_when_they_hav
             session.acquire(1, keys)  # leased: nothing of it can be evicted
             with pytest.raises(ArenaFullError) as refused:
                 await r.cache.attach(hello_of("other", weights="2"), ListPeer())
-            for number in (str(r.stores.budget.used_bytes), str(16 * ROW_BYTES)):
+            for number in (str(r.resources.budget.used_bytes), str(16 * ROW_BYTES)):
                 assert number in str(refused.value)
             session.release(1, None)
             await r.cache.attach(hello_of("other", weights="2"), ListPeer())
-            assert r.stores.budget.used_bytes == shared_bytes(r) <= 16 * ROW_BYTES
+            assert r.resources.budget.used_bytes == shared_bytes(r) <= 16 * ROW_BYTES
 
     asyncio.run(scenario())

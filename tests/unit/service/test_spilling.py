@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.service.spiller
+import kvtier.tiering.write_back
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
@@ -24,14 +24,14 @@ def test_pinned_chunks_go_before_ordinary_ones_and_never_into_one_pack(tmp_path:
             r.table.pin(keys_of([4, 5]))
             r.in_host(range(6))
             with r.tier.holding("write_pack") as gate:
-                r.namespace.spiller.add(keys_of([0]))
+                r.namespace.write_back.add(keys_of([0]))
                 await reached(gate.reached)
-                r.namespace.spiller.add(keys_of(range(1, 6)))
+                r.namespace.write_back.add(keys_of(range(1, 6)))
                 r.table.pin(keys_of([3]))  # pinned while it waits
-                r.namespace.spiller.add(keys_of([3]))
-            await r.namespace.spiller.flush()
+                r.namespace.write_back.add(keys_of([3]))
+            await r.namespace.write_back.flush()
             assert r.tier.written == [keys_of([0]), keys_of([4, 5, 3]), keys_of([1, 2])]
-            assert r.namespace.spiller.queued_bytes == r.counters.spill_queue_bytes == 0
+            assert r.namespace.write_back.queued_bytes == r.counters.spill_queue_bytes == 0
             r.check()
 
     asyncio.run(scenario())
@@ -46,11 +46,11 @@ def test_reads_do_not_wait_for_a_pack_being_written(tmp_path: Path) -> None:
             r.in_host(range(2, 6))
             session, peer = await r.session()
             with r.tier.holding("write_pack") as gate:
-                r.namespace.spiller.add(keys_of(range(2, 6)))
+                r.namespace.write_back.add(keys_of(range(2, 6)))
                 await reached(gate.reached)
                 session.acquire(1, keys_of([0, 1]))
                 await eventually(lambda: peer.num_ready() == 2)
-            await r.namespace.spiller.flush()
+            await r.namespace.write_back.flush()
 
     asyncio.run(scenario())
 
@@ -58,7 +58,7 @@ def test_reads_do_not_wait_for_a_pack_being_written(tmp_path: Path) -> None:
 def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            spiller = r.namespace.spiller
+            spiller = r.namespace.write_back
             spiller.max_queued_bytes = 3 * 6000
             r.table.pin(keys_of(range(10, 15)))
             r.in_host([*range(5), *range(10, 15)])
@@ -89,7 +89,7 @@ def test_what_was_passed_over_is_spilled_when_the_disk_has_caught_up(tmp_path: P
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            spiller = r.namespace.spiller
+            spiller = r.namespace.write_back
             spiller.max_queued_bytes = 3 * 6000
             r.in_host(range(8))
             with r.tier.holding("write_pack") as gate:
@@ -113,9 +113,9 @@ def test_a_session_gets_fewer_credits_while_the_disk_is_behind(tmp_path: Path) -
             most = session._num_short
             session.hello = type(session.hello)(**{**vars(session.hello), "store_credits": 100})
             assert most() + session.num_store_grants == 16
-            r.namespace.spiller._num_bytes = r.namespace.spiller.max_queued_bytes + 1
+            r.namespace.write_back._num_bytes = r.namespace.write_back.max_queued_bytes + 1
             assert most() + session.num_store_grants == 2
-            r.namespace.spiller._num_bytes = 0
+            r.namespace.write_back._num_bytes = 0
 
     asyncio.run(scenario())
 
@@ -125,13 +125,13 @@ def test_a_full_pack_is_written_without_lingering(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with rig(tmp_path, pack_bytes=MIB) as r:
-            object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
-            object.__setattr__(r.stores.config.disk, "pack_bytes", 3 * 6000)
+            object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
+            object.__setattr__(r.resources.config.disk, "pack_bytes", 3 * 6000)
             r.in_host(range(3))
-            r.namespace.spiller.add(keys_of([0]))
-            await at_rest(r.stores)
+            r.namespace.write_back.add(keys_of([0]))
+            await at_rest(r.resources)
             assert r.tier.written == []
-            r.namespace.spiller.add(keys_of([1, 2]))
+            r.namespace.write_back.add(keys_of([1, 2]))
             await eventually(lambda: r.tier.written == [keys_of([0, 1, 2])])
 
     asyncio.run(scenario())
@@ -142,33 +142,33 @@ def test_ordinary_chunks_linger_longer_and_hold_up_no_pin(tmp_path: Path) -> Non
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.stores.config.disk, "pack_linger_s", 100.0)
+            object.__setattr__(r.resources.config.disk, "pack_linger_s", 100.0)
             r.table.pin(keys_of([5, 6]))
-            r.namespace.spiller.add(r.in_host([1, 2]))
+            r.namespace.write_back.add(r.in_host([1, 2]))
             loop.jump(300.0)
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert r.tier.written == [], "nobody waits for these"
-            r.namespace.spiller.add(r.in_host([3, 5, 6]))
-            await at_rest(r.stores)
+            r.namespace.write_back.add(r.in_host([3, 5, 6]))
+            await at_rest(r.resources)
             loop.jump(90.0)
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert r.tier.written == [], "more pinned ones may come"
             loop.jump(20.0)
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert r.tier.written == [keys_of([5, 6])]
             loop.jump(580.0)  # 990 s since the first of them came
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert len(r.tier.written) == 1
             loop.jump(20.0)
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert r.tier.written[1:] == [keys_of([1, 2, 3])]
             r.table.pin(keys_of([8]))
-            r.namespace.spiller.add(r.in_host([7, 8]))
+            r.namespace.write_back.add(r.in_host([7, 8]))
             r.table.pin(keys_of([7]))
-            r.namespace.spiller.add(keys_of([7]))  # pinned while it lingered
-            await at_rest(r.stores)
+            r.namespace.write_back.add(keys_of([7]))  # pinned while it lingered
+            await at_rest(r.resources)
             loop.jump(110.0)
-            await at_rest(r.stores)
+            await at_rest(r.resources)
             assert [sorted(pack) for pack in r.tier.written[2:]] == [sorted(keys_of([7, 8]))]
             r.check()
 
@@ -180,14 +180,14 @@ def test_after_a_slow_pack_the_next_one_gathers_for_as_long(tmp_path: Path) -> N
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.stores.config.disk, "pack_linger_s", 10.0)
+            object.__setattr__(r.resources.config.disk, "pack_linger_s", 10.0)
             r.table.pin(keys_of(range(3)))
             for number, (slow_s, linger_s) in enumerate([(30.0, 10.0), (1000.0, 30.0), (0.0, 50.0)]):
                 with r.tier.holding("write_pack") as gate:
-                    r.namespace.spiller.add(r.in_host([number]))
-                    await at_rest(r.stores)
+                    r.namespace.write_back.add(r.in_host([number]))
+                    await at_rest(r.resources)
                     loop.jump(linger_s - 1.0)
-                    await at_rest(r.stores)
+                    await at_rest(r.resources)
                     assert not gate.reached.is_set()
                     loop.jump(2.0)
                     await reached(gate.reached)
@@ -202,11 +202,11 @@ def test_a_small_host_tier_is_not_full_of_what_lingers(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with rig(tmp_path, host_bytes=room_for(63)) as r:
-            object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
-            r.namespace.spiller.add(r.in_host(range(10)))
-            await at_rest(r.stores)
+            object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
+            r.namespace.write_back.add(r.in_host(range(10)))
+            await at_rest(r.resources)
             assert not r.tier.written
-            r.namespace.spiller.add(r.in_host([10]))
+            r.namespace.write_back.add(r.in_host([10]))
             await eventually(lambda: r.tier.written == [keys_of(range(11))])
 
     asyncio.run(scenario())
@@ -217,13 +217,13 @@ def test_a_flush_does_not_linger(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
-            r.namespace.spiller.add(r.in_host([0]))
-            await at_rest(r.stores)
-            await r.namespace.spiller.flush()
+            object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
+            r.namespace.write_back.add(r.in_host([0]))
+            await at_rest(r.resources)
+            await r.namespace.write_back.flush()
             assert r.tier.written == [keys_of([0])]
-            r.namespace.spiller.add(r.in_host([1]))
-            await r.namespace.spiller.flush()
+            r.namespace.write_back.add(r.in_host([1]))
+            await r.namespace.write_back.flush()
             assert r.tier.written[1:] == [keys_of([1])]
 
     asyncio.run(scenario())
@@ -231,14 +231,14 @@ def test_a_flush_does_not_linger(tmp_path: Path) -> None:
 
 def test_a_ledger_that_refuses_leaves_no_pack_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each try left its pack on disk, counted by nobody, until the next start: a full disk for a locked ledger."""
-    monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.0)
+    monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             r.in_host(range(2))
             failing(monkeypatch, Ledger, "commit_pack", lambda: LedgerError("database is locked"), times=2)
-            r.namespace.spiller.add(keys_of(range(2)))
-            await r.namespace.spiller.flush()
+            r.namespace.write_back.add(keys_of(range(2)))
+            await r.namespace.write_back.flush()
             assert len(r.tier.written) == 3
             assert len(r.tier.packs) == 1
             assert r.counters.packs_failed == 2
@@ -251,8 +251,8 @@ def test_what_was_written_is_counted(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             r.in_host(range(4))
-            r.namespace.spiller.add(keys_of(range(4)))
-            await r.namespace.spiller.flush()
+            r.namespace.write_back.add(keys_of(range(4)))
+            await r.namespace.write_back.flush()
             await r.namespace.index.drop(keys_of(range(1, 4)))
             job = await r.cache.compactor.next_job()
             assert job is not None
@@ -268,7 +268,7 @@ def test_what_was_written_is_counted(tmp_path: Path) -> None:
 def test_a_latched_disk_keeps_the_queue_and_goes_on_after_a_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.0)
+    monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
 
     async def scenario() -> None:
         async with rig(tmp_path, host_bytes=room_for(8)) as r:
@@ -276,8 +276,8 @@ def test_a_latched_disk_keeps_the_queue_and_goes_on_after_a_probe(
             r.table.pin(keys_of(range(4)))
             r.in_host(range(4))
             r.tier.refuse_writes = errno.EIO
-            r.namespace.spiller.add(keys_of(range(4)))
-            health = r.stores.disk_health
+            r.namespace.write_back.add(keys_of(range(4)))
+            health = r.resources.disk_health
             await eventually(lambda: bool(health.latched))
             assert r.counters.packs_failed == 3, "the writer does not spin"
             assert (r.counters.disk_latched, health.readable) == (1, False)
@@ -303,15 +303,15 @@ def test_a_latched_disk_keeps_the_queue_and_goes_on_after_a_probe(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_full_or_read_only_disk_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(kvtier.service.spiller, "_RETRY_S", 0.0)
+    monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             await r.on_disk([8])
             r.in_host(range(4))
             r.tier.refuse_writes = number
-            r.namespace.spiller.add(keys_of(range(4)))
-            await eventually(lambda: r.stores.disk_health.latched.startswith("writing is off"))
+            r.namespace.write_back.add(keys_of(range(4)))
+            await eventually(lambda: r.resources.disk_health.latched.startswith("writing is off"))
             session, peer = await r.session()
             session.acquire(1, keys_of([8]))
             await eventually(lambda: peer.num_ready() == 1)
@@ -330,7 +330,7 @@ def test_one_bad_sector_does_not_switch_the_disk_off(tmp_path: Path) -> None:
                 await eventually(lambda: len(peer.missed.get(acquire_id, [])) == 4)  # noqa: B023
                 session.release(acquire_id, None)
                 r.table.make_room(8)
-            assert not r.stores.disk_health.latched
+            assert not r.resources.disk_health.latched
 
     asyncio.run(scenario())
 
@@ -343,14 +343,14 @@ def test_reads_that_fail_again_and_again_latch(tmp_path: Path) -> None:
             r.tier.refuse_reads = errno.EIO
             # One chunk is one batch; two may be one or two, by whether their rows have pages.
             for acquire_id, numbers in enumerate(([0], [1], [2, 3, 4, 5, 6, 7])):
-                assert not r.stores.disk_health.latched
+                assert not r.resources.disk_health.latched
                 session.acquire(acquire_id, keys_of(numbers))
                 await eventually(lambda: len(peer.missed.get(acquire_id, [])) == len(numbers))  # noqa: B023
                 await eventually(lambda: not r.namespace.promoter._batches)
-            assert r.stores.disk_health.latched
+            assert r.resources.disk_health.latched
             assert r.counters.chunks_damaged == 0
             r.tier.refuse_reads = 0
-            await r.stores.disk_health.probe_once()
+            await r.resources.disk_health.probe_once()
             session.acquire(9, keys_of(range(8)))
             await eventually(lambda: peer.num_ready(9) == 8)
             r.check()
@@ -363,7 +363,7 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.stores.config.disk, "pack_linger_s", 3600.0)
+            object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
             unknown, wanted, on_disk, both, promoting, lost, doomed, queued = range(8)
             good = [10 + number for number in range(9)]
             session, _ = await r.session()
@@ -372,18 +372,18 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
             r.table.pin(keys_of([wanted]))
             session.acquire(1, keys_of([doomed]))
             r.table.doom(keys_of([doomed])[0])
-            r.namespace.spiller.add(keys_of([queued]))
+            r.namespace.write_back.add(keys_of([queued]))
             with r.tier.stepping():
                 session.acquire(2, keys_of([promoting, lost]))
                 await eventually(lambda: bool(r.tier.asked))
                 await r.namespace.index.drop(keys_of([lost]))
                 each = (unknown, wanted, on_disk, both, promoting, lost, doomed, queued)
-                r.namespace.spiller.add(keys_of(number for pair in zip(good, each, strict=False) for number in pair))
-                r.namespace.spiller.add(keys_of(good[-1:]))
-                await r.namespace.spiller.flush()
+                r.namespace.write_back.add(keys_of(number for pair in zip(good, each, strict=False) for number in pair))
+                r.namespace.write_back.add(keys_of(good[-1:]))
+                await r.namespace.write_back.flush()
                 (written,) = r.tier.written[1:]
                 assert sorted(written) == sorted(keys_of([queued, *good]))
-                assert r.namespace.spiller.queued_bytes == 0
+                assert r.namespace.write_back.queued_bytes == 0
             session.release(1, None)
             await eventually(lambda: r.chunk(promoting).readable and r.chunk(lost).readable)
             r.check()
@@ -394,10 +394,10 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
 def test_of_an_ephemeral_namespace_nothing_is_written_and_all_may_be_evicted(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            r.namespace.ephemeral = True
+            r.namespace.write_back._is_ephemeral = True
             r.table.pin(keys_of([0, 1]))
-            r.namespace.spiller.add(r.in_host([0, 1]))
-            await r.namespace.spiller.flush()
+            r.namespace.write_back.add(r.in_host([0, 1]))
+            await r.namespace.write_back.flush()
             assert r.tier.written == []
             assert all(r.chunk(number).evictable for number in (0, 1))
 

@@ -41,7 +41,7 @@ def test_the_loop_turns_while_the_last_calls_are_waited_for(tmp_path: Path) -> N
     async def scenario() -> None:
         gate = Gate()
         async with rig(tmp_path) as r:
-            call = asyncio.create_task(r.stores.in_read(gate.wait))
+            call = asyncio.create_task(r.resources.in_read(gate.wait))
             await reached(gate.reached)
             asyncio.get_running_loop().call_later(0.05, gate.open)  # on a loop that stands still it would never open
         await call
@@ -56,9 +56,9 @@ def test_a_stop_does_not_wait_for_a_read_and_a_write_that_never_return(tmp_path:
     async def scenario() -> None:
         made = rig(tmp_path)
         r = await made.__aenter__()
-        r.cache._tasks.start("hangs", r.stores.in_read(gates[0].wait))
+        r.cache._tasks.start("hangs", r.resources.in_read(gates[0].wait))
         r.namespace.tasks.start(
-            "hangs too", r.stores.in_write(gates[1].wait)
+            "hangs too", r.resources.in_write(gates[1].wait)
         )  # of another owner, which is closed later
         for gate in gates:
             await reached(gate.reached)
@@ -76,13 +76,13 @@ def test_an_error_of_closing_is_raised_and_not_taken_for_a_call_that_hangs(
     async def scenario() -> None:
         made = rig(tmp_path)
         r = await made.__aenter__()
-        original = r.stores.ledger.close
+        original = r.resources.ledger.close
 
         def refuse() -> None:
             original()
             raise LedgerError("the disk is gone")
 
-        monkeypatch.setattr(r.stores.ledger, "close", refuse)
+        monkeypatch.setattr(r.resources.ledger, "close", refuse)
         with pytest.raises(LedgerError, match="the disk is gone"):
             await made.__aexit__(None, None, None)
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from kvtier.concurrency.tasks import Tasks
 from kvtier.errors import LedgerError
-from kvtier.service.tasks import Tasks
 
 
 def test_an_error_after_the_caller_has_left_is_logged_in_a_line(caplog: pytest.LogCaptureFixture) -> None:

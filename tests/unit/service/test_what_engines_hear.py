@@ -9,8 +9,8 @@ import pytest
 from kvtier.errors import LedgerError
 from kvtier.ledger import Ledger
 from kvtier.maintenance.online import _ServiceRows
-from kvtier.service.damage import drop_damaged
-from kvtier.service.evicting import EvictTier
+from kvtier.tiering.command_eviction import EvictTier
+from kvtier.tiering.damage import drop_damaged
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import reached
 from tests.fakes.rig import Rig, keys_of, rig
@@ -39,7 +39,7 @@ def test_what_was_in_memory_only_is_gone_even_when_the_ledger_refuses(
             r.cache._verified.set()  # there was nothing to adopt
             await r.on_disk([0])
             r.in_host([1])
-            r.namespace.announce(keys_of([0, 1]), held=True)
+            r.namespace.inventory.announce(keys_of([0, 1]), held=True)
             refuse(monkeypatch)
             with pytest.raises(LedgerError):
                 await r.cache.pins.evict_all(force=False)
@@ -50,11 +50,11 @@ def test_what_was_in_memory_only_is_gone_even_when_the_ledger_refuses(
 
 
 def lose_from_memory(r: Rig) -> None:
-    r.namespace.evict_rows(1, ordinary_only=True)
+    r.namespace.tiers.evict_rows(1, ordinary_only=True)
 
 
 def forget(r: Rig) -> None:
-    r.namespace.announce(keys_of([0]), held=r.table.holds(chunk_key(0)))
+    r.namespace.inventory.announce(keys_of([0]), held=r.table.holds(chunk_key(0)))
 
 
 @pytest.mark.parametrize("meanwhile", [lose_from_memory, forget])
@@ -91,7 +91,7 @@ def test_what_a_repair_could_not_drop_is_held_again(tmp_path: Path, monkeypatch:
         async with rig(tmp_path, store="all") as r:
             _, peer = await r.session()
             pack_id = await r.on_disk([0])
-            record = r.stores.ledger.load().packs[pack_id]
+            record = r.resources.ledger.load().packs[pack_id]
             refuse(monkeypatch)
             with gated(monkeypatch, Ledger, "drop_chunks") as gate:
                 rows = _ServiceRows(r.cache, lambda coroutine: coroutine.close())
@@ -115,7 +115,7 @@ def test_damage_that_the_ledger_keeps_is_not_held(tmp_path: Path, monkeypatch: p
             location = r.location(0)
             assert location is not None
             refuse(monkeypatch)
-            finish = drop_damaged(r.namespace, [location])
+            finish = drop_damaged(r.namespace.tiers, [location])
             assert finish is not None
             await finish
             assert peer.held == {chunk_key(0): False}

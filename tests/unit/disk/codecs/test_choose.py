@@ -13,7 +13,7 @@ LENGTH = 300_000
 
 
 class CountingCodec:
-    """Stores a share of the payload, and counts."""
+    """Resources a share of the payload, and counts."""
 
     def __init__(self, name: str, share: float) -> None:
         self.name, self.share, self.calls = name, share, 0

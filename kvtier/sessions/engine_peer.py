@@ -25,10 +25,6 @@ class EngineHello:
     ephemeral: bool
 
 
-MAX_HELD_BATCH = 4096
-"""Chunks that an engine is told of in one message: 160 KB of keys."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PromotionForecast:
     """How far an acquire's promotions are.

@@ -5,20 +5,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
+from kvtier.concurrency.changes import Changes
+from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import LedgerError, PromptPinnedError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
-from kvtier.service.changes import Changes
-from kvtier.service.evicting import Evicted, EvictTier, evict_chunks
-from kvtier.service.peer import MAX_HELD_BATCH
-from kvtier.service.pin_watch import PinWatch
-from kvtier.service.prompts import PinWish, PromptBook, check_quota
-from kvtier.service.stores import Stores
-from kvtier.service.turns import slices
-from kvtier.service.views import (
+from kvtier.prompts.book import PinWish, PromptBook
+from kvtier.prompts.pin_watch import PinWatch
+from kvtier.prompts.quota import check_quota
+from kvtier.prompts.status import (
     EvictionView,
     PromptState,
     PromptView,
@@ -27,10 +24,11 @@ from kvtier.service.views import (
     view_binding,
     view_prompt,
 )
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import Namespace
-    from kvtier.service.session import Session
+from kvtier.sessions.session import Session
+from kvtier.tiering.command_eviction import Evicted, EvictTier, evict_chunks
+from kvtier.tiering.inventory import MAX_HELD_BATCH
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class Pins:
     """Carries out what operators ask. Loop thread only.
 
     Args:
-        stores: Ledger, configuration and timings.
+        resources: Ledger, configuration and timings.
         prompts: All prompts; the cache's own, which change.
         namespaces: By id; the cache's own, which change.
         live_sessions: Returns the engines attached now.
@@ -54,15 +52,15 @@ class Pins:
 
     def __init__(
         self,
-        stores: Stores,
+        resources: Resources,
         prompts: PromptBook,
-        namespaces: Mapping[str, "Namespace"],
-        live_sessions: Callable[[], Sequence["Session"]],
+        namespaces: Mapping[str, Namespace],
+        live_sessions: Callable[[], Sequence[Session]],
         changes: Changes,
         verified: asyncio.Event,
     ) -> None:
-        self.watch = PinWatch(prompts, self.state_of, stores.timings.durable)
-        self._stores = stores
+        self.watch = PinWatch(prompts, self.state_of, resources.timings.durable)
+        self._resources = resources
         self._prompts = prompts
         self._namespaces = namespaces
         self._live_sessions = live_sessions
@@ -82,8 +80,8 @@ class Pins:
     async def _pin(self, wish: PinWish) -> None:
         async with self._changes.lock:
             prompt, old = self._prompts.draft(wish, time.time())
-            await check_quota(self._prompts, self._namespaces, prompt, self._stores.config.disk.disk_bytes)
-            await self._stores.in_ledger(self._stores.ledger.put_prompt, prompt)
+            await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
+            await self._resources.in_ledger(self._resources.ledger.put_prompt, prompt)
             await self.take_in(prompt, old)
         log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
 
@@ -114,7 +112,7 @@ class Pins:
     async def _unpin(self, prompt: PromptRow) -> None:
         if prompt.pinned:
             unpinned = replace(prompt, pinned=False, expires_unix_s=0.0, priority=0)
-            await self._stores.in_ledger(self._stores.ledger.put_prompt, unpinned)
+            await self._resources.in_ledger(self._resources.ledger.put_prompt, unpinned)
             self._prompts.put(unpinned)
             await self._count_pins(unpinned, pinned=False)
             self._announce(unpinned)
@@ -124,7 +122,7 @@ class Pins:
     def _retry_refused(self) -> None:
         """What the disk quota refused may fit now."""
         for namespace in self._namespaces.values():
-            namespace.spiller.retry_refused()
+            namespace.write_back.retry_refused()
 
     async def expire(self) -> None:
         """End pins whose time is over, for ever."""
@@ -169,7 +167,7 @@ class Pins:
                     chunks = [chunk for chunk in namespace.table.known(part) if chunk.held]
                     dropped = [chunk.key for chunk in chunks if chunk.num_pins <= prompt.pinned]
                     done.num_shared_chunks += len(chunks) - len(dropped)
-                    await evict_chunks(namespace, dropped, tier, done)
+                    await evict_chunks(namespace.tiers, namespace.write_back, dropped, tier, done)
                     await asyncio.sleep(0)
             if not prompt.pinned and tier is EvictTier.ANY:
                 await self._forget_prompt(prompt)
@@ -194,7 +192,7 @@ class Pins:
                     chunks = [chunk for chunk in namespace.table.known(part) if chunk.held]
                     dropped = [chunk.key for chunk in chunks if force or not chunk.num_pins]
                     done.num_shared_chunks += len(chunks) - len(dropped)
-                    await evict_chunks(namespace, dropped, tier, done)
+                    await evict_chunks(namespace.tiers, namespace.write_back, dropped, tier, done)
                     await asyncio.sleep(0)
             if tier is EvictTier.ANY:
                 for prompt in [prompt for prompt in self._prompts if not prompt.pinned]:
@@ -204,7 +202,7 @@ class Pins:
         return EvictionView(**asdict(done))
 
     async def _forget_prompt(self, prompt: PromptRow) -> None:
-        await self._stores.in_ledger(self._stores.ledger.delete_prompt, prompt.name)
+        await self._resources.in_ledger(self._resources.ledger.delete_prompt, prompt.name)
         await self._let_go(prompt)
 
     async def view(self, name: str) -> PromptView:
@@ -225,7 +223,7 @@ class Pins:
         serving = [session for session in self._live_sessions() if session.serves(prompt)]
         return state_of(prompt, [durability_of(namespace, row) for namespace, row in self._bound(prompt)], serving)
 
-    def _bound(self, prompt: PromptRow) -> list[tuple["Namespace", BindingRow]]:
+    def _bound(self, prompt: PromptRow) -> list[tuple[Namespace, BindingRow]]:
         """Return a prompt's bindings, that in the namespace used last at the end."""
         rows = self._prompts.bindings_of(prompt.pin_id)
         bound = [(self._namespaces[row.namespace_id], row) for row in rows if row.namespace_id in self._namespaces]
@@ -246,7 +244,7 @@ class Pins:
             if (namespace := self._namespaces.get(row.namespace_id)) is not None:  # else it has ended meanwhile
                 await self.count(namespace, row.keys, pinned=pinned)
 
-    async def count(self, namespace: "Namespace", keys: Sequence[ChunkKey], *, pinned: bool) -> None:
+    async def count(self, namespace: Namespace, keys: Sequence[ChunkKey], *, pinned: bool) -> None:
         """Count a pin for these chunks, or end one, with turns of the loop in between. Under the change lock.
 
         Whoever looks at a chunk then finds it pinned, or not yet, or no more: as if the change came earlier or later.
@@ -254,7 +252,7 @@ class Pins:
         for part in slices(keys):
             if pinned:
                 namespace.table.pin(part)
-                namespace.spiller.add(part)  # what lost its place on disk while it was not pinned
+                namespace.write_back.add(part)  # what lost its place on disk while it was not pinned
             else:
                 namespace.table.unpin(part)
             await asyncio.sleep(0)

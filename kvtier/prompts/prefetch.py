@@ -4,21 +4,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import ArenaError
 from kvtier.obs.log import log_event
-from kvtier.service.prompts import PromptBook
-from kvtier.service.turns import Breather, slices
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import Namespace
+from kvtier.prompts.book import PromptBook
+from kvtier.tiering.namespace import Namespace
 
 logger = logging.getLogger(__name__)
 
 
-class Prewarmer:
+class Prefetcher:
     """Hands pinned prompts to the promoters' background class, which gives way to every request.
 
     It takes free memory only, up to the low watermark of `host_bytes`: it evicts nothing and asks nobody for room.
@@ -28,11 +25,11 @@ class Prewarmer:
         open_if_room: Sees to it that a namespace has an arena to promote into, if there is room for one; says so.
     """
 
-    def __init__(self, prompts: PromptBook, open_if_room: "Callable[[Namespace], bool]") -> None:
+    def __init__(self, prompts: PromptBook, open_if_room: Callable[[Namespace], bool]) -> None:
         self._prompts = prompts
         self._open_if_room = open_if_room
 
-    async def run(self, namespaces: Iterable["Namespace"]) -> None:
+    async def run(self, namespaces: Iterable[Namespace]) -> None:
         """Promote what is pinned and only on disk: the namespace last used first, prompts by priority, heads first."""
         for namespace in sorted(namespaces, key=lambda namespace: namespace.row.seen_unix_s, reverse=True):
             keys = await self._on_disk(namespace)
@@ -46,7 +43,7 @@ class Prewarmer:
                 await asyncio.sleep(0)
             log_event(logger, "prewarmed", namespace=namespace.namespace_id, chunks=num_chunks)
 
-    async def _on_disk(self, namespace: "Namespace") -> list[ChunkKey]:
+    async def _on_disk(self, namespace: Namespace) -> list[ChunkKey]:
         """Return the keys of what is pinned and only on disk, each once."""
         keys: dict[ChunkKey, None] = {}
         breather = Breather()
@@ -56,7 +53,7 @@ class Prewarmer:
                 await breather.pause()
         return list(keys)
 
-    def _open(self, namespace: "Namespace") -> bool:
+    def _open(self, namespace: Namespace) -> bool:
         """Say whether there is room, and an arena to promote into."""
         if not _has_room(namespace):
             return False
@@ -78,13 +75,13 @@ async def rank_pinned(prompts: PromptBook, namespace_id: str) -> dict[ChunkKey, 
     return rank
 
 
-def _only_on_disk(namespace: "Namespace", key: ChunkKey) -> bool:
+def _only_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
     chunk = namespace.table.get(key)
     return chunk is not None and chunk.slot is None and chunk.location is not None
 
 
-def _has_room(namespace: "Namespace") -> bool:
+def _has_room(namespace: Namespace) -> bool:
     # Its free rows, those made ahead of need too, are room.
     usage = namespace.host.usage
-    used_bytes = namespace.stores.budget.used_bytes - (usage.num_free - 1) * usage.row_bytes
-    return usage.num_takable > 0 and used_bytes <= namespace.stores.config.host.low_watermark_bytes
+    used_bytes = namespace.resources.budget.used_bytes - (usage.num_free - 1) * usage.row_bytes
+    return usage.num_takable > 0 and used_bytes <= namespace.resources.config.host.low_watermark_bytes

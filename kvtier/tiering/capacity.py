@@ -9,14 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from kvtier.errors import LedgerError
 from kvtier.obs.log import log_event
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import Namespace
-    from kvtier.service.stores import Stores
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -26,30 +23,30 @@ _DROP_BYTES = 256 * 1024**2
 _MIN_STEP_SHARE = 8
 
 
-class Room:
+class Capacity:
     """Makes room over all namespaces. Loop thread only.
 
     Args:
-        stores: Budget, usage and configuration.
+        resources: Budget, usage and configuration.
         namespaces: By id; the cache's own, which changes.
         now_unix_s: Tells how long a namespace has been unused.
     """
 
     def __init__(
-        self, stores: "Stores", namespaces: Mapping[str, "Namespace"], now_unix_s: Callable[[], float] = time.time
+        self, resources: Resources, namespaces: Mapping[str, Namespace], now_unix_s: Callable[[], float] = time.time
     ) -> None:
-        self._stores = stores
+        self._resources = resources
         self._namespaces = namespaces
         self._now_unix_s = now_unix_s
 
     # On demand
 
-    def find_host_room(self, asker: "Namespace", num_bytes: int) -> None:
+    def find_host_room(self, asker: Namespace, num_bytes: int) -> None:
         """Make other namespaces give back host memory until `num_bytes` are free: rows that hold nothing, then chunks.
 
         One with an engine loses chunks only to an asker that has none in memory, or none that is worth less.
         """
-        budget = self._stores.budget
+        budget = self._resources.budget
         for other in self._namespaces.values():
             if other is not asker and other.host.usage.num_free and budget.free_bytes < num_bytes:
                 other.host.reclaim(num_bytes - budget.free_bytes, evict=False)
@@ -65,7 +62,7 @@ class Room:
             if budget.used_bytes == used_bytes:
                 spent.add(giver.namespace_id)
 
-    def _gives_to(self, asker: "Namespace", other: "Namespace", spent: set[str]) -> bool:
+    def _gives_to(self, asker: Namespace, other: Namespace, spent: set[str]) -> bool:
         if other is asker or other.namespace_id in spent or not other.host.usage.num_backed:
             return False
         # Slots that an engine of the asker is to write into are no use to one that has to read.
@@ -77,7 +74,7 @@ class Room:
         Raises:
             LedgerError: The ledger refused to drop them.
         """
-        await self.drop_until_enough(lambda: self._stores.disk_usage.shortage(num_bytes))
+        await self.drop_until_enough(lambda: self._resources.disk_usage.shortage(num_bytes))
 
     async def drop_until_enough(self, shortage: Callable[[], int]) -> None:
         """Drop ordinary chunks from disk until no more bytes are short, or none is left to drop.
@@ -101,17 +98,17 @@ class Room:
         Several packs of a namespace at once, as many as give back `num_bytes`: to find their chunks takes a walk
         through its table.
         """
-        file_bytes = self._stores.disk_usage.file_bytes
+        file_bytes = self._resources.disk_usage.file_bytes
         packs: list[tuple[bool, float, str, Namespace]] = [
             (
                 self._gives_way_late(namespace),
-                namespace.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)),
+                namespace.index.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)),
                 pack_id,
                 namespace,
             )
             for namespace in self._namespaces.values()
             if namespace.table.disk.num_ordinary
-            for pack_id in namespace.packs
+            for pack_id in namespace.index.packs
         ]
         packs.sort(key=lambda each: each[:3])
         for namespace, neighbours in groupby(packs, key=_namespace_of):
@@ -129,11 +126,11 @@ class Room:
             return 0
         return await min(holders, key=self._disk_rank).index.drop_cheapest(min(num_bytes, _DROP_BYTES))
 
-    def _disk_rank(self, namespace: "Namespace") -> tuple[bool, float]:
+    def _disk_rank(self, namespace: Namespace) -> tuple[bool, float]:
         value = namespace.table.disk.lowest_value
         return self._gives_way_late(namespace), float("inf") if value is None else value
 
-    def _gives_way_late(self, namespace: "Namespace") -> bool:
+    def _gives_way_late(self, namespace: Namespace) -> bool:
         return namespace.live or self._now_unix_s() - namespace.row.seen_unix_s <= STALE_S
 
     # In the background
@@ -143,7 +140,7 @@ class Room:
 
         What is in use, or on its way to disk, stays; so may the tier above its watermark.
         """
-        config = self._stores.config.host
+        config = self._resources.config.host
         occupied_bytes = sum(namespace.host.usage.occupied_bytes for namespace in self._namespaces.values())
         if occupied_bytes <= config.high_watermark * config.host_bytes:
             return 0
@@ -156,7 +153,7 @@ class Room:
                 break
             holder = min(holders, key=lambda each: (each.live, _host_rank(each)))
             num_slots = max(1, excess_bytes // holder.layout.row_bytes // _MIN_STEP_SHARE)
-            freed = holder.evict_rows(num_slots, ordinary_only=True)
+            freed = holder.tiers.evict_rows(num_slots, ordinary_only=True)
             if not freed:
                 spent.add(holder.namespace_id)
             num_freed += freed
@@ -168,8 +165,8 @@ class Room:
 
         High is counted in bytes of packs, low in bytes of chunks: what lies between is holes, and compaction's matter.
         """
-        config = self._stores.config.disk
-        if self._stores.disk_usage.used_bytes <= config.high_watermark * config.disk_bytes:
+        config = self._resources.config.disk
+        if self._resources.disk_usage.used_bytes <= config.high_watermark * config.disk_bytes:
             return 0
         num_dropped = 0
         try:
@@ -186,7 +183,7 @@ class Room:
         return sum(namespace.table.disk.num_bytes for namespace in self._namespaces.values())
 
 
-def _namespace_of(pack: "tuple[bool, float, str, Namespace]") -> "Namespace":
+def _namespace_of(pack: tuple[bool, float, str, Namespace]) -> Namespace:
     return pack[3]
 
 
@@ -201,7 +198,7 @@ def _first(
     return pack_ids, ()
 
 
-def _host_rank(namespace: "Namespace") -> tuple[bool, float]:
+def _host_rank(namespace: Namespace) -> tuple[bool, float]:
     """Return what its next chunk to leave host memory is worth: pinned ones come after all ordinary ones."""
     ordinary, pinned = namespace.table.lowest_host_value, namespace.table.lowest_pinned_host_value
     if ordinary is not None:

@@ -5,26 +5,30 @@ old backup. What was removed on purpose has its name in the ledger (`removed_pac
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvtier.core.layout import group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, FormatVersionError, TierIOError
+from kvtier.ledger import NamespaceRow
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
-
-if TYPE_CHECKING:
-    from kvtier.disk.packs.pack_tier import PackTier
-    from kvtier.service.cache import Cache
-    from kvtier.service.namespace import Namespace
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
 
-async def adopt_orphans(cache: "Cache", disk: "PackTier", orphans: Sequence[str]) -> int:
+async def adopt_orphans(
+    resources: Resources,
+    namespaces: Mapping[str, Namespace],
+    open_namespace: Callable[[NamespaceRow], Namespace],
+    disk: PackTier,
+    orphans: Sequence[str],
+) -> int:
     """Give rows to what packs without rows hold, as far as it has none elsewhere; return how many packs got some.
 
     A header proves itself; bytes are verified at every read, and by the scrub. A pack whose header is damaged is set
@@ -32,25 +36,26 @@ async def adopt_orphans(cache: "Cache", disk: "PackTier", orphans: Sequence[str]
     to read stays. One is unlinked only when every chunk of it was read elsewhere and is right.
 
     Args:
-        cache: All rows of the ledger are placed in its tables.
+        resources: Ledger and threads.
+        namespaces: By id; all rows of the ledger are in their indexes.
+        open_namespace: Takes in one that only its copy describes; it is in `namespaces` from then on.
         disk: The packs.
         orphans: Their ids.
 
     Raises:
         LedgerError: The ledger refused: no file is changed that would need it.
     """
-    stores = cache.stores
-    headers = await stores.in_io(_read_headers, disk, orphans)
-    await _know_namespaces(cache, {header.namespace_id for header in headers})
+    headers = await resources.in_io(_read_headers, disk, orphans)
+    await _know_namespaces(resources, namespaces, open_namespace, {header.namespace_id for header in headers})
     num_packs = num_chunks = 0
     for header in headers:
-        namespace = cache.namespaces.get(header.namespace_id)
+        namespace = namespaces.get(header.namespace_id)
         if namespace is None:
-            await stores.in_io(_move_unclaimed, disk, header)
-        elif (record := await stores.in_io(_wanted, disk, namespace, header)) is not None:
+            await resources.in_io(_move_unclaimed, disk, header)
+        elif (record := await resources.in_io(_wanted, disk, namespace, header)) is not None:
             # What the new rows replace is not what was written (`_wanted`): if its pack is empty then, it is set aside.
             replaced = (found for chunk in record.chunks if (found := namespace.table.get(chunk.key)) is not None)
-            namespace.packs.damaged.update(old.location.pack_id for old in replaced if old.location is not None)
+            namespace.index.packs.damaged.update(old.location.pack_id for old in replaced if old.location is not None)
             async with namespace.index.hold() as change:
                 await change.record([record])
             num_packs += 1
@@ -68,7 +73,7 @@ async def adopt_orphans(cache: "Cache", disk: "PackTier", orphans: Sequence[str]
     return num_packs
 
 
-def _read_headers(disk: "PackTier", pack_ids: Sequence[str]) -> list[PackRecord]:
+def _read_headers(disk: PackTier, pack_ids: Sequence[str]) -> list[PackRecord]:
     """Worker thread: what can be read; the rest is set aside, or stays, and is said."""
     headers = []
     for pack_id in pack_ids:
@@ -81,26 +86,30 @@ def _read_headers(disk: "PackTier", pack_ids: Sequence[str]) -> list[PackRecord]
     return headers
 
 
-def _quarantine(disk: "PackTier", pack_id: str, problem: str) -> None:
+def _quarantine(disk: PackTier, pack_id: str, problem: str) -> None:
     """Worker thread."""
     with suppress(TierIOError):  # it stays, and the next start finds it again
         disk.quarantine_pack(pack_id)
     log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id, problem=problem)
 
 
-async def _know_namespaces(cache: "Cache", wanted: Collection[str]) -> None:
+async def _know_namespaces(
+    resources: Resources,
+    namespaces: Mapping[str, Namespace],
+    open_namespace: Callable[[NamespaceRow], Namespace],
+    wanted: Collection[str],
+) -> None:
     """Bring back namespaces that only their copies still describe."""
-    stores = cache.stores
-    missing = set(wanted) - cache.namespaces.keys()
+    missing = set(wanted) - namespaces.keys()
     if not missing:
         return
-    for row in await stores.in_io(load_namespaces, cache.config.disk.disk_dir):
+    for row in await resources.in_io(load_namespaces, resources.config.disk.disk_dir):
         if row.namespace_id in missing:
-            await stores.in_ledger(stores.ledger.put_namespace, row)
-            cache.adopt_namespace(row, ephemeral=False)
+            await resources.in_ledger(resources.ledger.put_namespace, row)
+            open_namespace(row)
 
 
-def _move_unclaimed(disk: "PackTier", header: PackRecord) -> None:
+def _move_unclaimed(disk: PackTier, header: PackRecord) -> None:
     """Worker thread."""
     try:
         disk.move_unclaimed(header.pack_id)
@@ -117,7 +126,7 @@ def _move_unclaimed(disk: "PackTier", header: PackRecord) -> None:
     )
 
 
-def _wanted(disk: "PackTier", namespace: "Namespace", header: PackRecord) -> PackRecord | None:
+def _wanted(disk: PackTier, namespace: Namespace, header: PackRecord) -> PackRecord | None:
     """Worker thread, while nothing else runs: return what the pack shall have rows for, None if it needs none."""
     fitting = [chunk for chunk in header.chunks if _fits(namespace, chunk)]
     wanted = [chunk for chunk in fitting if not _is_held(namespace, chunk)]
@@ -133,17 +142,17 @@ def _wanted(disk: "PackTier", namespace: "Namespace", header: PackRecord) -> Pac
     return None
 
 
-def _fits(namespace: "Namespace", chunk: StoredChunk) -> bool:
+def _fits(namespace: Namespace, chunk: StoredChunk) -> bool:
     groups = namespace.layout.group_indexes()
-    return group_idx_of(chunk.key) in groups and namespace.payload_bytes(chunk.key) == chunk.raw_bytes
+    return group_idx_of(chunk.key) in groups and namespace.tiers.payload_bytes(chunk.key) == chunk.raw_bytes
 
 
-def _is_held(namespace: "Namespace", chunk: StoredChunk) -> bool:
+def _is_held(namespace: Namespace, chunk: StoredChunk) -> bool:
     found = namespace.table.get(chunk.key)
     return found is not None and found.location is not None
 
 
-def _is_right_elsewhere(disk: "PackTier", namespace: "Namespace", chunk: StoredChunk) -> bool:
+def _is_right_elsewhere(disk: PackTier, namespace: Namespace, chunk: StoredChunk) -> bool:
     found = namespace.table.get(chunk.key)
     if found is None or found.location is None:
         return False

@@ -11,16 +11,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.base import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_format import data_offset_of, reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs.log import log_event
-from kvtier.service.damage import drop_damaged
-from kvtier.service.namespace import Namespace
-from kvtier.service.pacing import Pace
-from kvtier.service.stores import Stores
-from kvtier.service.turns import Breather, slices
+from kvtier.tiering.damage import drop_damaged
+from kvtier.tiering.pacing import Pace
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _GIVEN_UP_S = 3600.0
 class Job:
     """Packs of one namespace whose live chunks fit into one. `damaged`: for the sake of what is damaged in them."""
 
-    namespace: Namespace
+    tiers: Tiers
     pack_ids: tuple[str, ...]
     damaged: bool = False
 
@@ -42,8 +42,10 @@ class Compactor:
     """One compaction at a time, over all namespaces. Loop thread only.
 
     Args:
-        stores: Shared.
-        namespaces: Asked for at every look.
+        resources: Shared.
+        all_tiers: Returns those of every namespace; asked at every look.
+        is_any_refused: Says whether chunks wait for space on disk.
+        retry_refused: Called when a compaction made some.
         pace: Limits what is written.
         sleep: Waits between looks.
         now_s: Monotonic clock.
@@ -51,27 +53,30 @@ class Compactor:
 
     def __init__(
         self,
-        stores: Stores,
-        namespaces: Callable[[], Sequence[Namespace]],
+        resources: Resources,
+        all_tiers: Callable[[], Sequence[Tiers]],
         *,
+        is_any_refused: Callable[[], bool],
+        retry_refused: Callable[[], None],
         pace: Pace | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stores, self._namespaces, self._sleep, self._now_s = stores, namespaces, sleep, now_s
-        self._pace = pace or Pace(stores.config.disk.compact_bytes_per_s)
+        self._resources, self._all_tiers, self._sleep, self._now_s = resources, all_tiers, sleep, now_s
+        self._pace = pace or Pace(resources.config.disk.compact_bytes_per_s)
+        self._is_any_refused, self._retry_refused = is_any_refused, retry_refused
         self._alone: set[str] = set()
         self._given_up: dict[str, float] = {}
 
     async def run(self) -> None:
         """Look for something to do whenever a chunk lost its place on disk."""
         while True:
-            await self._stores.holes.wait()
+            await self._resources.holes.wait()
             await self._sleep(_GATHER_S)
-            self._stores.holes.clear()
+            self._resources.holes.clear()
             while True:
-                await self._stores.disk_health.until_open()
-                await self._stores.traffic.until_quiet()
+                await self._resources.disk_health.until_open()
+                await self._resources.traffic.until_quiet()
                 await self._pace.wait()
                 job = await self.next_job()
                 if job is None:
@@ -83,13 +88,13 @@ class Compactor:
 
     async def next_job(self) -> Job | None:
         """Return the packs to rewrite next: damaged ones first, then those with the largest holes."""
-        ratio = 0.0 if self._is_tight() else self._stores.config.disk.compact_dead_ratio
-        for namespace in self._namespaces():
-            for pack_id in namespace.packs.damaged:
-                if namespace.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(namespace, [pack_id]):
-                    return Job(namespace, (pack_id,), damaged=True)
-        groups = [job for namespace in self._namespaces() if (job := await self._group(namespace, ratio)) is not None]
-        return max(groups, key=lambda job: sum(map(self._dead_bytes_of(job.namespace), job.pack_ids)), default=None)
+        ratio = 0.0 if self._is_tight() else self._resources.config.disk.compact_dead_ratio
+        for tiers in self._all_tiers():
+            for pack_id in tiers.index.packs.damaged:
+                if tiers.index.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(tiers, [pack_id]):
+                    return Job(tiers, (pack_id,), damaged=True)
+        groups = [job for tiers in self._all_tiers() if (job := await self._group(tiers, ratio)) is not None]
+        return max(groups, key=lambda job: sum(map(self._dead_bytes_of(job.tiers), job.pack_ids)), default=None)
 
     def _is_tight(self) -> bool:
         """Say whether every hole counts: eviction has done its part, or a promise waits for room.
@@ -97,17 +102,15 @@ class Compactor:
         Not from the low watermark on: an ordinary cache that is full lies between the two all its life, and each
         evicted chunk would have its pack rewritten.
         """
-        config, usage = self._stores.config.disk, self._stores.disk_usage
+        config, usage = self._resources.config.disk, self._resources.disk_usage
         spare_bytes = int((1 - config.high_watermark) * usage.limit_bytes)
         if usage.used_bytes > config.high_watermark * usage.limit_bytes:
             return True
-        return not usage.fits(min(config.pack_bytes, spare_bytes)) or any(
-            namespace.spiller.num_refused for namespace in self._namespaces()
-        )
+        return not usage.fits(min(config.pack_bytes, spare_bytes)) or self._is_any_refused()
 
-    async def _group(self, namespace: Namespace, ratio: float) -> Job | None:
+    async def _group(self, tiers: Tiers, ratio: float) -> Job | None:
         """Return packs with holes whose live chunks make one pack, emptiest first."""
-        usage, packs, dead_bytes = self._stores.disk_usage, namespace.packs, self._dead_bytes_of(namespace)
+        usage, packs, dead_bytes = self._resources.disk_usage, tiers.index.packs, self._dead_bytes_of(tiers)
         holey: list[str] = []
         breather = Breather()
         for part in slices(list(packs)):
@@ -122,68 +125,68 @@ class Compactor:
             await breather.pause()
         holey.sort(key=packs.live_bytes)
         chosen: list[str] = []
-        live_bytes, max_bytes = 0, self._stores.config.disk.pack_bytes
+        live_bytes, max_bytes = 0, self._resources.config.disk.pack_bytes
         for pack_id in holey:
-            live_bytes += namespace.packs.live_bytes(pack_id)
+            live_bytes += tiers.index.packs.live_bytes(pack_id)
             if chosen and live_bytes > max_bytes:
                 break
-            if not self._fits(namespace, [*chosen, pack_id]):
+            if not self._fits(tiers, [*chosen, pack_id]):
                 break
             if self._alone & {*chosen, pack_id} and chosen:
                 break
             chosen.append(pack_id)
-        return Job(namespace, tuple(chosen)) if chosen else None
+        return Job(tiers, tuple(chosen)) if chosen else None
 
     def _may_try(self, pack_id: str) -> bool:
         return self._given_up.get(pack_id, 0.0) <= self._now_s()
 
-    def _dead_bytes_of(self, namespace: Namespace) -> Callable[[str], int]:
+    def _dead_bytes_of(self, tiers: Tiers) -> Callable[[str], int]:
         """Return what says how many bytes of a pack rewriting it would give back."""
 
         def dead_bytes(pack_id: str) -> int:
-            return self._stores.disk_usage.file_bytes(pack_id) - self._new_bytes(namespace, [pack_id])
+            return self._resources.disk_usage.file_bytes(pack_id) - self._new_bytes(tiers, [pack_id])
 
         return dead_bytes
 
-    def _new_bytes(self, namespace: Namespace, pack_ids: Sequence[str]) -> int:
+    def _new_bytes(self, tiers: Tiers, pack_ids: Sequence[str]) -> int:
         """Return how long a pack of their live chunks is, to the byte.
 
         An estimate made packs with small chunks look as if they had holes for ever. What was rewritten was remembered,
         so it was rewritten once, and after every start again.
         """
-        lives = [namespace.packs.live(pack_id) for pack_id in pack_ids]
+        lives = [tiers.index.packs.live(pack_id) for pack_id in pack_ids]
         data_offset = data_offset_of(
-            namespace.namespace_id,
+            tiers.namespace_id,
             num_chunks=sum(live.num_chunks for live in lives),
             key_bytes=max(live.key_bytes for live in lives),
             raw_bytes=sum(live.raw_bytes for live in lives),
         )
         return data_offset + sum(live.stored_bytes for live in lives)
 
-    def _fits(self, namespace: Namespace, pack_ids: Sequence[str]) -> bool:
-        return self._stores.disk_usage.fits(self._new_bytes(namespace, pack_ids))
+    def _fits(self, tiers: Tiers, pack_ids: Sequence[str]) -> bool:
+        return self._resources.disk_usage.fits(self._new_bytes(tiers, pack_ids))
 
     # Doing it
 
     async def compact(self, job: Job) -> bool:
         """Rewrite a job's packs; False when the disk or the ledger refused and it should wait before the next try."""
-        usage, namespace = self._stores.disk_usage, job.namespace
-        chunks = await namespace.index.chunks_in(job.pack_ids)
-        num_bytes = _largest_bytes(namespace, chunks)
+        usage, tiers = self._resources.disk_usage, job.tiers
+        chunks = await tiers.index.chunks_in(job.pack_ids)
+        num_bytes = _largest_bytes(tiers, chunks)
         if not chunks or not usage.fits(num_bytes):
             return not chunks
         with usage.promised(num_bytes):
             try:
-                record = await self._stores.in_background(
-                    self._stores.disk.rewrite_pack, namespace.namespace_id, chunks
+                record = await self._resources.in_background(
+                    self._resources.disk.rewrite_pack, tiers.namespace_id, chunks
                 )
             except ChunkDamagedError as error:
-                await self._found_damage(namespace, chunks, error)
+                await self._found_damage(tiers, chunks, error)
                 return True  # the next look takes what is left
             except TierIOError as error:
-                self._refused(error)
+                self._failed(error)
                 self._give_up(job)
-                self._stores.disk_health.failed("write", error)
+                self._resources.disk_health.failed("write", error)
                 return False
         self._pace.spent(record.file_bytes)
         return await self._take_over(job, record, {chunk.key: chunk for chunk in chunks})
@@ -197,36 +200,33 @@ class Compactor:
 
     async def _take_over(self, job: Job, record: PackRecord, copied: Mapping[ChunkKey, StoredChunk]) -> bool:
         """Record the new pack where its chunks still are what was copied, and remove what is left empty."""
-        stores = self._stores
+        resources = self._resources
         try:
-            freed_bytes = await job.namespace.index.move(record, copied)
+            freed_bytes = await job.tiers.index.move(record, copied)
         except LedgerError as error:
-            self._refused(error)
-            stores.disk_health.failed("write", error)
+            self._failed(error)
+            resources.disk_health.failed("write", error)
             return False
-        stores.disk_health.succeeded("write")
+        resources.disk_health.succeeded("write")
         self._forget_what_is_gone()
         self._count(job, record, freed_bytes)
         if freed_bytes > 0:
-            for other in self._namespaces():
-                other.spiller.retry_refused()
+            self._retry_refused()
         return True
 
     def _forget_what_is_gone(self) -> None:
         """Packs that went, by whatever way: evictions empty them too."""
-        there = self._stores.disk_usage.packs
+        there = self._resources.disk_usage.packs
         self._given_up = {pack_id: until_s for pack_id, until_s in self._given_up.items() if pack_id in there}
         self._alone &= there.keys()
 
-    async def _found_damage(
-        self, namespace: Namespace, chunks: Sequence[StoredChunk], error: ChunkDamagedError
-    ) -> None:
-        finish = drop_damaged(namespace, [chunk for chunk in chunks if chunk.key == error.key])
+    async def _found_damage(self, tiers: Tiers, chunks: Sequence[StoredChunk], error: ChunkDamagedError) -> None:
+        finish = drop_damaged(tiers, [chunk for chunk in chunks if chunk.key == error.key])
         if finish is not None:
             await finish
 
     def _count(self, job: Job, record: PackRecord, freed_bytes: int) -> None:
-        counters = self._stores.counters
+        counters = self._resources.counters
         counters.packs_compacted += len(job.pack_ids)
         counters.pack_fsyncs += 1
         counters.compacted_bytes_written += record.file_bytes
@@ -240,11 +240,11 @@ class Compactor:
             freed=freed_bytes,
         )
 
-    def _refused(self, error: TierIOError | LedgerError) -> None:
-        self._stores.counters.compactions_failed += 1
+    def _failed(self, error: TierIOError | LedgerError) -> None:
+        self._resources.counters.compactions_failed += 1
         log_event(logger, "compaction_failed", level=logging.WARNING, problem=str(error))
 
 
-def _largest_bytes(namespace: Namespace, chunks: Sequence[StoredChunk]) -> int:
+def _largest_bytes(tiers: Tiers, chunks: Sequence[StoredChunk]) -> int:
     sizes = [(chunk.key, chunk.raw_bytes) for chunk in chunks]
-    return reserve_bytes(namespace.namespace_id, sizes) + sum(chunk.stored_bytes for chunk in chunks)
+    return reserve_bytes(tiers.namespace_id, sizes) + sum(chunk.stored_bytes for chunk in chunks)

@@ -2,25 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
-from kvtier.core import limits
+from kvtier.concurrency.tasks import Tasks
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.disk.base import StoredChunk
 from kvtier.disk.index import ChunkIndex
 from kvtier.disk.pack_index import PackIndex
 from kvtier.host.arena_tier import ArenaTier
-from kvtier.ledger import NamespaceRow
-from kvtier.service.peer import MAX_HELD_BATCH
-from kvtier.service.promoter import Promoter
-from kvtier.service.spiller import Spiller
-from kvtier.service.stores import Stores
-from kvtier.service.tasks import Tasks
-
-if TYPE_CHECKING:
-    from kvtier.service.session import Session
+from kvtier.ledger import NamespaceRow, PromptRow
+from kvtier.tiering.inventory import Inventory
+from kvtier.tiering.promoter import Promoter
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
+from kvtier.tiering.write_back import WriteBack
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +28,21 @@ DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
 
 
 class RecomputeCost:
-    """What the chunks of a namespace are worth: seconds of prefill saved per byte occupied."""
+    """What the chunks of a namespace are worth: seconds of prefill saved per byte occupied.
 
-    def __init__(self, namespace: "Namespace") -> None:
-        self._namespace = namespace
-        layout = namespace.layout
+    Attributes:
+        prefill_tokens_per_s: As its engines measured it last.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
+        self._row_bytes = layout.row_bytes
         self._tokens = {group.group_idx: group.chunk_tokens for group in layout.groups}
         self._payload_bytes = {group_idx: layout.payload_bytes(group_idx) for group_idx in layout.group_indexes()}
 
     def host_worth(self, key: ChunkKey) -> float:
         """See `core.eviction.Appraiser`."""
-        return self._seconds(key) / self._namespace.layout.row_bytes
+        return self._seconds(key) / self._row_bytes
 
     def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
         """See `core.eviction.Appraiser`."""
@@ -56,7 +57,22 @@ class RecomputeCost:
         return self._payload_bytes.get(group_idx_of(key), 0)
 
     def _seconds(self, key: ChunkKey) -> float:
-        return self._tokens.get(group_idx_of(key), 1) / self._namespace.prefill_tokens_per_s
+        return self._tokens.get(group_idx_of(key), 1) / self.prefill_tokens_per_s
+
+
+class AttachedEngine(Protocol):
+    """A session, as its namespace sees it."""
+
+    @property
+    def ended(self) -> bool:
+        """Its stream is gone; processes of the engine may still touch rows."""
+
+    @property
+    def starting(self) -> bool:
+        """Users cannot reach the engine yet, as far as can be told."""
+
+    def serves(self, prompt: PromptRow) -> bool:
+        """Say whether the engine recognizes the prompt."""
 
 
 class Namespace:
@@ -73,7 +89,7 @@ class Namespace:
     def __init__(
         self,
         row: NamespaceRow,
-        stores: Stores,
+        resources: Resources,
         *,
         ephemeral: bool,
         find_room: Callable[["Namespace", int], None],
@@ -81,30 +97,55 @@ class Namespace:
         top_up_all: Callable[[], None],
     ) -> None:
         self.row = row
-        self.stores = stores
+        self.resources = resources
         self.ephemeral = ephemeral
-        self.sessions: list[Session] = []
+        self.sessions: list[AttachedEngine] = []
+        self.attaching = False  # an engine's session is about to be one of `sessions`
         self.tasks = Tasks()
+        self.cost = RecomputeCost(row.layout)
+        self.inventory = Inventory()
+        self.find_disk_room = find_disk_room
+        self.top_up_all = top_up_all
         self.host = ArenaTier(
             row.namespace_id,
             row.layout,
-            budget=stores.budget,
-            counters=stores.counters,
-            in_thread=stores.in_io,
+            budget=resources.budget,
+            counters=resources.counters,
+            in_thread=resources.in_io,
             find_bytes=lambda num_bytes: find_room(self, num_bytes),
-            evict=self.evict_rows,
+            evict=lambda num_slots: self.tiers.evict_rows(num_slots),
         )
-        self.attaching = False  # an engine's session is about to be one of `sessions`
-        self.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
-        self.packs = PackIndex(stores.holes.set)
+        packs = PackIndex(resources.holes.set)
         self.table: ChunkTable[StoredChunk] = ChunkTable(
-            self.host, RecomputeCost(self), stores.host_clock, stores.disk_clock, self.packs.moved
+            self.host, self.cost, resources.host_clock, resources.disk_clock, packs.moved
         )
-        self.index = ChunkIndex(self.namespace_id, self.table, self.packs, stores, self._announce)
-        self.promoter = Promoter(self)
-        self.spiller = Spiller(self)
-        self.find_disk_room = find_disk_room
-        self.top_up_all = top_up_all
+        self.index = ChunkIndex(
+            row.namespace_id,
+            self.table,
+            packs,
+            resources,
+            announce=lambda keys, held: self.inventory.announce(keys, held=held),
+            write_again=lambda keys: self.write_back.add(keys),
+        )
+        self.tiers = Tiers(
+            namespace_id=row.namespace_id,
+            layout=row.layout,
+            table=self.table,
+            host=self.host,
+            index=self.index,
+            inventory=self.inventory,
+            counters=resources.counters,
+        )
+        self.write_back = WriteBack(
+            self.tiers, resources, ephemeral=ephemeral, find_disk_capacity=find_disk_room, on_evictable=top_up_all
+        )
+        self.promoter = Promoter(
+            self.tiers,
+            resources,
+            write_again=self.write_back.add,
+            on_ready=top_up_all,
+            start_task=self.tasks.start,
+        )
 
     @property
     def namespace_id(self) -> str:
@@ -151,7 +192,7 @@ class Namespace:
     @property
     def unwritten_bytes(self) -> int:
         """Bytes of its chunks that are not evictable because they are on their way to disk."""
-        return self.spiller.queued_bytes
+        return self.write_back.queued_bytes
 
     @property
     def is_warm(self) -> bool:
@@ -160,7 +201,7 @@ class Namespace:
 
     async def evict_all(self) -> bool:
         """Evict what is in host memory while the namespace is idle; say whether nothing is left there."""
-        while self.is_idle and self.evict_rows(_EVICTED_AT_ONCE):  # noqa: ASYNC110 - no waiting: turns for others
+        while self.is_idle and self.tiers.evict_rows(_EVICTED_AT_ONCE):  # noqa: ASYNC110 - no waiting: turns for others
             await asyncio.sleep(0)
         return not self.table.num_host
 
@@ -174,61 +215,8 @@ class Namespace:
     def recovered(self, key: ChunkKey) -> None:
         """A chunk was found in a row that a previous daemon left."""
         chunk = self.table.get(key)
-        self.spiller.add([key])
-        self.announce([key] if chunk is not None and chunk.location is None else [], held=True)
-
-    def check_keys(self, field: str, keys: Iterable[ChunkKey]) -> None:
-        """Refuse keys that are no chunk's of this namespace.
-
-        Raises:
-            InvalidArgumentError: A key has no possible length, or is of no group.
-        """
-        groups = set(self.layout.group_indexes())
-        for key in keys:
-            limits.check_key(field, key, groups)
-
-    def payload_bytes(self, key: ChunkKey) -> int:
-        """Return the uncompressed length of a chunk."""
-        return self.layout.payload_bytes(group_idx_of(key))
-
-    async def prepare_disk_room(self, num_bytes: int) -> None:
-        """Have ordinary chunks dropped from disk if a pack of `num_bytes` does not fit; `disk_usage.fits` says whether.
-
-        Raises:
-            LedgerError: The ledger refused to drop them.
-        """
-        await self.stores.measure_disk()
-        if not self.stores.disk_usage.fits(num_bytes):
-            await self.find_disk_room(num_bytes)
-
-    # What engines know
-
-    def announce(self, keys: Sequence[ChunkKey], *, held: bool) -> None:
-        """Tell every session that these chunks are held, or are not held any more, in bounded messages."""
-        for start in range(0, len(keys), MAX_HELD_BATCH):
-            batch = keys[start : start + MAX_HELD_BATCH]
-            for session in self.sessions:
-                if not session.ended:
-                    session.peer.chunks_held(batch, held)
-
-    def _announce(self, keys: Sequence[ChunkKey], held: bool) -> None:
-        self.announce(keys, held=held)
-
-    def forget_lost(self, keys: Sequence[ChunkKey]) -> None:
-        """Chunks went out of the last tier they were in."""
-        self.announce(keys, held=False)
-
-    def evict_rows(self, num_slots: int, *, ordinary_only: bool = False) -> int:
-        """Evict up to `num_slots` chunks from host memory; return how many rows came free.
-
-        Args:
-            num_slots: The cheapest first.
-            ordinary_only: Spare those of pinned prompts, which else go last.
-        """
-        evicted = self.table.make_room(num_slots, ordinary_only=ordinary_only)
-        self.stores.counters.host_evictions += evicted.num_slots
-        self.forget_lost(evicted.lost)
-        return evicted.num_slots
+        self.write_back.add([key])
+        self.inventory.announce([key] if chunk is not None and chunk.location is None else [], held=True)
 
     async def close(self, *, keep_arena: bool = False) -> None:
         """End its tasks and unmap the arena; running disk calls are waited for.
@@ -236,7 +224,7 @@ class Namespace:
         Args:
             keep_arena: Leave the file to the next start, if it is of the size that a new one would get.
         """
-        await self.spiller.close()
+        await self.write_back.close()
         await self.promoter.close()
         await self.tasks.close()
         self.host.close(keep=keep_arena and not self.ephemeral)

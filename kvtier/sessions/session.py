@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
+from kvtier.concurrency.tasks import Tasks
+from kvtier.concurrency.turns import SLICE_KEYS, Breather, in_turns, slices, slices_from_end
 from kvtier.core import limits
 from kvtier.core.acquire import AcquirePlan, Planning, by_importance
 from kvtier.core.chunk import Chunk
@@ -19,12 +20,13 @@ from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import PromptRow
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
-from kvtier.service.peer import MAX_HELD_BATCH, EngineHello, EnginePeer, PromotionForecast
-from kvtier.service.prompts import PromptBook
-from kvtier.service.turns import SLICE_KEYS, Breather, in_turns, slices, slices_from_end
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import Namespace
+from kvtier.sessions.engine_peer import EngineHello, EnginePeer, PromotionForecast
+from kvtier.tiering.inventory import MAX_HELD_BATCH
+from kvtier.tiering.namespace import RecomputeCost
+from kvtier.tiering.promoter import Promoter
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
+from kvtier.tiering.write_back import WriteBack
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +95,28 @@ class Session:
     """Everything here runs on the loop thread and never blocks; `lost` ends the session."""
 
     def __init__(
-        self, session_id: str, namespace: "Namespace", hello: EngineHello, peer: EnginePeer, lock: SessionLock
+        self,
+        session_id: str,
+        hello: EngineHello,
+        peer: EnginePeer,
+        lock: SessionLock,
+        *,
+        tiers: Tiers,
+        promoter: Promoter,
+        write_back: WriteBack,
+        cost: RecomputeCost,
+        resources: Resources,
+        tasks: Tasks,
+        top_up_all: Callable[[], None],
     ):
         self.session_id = session_id
-        self.namespace = namespace
+        self.tiers = tiers
+        self._promoter, self._write_back, self._cost = promoter, write_back, cost
+        self._resources, self._tasks, self._top_up_all = resources, tasks, top_up_all
         self.hello = hello
         self.peer = peer
         self.lock = lock
+        tiers.inventory.add(peer)
         self.attached_unix_s = time.time()
         self.ended = False
         self.attached_s = time.monotonic()
@@ -114,6 +131,11 @@ class Session:
         self._num_seals = 0
         self._sealing: set[int] = set()
         self._stored_runs: list[_StoredRun] = []
+
+    @property
+    def namespace_id(self) -> str:
+        """Of its chunks."""
+        return self.tiers.namespace_id
 
     @property
     def starting(self) -> bool:
@@ -164,9 +186,9 @@ class Session:
         if len(self._leases) >= limits.MAX_ACQUIRES or self.num_leases + len(keys) > limits.MAX_LEASED_CHUNKS:
             self._answer_nothing(acquire_id, len(keys))
             return
-        namespace, began_s = self.namespace, time.monotonic()
-        from_disk, find_room = namespace.stores.disk_health.readable, namespace.host.ensure_takable
-        planning = Planning(namespace.table, namespace.layout, keys, from_disk=from_disk, find_room=find_room)
+        tiers, began_s = self.tiers, time.monotonic()
+        from_disk, find_room = self._resources.disk_health.readable, tiers.host.ensure_takable
+        planning = Planning(tiers.table, tiers.layout, keys, from_disk=from_disk, find_room=find_room)
         plan = planning.plan
         lease = self._leases[acquire_id] = _Lease(began_s, plan.leased)
         num_wanted = 0
@@ -185,16 +207,16 @@ class Session:
                 return
         yield from self._answer(acquire_id, lease)
         if plan.leased and not plan.promoting:
-            namespace.stores.traffic.served()
+            self._resources.traffic.served()
         self._tell_lost(plan)
         ended_s = time.monotonic()
-        namespace.stores.timings.acquire.observe(ended_s - began_s)
+        self._resources.timings.acquire.observe(ended_s - began_s)
         num_asked = len(plan.promoting)
         trace.record("acquire", began_s, ended_s, chunks=len(keys), leased=len(plan.leased), from_disk=num_asked)
 
     def _answer_nothing(self, acquire_id: int, num_chunks: int) -> None:
         """The engine holds more than one may: a miss, which it computes, until it has released some."""
-        counters = self.namespace.stores.counters
+        counters = self.tiers.counters
         counters.acquires += 1
         counters.missed_chunks_over_limit += num_chunks
         self.peer.acquire_answered(acquire_id, {}, PromotionForecast())
@@ -215,12 +237,12 @@ class Session:
             return
         lease.promoted = True
         for index in promoting:
-            lease.wait_for(index, self.namespace.payload_bytes(keys[index]))
-        self.namespace.promoter.want(self, acquire_id, [(index, keys[index]) for index in promoting])
+            lease.wait_for(index, self.tiers.payload_bytes(keys[index]))
+        self._promoter.want(self, acquire_id, [(index, keys[index]) for index in promoting])
 
     def _tell_lost(self, plan: AcquirePlan[StoredChunk]) -> None:
         lost, plan.lost = plan.lost, []
-        self.namespace.forget_lost(lost)
+        self.tiers.inventory.announce(lost, held=False)
 
     def _answer(self, acquire_id: int, lease: _Lease) -> Iterator[None]:
         """Say what is leased. What changes of what was said is told behind it: the first message is the answer."""
@@ -242,12 +264,12 @@ class Session:
             self._leases.pop(acquire_id, None)
 
     def _count(self, plan: AcquirePlan[StoredChunk], lease: _Lease, keys: Sequence[ChunkKey]) -> None:
-        counters = self.namespace.stores.counters
+        counters = self.tiers.counters
         counters.acquires += 1
         counters.acquired_chunks_disk += len(lease.pending)
         counters.acquired_chunks_host += len(plan.leased) - len(lease.pending)
         counters.acquired_bytes_disk += lease.pending_bytes
-        leased_bytes = self.namespace.layout.total_payload_bytes([chunk.key for chunk in lease.chunks.values()])
+        leased_bytes = self.tiers.layout.total_payload_bytes([chunk.key for chunk in lease.chunks.values()])
         counters.acquired_bytes_host += leased_bytes - lease.pending_bytes
         counters.missed_chunks += plan.num_missed - plan.num_without_slot - plan.num_disk_off
         counters.missed_chunks_no_slot += plan.num_without_slot
@@ -257,7 +279,7 @@ class Session:
     def _forecast(self, acquire_id: int, lease: _Lease) -> PromotionForecast:
         if not lease.pending:
             return PromotionForecast()
-        promoter = self.namespace.promoter
+        promoter = self._promoter
         return PromotionForecast(
             pending_bytes=lease.pending_bytes,
             bytes_per_s=promoter.bytes_per_s,
@@ -284,7 +306,7 @@ class Session:
             self.peer.promotion_advanced(acquire_id, still_leased, failed, self._forecast(acquire_id, lease))
 
     def _time_promotion(self, lease: _Lease, *, any_ready: bool) -> None:
-        timings, now_s = self.namespace.stores.timings, time.monotonic()
+        timings, now_s = self._resources.timings, time.monotonic()
         seconds = now_s - lease.asked_s
         if any_ready and not lease.any_ready:
             lease.any_ready = True
@@ -312,16 +334,16 @@ class Session:
                 self._release(acquire_id, lease, index)
         if not lease.chunks:
             self._leases.pop(acquire_id, None)
-        self.namespace.top_up_all()
+        self._top_up_all()
 
     def _release(self, acquire_id: int, lease: _Lease, index: int) -> None:
         chunk = lease.chunks.pop(index, None)
         if chunk is None:
             return
-        self.namespace.table.unlease(chunk)
+        self.tiers.table.unlease(chunk)
         if index in lease.pending:
             lease.settle(index)
-            self.namespace.promoter.left(self, acquire_id, chunk.key)
+            self._promoter.left(self, acquire_id, chunk.key)
 
     def touch(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> None:
         """Carry out `touching` in one go."""
@@ -340,14 +362,14 @@ class Session:
         for number, part in enumerate(slices(keys)):
             if number:
                 yield
-            known += self.namespace.table.known(part)
+            known += self.tiers.table.known(part)
         yield from self._use(known, hit=hit)
 
     def _use(self, chunks: list[Chunk[StoredChunk]], *, hit: bool) -> Iterator[None]:
-        for number, part in enumerate(slices_from_end(by_importance(self.namespace.layout, chunks))):
+        for number, part in enumerate(slices_from_end(by_importance(self.tiers.layout, chunks))):
             if number:
                 yield
-            self.namespace.table.use(part, hit=hit)
+            self.tiers.table.use(part, hit=hit)
 
     def measured(self, prefill_tokens_per_s: float) -> None:
         """The engine says how fast it computes.
@@ -360,22 +382,22 @@ class Session:
             remedy = f"use {least:g} to {most:g}"
             raise InvalidArgumentError("engine_rates.prefill_tokens_per_s", prefill_tokens_per_s, remedy)
         self.has_worked = True
-        self.namespace.prefill_tokens_per_s = prefill_tokens_per_s
+        self._cost.prefill_tokens_per_s = prefill_tokens_per_s
 
     # Pins, and what is held
 
-    def tell_pins(self, prompts: PromptBook, pin_ids: Sequence[str]) -> None:
+    def tell_pins(self, find_prompt: Callable[[str], PromptRow | None], pin_ids: Sequence[str]) -> None:
         """Name these pins, as each is when its turn comes, a few per turn of the loop."""
         if pin_ids:
-            self.namespace.tasks.start(f"pins-{self.session_id[:8]}", self._tell_pins(prompts, pin_ids))
+            self._tasks.start(f"pins-{self.session_id[:8]}", self._tell_pins(find_prompt, pin_ids))
 
-    async def _tell_pins(self, prompts: PromptBook, pin_ids: Sequence[str]) -> None:
+    async def _tell_pins(self, find_prompt: Callable[[str], PromptRow | None], pin_ids: Sequence[str]) -> None:
         breather = Breather()
         for pin_id in pin_ids:
             await breather.pause()
             if self.ended:
                 return
-            prompt = prompts.by_pin_id(pin_id)
+            prompt = find_prompt(pin_id)
             if prompt is not None and self.serves(prompt):
                 self.peer.pin_added(prompt)
 
@@ -384,10 +406,10 @@ class Session:
 
         Words about changes come between the slices; order makes the sum right.
         """
-        self.namespace.tasks.start(f"held-{self.session_id[:8]}", self._tell_held())
+        self._tasks.start(f"held-{self.session_id[:8]}", self._tell_held())
 
     async def _tell_held(self) -> None:
-        table = self.namespace.table
+        table = self.tiers.table
         keys = table.keys()
         for start in range(0, len(keys), MAX_HELD_BATCH):
             if self.ended:
@@ -398,33 +420,38 @@ class Session:
         if not self.ended:
             self.peer.chunks_held((), True, complete=True)
 
-    # Stores
+    # Resources
 
     def top_up(self) -> None:
         """Grant credits until the session has as many as it asked for, or no slot is to be had."""
         if not self._topping_up and not self.ended and self._num_short():
             self._topping_up = True
-            self.namespace.tasks.start(f"credits-{self.session_id[:8]}", self._top_up())
+            self._tasks.start(f"credits-{self.session_id[:8]}", self._top_up())
 
     def _num_short(self) -> int:
         # Idle credits are slots that hold nothing: never more than a share of the arena.
-        share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self.namespace.spiller.is_behind else 1)
-        most = max(1, self.namespace.host.usage.num_affordable // share)
+        share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self._write_back.is_behind else 1)
+        most = max(1, self.tiers.host.usage.num_affordable // share)
         return max(0, min(self.hello.store_credits, most) - len(self._credits))
 
     async def _top_up(self) -> None:
         try:
-            refs = await self.namespace.host.allocate(self._num_short())
+            refs = await self.tiers.host.allocate(self._num_short())
         finally:
             self._topping_up = False
         if self.ended:
             for ref in refs:
-                self.namespace.host.release(ref)
-            self.namespace.top_up_all()
+                self.tiers.host.release(ref)
+            self._top_up_all()
             return
         if refs:
             self._credits |= {ref.slot: ref for ref in refs}
             self.peer.credits_granted(refs)
+
+    def _check_groups(self, keys: Sequence[ChunkKey]) -> None:
+        groups = set(self.tiers.layout.group_indexes())
+        for key in keys:
+            limits.check_key("store_begin.key", key, groups)
 
     def store_begin(self, stores: StoreList) -> None:
         """Credits are being written.
@@ -433,7 +460,7 @@ class Session:
             InvalidArgumentError: A slot was not granted to this session at that generation, or a key is of no group.
         """
         self.has_worked = True
-        self.namespace.check_keys("store_begin.key", [key for key, _ in stores])
+        self._check_groups([key for key, _ in stores])
         for key, ref in stores:
             if self._credits.get(ref.slot) != ref:
                 raise InvalidArgumentError(
@@ -447,35 +474,35 @@ class Session:
         """All ranks reported; the stamps decide."""
         sealing: list[tuple[ChunkKey, SlotRef]] = []
         for key, ref in stores:
-            if self._writing.get(ref) == key and self.namespace.host.seal(ref):
+            if self._writing.get(ref) == key and self.tiers.host.seal(ref):
                 del self._writing[ref]
                 sealing.append((key, ref))
         if sealing:
             self._num_seals += 1
             self._sealing.add(self._num_seals)
-            self.namespace.tasks.start(f"seal-{self.session_id[:8]}", self._seal(self._num_seals, sealing))
+            self._tasks.start(f"seal-{self.session_id[:8]}", self._seal(self._num_seals, sealing))
 
     def store_abort(self, stores: StoreList) -> None:
         """No rank touches these slots any more, and they hold nothing."""
         for key, ref in stores:
             if self._writing.get(ref) == key:
                 del self._writing[ref]
-                self.namespace.host.release(ref)
-                self.namespace.stores.counters.stores_aborted += 1
-        self.namespace.top_up_all()
+                self.tiers.host.release(ref)
+                self.tiers.counters.stores_aborted += 1
+        self._top_up_all()
 
     async def _seal(self, seal: int, stores: StoreList) -> None:
-        namespace, began_s = self.namespace, time.monotonic()
-        checksums = await namespace.stores.in_io(self._verify, stores)
+        tiers, began_s = self.tiers, time.monotonic()
+        checksums = await self._resources.in_io(self._verify, stores)
         # The last of a prompt first: the head is to look the most recent.
         held = [key for key, ref in reversed(stores) if self._commit(key, ref, checksums.get(ref))]
         held.reverse()
-        namespace.stores.timings.seal.observe(time.monotonic() - began_s)
+        self._resources.timings.seal.observe(time.monotonic() - began_s)
         self._sealed(seal)
-        namespace.spiller.add(held)
-        namespace.announce(held, held=True)
-        namespace.announce([key for key, _ in stores if not namespace.table.holds(key)], held=False)
-        namespace.top_up_all()
+        self._write_back.add(held)
+        tiers.inventory.announce(held, held=True)
+        tiers.inventory.announce([key for key, _ in stores if not tiers.table.holds(key)], held=False)
+        self._top_up_all()
 
     def _sealed(self, seal: int) -> None:
         """Put in order the prompts that waited for this seal and wait for no other."""
@@ -483,26 +510,26 @@ class Session:
         for run in self._stored_runs:
             run.seals.discard(seal)
         for run in [run for run in self._stored_runs if not run.seals]:
-            self.namespace.tasks.start("touch", in_turns(self._touch(run.keys, hit=False)))
+            self._tasks.start("touch", in_turns(self._touch(run.keys, hit=False)))
         self._stored_runs = [run for run in self._stored_runs if run.seals]
 
     def _commit(self, key: ChunkKey, ref: SlotRef, checksum: int | None) -> bool:
         """Take a verified slot in, or free it; say whether the chunk is held now."""
-        namespace, counters = self.namespace, self.namespace.stores.counters
-        is_wanted = namespace.stores.stores_all or namespace.table.get(key) is not None
+        tiers, counters = self.tiers, self.tiers.counters
+        is_wanted = self._resources.stores_all or tiers.table.get(key) is not None
         if checksum is None or not is_wanted:  # not stamped as granted, or nobody wants it any more
-            namespace.host.release(ref)
+            tiers.host.release(ref)
             counters.stores_refused_stamp += checksum is None
             return False
-        if namespace.table.commit_store(key, ref, checksum):
+        if tiers.table.commit_store(key, ref, checksum):
             counters.stores_committed += 1
-            counters.stored_bytes += namespace.payload_bytes(key)
+            counters.stored_bytes += tiers.payload_bytes(key)
         # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.
-        return namespace.table.holds(key)
+        return tiers.table.holds(key)
 
     def _verify(self, stores: StoreList) -> Mapping[SlotRef, int]:
         """Worker thread: checksums of the slots whose stamps agree with the grant."""
-        verify = self.namespace.host.verify
+        verify = self.tiers.host.verify
         return {ref: checksum for key, ref in stores if (checksum := verify(ref, key)) is not None}
 
     # The end
@@ -512,10 +539,11 @@ class Session:
         if self.ended:
             return
         self.ended = True
+        self.tiers.inventory.remove(self.peer)
         refs = [*self._credits.values(), *self._writing]
         for ref in refs:
-            self.namespace.host.quarantine(ref)
-        self.namespace.stores.counters.slots_quarantined += len(refs)
+            self.tiers.host.quarantine(ref)
+        self.tiers.counters.slots_quarantined += len(refs)
         log_event(logger, "session_lost", session=self.session_id, leases=self.num_leases, quarantined=len(refs))
 
     async def wait_until_let_go(self) -> None:
@@ -527,7 +555,7 @@ class Session:
         while not self._let_go():  # noqa: ASYNC110
             await asyncio.sleep(_LOCK_POLL_S)
         for ref in [*self._credits.values(), *self._writing]:
-            self.namespace.host.release(ref)
+            self.tiers.host.release(ref)
         for acquire_id in list(self._leases):
             await in_turns(self.releasing(acquire_id, None))
         log_event(logger, "session_let_go", session=self.session_id)

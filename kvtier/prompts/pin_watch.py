@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from kvtier.ledger import PromptRow
 from kvtier.obs.histogram import Histogram
-from kvtier.service.prompts import PromptBook
-from kvtier.service.views import PromptState
+from kvtier.prompts.book import PromptBook
+from kvtier.prompts.status import PromptState
 
 _POLL_S = 0.5
 _TURN_S = 0.001

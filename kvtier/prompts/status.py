@@ -4,16 +4,14 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from kvtier.concurrency.turns import slices
 from kvtier.core.chunk import Chunk
 from kvtier.core.stored import StoredChunk
 from kvtier.ledger import BindingRow, PromptRow
-from kvtier.service.turns import slices
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import Namespace
-    from kvtier.service.session import Session
+from kvtier.sessions.session import Session
+from kvtier.tiering.namespace import Namespace
 
 
 class PromptState(Enum):
@@ -70,7 +68,7 @@ class PromptView:
     error: str
 
 
-def durability_of(namespace: "Namespace", row: BindingRow) -> Durability:
+def durability_of(namespace: Namespace, row: BindingRow) -> Durability:
     """Look whether every chunk of a binding is on disk, as far as the first that is not."""
     chunks = namespace.table.get_all(row.keys)
     return Durability(
@@ -80,11 +78,11 @@ def durability_of(namespace: "Namespace", row: BindingRow) -> Durability:
     )
 
 
-def _num_refused(namespace: "Namespace", row: BindingRow) -> int:
-    return sum(map(namespace.spiller.is_refused, row.keys)) if namespace.spiller.num_refused else 0
+def _num_refused(namespace: Namespace, row: BindingRow) -> int:
+    return sum(map(namespace.write_back.is_refused, row.keys)) if namespace.write_back.num_refused else 0
 
 
-async def view_binding(namespace: "Namespace", row: BindingRow, *, pinned: bool) -> BindingView:
+async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -> BindingView:
     """Count where the chunks of a binding are; of a long one in slices, with turns of the loop between them."""
     num_host_chunks = num_durable_chunks = num_shared_chunks = durable_raw_bytes = disk_bytes = 0
     disk_share_bytes, num_own_pins = 0.0, int(pinned)
@@ -130,7 +128,7 @@ def _share_of_bytes(chunks: Iterable[Chunk[StoredChunk]], *, pinned: bool) -> fl
     return sum(stored_bytes / max(1, num_pins) for num_pins, stored_bytes in held)
 
 
-def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Sequence["Session"]) -> PromptView:
+def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Sequence[Session]) -> PromptView:
     """Judge a prompt.
 
     Args:
@@ -151,7 +149,7 @@ def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Se
 
 
 def state_of(
-    prompt: PromptRow, bindings: Sequence[BindingView] | Sequence[Durability], serving: Sequence["Session"]
+    prompt: PromptRow, bindings: Sequence[BindingView] | Sequence[Durability], serving: Sequence[Session]
 ) -> PromptState:
     """Judge how far a prompt's promise is kept.
 
@@ -162,7 +160,7 @@ def state_of(
     """
     if not prompt.tokens:
         return PromptState.UNRENDERED
-    live_ids = {session.namespace.namespace_id for session in serving}
+    live_ids = {session.namespace_id for session in serving}
     relevant = [binding for binding in bindings if binding.namespace_id in live_ids] if live_ids else bindings[-1:]
     if not relevant:
         return PromptState.WAITING

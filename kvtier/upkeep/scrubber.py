@@ -11,10 +11,10 @@ from pathlib import Path
 from kvtier.disk.base import ChunkRead, StoredChunk
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
-from kvtier.service.damage import drop_damaged
-from kvtier.service.namespace import Namespace
-from kvtier.service.pacing import Pace
-from kvtier.service.stores import Stores
+from kvtier.tiering.damage import drop_damaged
+from kvtier.tiering.pacing import Pace
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class Scrubber:
     too. Pack ids are random: a pack that comes into being behind it is verified in the next pass, an hour old or new.
 
     Args:
-        stores: Shared.
-        namespaces: Asked for at every pack.
+        resources: Shared.
+        all_tiers: Returns those of every namespace; asked at every pack.
         cursor_path: The small file; it may be lost, then a pass begins anew.
         pace: Limits what is read.
         unix_s: Wall clock.
@@ -41,23 +41,23 @@ class Scrubber:
 
     def __init__(
         self,
-        stores: Stores,
-        namespaces: Callable[[], Sequence[Namespace]],
+        resources: Resources,
+        all_tiers: Callable[[], Sequence[Tiers]],
         cursor_path: Path,
         *,
         pace: Pace | None = None,
         unix_s: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._stores, self._namespaces, self._path = stores, namespaces, cursor_path
+        self._resources, self._all_tiers, self._path = resources, all_tiers, cursor_path
         self._unix_s, self._sleep = unix_s, sleep
-        self._pace = pace or Pace(stores.config.disk.scrub_bytes_per_s)
+        self._pace = pace or Pace(resources.config.disk.scrub_bytes_per_s)
         self._after = ""
         self._pass_began_unix_s = 0.0
 
     async def run(self) -> None:
         """Scrub for ever."""
-        await self._stores.in_background(self._load)
+        await self._resources.in_background(self._load)
         while True:
             if self._after or not 0 <= self._unix_s() - self._pass_began_unix_s < _PERIOD_S:
                 await self.scrub_pass()
@@ -68,53 +68,53 @@ class Scrubber:
         if not self._after:
             self._pass_began_unix_s = self._unix_s()
         while (found := self._next_pack()) is not None:
-            namespace, pack_id = found
-            await self._scrub_pack(namespace, pack_id)
+            tiers, pack_id = found
+            await self._scrub_pack(tiers, pack_id)
             self._after = pack_id
-            await self._stores.in_background(self._save)
+            await self._resources.in_background(self._save)
         self._after = ""
-        self._stores.counters.scrub_passes += 1
-        await self._stores.in_background(self._save)
+        self._resources.counters.scrub_passes += 1
+        await self._resources.in_background(self._save)
 
-    def _next_pack(self) -> tuple[Namespace, str] | None:
-        packs = ((pack_id, n) for n, namespace in enumerate(self._namespaces()) for pack_id in namespace.packs)
+    def _next_pack(self) -> tuple[Tiers, str] | None:
+        packs = ((pack_id, n) for n, tiers in enumerate(self._all_tiers()) for pack_id in tiers.index.packs)
         nearest = min((pack for pack in packs if pack[0] > self._after), default=None)
-        return (self._namespaces()[nearest[1]], nearest[0]) if nearest is not None else None
+        return (self._all_tiers()[nearest[1]], nearest[0]) if nearest is not None else None
 
-    async def _scrub_pack(self, namespace: Namespace, pack_id: str) -> None:
+    async def _scrub_pack(self, tiers: Tiers, pack_id: str) -> None:
         """Verify what is read from one pack. What the system refuses to read waits for the next pass."""
-        chunks = await namespace.index.chunks_in([pack_id])
+        chunks = await tiers.index.chunks_in([pack_id])
         while chunks:
-            await self._stores.disk_health.until_open()
-            await self._stores.traffic.until_quiet()
+            await self._resources.disk_health.until_open()
+            await self._resources.traffic.until_quiet()
             await self._pace.wait()
             batch = _first(chunks)
-            chunks = chunks[await self._verify(namespace, batch) :]
+            chunks = chunks[await self._verify(tiers, batch) :]
 
-    async def _verify(self, namespace: Namespace, batch: Sequence[StoredChunk]) -> int:
+    async def _verify(self, tiers: Tiers, batch: Sequence[StoredChunk]) -> int:
         """Read chunks into scratch memory; return how many were not left out for the sake of promotions."""
         outcomes: list[tuple[StoredChunk, ChunkDamagedError | TierIOError | None]] = []
-        stores = self._stores
+        resources = self._resources
 
         def read() -> None:
             reads = [ChunkRead(chunk=stored, into=[memoryview(bytearray(stored.raw_bytes))]) for stored in batch]
-            stores.disk.read_chunks(
-                reads, lambda read, error: outcomes.append((read.chunk, error)), lambda: stores.traffic.busy
+            resources.disk.read_chunks(
+                reads, lambda read, error: outcomes.append((read.chunk, error)), lambda: resources.traffic.busy
             )
 
-        await stores.in_background(read)
+        await resources.in_background(read)
         refused = [error for _, error in outcomes if isinstance(error, TierIOError)]
         for error in refused:
             log_event(logger, "scrub_refused", level=logging.WARNING, problem=str(error))
         if refused and len(refused) == len(outcomes):  # one bad sector does not speak for the disk
-            stores.disk_health.failed("read", refused[0])
+            resources.disk_health.failed("read", refused[0])
         elif outcomes:
-            stores.disk_health.succeeded("read")
+            resources.disk_health.succeeded("read")
         num_bytes = sum(stored.stored_bytes for stored, _ in outcomes)
-        stores.counters.scrubbed_bytes += num_bytes
+        resources.counters.scrubbed_bytes += num_bytes
         self._pace.spent(num_bytes)
         damaged = [stored for stored, error in outcomes if isinstance(error, ChunkDamagedError)]
-        finish = drop_damaged(namespace, damaged)
+        finish = drop_damaged(tiers, damaged)
         if finish is not None:
             await finish
         return len(outcomes)

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from kvtier.concurrency.tasks import Tasks
+from kvtier.concurrency.turns import SLICE_KEYS
 from kvtier.core.chunk import Chunk, HostCopy
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.base import ChunkPayload, PackRecord, StoredChunk
@@ -13,11 +14,8 @@ from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
-from kvtier.service.tasks import Tasks
-from kvtier.service.turns import SLICE_KEYS
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import Namespace
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ _ORDINARY_LINGER_RATIO = 10
 """Nobody waits until an ordinary chunk is durable, and each pack costs a thread, two fsyncs and a ledger commit."""
 
 
-class Spiller:
+class WriteBack:
     """Writes one namespace's chunks to disk: pinned ones first, each kind in the order in which they were committed.
 
     A chunk is `spilling` from `add` until its pack and its ledger rows are durable, so its slot cannot be evicted
@@ -44,8 +42,17 @@ class Spiller:
     waits (`is_behind`) sessions get fewer store credits.
     """
 
-    def __init__(self, namespace: "Namespace") -> None:
-        self._namespace = namespace
+    def __init__(
+        self,
+        tiers: Tiers,
+        resources: Resources,
+        *,
+        ephemeral: bool,
+        find_disk_capacity: Callable[[int], Awaitable[None]],
+        on_evictable: Callable[[], None],
+    ) -> None:
+        self._tiers, self._resources, self._is_ephemeral = tiers, resources, ephemeral
+        self._find_disk_capacity, self._on_evictable = find_disk_capacity, on_evictable
         self._pinned: dict[ChunkKey, None] = {}
         self._ordinary: dict[ChunkKey, None] = {}
         self._refused: set[ChunkKey] = set()
@@ -61,7 +68,7 @@ class Spiller:
         self._draining = False
         self._tasks = Tasks()
         self._started = False
-        config = namespace.stores.config
+        config = resources.config
         self.max_queued_bytes = min(
             _MAX_QUEUED_PACKS * config.disk.pack_bytes, config.host.host_bytes // _MAX_QUEUED_HOST_SHARE
         )
@@ -88,7 +95,7 @@ class Spiller:
     def add(self, keys: Iterable[ChunkKey]) -> None:
         """Queue chunks that are readable and not on disk; those queued already move up if they are pinned by now."""
         for key in keys:
-            chunk = self._namespace.table.get(key)
+            chunk = self._tiers.table.get(key)
             host = chunk.host if chunk is not None else None
             if chunk is None or host is None or host.promoting or host.doomed or chunk.location is not None:
                 continue
@@ -96,14 +103,14 @@ class Spiller:
                 if chunk.num_pins and key in self._ordinary:
                     del self._ordinary[key]
                     self._queue_pinned(key)
-            elif self._namespace.ephemeral:
+            elif self._is_ephemeral:
                 host.volatile = True
             else:
                 self._queue(chunk, host)
         self._start()
 
     def _queue(self, chunk: Chunk[StoredChunk], host: HostCopy) -> None:
-        num_bytes = self._namespace.payload_bytes(chunk.key)
+        num_bytes = self._tiers.payload_bytes(chunk.key)
         if not chunk.num_pins and self._num_bytes + num_bytes > self.max_queued_bytes:
             host.volatile = True
             self._pass_over(chunk.key)
@@ -123,9 +130,9 @@ class Spiller:
         self._pinned[key] = None
 
     def _pass_over(self, key: ChunkKey) -> None:
-        self._namespace.stores.counters.chunks_not_spilled += 1
+        self._resources.counters.chunks_not_spilled += 1
         self._passed_over[key] = None
-        while len(self._passed_over) > self._namespace.host.usage.num_slots:
+        while len(self._passed_over) > self._tiers.host.usage.num_slots:
             del self._passed_over[next(iter(self._passed_over))]
 
     def _take_up(self) -> None:
@@ -136,25 +143,25 @@ class Spiller:
             key = next(iter(self._passed_over))
             del self._passed_over[key]
             keys.append(key)
-            room_bytes -= self._namespace.payload_bytes(key)
+            room_bytes -= self._tiers.payload_bytes(key)
         self.add(keys)
 
     def _count_bytes(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        self._namespace.stores.counters.spill_queue_bytes += num_bytes
+        self._resources.counters.spill_queue_bytes += num_bytes
 
     def _end_spilling(self, chunks: Iterable[Chunk[StoredChunk]]) -> None:
         for chunk in chunks:
             if chunk.host is not None:
                 chunk.host.spilling = False
-            self._count_bytes(-self._namespace.payload_bytes(chunk.key))
+            self._count_bytes(-self._tiers.payload_bytes(chunk.key))
 
     def _start(self) -> None:
         if not self._pinned and not self._ordinary:
             return
         if not self._started:
             self._started = True
-            self._tasks.start(f"spill-{self._namespace.namespace_id[:8]}", self._run())
+            self._tasks.start(f"spill-{self._tiers.namespace_id[:8]}", self._run())
         self._idle.clear()
         self._wake.set()
         if not self._may_linger:
@@ -166,7 +173,7 @@ class Spiller:
             self._retried, self._refused = self._refused, set()
             self._retry_slice()
             if self._retried:
-                self._tasks.start(f"retry-{self._namespace.namespace_id[:8]}", self._retry_rest())
+                self._tasks.start(f"retry-{self._tiers.namespace_id[:8]}", self._retry_rest())
 
     def _retry_slice(self) -> None:
         self.add([self._retried.pop() for _ in range(min(SLICE_KEYS, len(self._retried)))])
@@ -180,11 +187,11 @@ class Spiller:
         """Try again what was refused if a pack of it fits now: others may have filled the file system, and left."""
         num_bytes = 0
         for key in self._refused:
-            num_bytes += self._namespace.payload_bytes(key)
-            if num_bytes >= self._namespace.stores.config.disk.pack_bytes:
+            num_bytes += self._tiers.payload_bytes(key)
+            if num_bytes >= self._resources.config.disk.pack_bytes:
                 break
         # Twice that, since a pack has a header, and may gather others of the refused, larger ones.
-        if num_bytes and self._namespace.stores.disk_usage.fits(2 * num_bytes):
+        if num_bytes and self._resources.disk_usage.fits(2 * num_bytes):
             self.retry_refused()
 
     async def flush(self) -> None:
@@ -193,7 +200,7 @@ class Spiller:
         self._full.set()
         while self._retried:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0)
-        if self._namespace.stores.disk_health.writable:
+        if self._resources.disk_health.writable:
             await self._idle.wait()
 
     async def close(self) -> None:
@@ -207,9 +214,9 @@ class Spiller:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
-            if self._draining and not self._namespace.stores.disk_health.writable:
+            if self._draining and not self._resources.disk_health.writable:
                 self._idle.set()  # latched off while it drained: the stop would wait for what does not come
-            await self._namespace.stores.disk_health.until_open()
+            await self._resources.disk_health.until_open()
             await self._linger()
             batch = self._take_batch()
             if batch and not await self._write(batch):
@@ -218,7 +225,7 @@ class Spiller:
     @property
     def _may_linger(self) -> bool:
         # A small host tier is not to be full of chunks that could be evicted if they were on disk.
-        enough_bytes = min(self._namespace.stores.config.disk.pack_bytes, self.max_queued_bytes // 2)
+        enough_bytes = min(self._resources.config.disk.pack_bytes, self.max_queued_bytes // 2)
         return self._num_bytes < enough_bytes and not self._draining
 
     async def _linger(self) -> None:
@@ -233,7 +240,7 @@ class Spiller:
 
     def _linger_until_s(self) -> float:
         """On a slow device a pack costs its fsync, whatever is in it: then wait about as long as the last one took."""
-        linger_s = self._namespace.stores.config.disk.pack_linger_s
+        linger_s = self._resources.config.disk.pack_linger_s
         slow_s = min(self._last_pack_s, _MAX_LINGER_RATIO * linger_s)
         if self._pinned:
             return self._pinned_since_s + max(linger_s, slow_s)
@@ -242,15 +249,15 @@ class Spiller:
     def _take_batch(self) -> list[Chunk[StoredChunk]]:
         batch: list[Chunk[StoredChunk]] = []
         queue = self._pinned or self._ordinary
-        num_bytes, max_bytes = 0, self._namespace.stores.config.disk.pack_bytes
+        num_bytes, max_bytes = 0, self._resources.config.disk.pack_bytes
         while queue and num_bytes < max_bytes:
             key = next(iter(queue))
             del queue[key]
-            chunk = self._namespace.table.get(key)
+            chunk = self._tiers.table.get(key)
             assert chunk is not None
             assert chunk.spilling, "nothing takes a slot from a chunk that is spilling"
             batch.append(chunk)
-            num_bytes += self._namespace.payload_bytes(key)
+            num_bytes += self._tiers.payload_bytes(key)
         if queue is self._pinned:
             self._pinned_since_s = asyncio.get_running_loop().time()
         else:
@@ -258,27 +265,27 @@ class Spiller:
         return batch
 
     async def _write(self, batch: Sequence[Chunk[StoredChunk]]) -> bool:
-        namespace, stores = self._namespace, self._namespace.stores
+        tiers, resources = self._tiers, self._resources
         num_bytes = self._largest_pack_bytes(batch)
         payloads = [
-            ChunkPayload(key=host.key, segments=namespace.host.payload(host.slot, host.key), checksum=host.checksum)
+            ChunkPayload(key=host.key, segments=tiers.host.payload(host.slot, host.key), checksum=host.checksum)
             for chunk in batch
             if (host := chunk.host) is not None
         ]
         began_s = asyncio.get_running_loop().time()
         try:
-            await namespace.prepare_disk_room(num_bytes)
-            if not stores.disk_usage.fits(num_bytes):
-                stores.holes.set()
+            await self._prepare_disk(num_bytes)
+            if not resources.disk_usage.fits(num_bytes):
+                resources.holes.set()
                 self._refuse(batch)
                 return True
-            with stores.disk_usage.promised(num_bytes):
-                record = await stores.in_write(stores.disk.write_pack, namespace.namespace_id, payloads)
-            await namespace.index.record(record)
+            with resources.disk_usage.promised(num_bytes):
+                record = await resources.in_write(resources.disk.write_pack, tiers.namespace_id, payloads)
+            await tiers.index.record(record)
         except (TierIOError, LedgerError) as error:
-            stores.counters.packs_failed += 1
+            resources.counters.packs_failed += 1
             log_event(logger, "spill_failed", level=logging.ERROR, chunks=len(batch), problem=str(error))
-            stores.disk_health.failed("write", error)
+            resources.disk_health.failed("write", error)
             self._requeue(batch)
             return False
         except ChunkDamagedError as error:
@@ -292,44 +299,54 @@ class Spiller:
         await self._committed(batch, record)
         return True
 
+    async def _prepare_disk(self, num_bytes: int) -> None:
+        """If a pack of `num_bytes` does not fit, have unpinned chunks deleted; `disk_usage.fits` says if it does now.
+
+        Raises:
+            LedgerError: The ledger refused to delete them.
+        """
+        await self._resources.measure_disk()
+        if not self._resources.disk_usage.fits(num_bytes):
+            await self._find_disk_capacity(num_bytes)
+
     def _measure(self, record: PackRecord, seconds: float) -> None:
         self._last_pack_s = seconds
-        stores = self._namespace.stores
-        stores.disk_health.succeeded("write")
-        counters = stores.counters
+        resources = self._resources
+        resources.disk_health.succeeded("write")
+        counters = resources.counters
         counters.packs_written += 1
         counters.pack_fsyncs += 1
         counters.pack_bytes_written += record.file_bytes
         counters.durable_raw_bytes += sum(chunk.raw_bytes for chunk in record.chunks)
         counters.pack_write_ms += round(1000 * seconds)
-        stores.timings.pack_write.observe(seconds)
+        resources.timings.pack_write.observe(seconds)
 
     def _largest_pack_bytes(self, batch: Sequence[Chunk[StoredChunk]]) -> int:
-        sizes = [(chunk.key, self._namespace.payload_bytes(chunk.key)) for chunk in batch]
-        return reserve_bytes(self._namespace.namespace_id, sizes) + sum(num_bytes for _, num_bytes in sizes)
+        sizes = [(chunk.key, self._tiers.payload_bytes(chunk.key)) for chunk in batch]
+        return reserve_bytes(self._tiers.namespace_id, sizes) + sum(num_bytes for _, num_bytes in sizes)
 
     async def _committed(self, batch: Sequence[Chunk[StoredChunk]], record: PackRecord) -> None:
-        namespace = self._namespace
+        tiers = self._tiers
         unwanted: list[ChunkKey] = []
         for stored in record.chunks:
-            chunk = namespace.table.get(stored.key)
+            chunk = tiers.table.get(stored.key)
             if chunk is None or chunk.doomed:
                 unwanted.append(stored.key)
         self._end_spilling(batch)
         self._refused.difference_update(chunk.key for chunk in batch)
         try:
-            await namespace.index.drop(unwanted)
+            await tiers.index.drop(unwanted)
         except LedgerError as error:
             log_event(logger, "evicted_chunks_stay", level=logging.ERROR, chunks=len(unwanted), problem=str(error))
         for chunk in batch:
-            namespace.table.settle(chunk.key)
+            tiers.table.settle(chunk.key)
         log_event(logger, "pack_written", pack=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)
         self._take_up()
-        namespace.top_up_all()
+        self._on_evictable()
 
     def _refuse(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
-        self._namespace.stores.counters.chunks_over_quota += len(batch)
-        usage = self._namespace.stores.disk_usage
+        self._resources.counters.chunks_over_quota += len(batch)
+        usage = self._resources.disk_usage
         log_event(
             logger,
             "disk_full",
@@ -344,8 +361,8 @@ class Spiller:
                 chunk.host.volatile = True
             if chunk.num_pins:  # of ordinary ones nobody waits for it, and they would be remembered for ever
                 self._refused.add(chunk.key)
-            self._namespace.table.settle(chunk.key)
-        self._namespace.top_up_all()
+            self._tiers.table.settle(chunk.key)
+        self._on_evictable()
 
     def _requeue(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
         again = [chunk for chunk in batch if chunk.spilling]
@@ -354,8 +371,8 @@ class Spiller:
 
     def _abandon(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
         """The arena's bytes do not match their checksums any more: drop them; they are stored when next computed."""
-        self._namespace.stores.counters.host_chunks_damaged += len(batch)
+        self._resources.counters.host_chunks_damaged += len(batch)
         self._end_spilling(batch)
         for chunk in batch:
-            self._namespace.table.doom(chunk.key)
-        self._namespace.announce([chunk.key for chunk in batch], held=False)
+            self._tiers.table.doom(chunk.key)
+        self._tiers.inventory.announce([chunk.key for chunk in batch], held=False)

@@ -4,21 +4,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol
 
+from kvtier.concurrency.tasks import Tasks
 from kvtier.core.layout import ChunkKey
-from kvtier.core.promotion_queue import PromotionQueue
 from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
-from kvtier.service.damage import drop_damaged
-from kvtier.service.promotion_batch import BATCH_BYTES, LONG_BATCH_BYTES, Batch, Outcome, Read
-from kvtier.service.rate import Rate
-from kvtier.service.tasks import Tasks
-
-if TYPE_CHECKING:
-    from kvtier.service.namespace import Namespace
+from kvtier.tiering.damage import drop_damaged
+from kvtier.tiering.promotion_batch import BATCH_BYTES, LONG_BATCH_BYTES, Batch, Outcome, Read
+from kvtier.tiering.promotion_queue import PromotionQueue
+from kvtier.tiering.rate import Rate
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +45,20 @@ class Promoter:
     time, in slots that nobody needs, and stop between two chunks when a request comes.
     """
 
-    def __init__(self, namespace: "Namespace", *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._namespace = namespace
+    def __init__(
+        self,
+        tiers: Tiers,
+        resources: Resources,
+        *,
+        write_again: Callable[[Iterable[ChunkKey]], None],
+        on_ready: Callable[[], None],
+        start_task: Callable[[str, Coroutine[Any, Any, None]], object],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tiers, self._resources = tiers, resources
+        self._write_again, self._on_ready, self._start_task = write_again, on_ready, start_task
         self._now_s = now_s
-        self._queue: PromotionQueue[Asker] = PromotionQueue(namespace.payload_bytes)
+        self._queue: PromotionQueue[Asker] = PromotionQueue(tiers.payload_bytes)
         self._background: deque[ChunkKey] = deque()
         self._askers: dict[ChunkKey, dict[Asker, int]] = {}
         self._reading: dict[ChunkKey, Batch] = {}
@@ -60,7 +69,7 @@ class Promoter:
         self._in_traffic = False
         self._waits_for_quiet = False
         self._warm = asyncio.Event()  # nothing is left to promote in the background
-        self._never_off = namespace.stores.disk_health.when_off(self._disk_is_off)
+        self._never_off = resources.disk_health.when_off(self._disk_is_off)
 
     @property
     def bytes_per_s(self) -> float:
@@ -95,14 +104,14 @@ class Promoter:
         asker = (session, acquire_id)
         self._askers.get(key, {}).pop(asker, None)
         self._queue.leave(asker, key)
-        chunk = self._namespace.table.get(key)
+        chunk = self._tiers.table.get(key)
         if chunk is None or not chunk.promoting or chunk.num_leases:
             return
         if key in self._reading:
             self._reading[key].wanted.discard(key)
         else:
             self._fail(key)
-            self._namespace.stores.counters.promotions_cancelled += 1
+            self._resources.counters.promotions_cancelled += 1
             self._mind_traffic()
 
     def warm_up(self, keys: Iterable[ChunkKey], *, has_room: Callable[[], bool] | None = None) -> None:
@@ -155,7 +164,7 @@ class Promoter:
     def _pump(self, *, begins: bool = False) -> None:
         """Start batches while readers are free and something is queued; the first is short when reading `begins`."""
         self._mind_traffic()
-        num_readers = self._namespace.stores.config.disk.io_threads
+        num_readers = self._resources.config.disk.io_threads
         while len(self._batches) < num_readers and (batch := self._next_batch(begins=begins)):
             begins = False
             self._batches.add(batch)
@@ -187,70 +196,70 @@ class Promoter:
         return [read for read in map(self._read_of, keys) if read is not None]
 
     def _lacks_pages(self, key: ChunkKey) -> bool:
-        chunk = self._namespace.table.get(key)
-        return chunk is not None and chunk.slot is not None and self._namespace.host.lacks_pages(chunk.slot)
+        chunk = self._tiers.table.get(key)
+        return chunk is not None and chunk.slot is not None and self._tiers.host.lacks_pages(chunk.slot)
 
     def _read_of(self, key: ChunkKey) -> Read | None:
         """Return what to read for a chunk, None when it was dropped from disk while it waited."""
-        namespace, chunk = self._namespace, self._namespace.table.get(key)
+        tiers, chunk = self._tiers, self._tiers.table.get(key)
         if chunk is None or chunk.slot is None or not chunk.promoting:
             return None
         if chunk.location is None:
             self._fail(key)
             return None
-        host = namespace.host
+        host = tiers.host
         into = host.begin_load(chunk.slot, key)
         return Read(key, chunk.slot, chunk.location, into, lacks_pages=host.lacks_pages(chunk.slot))
 
     def _next_background_batch(self) -> Batch | None:
-        namespace, reads, num_bytes = self._namespace, list[Read](), 0
-        if not self._background or self._batches or not namespace.host.is_open:
+        tiers, reads, num_bytes = self._tiers, list[Read](), 0
+        if not self._background or self._batches or not tiers.host.is_open:
             return None
-        if not namespace.stores.disk_health.readable or namespace.stores.traffic.busy:
+        if not self._resources.disk_health.readable or self._resources.traffic.busy:
             self._tasks.start("promote-later", self._pump_when_quiet())
             return None
         while self._background and num_bytes < _BACKGROUND_BATCH_BYTES:
             key = self._background.popleft()
-            chunk = namespace.table.get(key)
+            chunk = tiers.table.get(key)
             if chunk is None or chunk.slot is not None or chunk.location is None:
                 continue
-            if not self._has_room() or namespace.table.begin_promotion(key) is None:
+            if not self._has_room() or tiers.table.begin_promotion(key) is None:
                 self._background.clear()
                 break
             if read := self._read_of(key):
                 reads.append(read)
-                num_bytes += namespace.payload_bytes(key)
+                num_bytes += tiers.payload_bytes(key)
         return self._batch(reads, background=True)
 
     async def _pump_when_quiet(self) -> None:
         if not self._waits_for_quiet:
             self._waits_for_quiet = True
             try:
-                await self._namespace.stores.traffic.until_quiet()
-                await self._namespace.stores.disk_health.until_open()
+                await self._resources.traffic.until_quiet()
+                await self._resources.disk_health.until_open()
             finally:
                 self._waits_for_quiet = False
             self._pump()
 
     def _batch(self, reads: Sequence[Read], *, background: bool = False) -> Batch | None:
-        stores = self._namespace.stores
+        resources = self._resources
         if not reads:
             return None
         return Batch(
             reads,
-            host=self._namespace.host,
-            disk=stores.disk,
+            host=self._tiers.host,
+            disk=resources.disk,
             on_progress=self._settle,
             # A background batch gives way to any namespace's requests.
-            gives_way=lambda: background and stores.traffic.busy,
+            gives_way=lambda: background and resources.traffic.busy,
             background=background,
         )
 
     async def _run(self, batch: Batch) -> None:
-        stores = self._namespace.stores
+        resources = self._resources
         self._rate.began(self._now_s())
         try:
-            await stores.in_read(batch.run)
+            await resources.in_read(batch.run)
         finally:
             self._settle(batch)
             self._rate.ended(self._now_s())
@@ -274,14 +283,14 @@ class Promoter:
                 self._queue_again(key)
             else:
                 self._fail(key)
-                self._namespace.stores.counters.promotions_cancelled += not batch.background
+                self._resources.counters.promotions_cancelled += not batch.background
 
     def _judge_disk(self, batch: Batch) -> None:
         """A batch in which anything was read speaks for the disk: one bad sector does not switch it off."""
         if batch.num_read:
-            self._namespace.stores.disk_health.succeeded("read")
+            self._resources.disk_health.succeeded("read")
         elif batch.refused is not None:
-            self._namespace.stores.disk_health.failed("read", batch.refused)
+            self._resources.disk_health.failed("read", batch.refused)
 
     def _queue_again(self, key: ChunkKey) -> None:
         for asker in self._askers[key]:
@@ -292,7 +301,7 @@ class Promoter:
         waits = bool(self._queue) or any(not batch.background or batch.wanted for batch in self._batches)
         if waits != self._in_traffic:
             self._in_traffic = waits
-            traffic = self._namespace.stores.traffic
+            traffic = self._resources.traffic
             (traffic.began if waits else traffic.ended)()
 
     def _disk_is_off(self) -> None:
@@ -310,10 +319,10 @@ class Promoter:
         told = _Told()
         damaged, num_without_pages = [], 0
         for outcome in batch.take_outcomes():
-            read, chunk = outcome.read, self._namespace.table.get(outcome.read.key)
+            read, chunk = outcome.read, self._tiers.table.get(outcome.read.key)
             del self._reading[read.key]
             num_without_pages += not outcome.backed and bool(self._askers.get(read.key))
-            self._namespace.stores.counters.io_errors_host_back += not outcome.backed
+            self._resources.counters.io_errors_host_back += not outcome.backed
             if chunk is None or chunk.slot != read.ref or not chunk.promoting:
                 continue
             if outcome.error is None and outcome.backed:
@@ -326,24 +335,24 @@ class Promoter:
                 self._fail(read.key, told)
                 self._log(outcome)
         if num_without_pages:  # others took the file system's memory: the next asker gets rows that have pages
-            self._namespace.evict_rows(num_without_pages)
-        finish = drop_damaged(self._namespace, damaged)  # announces: before the misses
+            self._tiers.evict_rows(num_without_pages)
+        finish = drop_damaged(self._tiers, damaged)  # announces: before the misses
         told.send()
         if told:
-            self._namespace.top_up_all()
+            self._on_ready()
         if finish is not None:
-            self._namespace.tasks.start("damage", finish)
+            self._start_task("damage", finish)
 
     def _complete(self, outcome: Outcome, told: "_Told") -> None:
-        namespace, read, counters = self._namespace, outcome.read, self._namespace.stores.counters
-        chunk = namespace.table.get(read.key)
+        tiers, read, counters = self._tiers, outcome.read, self._resources.counters
+        chunk = tiers.table.get(read.key)
         assert chunk is not None
         self._rate.moved(read.stored.raw_bytes, self._now_s())
         askers = self._askers.pop(read.key, {})
-        namespace.table.complete_promotion(read.key, read.stored.checksum)
+        tiers.table.complete_promotion(read.key, read.stored.checksum)
         if chunk.location is None and chunk.held:  # dropped from disk while it was read, and told to be lost
-            namespace.spiller.add([read.key])
-            namespace.announce([read.key], held=True)
+            self._write_again([read.key])
+            tiers.inventory.announce([read.key], held=True)
         counters.chunks_promoted += 1
         counters.promoted_bytes += read.stored.raw_bytes
         counters.promoted_stored_bytes += read.stored.stored_bytes
@@ -353,7 +362,7 @@ class Promoter:
 
     def _read_elsewhere(self, read: Read) -> None:
         """Compaction moved the chunk, and unlinked its old pack, while it was read."""
-        self._namespace.stores.counters.promotions_rerouted += 1
+        self._resources.counters.promotions_rerouted += 1
         if self._askers.get(read.key):
             self._queue_again(read.key)
         else:
@@ -362,15 +371,15 @@ class Promoter:
     def _fail(self, key: ChunkKey, told: "_Told | None" = None) -> None:
         now = _Told() if told is None else told
         self._queue.discard(key)
-        self._namespace.table.fail_promotion(key)
+        self._tiers.table.fail_promotion(key)
         for asker, index in self._askers.pop(key, {}).items():
             now.failed(asker, index)
         if told is None:
             now.send()
 
     def _log(self, outcome: Outcome) -> None:
-        stores = self._namespace.stores
-        stores.counters.promotions_failed += 1
+        resources = self._resources
+        resources.counters.promotions_failed += 1
         if isinstance(outcome.error, TierIOError | ArenaError):
             log_event(
                 logger,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from kvtier.concurrency.pool import Pool
 from kvtier.config import DaemonConfig
 from kvtier.core.eviction import EvictionClock
 from kvtier.core.slots import HostBudget
@@ -24,8 +25,7 @@ from kvtier.obs import trace
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.timings import Timings
-from kvtier.service.pacing import Traffic
-from kvtier.service.pool import Pool
+from kvtier.tiering.pacing import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _WRITERS = 2  # one namespace's pack does not wait for another's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stores:
+class Resources:
     """Shared by all namespaces; owned and closed by `Cache`.
 
     Attributes:
@@ -86,7 +86,7 @@ class Stores:
         ledger: Ledger,
         counters: Counters | None = None,
         timings: Timings | None = None,
-    ) -> "Stores":
+    ) -> "Resources":
         """Make the pools: a call never queues behind one of another kind.
 
         One thread for the ledger, `io_threads` for promotions, two for packs being written, one for compaction,

@@ -6,7 +6,7 @@ import logging
 
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.obs.log import log_event
-from kvtier.service.stores import Stores
+from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +17,8 @@ _FORGET_TURNS = 600
 class LedgerUpkeep:
     """One task of the cache. Loop thread only."""
 
-    def __init__(self, stores: Stores) -> None:
-        self._stores = stores
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
         self._failed = False
 
     async def run(self) -> None:
@@ -31,12 +31,12 @@ class LedgerUpkeep:
 
     async def catch_up(self) -> None:
         """Write missing copies, a few per call of the ledger so that others get their turn, and empty the WAL."""
-        stores = self._stores
+        resources = self._resources
         try:
-            if stores.ledger.is_behind:
-                await stores.in_ledger(stores.ledger.catch_up)
-            while stores.ledger.misses_copies:
-                await stores.in_ledger(stores.ledger.catch_up)
+            if resources.ledger.is_behind:
+                await resources.in_ledger(resources.ledger.catch_up)
+            while resources.ledger.misses_copies:
+                await resources.in_ledger(resources.ledger.catch_up)
         except LedgerError as error:  # the next turn tries again
             if not self._failed:
                 log_event(logger, "promise_not_copied", level=logging.WARNING, problem=str(error))
@@ -46,11 +46,11 @@ class LedgerUpkeep:
 
     async def forget_removed(self) -> None:
         """Drop the names of removed packs whose files are gone."""
-        stores = self._stores
+        resources = self._resources
         try:
-            removed = await stores.in_ledger(stores.ledger.removed_packs)
-            gone = removed - (await stores.in_io(stores.disk.list_packs)).keys()
+            removed = await resources.in_ledger(resources.ledger.removed_packs)
+            gone = removed - (await resources.in_io(resources.disk.list_packs)).keys()
             if gone:
-                await stores.in_ledger(stores.ledger.forget_removed, gone)
+                await resources.in_ledger(resources.ledger.forget_removed, gone)
         except (LedgerError, TierIOError) as error:
             log_event(logger, "removed_packs_not_forgotten", level=logging.WARNING, problem=str(error))

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from kvtier.service.tasks import Tasks
+from kvtier.concurrency.tasks import Tasks
 
 T = TypeVar("T")
 

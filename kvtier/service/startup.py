@@ -1,0 +1,111 @@
+"""Start: the ledger says what is held, the packs say what is true; what disagrees is dropped, never served.
+
+What the ledger has lost comes back: promises from their copies, chunks from the packs that it does not know.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from kvtier.collector import collector_off
+from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.ledger import LedgerSnapshot, NamespaceRow
+from kvtier.ledger.namespace_files import load_namespaces
+from kvtier.obs.log import log_event
+from kvtier.prompts.book import PromptBook
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
+from kvtier.upkeep.orphans import adopt_orphans
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMES = 20
+
+
+async def load_from_disk(
+    resources: Resources,
+    namespaces: Mapping[str, Namespace],
+    prompts: PromptBook,
+    open_namespace: Callable[[NamespaceRow], Namespace],
+    disk: PackTier,
+) -> None:
+    """Fill empty namespaces and an empty prompt book from ledger, copies of promises and packs.
+
+    A crash between a pack's rename and its ledger transaction leaves a pack without a row: it is adopted. A pack that
+    is gone or shorter than the ledger says loses the chunks that lie beyond its end: they are counted as damaged, and
+    stored again when next computed. Bytes themselves are verified at every read.
+
+    Args:
+        resources: Ledger and threads.
+        namespaces: By id; empty.
+        prompts: Empty.
+        open_namespace: Takes in a namespace, which is in `namespaces` from then on.
+        disk: The packs.
+
+    Raises:
+        LedgerError: The ledger cannot be read or written.
+        TierIOError: The packs cannot be listed.
+    """
+    await _restore_promises(resources)
+    snapshot = await resources.in_ledger(resources.ledger.load)
+    for row in snapshot.namespaces:
+        open_namespace(row)
+    removed = await resources.in_ledger(resources.ledger.removed_packs)
+    swept = await resources.in_io(disk.sweep, removed)
+    if removed:
+        await resources.in_ledger(resources.ledger.forget_removed, removed)
+    on_disk = await resources.in_io(disk.list_packs)
+    with collector_off():
+        await _load_index(resources, namespaces, snapshot, on_disk)
+    num_adopted = await adopt_orphans(
+        resources, namespaces, open_namespace, disk, sorted(on_disk.keys() - snapshot.packs.keys())
+    )
+    for prompt in snapshot.prompts:
+        prompts.put(prompt)
+    for binding in snapshot.bindings:
+        prompt_row, namespace = prompts.by_pin_id(binding.pin_id), namespaces.get(binding.namespace_id)
+        if prompt_row is None or namespace is None:
+            continue
+        prompts.bind(binding)
+        if prompt_row.pinned:
+            namespace.table.pin(binding.keys)
+    log_event(
+        logger,
+        "recovered",
+        namespaces=len(namespaces),
+        prompts=len(prompts),
+        packs=len(snapshot.packs) + num_adopted,
+        disk_bytes=resources.disk_usage.used_bytes,
+        adopted=num_adopted,
+        removed=len(swept),
+        damaged=resources.counters.chunks_damaged,
+    )
+
+
+async def _restore_promises(resources: Resources) -> None:
+    copies = partial(load_namespaces, resources.config.disk.disk_dir)
+    restored = await resources.in_ledger(resources.ledger.restore_promises, copies)
+    if restored:
+        log_event(
+            logger,
+            "promises_restored",
+            level=logging.WARNING,
+            prompts=len(restored.prompts),
+            bindings=restored.num_bindings,
+            damaged_copies=restored.num_damaged,
+            names=",".join(restored.prompts[:_MAX_NAMES]),
+            perhaps_deleted_since=",".join(restored.without_copy[:_MAX_NAMES]),
+            why="the ledger had lost what was acknowledged, or an old backup of it was put back",
+            remedy="compare `kvtier list` with what you pinned; `kvtier unpin` what was ended since the backup",
+        )
+
+
+async def _load_index(
+    resources: Resources, namespaces: Mapping[str, Namespace], snapshot: LedgerSnapshot, on_disk: Mapping[str, int]
+) -> None:
+    for pack_id, record in snapshot.packs.items():
+        file_bytes = on_disk.get(pack_id, 0)
+        if (namespace := namespaces.get(record.namespace_id)) is not None:
+            await namespace.index.load(record, file_bytes)
+        else:  # a row that refers to none: for fsck to judge, and the file takes its space until then
+            resources.disk_usage.add(pack_id, file_bytes)
