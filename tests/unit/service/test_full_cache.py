@@ -12,6 +12,7 @@ from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.service import cache as cache_module
 from kvtier.sessions import session as session_module
+from kvtier.tiering import inventory as inventory_module
 from kvtier.tiering import resources as stores_module
 from kvtier.tiering.capacity import Capacity
 from tests.fakes.operator import Stub, evict, on_disk, pin, prompt_of, status_of, unpin, until
