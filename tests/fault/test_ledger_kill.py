@@ -51,7 +51,9 @@ def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
     rng = random.Random(20_260)
     held: set[int] = set()
     pinned: set[str] = set()
-    for seed in range(NUM_KILLS):
+    for seed in range(4 * NUM_KILLS):
+        if seed >= NUM_KILLS and len(held) > 10 and len(pinned) > NUM_KILLS:
+            break  # a busy machine acknowledges little before it is killed
         apply(run_and_kill(tmp_path, seed, rng.uniform(0, 0.15)), held, pinned)
         check(tmp_path, held, pinned)
     assert len(held) > 10
