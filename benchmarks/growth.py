@@ -117,15 +117,15 @@ async def lookup_times(config: DaemonConfig, keys: Sequence[ChunkKey], rounds: i
     )  # fmt: skip
     peer: Any = SilentPeer()
     session = await cache.attach(hello, peer)
-    session.acquire(1, keys)
+    session.loads.acquire(1, keys)
     await _all_readable(cache.namespaces[session.namespace_id], keys)
-    session.release(1, None)
+    session.loads.release(1, None)
     seconds = []
     for number in range(2, rounds + 2):
         began_s = time.perf_counter()
-        session.acquire(number, keys)
+        session.loads.acquire(number, keys)
         seconds.append(time.perf_counter() - began_s)
-        session.release(number, None)
+        session.loads.release(number, None)
         await asyncio.sleep(0)
     cache.end(session)
     await cache.close()

@@ -105,9 +105,9 @@ def _session(session: Session) -> pb.SessionStatus:
         namespace_id=session.namespace_id,
         model_names=session.hello.model_names,
         attached_unix_s=session.attached_unix_s,
-        num_leases=session.num_leases,
-        num_acquires=session.num_acquires,
-        num_store_grants=session.num_store_grants,
+        num_leases=session.loads.num_leases,
+        num_acquires=session.loads.num_acquires,
+        num_store_grants=session.stores.num_grants,
         quarantined=session.ended,
     )
 

@@ -23,7 +23,8 @@ from kvtier.rpc.parsing import parse_hello, parse_stores
 from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.sessions.engine_peer import PromotionForecast
-from kvtier.sessions.session import Session, SessionEnd, StoreList
+from kvtier.sessions.session import Session, SessionEnd
+from kvtier.sessions.stores import StoreList
 
 logger = logging.getLogger(__name__)
 
@@ -192,10 +193,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 prompts = self._cache.pins_for(session)
                 welcome, num_named = self._welcome(session, prompts)
                 yield welcome
-                session.tell_pins(self._cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts[num_named:]])
-                session.top_up()
+                session.send_pins(self._cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts[num_named:]])
+                session.stores.top_up()
                 if self._cache.resources.stores_all:
-                    session.tell_held()
+                    session.send_inventory()
                 while (message := await peer.next()) is not None:
                     yield message
             finally:
@@ -229,20 +230,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         match message.WhichOneof("kind"):
             case "acquire":
                 keys = await _in_list("acquire.keys", message.acquire.keys)
-                await in_turns(session.acquiring(message.acquire.acquire_id, keys))
+                await in_turns(session.loads.acquiring(message.acquire.acquire_id, keys))
             case "release":
                 release = message.release
                 indexes = None if release.all else await _in_list("release.indexes", release.indexes)
-                await in_turns(session.releasing(release.acquire_id, indexes))
+                await in_turns(session.loads.releasing(release.acquire_id, indexes))
             case "touch":
                 keys = await _in_list("touch.keys", message.touch.keys)
-                await in_turns(session.touching(keys, stored=message.touch.stored))
+                await in_turns(session.stores.touching(keys, stored=message.touch.stored))
             case "store_begin":
-                await _in_slices(session, session.store_begin, "store_begin.stores", message.store_begin.stores)
+                await _in_slices(session, session.stores.begin, "store_begin.stores", message.store_begin.stores)
             case "store_done":
-                await _in_slices(session, session.store_done, "store_done.stores", message.store_done.stores)
+                await _in_slices(session, session.stores.done, "store_done.stores", message.store_done.stores)
             case "store_abort":
-                await _in_slices(session, session.store_abort, "store_abort.stores", message.store_abort.stores)
+                await _in_slices(session, session.stores.abort, "store_abort.stores", message.store_abort.stores)
             case "bind_pin":
                 bind = message.bind_pin
                 keys = await _in_list("bind_pin.keys", bind.keys)

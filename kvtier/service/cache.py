@@ -35,6 +35,7 @@ from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher, rank_pinned
 from kvtier.service.startup import load_from_disk
+from kvtier.sessions.context import SessionContext
 from kvtier.sessions.engine_peer import EngineHello, EnginePeer
 from kvtier.sessions.namespace_differences import NamespaceDifference, differing_namespaces
 from kvtier.sessions.session import Session, SessionEnd
@@ -223,7 +224,7 @@ class Cache:
 
     def _top_up_all(self) -> None:
         for session in self.sessions:
-            session.top_up()
+            session.stores.top_up()
 
     async def _keep_room(self) -> None:
         """Keep free slots and disk space ahead of those who will ask, and forget namespaces that hold nothing."""
@@ -304,18 +305,21 @@ class Cache:
                 raise
             finally:
                 namespace.attaching = False
-            session = Session(
-                session_id,
-                hello,
-                peer,
-                lock,
+            context = SessionContext(
+                session_id=session_id,
+                hello=hello,
+                peer=peer,
                 tiers=namespace.tiers,
-                promoter=namespace.promoter,
-                write_back=namespace.write_back,
-                cost=namespace.cost,
                 resources=self.resources,
                 tasks=namespace.tasks,
                 top_up_all=self._top_up_all,
+            )
+            session = Session(
+                context,
+                lock,
+                promoter=namespace.promoter,
+                write_back=namespace.write_back,
+                cost=namespace.cost,
             )
             self._sessions.append(session)
             namespace.sessions.append(session)
@@ -443,7 +447,7 @@ class Cache:
         self._tasks.start(f"quarantine-{session.session_id[:8]}", self._quarantine(session))
 
     async def _quarantine(self, session: Session) -> None:
-        await session.wait_until_let_go()
+        await session.wait_until_released()
         namespace = self.namespaces[session.namespace_id]
         namespace.sessions.remove(session)
         self._sessions.remove(session)

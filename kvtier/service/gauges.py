@@ -58,13 +58,13 @@ def _read_engines(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace])
     gauges.namespaces_live = sum(namespace.live for namespace in namespaces)
     gauges.namespaces_idle = len(namespaces) - gauges.namespaces_live
     for session in cache.sessions:
-        gauges.leased_chunks += session.num_leases
+        gauges.leased_chunks += session.loads.num_leases
         gauges.sessions_attached += not session.ended
         gauges.sessions_quarantined += session.ended
         if session.ended:
-            gauges.quarantined_slots += session.num_store_grants
+            gauges.quarantined_slots += session.stores.num_grants
         else:
-            gauges.store_grants += session.num_store_grants
+            gauges.store_grants += session.stores.num_grants
 
 
 def _read_pins(gauges: Gauges, cache: Cache) -> None:

@@ -20,20 +20,19 @@ class Inventory:
     """Notifies every engine that is attached to a namespace. Loop thread only."""
 
     def __init__(self) -> None:
-        self._listeners: list[HeldListener] = []
+        self._listeners: dict[int, HeldListener] = {}  # by identity
 
     def add(self, listener: HeldListener) -> None:
         """Notify this engine from now on."""
-        self._listeners.append(listener)
+        self._listeners[id(listener)] = listener
 
     def remove(self, listener: HeldListener) -> None:
         """Stop that; an unknown one is fine."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
+        self._listeners.pop(id(listener), None)
 
     def announce(self, keys: Sequence[ChunkKey], *, held: bool) -> None:
         """Notify all engines, in bounded messages."""
         for start in range(0, len(keys), MAX_HELD_BATCH):
             batch = keys[start : start + MAX_HELD_BATCH]
-            for listener in list(self._listeners):
+            for listener in list(self._listeners.values()):
                 listener.chunks_held(batch, held)

@@ -66,9 +66,9 @@ class InProcessEngine:
         self.arena = ArenaMap(arena.path, arena.geometry.arena_id)
         self.lock = SessionLockHolder(self.session.lock.path)
         self.lock.acquire()
-        self.session.top_up()
+        self.session.stores.top_up()
         if cache.resources.stores_all:
-            self.session.tell_held()
+            self.session.send_inventory()
 
     def move(self, arena_dir: Path) -> None:
         """Its files have another folder now: those of a daemon that died."""
@@ -99,7 +99,7 @@ class InProcessEngine:
         """Take slots for as many of these as there are credits."""
         begun = [(key, self.credits.pop(0)) for key in keys[: len(self.credits)]]
         self.writing += begun
-        self.session.store_begin(begun)
+        self.session.stores.begin(begun)
 
     def write(self, key: ChunkKey, ref: SlotRef, *, stamp: int = 1, num_stamps: int | None = None) -> None:
         """Fill a row; stamped wrong when `stamp` is 0, and by fewer ranks than write it with `num_stamps`."""
@@ -117,7 +117,7 @@ class InProcessEngine:
         """Ask for chunks; the first answer has come when this returns."""
         self._num_acquires += 1
         self.asked[self._num_acquires] = Asked(keys)
-        await in_turns(self.session.acquiring(self._num_acquires, keys))
+        await in_turns(self.session.loads.acquiring(self._num_acquires, keys))
         return self._num_acquires
 
     def release(self, acquire_id: int, indexes: Sequence[int] | None) -> None:
@@ -128,7 +128,7 @@ class InProcessEngine:
             asked.promoting.discard(index)
         if not asked.readable and not asked.promoting:
             del self.asked[acquire_id]
-        self.session.release(acquire_id, indexes)
+        self.session.loads.release(acquire_id, indexes)
 
     def check(self) -> None:
         """Fail if a row that it was allowed to read holds anything else at the same generation."""

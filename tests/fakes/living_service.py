@@ -281,7 +281,7 @@ class LivingService:
 
         async def buried() -> None:
             for session in old.sessions:
-                session.ended = True  # it says nothing any more
+                session._context.ended = True  # it says nothing any more
             self.faults.end()
             for task in doing:
                 task.cancel()

@@ -63,12 +63,12 @@ class CompactionMachine(RuleBasedStateMachine):
     def promote(self, chosen: list[int]) -> None:
         async def promoted() -> None:
             session, peer = await self.rig.session()
-            session.acquire(1, keys_of(chosen))
-            await eventually(lambda: not any(lease.pending for lease in session._leases.values()))
+            session.loads.acquire(1, keys_of(chosen))
+            await eventually(lambda: not any(lease.pending for lease in session.loads._leases.values()))
             assert peer.missed.get(1, []) == []
             for chunk in peer.answers[1][0]:
                 assert self.rig.in_arena(chosen[chunk.index]) == content(chosen[chunk.index])
-            session.release(1, None)
+            session.loads.release(1, None)
             self.rig.cache.end(session)
             session.lock.close()
 

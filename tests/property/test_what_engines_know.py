@@ -52,7 +52,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     async def attached(self) -> Any:
         session, peer = await self.rig.session()
-        session.tell_held()
+        session.send_inventory()
         return session, peer
 
     async def quiet(self) -> None:
@@ -72,7 +72,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
                     for ref in await self.rig.namespace.host.allocate(1):
                         assert self.rig.namespace.host.seal(ref)
                         key = keys_of([number])[0]
-                        if self.session._commit(key, ref, 0):
+                        if self.session.stores._commit(key, ref, 0):
                             self.rig.namespace.inventory.announce([key], held=True)
 
         self.run(stored())
@@ -102,13 +102,13 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         async def acquired() -> None:
             with tier.holding("delete_pack") as gate:  # a file that is open is read to its end
                 with tier.stepping():
-                    self.session.acquire(number, keys)
+                    self.session.loads.acquire(number, keys)
                     dropping = asyncio.create_task(drops[meanwhile]())
                     await eventually(lambda: dropping.done() or gate.reached.is_set())
                 await eventually(lambda: not namespace.promoter._batches)
             await dropping
             await self.quiet()
-            self.session.release(number, None)
+            self.session.loads.release(number, None)
 
         self.run(acquired())
 

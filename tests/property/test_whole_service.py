@@ -275,7 +275,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
             for key, ref in stores:
                 num_stamps = engine.layout.num_writers - 1 if how == "one rank" else None
                 engine.write(key, ref, stamp=how != "other key", num_stamps=num_stamps)
-        end = engine.session.store_abort if how == "abort" else engine.session.store_done
+        end = engine.session.stores.abort if how == "abort" else engine.session.stores.done
         self.service.sync(lambda: end(stores))
 
     @rule(which=choices, chosen=numbers)
@@ -305,7 +305,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def touch(self, which: int, chosen: list[int], stored: bool, rate: float) -> None:
         if (engine := self.pick(which)) is not None:
             engine.session.measured(rate)
-            self.service.sync(lambda: engine.session.touch(keys_of(engine, chosen), stored=stored))
+            self.service.sync(lambda: engine.session.stores.touch(keys_of(engine, chosen), stored=stored))
 
     @rule(which=choices, lets_go=st.booleans())
     def detach(self, which: int, lets_go: bool) -> None:
@@ -516,12 +516,14 @@ class WholeServiceMachine(RuleBasedStateMachine):
         sessions = [each for each in self.service.cache.sessions if each.namespace_id == namespace.namespace_id]
         counts = namespace.host.counts()
         live = [session for session in sessions if not session.ended]
-        assert counts[SlotState.GRANTED] == sum(session.num_store_grants for session in live)
-        ended = sum(session.num_store_grants for session in sessions if session.ended)
+        assert counts[SlotState.GRANTED] == sum(session.stores.num_grants for session in live)
+        ended = sum(session.stores.num_grants for session in sessions if session.ended)
         assert counts[SlotState.QUARANTINED] == ended
         assert namespace.host.recovering or not counts[SlotState.ORPHAN]
         assert counts[SlotState.SEALING] == counts[SlotState.LOADING] == counts[SlotState.BACKING] == 0
-        assert sum(chunk.num_leases for chunk in namespace.table) == sum(session.num_leases for session in sessions)
+        assert sum(chunk.num_leases for chunk in namespace.table) == sum(
+            session.loads.num_leases for session in sessions
+        )
         assert self.service.orphans or not any(session.ended for session in sessions)
 
     @invariant()
@@ -536,9 +538,9 @@ class WholeServiceMachine(RuleBasedStateMachine):
                 known |= set(table.keys()) | engine.mirror._held
             wrong = [(key, table.get(key)) for key in known if engine.mirror.may_be_held(key) != table.holds(key)]
             assert not wrong
-            assert len(engine.credits) + len(engine.writing) == engine.session.num_store_grants
+            assert len(engine.credits) + len(engine.writing) == engine.session.stores.num_grants
             leased = sum(len(asked.readable) for asked in engine.asked.values())
-            assert leased == engine.session.num_leases
+            assert leased == engine.session.loads.num_leases
             prompts = [row for row in self.service.cache.prompts if engine.session.serves(row)]
             assert engine.pinned == {row.pin_id: row.pinned for row in prompts}
             assert not any(asked.promoting for asked in engine.asked.values()), "never answered"

@@ -196,16 +196,16 @@ class SimulatedDaemon:
                 self._check_store(store.key, slot.row)
                 slot.key = store.key
                 self.num_stored += 1
-                self.tell_held([store.key], held=True)
+                self.announce_held([store.key], held=True)
             else:
-                self.tell_held([store.key], held=self.holds(store.key))
+                self.announce_held([store.key], held=self.holds(store.key))
         self.top_up()
 
     def _hear_bind_pin(self, bind: pb.BindPin) -> None:
         if bind.pin_id in self.pins:
             self.bound[bind.pin_id] = tuple(bind.keys)
-            self.tell_held([key for key in bind.keys if self.holds(key)], held=True)
-            self.tell_held([key for key in bind.keys if not self.holds(key)], held=False)
+            self.announce_held([key for key in bind.keys if self.holds(key)], held=True)
+            self.announce_held([key for key in bind.keys if not self.holds(key)], held=False)
 
     # What it does of itself
 
@@ -249,7 +249,7 @@ class SimulatedDaemon:
             slot.key, slot.row = key, self.disk[key].copy()
         else:
             self.disk.pop(key)
-            self.tell_held([key], held=False)
+            self.announce_held([key], held=False)
         state = pb.ChunkResidency.HOST if well else pb.ChunkResidency.MISS
         for acquire_id, acquire in list(self.acquires.items()):
             indexes = [index for index, leased in acquire.slots.items() if leased == number]
@@ -280,7 +280,7 @@ class SimulatedDaemon:
         if spill:
             self.disk.setdefault(key, row.copy())
         elif key not in self.disk:
-            self.tell_held([key], held=False)
+            self.announce_held([key], held=False)
         self.top_up()
 
     def top_up(self) -> None:
@@ -300,7 +300,7 @@ class SimulatedDaemon:
         """Return whether an acquire may find it."""
         return key in self.disk or self._slot_of(key) is not None
 
-    def tell_held(self, keys: Sequence[Key], *, held: bool) -> None:
+    def announce_held(self, keys: Sequence[Key], *, held: bool) -> None:
         """Say what is held, of bound keys or of all."""
         if not self.stores_all:
             bound = {key for keys in self.bound.values() for key in keys}

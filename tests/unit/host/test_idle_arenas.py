@@ -83,7 +83,7 @@ async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: b
         engine.begin_store([key])
         (written,) = engine.writing
         engine.write(*written)
-        engine.session.store_done([written])
+        engine.session.stores.done([written])
         engine.writing.clear()
         await eventually(partial(namespace.table.holds, key))
     if durable:

@@ -85,7 +85,7 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
             with monkeypatch.context() as patch:
                 patch.setattr(r.namespace.host.arena, "back", note)
                 with r.tier.stepping():
-                    session.acquire(1, keys_of(range(6)))
+                    session.loads.acquire(1, keys_of(range(6)))
                     taken = {r.chunk(number).slot for number in range(6)}
                 await eventually(lambda: peer.num_ready() == 6)
                 await settled(r)
@@ -338,7 +338,7 @@ def test_hits_in_memory_come_first_while_there_are_many_of_them(
             await settled(r)
             r.in_host(range(1))
             session, _ = await r.session()
-            session.acquire(1, keys_of(range(1)))
+            session.loads.acquire(1, keys_of(range(1)))
             r.namespace.host.reclaim(1 << 30, evict=False)
             await eventually(lambda: r.namespace.host.usage.num_free == 4)
             await a_second(loop, r)

@@ -111,14 +111,14 @@ def test_pins_are_told_with_turns_of_the_loop_between_them(tmp_path: Path, monke
             peer = PinPeer()
             session = await r.cache.attach(hello_of("e"), peer)
             prompts = r.cache.pins_for(session)
-            session.tell_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
+            session.send_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
             seen = list[int]()
             while len(peer.told) < 4 and len(seen) < 20:
                 seen.append(len(peer.told))
                 await asyncio.sleep(0)
             assert {1, 2, 3} <= set(seen), "one at a time"
             peer.told.clear()
-            session.tell_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
+            session.send_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
             r.cache.prompts.forget(r.cache.prompts.get("b"))  # before its turn
             await r.namespace.tasks.settle()
             assert peer.told == ["a", "c", "d"]

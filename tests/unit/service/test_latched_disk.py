@@ -94,7 +94,7 @@ def test_background_work_waits_for_the_probe(
             for _ in range(3):
                 loop.jump(MINUTE_S)
                 await at_rest(r.resources)
-            session.acquire(1, keys_of([5]))
+            session.loads.acquire(1, keys_of([5]))
             assert not peer.answers[1][0], "a miss at once"
             assert calls == []
             await r.resources.disk_health.probe_once()
@@ -162,7 +162,7 @@ def test_what_was_to_be_prefetched_is_left_on_disk_when_the_tier_is_switched_off
             await r.on_disk(range(6))
             session, _ = await r.session()
             with r.tier.stepping():
-                session.acquire(1, keys_of([0]))
+                session.loads.acquire(1, keys_of([0]))
                 await eventually(lambda: bool(r.tier.asked))
                 r.namespace.promoter.warm_up(keys_of(range(1, 6)))  # after the request
                 assert not r.namespace.promoter._warm.is_set()

@@ -135,8 +135,8 @@ def test_an_acquire_of_one_key_twice_is_refused(tmp_path: Path) -> None:
             await r.on_disk([0])
             session, _ = await r.session()
             with pytest.raises(InvalidArgumentError, match="each key may come once"):
-                session.acquire(1, keys_of([0, 0]))
-            assert session.num_leases == 0
+                session.loads.acquire(1, keys_of([0, 0]))
+            assert session.loads.num_leases == 0
             r.check()
 
     asyncio.run(scenario())

@@ -145,7 +145,7 @@ def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
             await r.on_disk(range(20, 40))
             r.table.pin(keys)
             keys += keys_of(range(20, 50))  # and ten that nobody has
-            _, turns = await num_turns(in_turns(session.acquiring(1, keys)))
+            _, turns = await num_turns(in_turns(session.loads.acquiring(1, keys)))
             assert turns > 12 + 5 + 10 + 10, "keys, what is on disk, uses, the answer"
             chunks, forecast = peer.answers[1]
             assert [chunk.index for chunk in chunks] == list(range(40))
@@ -153,10 +153,10 @@ def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
             await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == list(range(40)))
             assert forecast.pending_bytes == PAYLOAD_BYTES * sum(chunk.promoting for chunk in chunks)
             assert r.counters.missed_chunks == 10
-            _, turns = await num_turns(in_turns(session.releasing(1, None)))
+            _, turns = await num_turns(in_turns(session.loads.releasing(1, None)))
             assert turns > 10
-            assert session.num_leases == 0
-            _, turns = await num_turns(in_turns(session.touching(keys)))
+            assert session.loads.num_leases == 0
+            _, turns = await num_turns(in_turns(session.stores.touching(keys)))
             assert turns > 10
             r.check()
 
@@ -180,7 +180,7 @@ def test_a_session_that_ends_within_a_long_acquire_gives_everything_back(
             keys = r.in_host(range(8))
             await r.on_disk(range(8, 16))
             r.table.pin(keys)
-            steps = session.acquiring(1, [*keys, *keys_of(range(8, 16))])
+            steps = session.loads.acquiring(1, [*keys, *keys_of(range(8, 16))])
             for _ in range(num_steps):
                 next(steps, None)
                 await asyncio.sleep(0)
@@ -205,17 +205,17 @@ def test_what_others_do_between_the_slices_of_an_acquire_is_no_mistake(
             session, peer = await r.session()
             other, _ = await r.session()
             await r.on_disk(range(6))
-            steps = session.acquiring(1, keys_of(range(6)))
+            steps = session.loads.acquiring(1, keys_of(range(6)))
             for _ in range(3):  # everything was looked at, nothing from disk is leased yet
                 next(steps)
             r.table.unplace(keys_of([2])[0])
-            other.acquire(1, keys_of(range(2)))
+            other.loads.acquire(1, keys_of(range(2)))
             await in_turns(steps)
             chunks, _ = peer.answers[1]
             assert [chunk.index for chunk in chunks] == [0, 1, 3, 4, 5]
             await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == [0, 1, 3, 4, 5])
-            session.release(1, None)
-            other.release(1, None)
+            session.loads.release(1, None)
+            other.loads.release(1, None)
             r.table.check()
 
     asyncio.run(scenario())
@@ -230,7 +230,7 @@ def test_nothing_is_said_of_an_acquire_before_its_answer(tmp_path: Path, monkeyp
         async with rig(tmp_path) as r:
             session, peer = await r.session()
             await r.on_disk(range(8))
-            steps = session.acquiring(1, keys_of(range(8)))
+            steps = session.loads.acquiring(1, keys_of(range(8)))
             said = False
             for _ in steps:
                 await eventually(lambda: not r.namespace.promoter.num_waiting)  # chunks become readable meanwhile
@@ -239,7 +239,7 @@ def test_nothing_is_said_of_an_acquire_before_its_answer(tmp_path: Path, monkeyp
             chunks, _ = peer.answers[1]
             assert [chunk.index for chunk in chunks] == list(range(8))
             await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == list(range(8)))
-            session.release(1, None)
+            session.loads.release(1, None)
             r.check()
 
     asyncio.run(scenario())

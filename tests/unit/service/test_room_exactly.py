@@ -131,7 +131,7 @@ def test_what_is_in_use_stays_above_the_watermark(tmp_path: Path) -> None:
             object.__setattr__(r.resources.config, "host", host)
             r.in_host(range(30))
             session, _ = await r.session()
-            session.acquire(1, keys_of(range(27)))
+            session.loads.acquire(1, keys_of(range(27)))
             assert r.cache.capacity.trim_host() == 3
             assert r.cache.capacity.trim_host() == 0
 

@@ -101,7 +101,7 @@ def test_it_yields_to_promotions_between_two_chunks(tmp_path: Path) -> None:
             with r.tier.stepping():
                 task = asyncio.create_task(scrubber_of(r).scrub_pass())
                 await eventually(lambda: len(r.tier.asked) == 1)
-                session.acquire(1, keys_of([9] if keys_of([9])[0] != r.tier.asked[0] else [0]))
+                session.loads.acquire(1, keys_of([9] if keys_of([9])[0] != r.tier.asked[0] else [0]))
                 await eventually(lambda: len(r.tier.asked) == 2)
                 r.tier.allow(2)
                 await eventually(lambda: peer.num_ready() == 1)

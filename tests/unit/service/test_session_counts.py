@@ -34,18 +34,18 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
         async with rig(tmp_path, host_bytes=room_for(8)) as r:
             peer = CreditPeer()
             session = await r.cache.attach(replace(hello_of("aborts"), store_credits=2), peer)
-            session.top_up()
+            session.stores.top_up()
             slots = r.namespace.host
             for number in range(3 * slots.usage.num_slots):
                 await eventually(lambda: len(peer.credits) == 2)
                 stores = [(chunk_key(number + place), peer.credits.pop()) for place in range(2)]
-                session.store_begin(stores)
+                session.stores.begin(stores)
                 assert session.is_busy
-                session.store_abort(stores)
-                session.store_abort(stores)  # what is unknown is ignored
+                session.stores.abort(stores)
+                session.stores.abort(stores)  # what is unknown is ignored
                 assert not session.is_busy
                 await at_rest(r.resources)
-                granted = sum(each.num_store_grants for each in r.namespace.sessions)
+                granted = sum(each.stores.num_grants for each in r.cache.sessions)
                 assert slots.counts()[SlotState.GRANTED] == granted
             assert r.counters.stores_aborted == 2 * 3 * slots.usage.num_slots
             assert r.counters.host_evictions == r.counters.store_credits_short == 0
@@ -69,15 +69,15 @@ def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
             session, peer = await r.session()
             r.tier.unreadable = set(keys_of([2])) if how == "unreadable" else set()
             with r.tier.stepping():
-                session.acquire(1, keys_of(range(5)))
+                session.loads.acquire(1, keys_of(range(5)))
                 assert peer.answers[1][1].pending_bytes == 5 * CHUNK_BYTES
                 for num_told in range(1, 1 + len(left)):
                     r.tier.allow(2 if how == "given back" and num_told == len(left) else 1)
                     await eventually(lambda: len(peer.forecasts) == num_told)  # noqa: B023
                     if how == "given back" and num_told == 1:
-                        session.release(1, [3])
+                        session.loads.release(1, [3])
             assert [forecast.pending_bytes for forecast in peer.forecasts] == [num * CHUNK_BYTES for num in left]
-            assert session.num_leases == (5 if how == "read" else 4)
+            assert session.loads.num_leases == (5 if how == "read" else 4)
             assert (r.counters.acquired_bytes_disk, r.counters.acquired_bytes_host) == (5 * CHUNK_BYTES, 0)
 
     asyncio.run(scenario())
