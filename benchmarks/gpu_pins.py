@@ -30,11 +30,11 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.machine import machine_line
-from kvtier_connector.gpu_pins.block_queue import BlockQueue
-from kvtier_connector.gpu_pins.demand import Demand, EngineShape
-from kvtier_connector.gpu_pins.guard import Policy
-from kvtier_connector.gpu_pins.pinned import PinnedBlocks
-from kvtier_connector.stats import ConnectorStats
+from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
+from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
+from kvtier_connector.gpu_pins.hooks import Policy
+from kvtier_connector.gpu_pins.vllm_block_pool import BlockQueue
+from kvtier_connector.metrics.engine_stats import ConnectorStats
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 32

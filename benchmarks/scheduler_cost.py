@@ -31,7 +31,7 @@ import pytest
 
 from benchmarks.machine import machine_line
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.transfer import ArenaSpec
+from kvtier_connector.engine.transfer_job import ArenaSpec
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, hashes_of
 
 PROMPT_CHUNKS = 94

@@ -30,9 +30,9 @@ from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
-from kvtier_connector.transfer import ArenaChunk, ArenaSpec
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import WorkerLayout, page_places
-from kvtier_connector.workers.cpu import KVTierCPUWorker
+from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 
 SHM = Path("/dev/shm")
 

@@ -6,7 +6,7 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.declare import Kind, Metric, declared, metrics_of
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
-from kvtier_connector.metrics import LOOKUP_ENDS, LOOKUPS, METRICS
+from kvtier_connector.metrics.declared import LOOKUP_ENDS, LOOKUPS, METRICS
 
 RECORDS = (Counters, Gauges, Timings)
 

@@ -18,9 +18,9 @@ from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
-from kvtier_connector.transfer import ArenaChunk, ArenaSpec
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import KVTierWorker, WorkerLayout, make_worker, page_places
-from kvtier_connector.workers.locked_arena import LockedArena
+from kvtier_connector.workers.page_locked_arena import LockedArena
 
 SHM = Path("/dev/shm")
 LOCK_TIMEOUT_S = 120.0

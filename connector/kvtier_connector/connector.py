@@ -16,19 +16,19 @@ from vllm.platforms import current_platform
 
 from kvtier.errors import ConfigError
 from kvtier.obs import trace
-from kvtier_connector.compat import (
+from kvtier_connector.engine.log_handlers import share_vllm_handlers
+from kvtier_connector.engine.row_layout import check_layer_specs
+from kvtier_connector.engine.vllm_compat import (
     check_failed_loads_can_be_named,
     failed_requests,
     names_failed_requests,
     was_run,
 )
-from kvtier_connector.engine import EngineFacts
 from kvtier_connector.gpu_pins import GpuPins
-from kvtier_connector.layout import check_layer_specs
-from kvtier_connector.logs import share_vllm_handlers
-from kvtier_connector.manager import KVTierOffloadingManager
+from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
-from kvtier_connector.supported import RUN_SERIES
+from kvtier_connector.startup import EngineFacts
+from kvtier_connector.vllm_versions import RUN_SERIES
 from kvtier_connector.workers import KVTierWorker
 
 if TYPE_CHECKING:

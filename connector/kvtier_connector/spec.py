@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
 
-from kvtier_connector.compat import group_id_of, is_replicated
-from kvtier_connector.layout import num_regions, rank_bytes
-from kvtier_connector.manager import KVTierOffloadingManager
-from kvtier_connector.stats import definitions
+from kvtier_connector.engine.row_layout import num_regions, rank_bytes
+from kvtier_connector.engine.vllm_compat import group_id_of, is_replicated
+from kvtier_connector.metrics.engine_stats import definitions
+from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.workers import WorkerLayout, make_worker, page_places
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import grpc
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import usable_socket_path
-from kvtier.client.peer import TrustedSocket, is_stopped, listener_pid, open_trusted
+from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
 
 DEFAULT_TIMEOUT_S = 10.0

@@ -19,7 +19,7 @@ def probe() -> dict[str, object]:
     """Return the fields of `EngineEnvironment`."""
     facts: dict[str, object] = {"vllm": version_of("vllm"), "series": "", "hashes": [], "problem": ""}
     try:
-        from kvtier_connector.supported import CRYPTO_HASHES, VLLM_SERIES
+        from kvtier_connector.vllm_versions import CRYPTO_HASHES, VLLM_SERIES
 
         facts |= {"series": " to ".join(VLLM_SERIES), "hashes": sorted(CRYPTO_HASHES)}
         if facts["vllm"]:

@@ -1,7 +1,7 @@
 """What the connector overrides and uses, against what each published vLLM wheel has. Nothing of those versions was run.
 
 `scripts/record_vllm_signatures.py` wrote the recording. A member with a version in `USES` is there from that one on,
-and not before: what `kvtier_connector.compat` bridges is exactly what has to be.
+and not before: what `kvtier_connector.engine.vllm_compat` bridges is exactly what has to be.
 """
 
 import inspect
@@ -13,11 +13,11 @@ import pytest
 
 from kvtier.doctor.engine_environment import supports
 from kvtier_connector.connector import KVTierConnector
-from kvtier_connector.manager import KVTierOffloadingManager
+from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.spec import KVTierOffloadingSpec
-from kvtier_connector.supported import VLLM_SERIES
-from kvtier_connector.workers.cpu import KVTierCPUWorker
-from kvtier_connector.workers.cuda import KVTierCUDAWorker
+from kvtier_connector.vllm_versions import VLLM_SERIES
+from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
+from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
 
 RECORDING: dict[str, dict[str, dict[str, Any]]] = json.loads(
     (Path(__file__).parent / "vllm_signatures.json").read_text()

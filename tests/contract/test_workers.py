@@ -20,13 +20,12 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.client.arena_map import ArenaMap, Stamp
 from kvtier.core.arena_format import ArenaGeometry
-from kvtier_connector.transfer import ArenaChunk, ArenaSpec, Int64s
-from kvtier_connector.workers import KVTierWorker, WorkerLayout, page_places
-from kvtier_connector.workers import cpu as cpu_worker
-from kvtier_connector.workers.cpu import KVTierCPUWorker
-from kvtier_connector.workers.cuda import KVTierCUDAWorker
-from kvtier_connector.workers.host_copies import host_copies, interpreted_copies
-from kvtier_connector.workers.mapped_rows import MappedRows
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, Int64s
+from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, page_places
+from kvtier_connector.workers.batched_memcpy import host_copies, interpreted_copies
+from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
+from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
+from kvtier_connector.workers.prefaulted_rows import MappedRows
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.fake_daemon import is_locked, set_generation, write_arena
 from tests.fakes.waiting import wait_for

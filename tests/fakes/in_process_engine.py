@@ -16,7 +16,7 @@ from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache
 from kvtier.sessions.engine_peer import EngineHello, PromotionForecast
 from kvtier.sessions.session import Session
-from kvtier_connector.pins import BoundPin, PinMirror
+from kvtier_connector.scheduler.chunk_mirror import BoundPin, PinMirror
 
 
 @dataclass

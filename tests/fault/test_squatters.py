@@ -18,7 +18,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier._pb.cache_pb2 import PinRequest
 from kvtier.cli.app import app
 from kvtier.client.admin import AdminClient
-from kvtier.client.engine import EngineSession
+from kvtier.client.engine_session import EngineSession
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier.daemon.main import app as daemon_app
 from kvtier.doctor import examination

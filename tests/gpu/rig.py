@@ -11,10 +11,10 @@ from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
-from kvtier_connector.transfer import ArenaChunk, ArenaSpec
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import WorkerLayout, page_places
-from kvtier_connector.workers.cuda import KVTierCUDAWorker
 from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory
+from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
 from kvtier_connector.workers.device import Copies, HostMemory
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.waiting import wait_for

@@ -19,19 +19,19 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from kvtier_connector.lookups import Lookups
+    from kvtier_connector.scheduler.lookups import Lookups
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.breaker import Breaker
-from kvtier.client.engine import Attachment
+from kvtier.client.circuit_breaker import Breaker
+from kvtier.client.engine_session import Attachment
 from kvtier.client.outbox import Outbox
 from kvtier.core.layout import ChunkKey
-from kvtier_connector.keys import GroupShape
-from kvtier_connector.lease import Phase, RequestState
-from kvtier_connector.pins import BoundPin, PinMirror
-from kvtier_connector.planner import AcquirePlanner
-from kvtier_connector.policy import PrefillRate
-from kvtier_connector.stats import ConnectorStats
+from kvtier_connector.engine.chunk_keys import GroupShape
+from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.scheduler.chunk_mirror import BoundPin, PinMirror
+from kvtier_connector.scheduler.forecasts import PrefillRate
+from kvtier_connector.scheduler.lease import Phase, RequestState
+from kvtier_connector.scheduler.lookup_planner import AcquirePlanner
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 6

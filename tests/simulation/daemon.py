@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.engine import Attachment
+from kvtier.client.engine_session import Attachment
 from kvtier.client.outbox import Outbox
 from kvtier.core.arena_format import key_tag_of
-from kvtier_connector.link import Attached, Detached, Event, Received
+from kvtier_connector.session.daemon_events import Attached, Detached, Event, Received
 from tests.simulation.memory import Digests
 
 ARENA_ID = b"A" * 16

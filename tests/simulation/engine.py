@@ -32,15 +32,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey
-from kvtier_connector.background import Background
-from kvtier_connector.binder import BlockHasher, PinBinder
 from kvtier_connector.connector import KVTierConnector
-from kvtier_connector.engine import EngineFacts
-from kvtier_connector.keys import chunk_key
-from kvtier_connector.layout import engine_layout, group_shapes
-from kvtier_connector.link import Event, PinBound, PinGone
-from kvtier_connector.lora import AdapterDigests
-from kvtier_connector.manager import EngineParts, KVTierOffloadingManager
+from kvtier_connector.engine.chunk_keys import chunk_key
+from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.row_layout import engine_layout, group_shapes
+from kvtier_connector.scheduler.manager import EngineParts, KVTierOffloadingManager
+from kvtier_connector.session.background_thread import Background
+from kvtier_connector.session.daemon_events import Event, PinBound, PinGone
+from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
+from kvtier_connector.startup import EngineFacts
 from tests.simulation.daemon import MAX_CREDITS, SimulatedDaemon
 from tests.simulation.memory import Digests, TokenSequence
 from tests.simulation.workers import SimulatedCopier, SimulatedWorkers

@@ -9,8 +9,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.metrics import GPU_HELD_BLOCKS, GPU_PINNED_BLOCKS, GPU_RESIDENT_BLOCKS
-from kvtier_connector.stats import ConnectorStats
+from kvtier_connector.metrics.declared import GPU_HELD_BLOCKS, GPU_PINNED_BLOCKS, GPU_RESIDENT_BLOCKS
+from kvtier_connector.metrics.engine_stats import ConnectorStats
 from tests.simulation.engine import BLOCK_TOKENS, SimulatedEngine
 
 FULL = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)

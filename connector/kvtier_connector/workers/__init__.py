@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvtier_connector.workers.base import KVTierWorker
-from kvtier_connector.workers.places import WorkerLayout, page_places
+from kvtier_connector.workers.page_layout import WorkerLayout, page_places
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches
@@ -15,10 +15,10 @@ def make_worker(layout: WorkerLayout, caches: "CanonicalKVCaches") -> KVTierWork
     """Return the worker for the device that the KV cache is on."""
     device = caches.tensors[0].tensor.device
     if device.type == "cpu":
-        from kvtier_connector.workers.cpu import KVTierCPUWorker
+        from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 
         return KVTierCPUWorker(layout, caches)
-    from kvtier_connector.workers.cuda import KVTierCUDAWorker
     from kvtier_connector.workers.cuda_device import CudaCopies, CudaHostMemory
+    from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
 
     return KVTierCUDAWorker(layout, caches, CudaCopies(device), CudaHostMemory(device))

@@ -27,7 +27,7 @@ from kvtier.cli.output import Output, to_jsonable
 from kvtier.cli.tables import daemon_details
 from kvtier.cli.units import format_duration, format_expiry, parse_duration
 from kvtier.client.admin import AdminClient
-from kvtier.client.peer import is_stopped, listener_pid
+from kvtier.client.trusted_socket import is_stopped, listener_pid
 from kvtier.doctor import daemon as doctor_daemon
 from kvtier.doctor.findings import Status
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client import engine
-from kvtier.client.engine import Attachment, EngineSession, NotReadyError
-from kvtier.client.peer import TrustedSocket, open_trusted
+from kvtier.client import engine_session
+from kvtier.client.engine_session import Attachment, EngineSession, NotReadyError
+from kvtier.client.trusted_socket import TrustedSocket, open_trusted
 from kvtier.errors import UntrustedSocketError
 from tests.fakes.fake_daemon import FakeDaemon
 from tests.fakes.waiting import wait_for
@@ -132,7 +132,7 @@ def test_reopen_makes_a_new_hello(daemon: FakeDaemon, session: EngineSession, re
 def test_a_refusal_is_logged_once_and_loudly(
     daemon: FakeDaemon, session: EngineSession, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_REFUSED_RETRY_S", 0.01)
+    monkeypatch.setattr(engine_session, "_REFUSED_RETRY_S", 0.01)
     daemon.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "layout.rank_bytes = 0: must be positive")
     daemon.start()
     attempts = threading.Semaphore(0)
@@ -167,7 +167,7 @@ def test_an_untrusted_socket_is_an_error_once_also_when_there_was_none_before(
             raise error
         return open_trusted(path, daemon_uid)
 
-    monkeypatch.setattr(engine, "open_trusted", opening)
+    monkeypatch.setattr(engine_session, "open_trusted", opening)
     daemon.start()
     session.start()
     wait_for(lambda: bool(recorder.attached))

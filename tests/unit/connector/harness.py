@@ -22,16 +22,16 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.engine import Attachment
+from kvtier.client.engine_session import Attachment
 from kvtier.client.outbox import Outbox
-from kvtier_connector.background import Background
 from kvtier_connector.connector import KVTierConnector
-from kvtier_connector.engine import EngineFacts
-from kvtier_connector.layout import engine_layout, group_shapes
-from kvtier_connector.link import Attached, Detached, Event, PinBound, PinGone, Received
-from kvtier_connector.lora import AdapterDigests
-from kvtier_connector.manager import EngineParts
-from kvtier_connector.pins import BoundPin
+from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.row_layout import engine_layout, group_shapes
+from kvtier_connector.scheduler.chunk_mirror import BoundPin
+from kvtier_connector.scheduler.manager import EngineParts
+from kvtier_connector.session.background_thread import Background
+from kvtier_connector.session.daemon_events import Attached, Detached, Event, PinBound, PinGone, Received
+from kvtier_connector.startup import EngineFacts
 
 BLOCK_TOKENS = 4
 LOOKUP_TIMEOUT_S = 0.25

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_connector import compat
+from kvtier_connector.engine import vllm_compat
 from tests.unit.connector.harness import Scheduler, full_spec, sliding_spec
 
 
@@ -35,7 +35,7 @@ def test_where_the_root_logger_is_configured_it_is_left_alone(monkeypatch: pytes
 
 
 def test_a_model_whose_failed_loads_an_old_vllm_cannot_take_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "names_failed_requests", lambda: False)
+    monkeypatch.setattr(vllm_compat, "names_failed_requests", lambda: False)
     Scheduler(monkeypatch)
     with pytest.raises(ConfigError, match=r"vLLM 0\.30 or later for this model"):
         Scheduler(monkeypatch, [full_spec(), sliding_spec(8)])

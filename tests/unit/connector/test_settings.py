@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier_connector import plugin
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.settings import GpuPin, WeightsFingerprint, check_vllm_config, name_our_spec, parse_settings
-from kvtier_connector.supported import VLLM_SERIES
+from kvtier_connector.vllm_versions import VLLM_SERIES
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, vllm_config_of
 
 

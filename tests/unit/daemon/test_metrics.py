@@ -25,7 +25,7 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.declare import Kind, metrics_of
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
-from kvtier_connector.metrics import METRICS
+from kvtier_connector.metrics.declared import METRICS
 from tests.fakes.promql import TARGET_LABELS, alert_rules, dashboard, dashboard_targets, expressions, used_in
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, wait_durable
 

@@ -10,7 +10,7 @@ from kvtier.obs.declare import Kind, Metric, declared, gauge, metrics_of, read, 
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.histogram import Histogram
 from kvtier.obs.timings import Timings
-from kvtier_connector.metrics import METRICS
+from kvtier_connector.metrics.declared import METRICS
 
 RECORDS = (Counters, Gauges, Timings)
 ALL = [metric for record in RECORDS for metric in metrics_of(record)] + list(METRICS)

@@ -1,0 +1,209 @@
+"""The namespace fingerprint: everything that makes KV bytes interchangeable, one canonical JSON value per field."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier_connector.engine.vllm_compat import group_id_of, kv_layout_of
+from kvtier_connector.engine.weights_fingerprint import DigestCache, default_cache_path, fingerprint_files, weight_files
+from kvtier_connector.settings import WeightsFingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+LAYOUT_VERSION = 1
+"""Raised when kvtier puts the same KV into other bytes."""
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+_REMEDIES = {
+    "epoch": "the cache was reset in place; earlier chunks serve again after a restart of vLLM",
+    "hash_seed": "start vLLM with the PYTHONHASHSEED it had before",
+    "weights": "the weight files changed",
+    "hf_config": "the model's config.json or --hf-overrides changed",
+    "long_rope": "--max-model-len crossed the original context length, where LongRoPE changes",
+    "vllm_version": "another vLLM version computes these bytes",
+    "cpu_isa": "vLLM packs KV per CPU instruction set",
+    "device": "vLLM chooses kernels, and with them the layout of KV, per kind of GPU",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def canonical(value: object) -> str:
+    """Return JSON with sorted keys and no spaces; what JSON has no word for goes in as text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def engine_fingerprint(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    offloading: "OffloadingConfig",
+    *,
+    weights: str,
+    none_hash: bytes,
+    epoch: str = "",
+) -> dict[str, str]:
+    """Return the fields of this engine's namespace.
+
+    Args:
+        vllm_config: The engine's configuration.
+        kv_cache_config: Its KV cache groups.
+        offloading: vLLM's offloading view of both.
+        weights: From `weights_field`.
+        none_hash: vLLM's NONE_HASH, the seed of every block hash chain.
+        epoch: Not empty after a weight update in place.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, offloading.parallel
+    fields: dict[str, object] = {
+        "weights": json.loads(weights),
+        "hf_config": _model_config(model.hf_config),
+        "long_rope": _has_long_factors(model),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": offloading.model.dtype,
+        "quantization": model.quantization,
+        "kv_layout": kv_layout_of(offloading),
+        "tokens": {"hash": offloading.cache.tokens_per_hash, "blocks_per_chunk": offloading.cache.blocks_per_chunk},
+        "groups": _groups(kv_cache_config, offloading),
+        "parallel": {
+            "tp": parallel.tp_size,
+            "pp": parallel.pp_size,
+            "pcp": parallel.pcp_size,
+            "dcp": parallel.dcp_size,
+            "world": parallel.world_size,
+        },
+        "hash_algorithm": cache.prefix_caching_hash_algo,
+        "hash_seed": hashlib.sha256(none_hash).hexdigest(),
+        "attention": str(vllm_config.attention_config.backend),
+        **_processor(),
+        "vllm_version": _vllm_version(),
+        "speculative": _speculative(vllm_config.speculative_config),
+        "layout_version": LAYOUT_VERSION,
+        "epoch": epoch,
+    }
+    return {name: canonical(value) for name, value in fields.items()}
+
+
+def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_path: Path | None = None) -> str:
+    """Return the canonical `weights` field. Reads files: background thread only."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == "dummy":
+        return canonical({"load_format": "dummy", "seed": model.seed})
+    try:
+        folder = local_model_path(model.model, model.revision, getattr(load, "download_dir", None))
+        files = weight_files(folder, load_format)
+        entries = fingerprint_files(files, mode, DigestCache(cache_path or default_cache_path()))
+    except OSError as exc:
+        logger.warning("kvtier: cannot read the weights of %s (%s)", model.model, exc)
+        entries = []
+    if not entries:
+        logger.warning(
+            "kvtier: no weight files found for %s; chunks are told apart by its name and revision only: a changed "
+            "model under the same name would not be noticed",
+            model.model,
+        )
+        return canonical({"unreadable": model.model, "revision": model.revision, "load_format": load_format})
+    return canonical({"files": entries, "load_format": load_format, "mode": mode.value})
+
+
+def local_model_path(model: str, revision: str | None, download_dir: str | None = None) -> Path:
+    """Return the folder (or file) of a model's weights, without going online.
+
+    Args:
+        model: As typed.
+        revision: Of a model in the Hugging Face cache.
+        download_dir: vLLM's own place of that cache, if any.
+
+    Raises:
+        OSError: It is neither a path nor in the Hugging Face cache.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except Exception as exc:  # huggingface_hub has a dozen of its own; all mean "not here"
+        raise FileNotFoundError(2, "neither a folder nor in the Hugging Face cache", model) from exc
+
+
+def explain_difference(namespace_id: str, fields: list[str], num_prompts: int) -> str:
+    """Say why what another namespace holds cannot be used here."""
+    hints = [_REMEDIES[field] for field in fields if field in _REMEDIES]
+    return (
+        f"kvtier: namespace {namespace_id[:12]} of this model holds {num_prompts} prompts that this engine cannot use; "
+        f"different are: {', '.join(fields) or 'unknown fields'}" + (f" ({'; '.join(hints)})" if hints else "")
+    )
+
+
+def _model_config(hf_config: Any) -> Mapping[str, object]:
+    return {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_CONFIG_KEYS}
+
+
+def _has_long_factors(model: Any) -> bool:
+    """Return whether max_model_len makes LongRoPE take its long factors, which it then does for all positions.
+
+    Source: `Phi3LongRoPEScaledRotaryEmbedding` of vLLM 0.32.
+    """
+    config = getattr(model, "hf_text_config", model.hf_config).to_dict()
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    ropes = [rope, *(per_layer_type for per_layer_type in rope.values() if isinstance(per_layer_type, Mapping))]
+    originals = [
+        each.get(_ORIGINAL_CONTEXT) or config.get(_ORIGINAL_CONTEXT)
+        for each in ropes
+        if "longrope" in (each.get("rope_type"), each.get("type"))
+    ]
+    return any(original is not None and model.max_model_len > original for original in originals)
+
+
+def _groups(kv_cache_config: "KVCacheConfig", offloading: "OffloadingConfig") -> list[dict[str, object]]:
+    groups: list[dict[str, object]] = []
+    for position, group in enumerate(offloading.groups):
+        group_id = group_id_of(offloading, position)
+        spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
+        groups.append(
+            {
+                "group": group_id,
+                "spec": type(spec).__name__,
+                "tokens_per_block": group.tokens_per_block,
+                "page_bytes": spec.page_size_bytes,
+                "dtypes": list(getattr(spec, "dtypes", ())),
+                "window": getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None),
+                "layers": list(group.layer_names),
+            }
+        )
+    return groups
+
+
+def _speculative(config: Any) -> object:
+    if config is None:
+        return None
+    return {"method": config.method, "model": config.model, "tokens": config.num_speculative_tokens}
+
+
+def _processor() -> dict[str, object]:
+    """Return the field that says what computes: the attention backend, when left to vLLM, follows from it."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return {"cpu_isa": torch.backends.cpu.get_cpu_capability()}
+    return {"device": [current_platform.device_type, current_platform.get_device_capability()]}
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return ".".join(str(vllm.__version__).split(".")[:2])
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    return str(value)

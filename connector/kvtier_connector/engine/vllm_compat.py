@@ -1,0 +1,177 @@
+"""Where vLLM's versions differ in what the connector uses: here and nowhere else.
+
+Each function says what it bridges and from which version on the newest form is there; `tests/contract/test_signatures`
+compares both sides with what `scripts/record_vllm_signatures.py` read in the wheels. Only vLLM 0.32 was run.
+"""
+
+import enum
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from kvtier.errors import ConfigError
+from kvtier_connector.vllm_versions import RUN_SERIES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+
+    class CacheHitSource(enum.Enum):  # type: ignore[no-redef]
+        """What vLLM asks for from 0.32 on; before that nobody does."""
+
+        HOST = enum.auto()
+        DISK = enum.auto()
+        EXTERNAL_UNSPECIFIED = enum.auto()
+
+
+__all__ = [
+    "CacheHitSource",
+    "TensorPlacement",
+    "attach",
+    "attached",
+    "block_hasher",
+    "check_failed_loads_can_be_named",
+    "failed_requests",
+    "group_id_of",
+    "is_recurrent",
+    "is_replicated",
+    "kv_layout_of",
+    "names_failed_requests",
+    "placements",
+    "prefix_cacheable_groups",
+    "was_run",
+]
+
+_State = TypeVar("_State")
+_STATE = "_kvtier_state"
+
+
+def was_run() -> bool:
+    """Return whether this vLLM is of the series that was run. What moves vLLM's own blocks does so only there."""
+    import vllm
+
+    return str(vllm.__version__).startswith(f"{RUN_SERIES}.")
+
+
+def attach(context: "ReqContext", state: object) -> None:
+    """Keep our state with vLLM's request. `ReqContext.set_state` is there from 0.27 on."""
+    if hasattr(context, "set_state"):
+        context.set_state(state)
+    else:
+        setattr(context, _STATE, state)
+
+
+def attached(context: "ReqContext", kind: type[_State]) -> _State:
+    """Return what `attach` kept."""
+    state = context.get_state(kind) if hasattr(context, "get_state") else getattr(context, _STATE, None)
+    assert isinstance(state, kind), "on_new_request comes first"
+    return state
+
+
+@functools.cache
+def names_failed_requests() -> bool:
+    """Return whether workers name requests whose loads failed (from 0.30 on), or blocks (before that)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base, "KVConnectorTransferResults")
+
+
+def failed_requests(output: Any, loading: Mapping[str, Collection[int]]) -> Collection[str]:
+    """Return the requests whose loads failed; each step asks.
+
+    Args:
+        output: vLLM's `KVConnectorOutput`.
+        loading: The blocks of each request that loads; only used where vLLM names blocks.
+    """
+    if hasattr(output, "failed_recving"):
+        return output.failed_recving or ()
+    if not (blocks := output.invalid_block_ids):
+        return ()
+    return {req_id for req_id, of_request in loading.items() if not blocks.isdisjoint(of_request)}
+
+
+def check_failed_loads_can_be_named(kv_cache_config: "KVCacheConfig") -> None:
+    """Refuse models for which an old vLLM cannot be told that a load failed: it would go on with any bytes.
+
+    Source: `_update_requests_with_invalid_blocks` of vLLM 0.26 to 0.29, which takes one list of blocks per request.
+
+    Raises:
+        ConfigError: vLLM names blocks, and the model has several groups or recurrent state.
+    """
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    if names_failed_requests() or (len(groups) == 1 and not isinstance(groups[0].kv_cache_spec, MambaSpec)):
+        return
+    raise ConfigError(
+        "vllm",
+        "before 0.30",
+        "vLLM",
+        "it cannot take back a failed load of a model with several kinds of KV cache, or with recurrent state; use "
+        "vLLM 0.30 or later for this model, or run without kvtier",
+    )
+
+
+def is_replicated(offloading: "OffloadingConfig") -> bool:
+    """Return whether every rank holds the same bytes and one writes them; from 0.27 on, before that all do."""
+    return bool(getattr(offloading, "replicated_layout", False))
+
+
+def kv_layout_of(offloading: "OffloadingConfig") -> object:
+    """Return the order of dimensions in a page; from 0.29 on. Before that it follows from the version."""
+    return getattr(offloading, "kv_cache_layout", None)
+
+
+def group_id_of(offloading: "OffloadingConfig", position: int) -> int:
+    """Return a group's index among the model's. From 0.30 on some may be left out; before that none is."""
+    return int(getattr(offloading.groups[position], "group_id", position))
+
+
+def is_recurrent(group_config: Any) -> bool:
+    """Return whether a `GroupOffloadConfig` is of recurrent state; from 0.28 on, and refused before 0.30."""
+    return bool(getattr(group_config, "requires_cow_source", False))
+
+
+class TensorPlacement(NamedTuple):
+    """Layers whose pages lie in one allocation.
+
+    Attributes:
+        layers: Their names.
+        block_stride: Bytes from a block to the next; None where it is the page of each layer's spec.
+        is_interleaved: All layers of a block come before the next block.
+    """
+
+    layers: list[str]
+    block_stride: int | None
+    is_interleaved: bool
+
+
+def placements(kv_cache_config: "KVCacheConfig") -> Iterable[TensorPlacement]:
+    """Yield where layers lie: with strides of layers from 0.29 on, with one for packed blocks only before that."""
+    for tensor in kv_cache_config.kv_cache_tensors:
+        if hasattr(tensor, "layer_stride"):
+            yield TensorPlacement(tensor.layers, tensor.block_stride, tensor.layer_stride < tensor.block_stride)
+        else:
+            yield TensorPlacement(tensor.shared_by, tensor.block_stride or None, bool(tensor.block_stride))
+
+
+def prefix_cacheable_groups(kv_cache_config: "KVCacheConfig") -> Iterable[Any]:
+    """Return the groups that prefix caching knows; told apart from 0.30 on."""
+    groups: Iterable[Any] = getattr(kv_cache_config, "prefix_cacheable_groups", kv_cache_config.kv_cache_groups)
+    return groups
+
+
+def block_hasher(config: "VllmConfig", tokens_per_hash: int, hash_fn: Callable[[Any], bytes]) -> Any:
+    """Return vLLM's own block hasher, as its engine makes it; from 0.33 on a hash may cover tokens after its block."""
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+    lookahead = getattr(config, "num_hash_lookahead_tokens", None)
+    if lookahead is None:
+        return get_request_block_hasher(tokens_per_hash, hash_fn)
+    return get_request_block_hasher(tokens_per_hash, hash_fn, lookahead)

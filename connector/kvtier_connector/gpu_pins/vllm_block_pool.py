@@ -1,0 +1,190 @@
+"""vLLM's block pool, as far as GPU pins touch it: the only module that knows its internals.
+
+Read from vLLM 0.32: `v1/core/block_pool.py` (`BlockPool`, `BlockHashToBlockMap`), `FreeKVCacheBlockQueue` of
+`v1/core/kv_cache_utils.py`, `KVCacheManager.new_step_starts`. What is relied on:
+
+- A block with `ref_cnt` 0 that is not the null block is in `free_block_queue`, cached or not.
+- Blocks leave the queue by `get_new_blocks`, from the head, and by `touch`, from anywhere; nothing else takes them out.
+- `free_blocks` puts blocks without a hash before the head and blocks with one behind the tail, in the order given.
+- `Scheduler.schedule` calls `KVCacheManager.new_step_starts` before it allocates anything.
+- Of several blocks with one hash, vLLM hits the one that `get_one_block` returns, until that one is evicted.
+
+Whoever moves a block takes it out and puts it back in one call: `num_free_blocks`, which vLLM's admission, preemption
+and usage metric go by, is the same before and after.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtier_connector.gpu_pins.block_ranking import GpuKey
+from kvtier_connector.vllm_versions import RUN_SERIES
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+_POOL = (
+    "blocks",
+    "cached_block_hash_to_block",
+    "enable_caching",
+    "free_block_queue",
+    "free_blocks",
+    "get_num_free_blocks",
+    "hash_block_size",
+    "num_gpu_blocks",
+    "reset_prefix_cache",
+    "touch",
+)
+_MANAGER = ("block_pool", "new_step_starts")
+_QUEUE = ("append_n", "fake_free_list_head", "fake_free_list_tail", "num_free_blocks", "remove")
+_BLOCK = ("block_hash", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
+
+
+class UnknownPoolError(Exception):
+    """vLLM's pool does not look like the one that this module was read from."""
+
+
+class BlockQueue:
+    """The pool's free blocks in eviction order, and the blocks that it has cached. Scheduler thread only.
+
+    Args:
+        manager: vLLM's; one per engine, alive as long as the connector.
+        block_tokens: Tokens of a block.
+
+    Raises:
+        UnknownPoolError: Something that is relied on is not there; the message names it.
+    """
+
+    def __init__(self, manager: "KVCacheManager", block_tokens: int) -> None:
+        self._manager: Any = manager
+        _check_names("KVCacheManager", manager, _MANAGER)
+        self._pool: Any = manager.block_pool
+        _check(self._pool, block_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, but for the null block."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that vLLM may give out."""
+        return int(self._pool.get_num_free_blocks())
+
+    def is_clear(self, ranks: Mapping[GpuKey, int], num_ranks: int, num_blocks: int) -> bool:
+        """Return whether the first `num_blocks` of the queue hold no block that ranks among the first `num_ranks`.
+
+        A second block of the same hash does not count: vLLM hits the other one.
+        """
+        cached = self._pool.cached_block_hash_to_block
+        tail = self._pool.free_block_queue.fake_free_list_tail
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        for _ in range(num_blocks):
+            if block is tail:
+                break
+            key = block.block_hash
+            if key is not None and ranks.get(key, num_ranks) < num_ranks and cached.get_one_block(key) is block:
+                return False
+            block = block.next_free_block
+        return True
+
+    def move_to_tail(self, keys: Iterable[GpuKey]) -> int:
+        """Make the cached and free blocks among these the last to be evicted, the last key the very last.
+
+        Returns:
+            How many were moved.
+        """
+        queue, cached = self._pool.free_block_queue, self._pool.cached_block_hash_to_block
+        moved: list[Any] = []
+        try:
+            for key in keys:
+                block = cached.get_one_block(key)
+                if block is not None and not block.ref_cnt and not block.is_null:
+                    queue.remove(block)
+                    moved.append(block)
+        finally:
+            queue.append_n(moved)  # whatever happens, no block is lost
+        return len(moved)
+
+    def is_cached(self, key: GpuKey) -> bool:
+        """Return whether vLLM has the block, free or in use."""
+        return self._pool.cached_block_hash_to_block.get_one_block(key) is not None
+
+    def hold(self, key: GpuKey) -> "Hold | None":
+        """Take a reference to the block, if vLLM has it."""
+        block = self._pool.cached_block_hash_to_block.get_one_block(key)
+        if block is None or block.is_null:
+            return None
+        self._pool.touch([block])
+        return Hold(block, key)
+
+    def let_go(self, holds: Iterable["Hold"]) -> None:
+        """Give references back; what nobody else uses is free again, the last of it the last to be evicted."""
+        self._pool.free_blocks([hold.block for hold in holds])
+
+    def before_step(self, act: Callable[[], None]) -> None:
+        """Have `act` called before vLLM's scheduler looks at its running requests.
+
+        vLLM 0.32 has no call for this in the connector's API: between one step's metadata and the next step, requests
+        end and put blocks behind the pinned ones.
+        """
+        start = self._manager.new_step_starts
+
+        def act_and_start() -> None:
+            act()
+            start()
+
+        self._manager.new_step_starts = act_and_start
+
+    def before_reset(self, act: Callable[[], None]) -> None:
+        """Have `act` called before vLLM looks whether its prefix cache may be reset.
+
+        vLLM 0.32 asks the connector only after that, and refuses while anybody holds a block.
+        """
+        reset = self._pool.reset_prefix_cache
+
+        def let_go_and_reset() -> bool:
+            act()
+            return bool(reset())
+
+        self._pool.reset_prefix_cache = let_go_and_reset
+
+
+class Hold:
+    """A reference to a block.
+
+    Attributes:
+        key: What it was taken for.
+    """
+
+    def __init__(self, block: Any, key: GpuKey) -> None:
+        self.block, self.key = block, key
+
+    @property
+    def is_ours_alone(self) -> bool:
+        """Whether the block is free once it is let go."""
+        return bool(self.block.ref_cnt == 1)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the block still is what it was held for; vLLM forgets its hash when a load into it has failed."""
+        return bool(self.block.block_hash == self.key)
+
+
+def _check(pool: Any, block_tokens: int) -> None:
+    _check_names("BlockPool", pool, _POOL)
+    _check_names("FreeKVCacheBlockQueue", pool.free_block_queue, _QUEUE)
+    _check_names("KVCacheBlock", pool.free_block_queue.fake_free_list_head, _BLOCK)
+    _check_names("BlockHashToBlockMap", pool.cached_block_hash_to_block, ("get_one_block",))
+    if not pool.enable_caching:
+        raise UnknownPoolError("its prefix cache is off")
+    if pool.hash_block_size != block_tokens:
+        raise UnknownPoolError(f"it hashes {pool.hash_block_size} tokens, a block has {block_tokens}")
+    head = pool.free_block_queue.fake_free_list_head
+    if head.next_free_block is None or head.next_free_block.prev_free_block is not head:
+        raise UnknownPoolError("its free blocks are no doubly linked list")
+
+
+def _check_names(kind: str, thing: object, names: Iterable[str]) -> None:
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
+        raise UnknownPoolError(f"{kind} has no {', '.join(missing)}; kvtier knows that of vLLM {RUN_SERIES}")

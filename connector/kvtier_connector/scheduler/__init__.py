@@ -1,0 +1,1 @@
+"""The scheduler half: what is looked up, leased, loaded and stored, decided without waiting."""

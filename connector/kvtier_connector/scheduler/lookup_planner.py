@@ -1,0 +1,118 @@
+"""Which chunks of a request are worth asking the daemon for. Dict lookups only; most requests cost one."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+from kvtier.core.layout import ChunkKey
+from kvtier_connector.engine.chunk_keys import GroupShape
+from kvtier_connector.scheduler.chunk_mirror import PinMirror
+from kvtier_connector.scheduler.lease import AcquirePlan
+
+_MIN_WINDOW_CANDIDATES = 256
+_WINDOWS = 4
+
+
+class AcquirePlanner:
+    """Chooses the keys of an Acquire from vLLM's block hashes and the mirror of what is held.
+
+    It may ask for too much or too little, never wrongly: vLLM's own lookup decides over the answer, chunk by chunk.
+    """
+
+    def __init__(self, groups: Sequence[GroupShape], mirror: PinMirror) -> None:
+        self._full = tuple(group for group in groups if not group.window_chunks)
+        self._windowed = tuple(group for group in groups if group.window_chunks)
+        self._mirror = mirror
+
+    def first_key(self, hashes: Sequence[bytes], digest: bytes | None) -> ChunkKey | None:
+        """Return the known key by which the request is recognized, or None when it begins like nothing that is known.
+
+        With full attention that is its first chunk. Without, pins consist of last windows only: every chunk is tried.
+        """
+        group = self._full[0] if self._full else self._windowed[0]
+        for chunk_idx in range(min(1, group.num_chunks(hashes)) if self._full else group.num_chunks(hashes)):
+            key = group.key(hashes, chunk_idx, digest)
+            if self._mirror.knows(key):
+                return key
+        return None
+
+    def plan(self, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int) -> AcquirePlan | None:
+        """Return what to ask beyond vLLM's own hit, or None when nothing that may be held could extend it.
+
+        Args:
+            hashes: The request's block hashes.
+            digest: Of its LoRA adapter.
+            num_computed_tokens: vLLM's own prefix hit.
+        """
+        end_token = max(group.num_chunks(hashes) * group.chunk_tokens for group in self._full + self._windowed)
+        runs: list[list[ChunkKey]] = []
+        for group in self._full:
+            run = self._held_run(group, hashes, digest, num_computed_tokens)
+            if not run:
+                return None
+            end_token = min(end_token, (num_computed_tokens // group.chunk_tokens + len(run)) * group.chunk_tokens)
+            runs.append(run)
+        windows: list[dict[int, ChunkKey]] = []
+        for group in self._windowed:
+            held = self._held_chunks(group, hashes, digest, num_computed_tokens, end_token)
+            if not held:
+                return None
+            # No hit ends behind the last chunk that a window needs: what lies there is not worth a lease.
+            end_token = min(end_token, (max(held) + 1) * group.chunk_tokens)
+            windows.append(held)
+        return self._cut(runs, windows, num_computed_tokens, end_token)
+
+    def _cut(
+        self,
+        runs: Sequence[list[ChunkKey]],
+        windows: Sequence[dict[int, ChunkKey]],
+        num_computed_tokens: int,
+        end_token: int,
+    ) -> AcquirePlan:
+        """Leave out what ends behind `end_token`; a chunk that reaches beyond it is kept, vLLM may ask for it."""
+        keys: list[ChunkKey] = []
+        num_prefix_keys = 0
+        for group, run in zip(self._full, runs, strict=True):
+            first = num_computed_tokens // group.chunk_tokens
+            kept = run[: -(-end_token // group.chunk_tokens) - first]
+            num_prefix_keys = num_prefix_keys or len(kept)
+            keys.extend(kept)
+        for group, held in zip(self._windowed, windows, strict=True):
+            end = -(-end_token // group.chunk_tokens)
+            keys.extend(held[chunk_idx] for chunk_idx in sorted(held) if chunk_idx < end)
+        chunk_tokens = (self._full or self._windowed)[0].chunk_tokens
+        first_token = num_computed_tokens // chunk_tokens * chunk_tokens
+        return AcquirePlan(tuple(keys), num_prefix_keys, chunk_tokens, first_token, end_token)
+
+    def known_prefix(self, hashes: Sequence[bytes], digest: bytes | None, num_tokens: int) -> list[ChunkKey]:
+        """Return the known chunks within the first `num_tokens` tokens."""
+        keys: list[ChunkKey] = []
+        for group in self._full + self._windowed:
+            num_chunks = min(num_tokens // group.chunk_tokens, group.num_chunks(hashes))
+            candidates = (group.key(hashes, chunk_idx, digest) for chunk_idx in range(num_chunks))
+            keys.extend(key for key in candidates if self._mirror.knows(key))
+        return keys
+
+    def _held_run(
+        self, group: GroupShape, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int
+    ) -> list[ChunkKey]:
+        run: list[ChunkKey] = []
+        for chunk_idx in range(num_computed_tokens // group.chunk_tokens, group.num_chunks(hashes)):
+            key = group.key(hashes, chunk_idx, digest)
+            if not self._mirror.may_be_held(key):
+                break
+            run.append(key)
+        return run
+
+    def _held_chunks(
+        self, group: GroupShape, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int, end_token: int
+    ) -> dict[int, ChunkKey]:
+        """Return held chunks by index, the last ones: vLLM looks for a whole window from the end.
+
+        A pinned prompt has one window or few. Of an ordinary prompt there may be thousands of chunks, of which all but
+        the last windows are bound to be asked for in vain.
+        """
+        end = min(-(-end_token // group.chunk_tokens), group.num_chunks(hashes))
+        first = num_computed_tokens // group.chunk_tokens
+        candidates = ((idx, group.key(hashes, idx, digest)) for idx in range(end - 1, first - 1, -1))
+        held = ((idx, key) for idx, key in candidates if self._mirror.may_be_held(key))
+        return dict(islice(held, max(_MIN_WINDOW_CANDIDATES, _WINDOWS * (group.window_chunks + 1))))

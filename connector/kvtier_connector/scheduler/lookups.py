@@ -1,0 +1,303 @@
+"""The lookup rounds of all requests: one Acquire each, answered in the background, decided locally.
+
+A round goes NEW -> ASKED -> PROMOTING -> SETTLED -> TAKEN. A question after TAKEN begins another (preemption), and so
+does one when vLLM's own hit has shrunk since the round began. While ASKED or PROMOTING the request waits without being
+scanned.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.circuit_breaker import Breaker
+from kvtier.client.engine_session import Attachment
+from kvtier.core.layout import ChunkKey
+from kvtier.core.limits import MAX_KEYS
+from kvtier.obs import trace
+from kvtier_connector.metrics.declared import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd
+from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.scheduler.forecasts import PrefillRate, worth_waiting
+from kvtier_connector.scheduler.lease import AcquirePlan, Lease, Phase, RequestState, Residency
+from kvtier_connector.scheduler.load_cost import LoadCost
+from kvtier_connector.scheduler.lookup_planner import AcquirePlanner
+
+_TOUCH_PERIOD_S = 1.0
+_SILENT_TIMEOUTS = 4
+_MAX_TOUCHED = 4096
+MAX_TOUCHED_KEYS = 65_536
+"""Of one message: 2.5 MB."""
+
+
+class Lookups:
+    """Leases of the current session. Scheduler thread only; nothing here waits or does I/O.
+
+    Args:
+        planner: Chooses what to ask.
+        breaker: Decides whether to ask.
+        rate: Forecasts what recomputing would cost.
+        stats: Told how rounds end.
+    """
+
+    def __init__(self, planner: AcquirePlanner, breaker: Breaker, rate: PrefillRate, stats: ConnectorStats) -> None:
+        self._planner, self._breaker, self._rate, self._stats = planner, breaker, rate, stats
+        self._cost = LoadCost()
+        self._ids = itertools.count(1)
+        self._leases: dict[int, Lease] = {}
+        self._attachment: Attachment | None = None
+        self._silent_deadline_s = 0.0
+        self._touched_s: dict[ChunkKey, float] = {}
+        self._touches: list[ChunkKey] = []
+
+    def attach(self, attachment: Attachment | None) -> None:
+        """Another session is up, or none: every lease of the last one is void, and its answers are MISS."""
+        self._attachment = attachment
+        self._leases.clear()
+        self._touches.clear()
+        self._touched_s.clear()
+
+    def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
+        """Take in an answer; one for a lease given back already is ignored."""
+        self._silent_deadline_s = self._breaker.deadline_s(now_s, _SILENT_TIMEOUTS)
+        lease = self._leases.get(update.acquire_id)
+        if lease is None:
+            return
+        lease.apply(update, now_s)
+        if lease.promote_deadline_s is None:
+            lease.promote_deadline_s = now_s + self._rate.prefill_s(lease.tokens_at_stake())
+            lease.promoting_since_s = now_s if lease.is_promoting else None
+            self._stats.observe(ANSWER_SECONDS, now_s - lease.asked_s)
+            trace.record("answer", lease.asked_s, now_s, of=lease.req_id, chunks=len(lease.plan.keys))
+
+    def advance(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> bool:
+        """Move the request's round on; return whether its HITs and MISSes are fixed.
+
+        Args:
+            state: The request's state.
+            request: vLLM's Request; its block hashes are read when a round begins.
+            num_computed_tokens: vLLM's own prefix hit at this moment.
+            now_s: Monotonic seconds.
+        """
+        if state.phase in (Phase.NEW, Phase.TAKEN):
+            self._ask(state, request, num_computed_tokens, now_s)
+        elif _hit_shrank(state, num_computed_tokens):
+            self._ask_again(state, request, num_computed_tokens, now_s)
+        if state.phase is Phase.ASKED:
+            self._await_answer(state, now_s)
+        if state.phase is Phase.PROMOTING:
+            self._await_promotion(state, now_s)
+        return state.phase is Phase.SETTLED
+
+    def readable(self, state: RequestState, key: ChunkKey) -> Residency | None:
+        """Return where the chunk may be read under the request's lease, or None: MISS."""
+        lease = state.lease
+        if lease is None or lease.attachment is not self._attachment:
+            return None
+        return lease.readable(key)
+
+    def take(self, state: RequestState) -> None:
+        """vLLM has allocated for the request: give back what no load job reads."""
+        lease = self._live(state)
+        if lease is not None and lease.loading:
+            if rest := [key for key in lease.plan.keys if key not in lease.loading]:
+                lease.release(rest)
+        else:
+            self.drop(state)
+        state.phase = Phase.TAKEN
+
+    def loading(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
+        """A load job begins; `readable` has said where its chunks are."""
+        lease = self._live(state)
+        if lease is None:
+            return
+        lease.loading.update(keys)
+        lease.num_to_load = len(lease.loading)
+        lease.loading_since_s = now_s if lease.loading_since_s is None else lease.loading_since_s
+
+    def loaded(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
+        """A load job is over, well or badly: give its chunks back."""
+        lease = self._live(state)
+        if lease is None:
+            return
+        lease.loading.difference_update(keys)
+        if lease.loading:
+            return
+        if lease.loading_since_s is not None and not state.failed:
+            self._cost.loaded(lease.num_to_load, now_s - lease.loading_since_s)
+            trace.record("load", lease.loading_since_s, now_s, of=state.req_id, chunks=lease.num_to_load)
+        self.drop(state)
+
+    def finish(self, state: RequestState) -> None:
+        """The request is gone; what a running load job reads stays leased until `loaded`."""
+        if state.lease is None or not state.lease.loading:
+            self.drop(state)
+
+    def drop(self, state: RequestState) -> None:
+        """Give back all that the request holds, also what the daemon has yet to answer: messages stay in order."""
+        lease = self._live(state)
+        state.lease = None
+        if lease is not None:
+            self._give_back(lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        del self._leases[lease.acquire_id]
+        lease.release()
+
+    def flush_touches(self) -> None:
+        """Send the chunks hit in GPU memory since the last flush."""
+        if self._touches:
+            self._send_touches(self._touches)
+            self._touches.clear()
+
+    def stored(self, keys: list[ChunkKey]) -> None:
+        """Tell the daemon the prefix order of what a request has stored step by step."""
+        self._send_touches(keys, stored=True)
+
+    def _send_touches(self, keys: list[ChunkKey], *, stored: bool = False) -> None:
+        """Send them in messages of a bounded size, the tail first: what is touched last is kept the longest."""
+        if self._attachment is None:
+            return
+        for start in reversed(range(0, len(keys), MAX_TOUCHED_KEYS)):
+            touch = pb.Touch(keys=keys[start : start + MAX_TOUCHED_KEYS], stored=stored)
+            self._attachment.send_later(pb.EngineMessage(touch=touch))
+
+    def _live(self, state: RequestState) -> Lease | None:
+        """Return the request's lease if its session still stands."""
+        return self._leases.get(state.lease.acquire_id) if state.lease is not None else None
+
+    def _ask(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
+        self.drop(state)
+        self._begin(state, request, num_computed_tokens, now_s, is_shrinking=False)
+
+    def _ask_again(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
+        """Begin anew, since vLLM has evicted what lay before the chunks that were asked for."""
+        before, state.lease = self._live(state), None
+        self._begin(state, request, num_computed_tokens, now_s, is_shrinking=before is not None)
+        if before is None:
+            return
+        if state.lease is not None and not before.is_answered:
+            state.lease.answer_deadline_s = before.answer_deadline_s
+        self._give_back(before)  # after the new question: what both name stays leased, and on its way
+
+    def _begin(
+        self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float, *, is_shrinking: bool
+    ) -> None:
+        state.asked_tokens = num_computed_tokens
+        end = self._question(state, request, num_computed_tokens, now_s, is_shrinking=is_shrinking)
+        if end is None:
+            state.phase = Phase.ASKED
+        else:
+            self._settle(state, end)
+
+    def _question(
+        self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float, *, is_shrinking: bool
+    ) -> LookupEnd | None:
+        """Ask the daemon, or return why it is not asked."""
+        attachment = self._attachment
+        if attachment is None:
+            return LookupEnd.NO_SESSION
+        if not self._breaker.is_closed:
+            return LookupEnd.BREAKER_OPEN
+        if state.failed:
+            return LookupEnd.FAILED
+        if not state.cacheable:
+            return LookupEnd.NOT_CACHEABLE
+        hashes, digest = request.block_hashes, state.adapter_digest
+        first_key = self._planner.first_key(hashes, digest)
+        if first_key is None:
+            return LookupEnd.UNKNOWN
+        self._touch(first_key, hashes, digest, num_computed_tokens, now_s)
+        plan = self._planner.plan(hashes, digest, num_computed_tokens)
+        if plan is None:
+            return LookupEnd.OWN
+        if is_shrinking:
+            # vLLM may evict the rest, too: ask for everything, and only this once.
+            whole = self._planner.plan(hashes, digest, 0)
+            plan = whole if whole is not None and whole.end_token >= plan.end_token else plan
+        if len(plan.keys) > MAX_KEYS:  # the daemon would end the session
+            return LookupEnd.NOT_CACHEABLE
+        state.asked_tokens = plan.first_token
+        state.lease = self._acquire(state.req_id, plan, attachment, now_s)
+        return None
+
+    def _settle(self, state: RequestState, end: LookupEnd) -> None:
+        """Hits and misses of the request are fixed."""
+        state.phase = Phase.SETTLED
+        self._stats.count(LOOKUPS, end.value)
+
+    def _acquire(self, req_id: str, plan: AcquirePlan, attachment: Attachment, now_s: float) -> Lease:
+        lease = Lease(
+            attachment=attachment,
+            acquire_id=next(self._ids),
+            req_id=req_id,
+            plan=plan,
+            asked_s=now_s,
+            answer_deadline_s=self._breaker.deadline_s(now_s),
+        )
+        self._leases[lease.acquire_id] = lease
+        attachment.send(pb.EngineMessage(acquire=pb.Acquire(acquire_id=lease.acquire_id, keys=plan.keys)))
+        return lease
+
+    def _await_answer(self, state: RequestState, now_s: float) -> None:
+        lease = self._live(state)
+        if lease is not None and lease.is_answered:
+            state.phase = Phase.PROMOTING
+        elif lease is None or self._breaker.late(lease.answer_deadline_s, now_s):
+            self.drop(state)
+            self._settle(state, LookupEnd.NO_SESSION if lease is None else LookupEnd.LATE)
+
+    def _await_promotion(self, state: RequestState, now_s: float) -> None:
+        lease = self._live(state)
+        is_worth_it = (
+            lease is not None
+            and lease.promote_deadline_s is not None
+            and lease.is_promoting
+            # Promotions come in their order: word of any shows that they move.
+            and now_s < self._silent_deadline_s
+            and worth_waiting(lease.ready_s, now_s, lease.promote_deadline_s)
+        )
+        if not is_worth_it:
+            end = _end_of(lease)
+            if lease is not None and self._is_slower(lease):
+                self.drop(state)
+                end = LookupEnd.SLOWER
+            self._settle(state, end)
+            if lease is not None and lease.promoting_since_s is not None:
+                self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
+                trace.record("wait for promotion", lease.promoting_since_s, now_s, of=state.req_id, result=end.value)
+
+    def _is_slower(self, lease: Lease) -> bool:
+        """Return whether what can be loaded would be computed in less time. Windows are all or nothing: loaded."""
+        tokens_per_s = self._rate.known_tokens_per_s
+        num_chunks = lease.num_usable
+        if tokens_per_s is None or not num_chunks:
+            return False
+        return self._cost.is_slower(num_chunks, num_chunks * lease.plan.chunk_tokens / tokens_per_s)
+
+    def _touch(
+        self, first_key: ChunkKey, hashes: list[bytes], digest: bytes | None, num_tokens: int, now_s: float
+    ) -> None:
+        """Note a GPU hit of a known prompt, at most once a second per prompt."""
+        if len(self._touched_s) > _MAX_TOUCHED:
+            self._touched_s = {key: at_s for key, at_s in self._touched_s.items() if now_s - at_s < _TOUCH_PERIOD_S}
+        if now_s - self._touched_s.get(first_key, -_TOUCH_PERIOD_S) < _TOUCH_PERIOD_S:
+            return
+        if keys := self._planner.known_prefix(hashes, digest, num_tokens):
+            self._touched_s[first_key] = now_s
+            self._touches.extend(keys)
+
+
+def _end_of(lease: Lease | None) -> LookupEnd:
+    if lease is None:
+        return LookupEnd.NO_SESSION
+    if not lease.plan.num_prefix_keys:  # windows only: all of one, or nothing
+        return LookupEnd.NONE if lease.tokens_at_stake() else LookupEnd.WHOLE
+    if lease.num_usable == lease.plan.num_prefix_keys and not lease.is_promoting:
+        return LookupEnd.WHOLE
+    return LookupEnd.PART if lease.num_usable else LookupEnd.NONE
+
+
+def _hit_shrank(state: RequestState, num_computed_tokens: int) -> bool:
+    """Return whether vLLM evicted, while the request waited, what lay before the chunks that were asked for."""
+    asked_tokens = state.asked_tokens if state.lease is None else state.lease.plan.first_token
+    return num_computed_tokens < asked_tokens

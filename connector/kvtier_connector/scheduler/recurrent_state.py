@@ -1,0 +1,50 @@
+"""Recurrent state (Mamba, short convolutions): how a pinned prompt gets it.
+
+vLLM hands such state over when it computes it, never out of its own cache: a prompt that it holds when it is pinned
+would not be whole before it has forgotten it. So a request that could hand over what is missing, the warm one as a
+rule, is computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvtier.core.layout import ChunkKey
+from kvtier_connector.engine.chunk_keys import GroupShape, reachable_keys
+from kvtier_connector.scheduler.chunk_mirror import PinMirror
+
+_PERIOD_S = 10.0
+
+
+class MissingStates:
+    """Which requests must not read vLLM's cache. Scheduler thread only.
+
+    Args:
+        groups: All offloaded groups.
+        mirror: Says what is pinned and held.
+    """
+
+    def __init__(self, groups: Sequence[GroupShape], mirror: PinMirror) -> None:
+        self._groups = [group for group in groups if group.is_recurrent]
+        self._mirror = mirror
+        self._computed_s: dict[ChunkKey, float] = {}
+
+    @property
+    def can_be(self) -> bool:
+        """Whether the model has recurrent state."""
+        return bool(self._groups)
+
+    def clear(self) -> None:
+        """The session is over."""
+        self._computed_s.clear()
+
+    def must_compute(self, request: Any, adapter_digest: bytes | None, now_s: float) -> bool:
+        """Return whether the request ends where a pinned prompt does whose state is missing.
+
+        Once in ten seconds per state: while it cannot be stored, requests go on to hit vLLM's cache.
+        """
+        ends = reachable_keys(self._groups, request.block_hashes, request.num_prompt_tokens, adapter_digest).keys
+        missing = [key for key in ends if self._mirror.is_pinned(key) and not self._mirror.may_be_held(key)]
+        if not missing or now_s - self._computed_s.get(missing[0], -_PERIOD_S) < _PERIOD_S:
+            return False
+        self._computed_s[missing[0]] = now_s
+        return True

@@ -1,0 +1,190 @@
+"""Between the session's threads and the scheduler's: an event queue, with pins bound on the way."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.engine_session import Attachment, EngineSession
+from kvtier_connector.engine.namespace_fingerprint import explain_difference
+from kvtier_connector.scheduler.chunk_mirror import MAX_HELD_CHUNKS, BoundPin
+from kvtier_connector.session.background_thread import Background
+from kvtier_connector.session.pin_binder import PinBinder
+
+logger = logging.getLogger(__name__)
+
+
+class Attached(NamedTuple):
+    """A new session is up."""
+
+    attachment: Attachment
+
+
+class Detached(NamedTuple):
+    """A session is over."""
+
+    attachment: Attachment
+
+
+class Received(NamedTuple):
+    """The daemon said something."""
+
+    attachment: Attachment
+    message: pb.DaemonMessage
+
+
+class PinBound(NamedTuple):
+    """A pin's chunk keys are known and the daemon is being told."""
+
+    attachment: Attachment
+    pin: BoundPin
+
+
+class PinGone(NamedTuple):
+    """A pin was removed."""
+
+    attachment: Attachment
+    pin_id: str
+
+
+Event = Attached | Detached | Received | PinBound | PinGone
+MAX_ITEMS = 2 * MAX_HELD_CHUNKS
+"""Events, and chunks named in them, that wait to be polled: some 200 MB."""
+
+
+class EngineLink:
+    """Owns the session and feeds the scheduler: its listener enqueues, `poll` drains.
+
+    vLLM polls while it has requests. An engine that stands idle beside a busy one, or whose scheduler hangs, would
+    collect every word on what the daemon holds: beyond `MAX_ITEMS` the session begins anew, and names it all once.
+
+    Pins go through the background thread in the order they came. A pin's `PinBound` is enqueued before the daemon
+    hears of the binding, so what the daemon then says of its chunks finds them known. When the pins that stood at a
+    Welcome are through, those that came behind it too, that thread calls `on_bound`.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        make_hello: Callable[[int], pb.Hello],
+        make_binder: Callable[[], PinBinder],
+        background: Background,
+        on_bound: Callable[[Attachment], None] = lambda attachment: None,
+        daemon_uid: int | None = None,
+    ) -> None:
+        self._session = EngineSession(socket_path, make_hello, self, daemon_uid)
+        self._make_binder, self._background, self._on_bound = make_binder, background, on_bound
+        self._lock = threading.Lock()  # protects the next three
+        self._events: deque[Event] = deque()
+        self._num_items = 0
+        self._given_up: Attachment | None = None  # its session said more than was polled for
+        self._news = threading.Event()  # something was enqueued since the last `poll`
+        self._awaited: set[str] = set()  # pins named in the Welcome that have yet to come; session thread
+
+    def start(self) -> None:
+        """Begin to attach, in the background."""
+        self._session.start()
+
+    def poll(self) -> Iterator[Event]:
+        """Yield what happened since the last call; never waits.
+
+        What a session before the last `reopen` said is left out: it may have attached in the very moment of the reset.
+        """
+        if not self._news.is_set():  # each step asks; what is enqueued at this moment is for the next call
+            return
+        self._news.clear()
+        with self._lock:
+            events, self._events, self._num_items = self._events, deque(), 0
+        for event in events:
+            if event.attachment.turn == self._session.turn:
+                yield event
+
+    def wait_for_news(self, timeout_s: float) -> bool:
+        """Return True when there is something to poll, False after `timeout_s`; the interpreter's lock is free."""
+        return self._news.wait(timeout_s)
+
+    def _enqueue(self, event: Event) -> None:
+        with self._lock:
+            is_end = isinstance(event, Detached)
+            if event.attachment is self._given_up and not is_end:
+                return
+            self._events.append(event)
+            self._num_items += _num_items(event)
+            is_full = self._num_items > MAX_ITEMS and not is_end
+            if is_full:
+                self._give_up(event.attachment)
+        self._news.set()
+        if is_full:
+            logger.warning("kvtier: vLLM's scheduler has not run for long; the session begins anew")
+            self._session.reconnect()
+
+    def _give_up(self, attachment: Attachment) -> None:
+        """Forget what was not polled but that sessions ended: what follows would rest on it."""
+        self._given_up = attachment
+        self._events = deque(event for event in self._events if isinstance(event, Detached))
+        self._num_items = len(self._events)
+
+    def probe(self, wanted: bool) -> None:
+        """Say whether the session shall probe the daemon."""
+        self._session.probe(wanted)
+
+    def reopen(self) -> None:
+        """End the session and open another with a new Hello."""
+        self._session.reopen()
+
+    def close(self) -> None:
+        """End the session for good."""
+        self._background.close()
+        self._session.close()
+
+    def on_attached(self, attachment: Attachment) -> None:
+        """Enqueue; bind the pins that stand. Session thread."""
+        self._enqueue(Attached(attachment))
+        for other in attachment.welcome.other_namespaces:
+            logger.warning("%s", explain_difference(other.namespace_id, sorted(other.fields), other.num_prompts))
+        self._awaited = set(attachment.welcome.pin_ids)
+        for pin in attachment.welcome.pins:
+            self._submit_bind(attachment, pin)
+            self._awaited.discard(pin.pin_id)
+        if not self._awaited:
+            self._background.submit(lambda: self._on_bound(attachment))
+
+    def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
+        """Enqueue; pins by way of the background thread. Session thread."""
+        match message.WhichOneof("kind"):
+            case "pin_added":
+                self._submit_bind(attachment, message.pin_added.pin)
+                self._came(attachment, message.pin_added.pin.pin_id)
+            case "pin_removed":
+                gone = PinGone(attachment, message.pin_removed.pin_id)
+                self._background.submit(lambda: self._enqueue(gone))
+                self._came(attachment, gone.pin_id)
+            case _:
+                self._enqueue(Received(attachment, message))
+
+    def on_detached(self, attachment: Attachment) -> None:
+        """Enqueue. Session thread."""
+        self._enqueue(Detached(attachment))
+
+    def _came(self, attachment: Attachment, pin_id: str) -> None:
+        """A pin that was named in the Welcome has come, or goes."""
+        if pin_id in self._awaited:
+            self._awaited.discard(pin_id)
+            if not self._awaited:
+                self._background.submit(lambda: self._on_bound(attachment))
+
+    def _submit_bind(self, attachment: Attachment, pin: pb.Pin) -> None:
+        self._background.submit(lambda: self._bind(attachment, pin))
+
+    def _bind(self, attachment: Attachment, pin: pb.Pin) -> None:
+        binding = self._make_binder().bind(pin)
+        if binding.bound is not None:
+            self._enqueue(PinBound(attachment, binding.bound))
+        attachment.send(pb.EngineMessage(bind_pin=binding.message))
+
+
+def _num_items(event: Event) -> int:
+    return 1 + (len(event.message.chunks_held.keys) if isinstance(event, Received) else 0)

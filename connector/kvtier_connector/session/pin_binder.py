@@ -1,0 +1,118 @@
+"""Binds pins: computes a prompt's chunk keys with vLLM's own hasher, in the background."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.core.limits import MAX_KEYS
+from kvtier_connector.engine.chunk_keys import GroupShape, gpu_keys, reachable_keys
+from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.scheduler.chunk_mirror import BoundPin
+
+logger = logging.getLogger(__name__)
+
+BlockHasher = Callable[[Any], list[bytes]]
+"""vLLM's `get_request_block_hasher`: block hashes of a request from its first unhashed block on."""
+
+
+@dataclass(kw_only=True)
+class _LoraName:
+    """As much of vLLM's LoRARequest as its hasher reads."""
+
+    lora_name: str
+    lora_path: str
+
+
+@dataclass(kw_only=True)
+class _Prompt:
+    """As much of vLLM's Request as its hasher reads: so salts and adapters enter exactly as for a request."""
+
+    all_token_ids: list[int]
+    cache_salt: str | None
+    lora_request: _LoraName | None
+    block_hashes: list[bytes] = field(default_factory=list)
+    mm_features: tuple[()] = ()
+    prompt_embeds: None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """The outcome for one pin: what the daemon is told, and what the mirror takes in (nothing on error)."""
+
+    message: pb.BindPin
+    bound: BoundPin | None
+
+
+class PinBinder:
+    """Turns pins into chunk keys. Background thread only.
+
+    Args:
+        groups: The engine's KV cache groups.
+        hasher: Returns vLLM's block hasher once the engine has initialized it.
+        digests: Content digests of LoRA adapters.
+        max_model_len: Longest prompt the engine serves.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupShape],
+        hasher: Callable[[], BlockHasher],
+        digests: AdapterDigests,
+        max_model_len: int,
+    ) -> None:
+        self._groups, self._hasher, self._digests = groups, hasher, digests
+        self._max_model_len = max_model_len
+
+    def bind(self, pin: pb.Pin) -> Binding:
+        """Compute the pin's reachable keys, or say why it cannot be bound."""
+        num_tokens = len(pin.tokens)
+        digest: bytes | None = None
+        if num_tokens >= self._max_model_len:
+            remedy = "shorten it, or start vLLM with a larger --max-model-len"
+            return _refuse(pin, f"the prompt has {num_tokens} tokens, max_model_len is {self._max_model_len}; {remedy}")
+        if pin.lora_name:
+            if not pin.lora_path:
+                return _refuse(pin, f"LoRA adapter {pin.lora_name!r} has no path; pin with the path vLLM loads it from")
+            digest = self._digests.digest_for_pin(Adapter(pin.lora_name, pin.lora_path))
+            if digest is None:
+                return _refuse(pin, f"LoRA adapter {pin.lora_path!r} cannot be read by the engine; check the path")
+        block_hashes = self._block_hashes(pin)
+        reachable = reachable_keys(self._groups, block_hashes, num_tokens, digest)
+        if not reachable.keys:
+            chunk_tokens = max(group.chunk_tokens for group in self._groups)
+            remedy = "only whole chunks are kept, so pin a longer prompt (tools count)"
+            return _refuse(pin, f"the prompt has {num_tokens} tokens, less than one chunk of {chunk_tokens}; {remedy}")
+        if len(reachable.keys) > MAX_KEYS:
+            remedy = f"a prompt has at most {MAX_KEYS}: raise blocks_per_chunk, or pin a shorter one"
+            return _refuse(pin, f"the prompt has {len(reachable.keys)} chunks; {remedy}")
+        logger.info("kvtier pin bound name=%s tokens=%d covered=%d", pin.name, num_tokens, reachable.covered_tokens)
+        return Binding(
+            message=pb.BindPin(
+                pin_id=pin.pin_id,
+                keys=reachable.keys,
+                covered_tokens=reachable.covered_tokens,
+            ),
+            bound=BoundPin(
+                pin_id=pin.pin_id,
+                keys=reachable.keys,
+                pinned=pin.pinned,
+                gpu_keys=gpu_keys(self._groups, block_hashes, reachable.covered_tokens),
+                priority=pin.priority,
+            ),
+        )
+
+    def _block_hashes(self, pin: pb.Pin) -> list[bytes]:
+        lora = _LoraName(lora_name=pin.lora_name, lora_path=pin.lora_path) if pin.lora_name else None
+        prompt = _Prompt(all_token_ids=list(pin.tokens), cache_salt=pin.cache_salt or None, lora_request=lora)
+        return self._hasher()(prompt)
+
+
+def _refuse(pin: pb.Pin, error: str) -> Binding:
+    logger.warning("kvtier pin not bound name=%s: %s", pin.name, error)
+    return Binding(message=pb.BindPin(pin_id=pin.pin_id, error=error), bound=None)

@@ -1,0 +1,281 @@
+"""Warm start: after a start of vLLM its own cache is empty, and pinned prompts come back before users ask for them.
+
+A thread of its own asks vLLM's own API server for one token after each pinned prompt that the daemon holds: by
+priority, then the newest first, up to a share of the cache, one at a time, and only while no request of a user is open
+in this engine. The requests take the road of every request, lookup and load included, so nothing here could be wrong
+about blocks. ADR 17 has what was rejected.
+
+It begins once, when the first session has bound its pins, and again whenever vLLM has emptied its cache
+(`/reset_prefix_cache`). Not when the daemon comes back: vLLM's blocks are still there. Whatever goes wrong ends in a
+line of the log; nothing is awaited by vLLM.
+
+Threads: `bound` is called by the thread that binds pins, `reset` and `take_failures` by the scheduler, `close` by any;
+the rest runs in the thread of the warm start, which is not the one that binds: pins would wait for warm requests.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier._pb.cache_pb2 import PromptStatus
+from kvtier.client.admin import AdminClient
+from kvtier.client.engine_session import Attachment
+from kvtier.client.warm_requests import (
+    by_importance,
+    new_request_id,
+    room_taken,
+    same_request,
+    warm_body,
+    warm_tokens,
+)
+from kvtier.errors import KvtierError
+from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedError, OwnApi
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 600.0
+TOTAL_TIMEOUT_S = 600.0
+MAX_RATIO = 0.5
+"""Share of vLLM's cache that warm prompts may take: as much as pins may keep there, see `gpu_pins.guard`."""
+_TICK_S = 0.1
+_LOOK_S = 1.0
+_LAST_PRIORITY = 2**31 - 1
+"""vLLM handles the lowest number first."""
+_UNAUTHORIZED = (401, 403)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmFacts:
+    """What the warm start needs to know of this engine.
+
+    Attributes:
+        socket: The daemon's.
+        url: Of vLLM's API server, as the log shows it.
+        model_names: As in Hello; requests name the first one.
+        room_tokens: Returns how many tokens vLLM's cache takes.
+        block_tokens: Of one block.
+        by_priority: vLLM schedules by priority.
+        daemon_uid: As whom the daemon may run, besides our own uid and root.
+    """
+
+    socket: Path
+    url: str
+    model_names: Sequence[str]
+    room_tokens: Callable[[], int]
+    block_tokens: int
+    by_priority: bool
+    daemon_uid: int | None = None
+
+
+@dataclass
+class _Round:
+    """What one round has done so far."""
+
+    num_prompts: int = 0
+    num_tokens: int = 0
+    num_failed: int = 0
+    stopped_by: str = ""
+
+
+class WarmStart:
+    """The thread and its state.
+
+    Args:
+        facts: Of the engine.
+        api: Its API server.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, facts: WarmFacts, api: OwnApi, clock: Callable[[], float] = time.monotonic) -> None:
+        self._facts, self._api, self._clock = facts, api, clock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtier-warm", daemon=True)
+        self._attachment: Attachment | None = None
+        self._turn = 0  # sessions of an earlier turn are void
+        self._serves_users: Callable[[], bool] = lambda: False
+        self._own_cache: Callable[[], object] = lambda: None
+        self._is_refused = False
+        self._lock = threading.Lock()  # protects the next one
+        self._num_failures = 0
+
+    def watch(self, serves_users: Callable[[], bool], own_cache: Callable[[], object]) -> None:
+        """Say where to look; before the first session.
+
+        Args:
+            serves_users: Whether a request of a user is open in this engine.
+            own_cache: vLLM's index of its cache, another object after each reset.
+        """
+        self._serves_users, self._own_cache = serves_users, own_cache
+
+    def bound(self, attachment: Attachment) -> None:
+        """The pins that stood when this session began are known to the scheduler."""
+        if attachment.turn < self._turn:
+            return
+        self._attachment = attachment
+        if self._thread.ident is None and not self._stop.is_set():
+            self._thread.start()
+
+    def reset(self) -> None:
+        """vLLM and kvtier begin anew, with another namespace: nothing of the old one is asked for any more."""
+        self._turn += 1
+        self._attachment = None
+
+    def take_failures(self) -> int:
+        """Return how many prompts could not be warmed since the last call."""
+        with self._lock:
+            taken, self._num_failures = self._num_failures, 0
+        return taken
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the thread, and the request that it waits for."""
+        self._stop.set()
+        self._api.close()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                cache = self._round()
+                if self._is_refused:
+                    return
+                while self._own_cache() is cache and not self._stop.wait(_LOOK_S):
+                    pass
+        except Exception:  # whatever it is, vLLM serves without
+            logger.exception("kvtier: the warm start failed")
+
+    def _round(self) -> object:
+        """Warm what is pinned; return vLLM's cache as it was when that began."""
+        if not self._until(self._api.is_healthy, HEALTH_TIMEOUT_S):
+            self._say_unless_stopped("no answer from %s/health within %g s; is warm_url right?", HEALTH_TIMEOUT_S)
+            return self._own_cache()
+        cache = self._own_cache()
+        self._until(lambda: self._attachment is not None, HEALTH_TIMEOUT_S)
+        if (attachment := self._attachment) is None:
+            return cache
+        try:
+            with AdminClient(self._facts.socket, daemon_uid=self._facts.daemon_uid) as daemon:
+                self._warm_all(daemon, self._held(daemon.list(), attachment), attachment)
+        except KvtierError as exc:
+            self._say_unless_stopped("of %s ends: %s", exc)
+        return cache
+
+    def _held(self, prompts: Sequence[PromptStatus], attachment: Attachment) -> list[PromptStatus]:
+        """Return the prompts that this engine can load as a whole, by importance, as far as there is room.
+
+        Of several names for one prompt, the first stands for all.
+        """
+        namespace_id, facts = attachment.welcome.namespace_id, self._facts
+        seen = set()
+        left = int(facts.room_tokens() * MAX_RATIO)
+        chosen = []
+        for status in by_importance(status for status in prompts if self._is_ours(status, namespace_id)):
+            if (request := same_request(status)) in seen:
+                continue
+            seen.add(request)
+            needed = room_taken(status.num_tokens, facts.block_tokens)
+            if needed > left:
+                logger.info(
+                    "kvtier warm start leaves out name=%s tokens=%d: half of vLLM's cache leaves %d",
+                    status.name,
+                    status.num_tokens,
+                    left,
+                )
+                continue
+            left -= needed
+            chosen.append(status)
+        return chosen
+
+    def _is_ours(self, status: PromptStatus, namespace_id: str) -> bool:
+        is_served = not status.model or status.model in self._facts.model_names
+        return status.pinned and is_served and any(_is_held(status, namespace_id))
+
+    def _warm_all(self, daemon: AdminClient, prompts: Sequence[PromptStatus], attachment: Attachment) -> None:
+        if not prompts:
+            logger.info("kvtier warm start: the daemon holds no pinned prompt of this engine")
+            return
+        num_tokens = sum(status.num_tokens for status in prompts)
+        logger.info("kvtier warm start began prompts=%d tokens=%d", len(prompts), num_tokens)
+        began_s, done = self._clock(), _Round()
+        deadline_s = began_s + TOTAL_TIMEOUT_S
+        for status in prompts:
+            is_quiet = self._until(lambda: not self._serves_users(), deadline_s - self._clock())
+            if self._stop.is_set():
+                return
+            if not is_quiet:
+                done.stopped_by = "vLLM is busy"
+            if attachment.turn < self._turn:  # asleep, perhaps
+                done.stopped_by = "kvtier was reset"
+            if done.stopped_by:
+                break
+            self._warm(daemon, status, max(1.0, deadline_s - self._clock()), done)
+        logger.log(
+            logging.WARNING if done.stopped_by else logging.INFO,
+            "kvtier warm start ended prompts=%d of %d tokens=%d failed=%d seconds=%.2f%s",
+            done.num_prompts,
+            len(prompts),
+            done.num_tokens,
+            done.num_failed,
+            self._clock() - began_s,
+            f": {done.stopped_by}" if done.stopped_by else "",
+        )
+
+    def _warm(self, daemon: AdminClient, status: PromptStatus, timeout_s: float, done: _Round) -> None:
+        try:
+            self._api.complete(self._body(status, daemon.tokens(status.name)), timeout_s)
+        except ApiRefusedError as exc:
+            self._failed(done)
+            if exc.status in _UNAUTHORIZED:
+                self._is_refused, done.stopped_by = True, "no API key"
+                logger.warning(
+                    "kvtier: %s refuses the warm start (%s): set VLLM_API_KEY in vLLM's environment, or leave warm_url "
+                    "out",
+                    self._facts.url,
+                    exc,
+                )
+                return
+            logger.warning("kvtier: %s refuses to warm %s (%s)", self._facts.url, status.name, exc)
+        except ApiGoneError as exc:
+            self._failed(done)
+            done.stopped_by = f"{self._facts.url}: {exc}"
+        else:
+            done.num_prompts += 1
+            done.num_tokens += status.num_tokens
+
+    def _failed(self, done: _Round) -> None:
+        done.num_failed += 1
+        with self._lock:
+            self._num_failures += 1
+
+    def _body(self, status: PromptStatus, tokens: Sequence[int]) -> dict[str, Any]:
+        model = status.lora_name or self._facts.model_names[0]
+        body = warm_body(model, warm_tokens(status, tokens), status.cache_salt, new_request_id())
+        if self._facts.by_priority:  # without that policy vLLM refuses the field
+            body["priority"] = _LAST_PRIORITY
+        return body
+
+    def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until it holds; False after the timeout, or when the warm start ends."""
+        deadline_s = self._clock() + timeout_s
+        while not self._stop.is_set():
+            if holds():
+                return True
+            if self._clock() >= deadline_s:
+                return False
+            self._stop.wait(_TICK_S)
+        return False
+
+    def _say_unless_stopped(self, problem: str, *values: object) -> None:
+        if not self._stop.is_set():
+            logger.warning(f"kvtier: the warm start {problem}", self._facts.url, *values)
+
+
+def _is_held(status: PromptStatus, namespace_id: str) -> Iterator[bool]:
+    """Yield, of the prompt's binding in the namespace, whether all is in one tier: else there is computing to do."""
+    for binding in status.bindings:
+        if binding.namespace_id == namespace_id:
+            yield 0 < binding.num_chunks <= max(binding.num_host_chunks, binding.num_durable_chunks)

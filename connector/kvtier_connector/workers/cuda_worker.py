@@ -1,0 +1,184 @@
+"""The worker on CUDA: a device copies, and this says what it may touch and when it is done.
+
+Everything runs in vLLM's worker thread and returns at once, except `wait`, `shutdown` and a change of arena. A job
+that the device has finished is found so by the next `get_finished`; vLLM keeps stepping while it has jobs. Not proven
+on a GPU yet.
+"""
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import TransferResult
+
+from kvtier.client.arena_map import session_lock
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
+from kvtier_connector.workers.base import Job, KVTierWorker, check_generations
+from kvtier_connector.workers.device import Copies, HostMemory, Ticket
+from kvtier_connector.workers.page_layout import WorkerLayout
+from kvtier_connector.workers.page_locked_arena import LockedArena
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OpenJob:
+    """A job whose copies are under way.
+
+    Attributes:
+        job: As submitted.
+        chunks: Those that are copied.
+        arena: Where.
+        ticket: Of its copies.
+        num_bytes: Of its copies.
+        began_s: When they were given to the device.
+        held: The session's lock and the rows.
+    """
+
+    job: Job
+    chunks: list[ArenaChunk]
+    arena: LockedArena
+    ticket: Ticket
+    num_bytes: int
+    began_s: float
+    held: contextlib.ExitStack
+
+
+class KVTierCUDAWorker(KVTierWorker):
+    """Has a device copy chunks. See the contract in `kvtier_connector.workers.base`.
+
+    Args:
+        layout: Where this worker's bytes lie.
+        keepalive: The tensors whose addresses `layout` holds.
+        copies: Of the device.
+        memory: Of the device.
+    """
+
+    _copies_overlap = True
+
+    def __init__(self, layout: WorkerLayout, keepalive: object, copies: Copies, memory: HostMemory) -> None:
+        super().__init__(layout, keepalive)
+        self._copies, self._memory = copies, memory
+        self._open: list[_OpenJob] = []
+        self._arena: LockedArena | None = None
+        self._retired: list[LockedArena] = []
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        self._close([job for job in self._open if _is_over(job)])
+        return super().get_finished()
+
+    @override
+    def wait(self, job_ids: set[int]) -> None:
+        for job in self._open:
+            if job.job.job_id in job_ids:
+                _wait(job)
+
+    @override
+    def drain(self) -> None:
+        for job in self._open:
+            _wait(job)
+        self._close(list(self._open))
+
+    @override
+    def shutdown(self) -> None:
+        self._retire_arena()
+        for arena in self._retired:
+            arena.join()
+        self._retired.clear()
+
+    @override
+    def _prepare(self, arena: ArenaSpec) -> None:
+        self._arena_of(arena)  # which begins to lock its rows
+
+    @override
+    def _submit(self, job: Job) -> None:
+        began_s = time.perf_counter()
+        try:
+            self._open.append(self._begin(job, began_s))
+        except Exception as exc:
+            self._report(job, began_s, 0.0, 0, exc)
+
+    def _begin(self, job: Job, began_s: float) -> _OpenJob:
+        """Give a job's copies to the device.
+
+        Raises:
+            KvtierError: The job is not what the scheduler promised; nothing was touched.
+        """
+        self._check_layout(job.arena)
+        with contextlib.ExitStack() as held:
+            held.enter_context(session_lock(job.arena.lock_path))
+            arena = self._arena_of(job.arena)
+            chunks, copies = self._plan(job, arena.map)
+            check_generations(arena.map, chunks)
+            slots = [chunk.slot for chunk in chunks]
+            arena.hold(slots)
+            held.callback(arena.release, slots)
+            ticket = self._copies.begin(copies, is_load=job.is_load)
+            return _OpenJob(
+                job=job,
+                chunks=chunks,
+                arena=arena,
+                ticket=ticket,
+                num_bytes=copies.num_bytes,
+                began_s=began_s,
+                held=held.pop_all(),
+            )
+
+    def _close(self, jobs: list[_OpenJob]) -> None:
+        """Stamp, report and let go of jobs whose copies are over."""
+        for job in jobs:
+            self._open.remove(job)
+            error, seconds = None, 0.0
+            try:
+                seconds = self._complete(job)
+            except Exception as exc:
+                error = exc
+            job.held.close()
+            num_bytes = job.num_bytes if error is None else 0
+            self._report(job.job, job.began_s, seconds, num_bytes, error)
+
+    def _complete(self, job: _OpenJob) -> float:
+        """Make a copied job count; return the seconds that the device took.
+
+        Raises:
+            KvtierError: A loaded slot was given out again meanwhile.
+        """
+        job.ticket.wait()  # over in any case; raises what went wrong on the device
+        if job.job.is_load:
+            check_generations(job.arena.map, job.chunks)
+        else:
+            for chunk in job.chunks:
+                self._stamp(job.arena.map, chunk)
+        return job.ticket.seconds()
+
+    def _arena_of(self, spec: ArenaSpec) -> LockedArena:
+        if self._arena is not None and self._arena.map.arena_id == spec.arena_id:
+            return self._arena
+        arena = self._map(spec)
+        self._retire_arena()
+        self._arena = LockedArena(arena, self._layout.region_offset, self._memory)
+        return self._arena
+
+    def _retire_arena(self) -> None:
+        """Drain, then have the arena unlocked and unmapped."""
+        self.drain()
+        if self._arena is not None:
+            self._arena.retire()
+            self._retired.append(self._arena)
+            self._arena = None
+
+
+def _is_over(job: _OpenJob) -> bool:
+    try:
+        return job.ticket.is_done()
+    except Exception:  # reported when the job is closed: the device says it again
+        return True
+
+
+def _wait(job: _OpenJob) -> None:
+    # What went wrong on the device is reported when the job is closed.
+    with contextlib.suppress(Exception):
+        job.ticket.wait()

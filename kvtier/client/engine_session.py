@@ -1,0 +1,280 @@
+"""The engine's session with the daemon: one background thread that attaches, reads, and attaches again.
+
+Nothing here blocks the caller: messages go into a queue, what the daemon says comes back through a listener in this
+thread. Nothing is opened at import or construction, so a process may fork or spawn before `start`.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier._pb import engine_pb2_grpc
+from kvtier.client.outbox import Outbox
+from kvtier.client.socket_errors import explain
+from kvtier.client.trusted_socket import open_trusted
+from kvtier.errors import KvtierError, SessionRefusedError, UntrustedSocketError
+
+PROTOCOL_VERSION = 1
+PROBE_PERIOD_S = 0.25
+_MAX_MESSAGE_BYTES = 64 << 20
+_WELCOME_TIMEOUT_S = 30.0
+_BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 0.5
+_REFUSED_RETRY_S = 10.0
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+    }
+)
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # Subchannels of the global pool keep their back-off across channels; ours must try at once.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+logger = logging.getLogger(__name__)
+
+
+class NotReadyError(KvtierError):
+    """The Hello cannot be made yet; ask again shortly."""
+
+
+class Attachment:
+    """One session as long as its stream lives. Messages sent to it never reach another session.
+
+    Attributes:
+        turn: How often `EngineSession.reopen` had been called before it.
+        welcome: What the daemon answered.
+    """
+
+    def __init__(self, outbox: Outbox, turn: int, welcome: pb.Welcome) -> None:
+        self._outbox = outbox
+        self.turn = turn
+        self.welcome = welcome
+
+    def send(self, message: pb.EngineMessage) -> None:
+        """Enqueue a message; never blocks. After the stream's end it goes nowhere."""
+        self._outbox.put(message)
+
+    def send_later(self, message: pb.EngineMessage) -> None:
+        """Enqueue a message that may wait for others, see `Outbox`; never blocks."""
+        self._outbox.put_later(message)
+
+    def flush(self) -> None:
+        """Have what waits sent now; never blocks."""
+        self._outbox.flush()
+
+
+class SessionListener(Protocol):
+    """Told what happens, in the session's thread. Implementations only enqueue."""
+
+    def on_attached(self, attachment: Attachment) -> None:
+        """A new session is up."""
+
+    def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
+        """The daemon said something on this session (never Welcome)."""
+
+    def on_detached(self, attachment: Attachment) -> None:
+        """This session is over."""
+
+
+class EngineSession:
+    """Keeps a session with the daemon at `socket_path` open, for ever, from `start` to `close`.
+
+    Args:
+        socket_path: The daemon's unix socket, absolute.
+        make_hello: Called in the thread with the turn before each attempt; raises `NotReadyError` to be asked again.
+        listener: Told what happens, in the thread.
+        daemon_uid: As whom the daemon may run, besides our own uid and root.
+
+    Attributes:
+        turn: How often `reopen` was called; sessions of an earlier turn are void.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        make_hello: Callable[[int], pb.Hello],
+        listener: SessionListener,
+        daemon_uid: int | None = None,
+    ) -> None:
+        self._socket_path, self._daemon_uid = socket_path, daemon_uid
+        self._make_hello = make_hello
+        self._listener = listener
+        self._stop = threading.Event()
+        self.turn = 0
+        self._probing = False
+        self._call: Any = None  # grpc-stubs know neither its iterator nor `cancel`
+        self._outbox = Outbox()
+        self._last_problem: str | None = None
+        self._is_untrusted = False  # and that was said, since a session was up
+        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
+
+    def start(self) -> None:
+        """Begin to attach; returns at once."""
+        self._thread.start()
+
+    def probe(self, wanted: bool) -> None:
+        """Say whether Pings shall go out every 0.25 s; their Pongs reach the listener."""
+        self._probing = wanted
+
+    def reopen(self) -> None:
+        """End the session and open another with a new Hello; returns at once.
+
+        What was enqueued may be lost; the daemon treats it as a lost connection.
+        """
+        self.turn += 1
+        self._cancel()
+
+    def reconnect(self) -> None:
+        """End the session and open another with the same Hello; returns at once."""
+        self._cancel()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the session, letting what is enqueued go out first, for at most `timeout_s`."""
+        self._stop.set()
+        self._outbox.put(pb.EngineMessage(goodbye=pb.Goodbye()))
+        self._outbox.close()
+        if not self._thread.is_alive():
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._cancel()
+            self._thread.join(timeout_s)
+
+    def _cancel(self) -> None:
+        call = self._call  # read once: the thread forgets it when the stream ends
+        if call is not None:
+            call.cancel()
+
+    def _run(self) -> None:
+        delay_s = _BACKOFF_FIRST_S
+        while not self._stop.is_set():
+            attached_at_s = time.monotonic()
+            try:
+                self._attach_once()
+            except NotReadyError:
+                self._stop.wait(_BACKOFF_FIRST_S)
+                continue
+            except SessionRefusedError as exc:
+                self._report(str(exc), logging.ERROR)
+                self._stop.wait(_REFUSED_RETRY_S)
+                continue
+            except _UnreachableError as exc:
+                self._report(str(exc), logging.WARNING)
+            except UntrustedSocketError as exc:
+                self._report_untrusted(exc)
+            except Exception as exc:  # a cache failure never reaches vLLM, whatever it is
+                self._report(f"kvtier: attach failed: {exc!r}; vLLM serves without kvtier", logging.ERROR)
+                self._stop.wait(_REFUSED_RETRY_S)
+                continue
+            if time.monotonic() - attached_at_s > 1.0:
+                delay_s = _BACKOFF_FIRST_S
+            self._stop.wait(delay_s)
+            delay_s = min(2 * delay_s, _BACKOFF_MAX_S)
+
+    def _attach_once(self) -> None:
+        """Attach and read until the stream ends."""
+        turn = self.turn
+        hello = self._make_hello(turn)
+        try:
+            socket = open_trusted(self._socket_path, self._daemon_uid)
+        except OSError as exc:
+            raise _UnreachableError(self._socket_path, explain(self._socket_path, exc)) from exc
+        with socket:
+            self._attach_to(socket.target, hello, turn)
+
+    def _attach_to(self, target: str, hello: pb.Hello, turn: int) -> None:
+        outbox = Outbox()
+        channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        try:
+            self._outbox, self._probing = outbox, False
+            make_stub: Any = engine_pb2_grpc.EngineServiceStub  # generated, untyped
+            call = make_stub(channel).Attach(self._outgoing(hello, outbox))
+            self._call = call
+            if turn == self.turn and not self._stop.is_set():
+                self._read(call, outbox, turn)
+        except grpc.RpcError as exc:
+            self._translate(exc, turn)
+        finally:
+            self._call = None
+            outbox.close()
+            channel.close()
+
+    def _read(self, call: Any, outbox: Outbox, turn: int) -> None:
+        attachment: Attachment | None = None
+        watchdog = threading.Timer(_WELCOME_TIMEOUT_S, call.cancel)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            for message in call:
+                if attachment is not None:
+                    self._listener.on_message(attachment, message)
+                elif message.WhichOneof("kind") == "welcome":
+                    watchdog.cancel()
+                    if turn != self.turn:
+                        return
+                    attachment = Attachment(outbox, turn, message.welcome)
+                    self._greet(attachment)
+        finally:
+            watchdog.cancel()
+            if attachment is not None:
+                self._listener.on_detached(attachment)
+
+    def _greet(self, attachment: Attachment) -> None:
+        welcome = attachment.welcome
+        logger.info("kvtier attached session=%s namespace=%s", welcome.session_id, welcome.namespace_id)
+        self._last_problem, self._is_untrusted = None, False
+        self._listener.on_attached(attachment)
+
+    def _outgoing(self, hello: pb.Hello, outbox: Outbox) -> Iterator[pb.EngineMessage]:
+        """Yield what goes to the daemon; runs in gRPC's own thread."""
+        yield pb.EngineMessage(hello=hello)
+        num_pings, last_ping_s = 0, 0.0
+        while (messages := outbox.take()) is not None:
+            yield from messages
+            if self._probing and time.monotonic() - last_ping_s >= PROBE_PERIOD_S:
+                num_pings, last_ping_s = num_pings + 1, time.monotonic()
+                yield pb.EngineMessage(ping=pb.Ping(id=num_pings))
+
+    def _translate(self, exc: grpc.RpcError, turn: int) -> None:
+        code, details = exc.code(), exc.details()
+        if code in _REFUSALS:
+            raise SessionRefusedError(
+                f"kvtier-daemon at {self._socket_path} refused this engine ({code.name}): {details}; vLLM serves "
+                "without kvtier until that is mended"
+            ) from exc
+        if turn == self.turn and not self._stop.is_set():
+            # The next attempt says why it is gone; if there is none to report, nothing was.
+            logger.info("kvtier session lost (%s: %s)", code.name, details)
+
+    def _report(self, problem: str, level: int) -> None:
+        """Log a problem once; of one outage only the first goes out at `level`, what it turns into later as INFO."""
+        if problem != self._last_problem:
+            logger.log(level if self._last_problem is None else logging.INFO, "%s", problem)
+        self._last_problem = problem
+
+    def _report_untrusted(self, error: UntrustedSocketError) -> None:
+        """Log it as an error also when the outage began as another one, once: whoever is there may come and go."""
+        if not self._is_untrusted:
+            logger.error("kvtier: %s; vLLM serves without kvtier until then", error)
+        self._is_untrusted, self._last_problem = True, str(error)
+
+
+class _UnreachableError(KvtierError):
+    """Nobody answers at the socket, or the connection broke."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"kvtier-daemon is not reachable at {path}: {problem}; vLLM serves without kvtier until then")

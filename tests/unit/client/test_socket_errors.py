@@ -1,0 +1,48 @@
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvtier.client.address import channel_target, default_socket_path
+from kvtier.client.socket_errors import explain
+from kvtier.client.trusted_socket import open_trusted
+
+
+def problem_at(path: Path) -> str:
+    with pytest.raises(OSError) as caught:
+        open_trusted(path, None)
+    return explain(path, caught.value)
+
+
+def test_nothing_there_names_the_remedy(tmp_path: Path) -> None:
+    assert problem_at(tmp_path / "none" / "d.sock").startswith("no such file; start `kvtier-daemon`")
+
+
+def test_nobody_listening(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+    assert problem_at(path) == "connection refused, nothing listens there; start `kvtier-daemon`"
+
+
+def test_permission_denied_names_uid_and_folder() -> None:
+    problem = explain(Path("/run/kvtier/d.sock"), PermissionError(errno.EACCES, "denied"))
+    assert f"permission denied for uid {os.getuid()}" in problem
+    assert "/run/kvtier" in problem
+
+
+def test_no_more_descriptors() -> None:
+    assert "ulimit -n" in explain(Path("/d.sock"), OSError(errno.EMFILE, "Too many open files"))
+
+
+def test_default_socket_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KVTIER_SOCKET", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert default_socket_path() == Path(f"/tmp/kvtier-{os.getuid()}/daemon.sock")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_socket_path() == tmp_path / "kvtier" / "daemon.sock"
+    monkeypatch.setenv("KVTIER_SOCKET", "/x/y.sock")
+    assert default_socket_path() == Path("/x/y.sock")
+    assert channel_target("/x/y.sock") == "unix:/x/y.sock"

@@ -1,0 +1,398 @@
+"""The parts of GPU pins that need no vLLM engine; the whole is in tests/property and tests/simulation."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.request import RequestStatus
+
+from kvtier_connector.engine.chunk_keys import GroupShape, gpu_keys
+from kvtier_connector.gpu_pins import hard_pins as hard_module
+from kvtier_connector.gpu_pins import soft_pins as soft_module
+from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
+from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
+from kvtier_connector.gpu_pins.hard_pins import HardPins
+from kvtier_connector.gpu_pins.hooks import GpuPins, Policy
+from kvtier_connector.gpu_pins.soft_pins import RATIO, SLICE, SoftPins
+from kvtier_connector.gpu_pins.vllm_block_pool import BlockQueue, UnknownPoolError
+from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.settings import ConnectorSettings, GpuPin
+
+A, B, C, D = (bytes([n]) * 36 for n in range(4))
+SHAPE = EngineShape(block_tokens=4, max_step_tokens=16)
+
+
+class FakeCache:
+    """vLLM's map, hash to block."""
+
+    def __init__(self, blocks: list[Any]) -> None:
+        self.by_key = {block.block_hash: block for block in reversed(blocks) if block.block_hash}
+
+    def get_one_block(self, key: bytes) -> Any:
+        return self.by_key.get(key)
+
+
+def pool_of(keys: list[bytes | None]) -> Any:
+    """Return a manager whose pool has free blocks with these hashes, the first to be evicted first."""
+    blocks = [KVCacheBlock(block_id=number) for number in range(len(keys))]
+    for block, key in zip(blocks, keys, strict=True):
+        if key is not None:
+            block.set_block_hash(key, num_tokens=4)
+    queue = FreeKVCacheBlockQueue(blocks)
+
+    def touch(taken: list[KVCacheBlock]) -> None:
+        for block in taken:
+            if not block.ref_cnt:
+                queue.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(given: list[KVCacheBlock]) -> None:
+        for block in given:
+            block.ref_cnt -= 1
+        queue.append_n([block for block in given if not block.ref_cnt])
+
+    pool = SimpleNamespace(
+        blocks=blocks,
+        cached_block_hash_to_block=FakeCache(blocks),
+        enable_caching=True,
+        free_block_queue=queue,
+        free_blocks=free_blocks,
+        get_num_free_blocks=lambda: queue.num_free_blocks,
+        hash_block_size=4,
+        num_gpu_blocks=len(blocks) + 1,
+        reset_prefix_cache=lambda: True,
+        touch=touch,
+    )
+    return SimpleNamespace(block_pool=pool, new_step_starts=lambda: None)
+
+
+def step_of(num_tokens: int) -> Any:
+    """Return what vLLM says of a step over this many tokens."""
+    return SimpleNamespace(
+        num_scheduled_tokens={}, total_num_scheduled_tokens=num_tokens, finished_req_ids=(), preempted_req_ids=None
+    )
+
+
+def request_of(num_tokens: int) -> Any:
+    return SimpleNamespace(
+        request_id="r", num_tokens=num_tokens, num_computed_tokens=0, resumable=False, status=RequestStatus.RUNNING
+    )
+
+
+def order(manager: Any) -> list[int]:
+    return [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
+
+
+def pinned_of(*pins: tuple[bytes, ...], max_blocks: int = 10**6) -> PinnedBlocks:
+    pinned = PinnedBlocks()
+    pinned.bound(max_blocks)
+    for number, keys in enumerate(pins):
+        pinned.add(str(number), keys)
+    return pinned
+
+
+def test_the_oldest_pin_is_the_best_and_shared_blocks_are_its_own() -> None:
+    pinned = pinned_of((A, B), (A, C))
+    assert pinned.ranking.keys == [A, B, C]
+    pinned.add("0", (A, D))  # bound anew, and still the oldest
+    assert pinned.ranking.keys == [A, D, C]
+    pinned.remove("0")
+    assert pinned.ranking.keys == [A, C]
+    pinned.remove("unknown")
+    pinned.retain({"2"})
+    assert pinned.ranking.keys == []
+
+
+def test_what_is_beyond_the_bound_comes_in_when_there_is_room() -> None:
+    pinned = pinned_of((A, B), (C, D), max_blocks=3)
+    ranking = pinned.ranking
+    assert (ranking.keys, ranking.ranks) == ([A, B, C], {A: 0, B: 1, C: 2})
+    pinned.retain({"0", "1"})
+    pinned.add("1", (C, D))
+    assert pinned.ranking is ranking, "nothing has changed"
+    pinned.remove("0")
+    assert pinned.ranking.keys == [C, D]
+
+
+def test_keys_are_those_under_which_vllm_caches_blocks() -> None:
+    group = GroupShape(group_idx=0, chunk_tokens=8, hashes_per_chunk=2, window_chunks=0)
+    hashes = [bytes([n]) * 32 for n in range(7)]
+    keys = gpu_keys([group], hashes, covered_tokens=24)
+    assert list(keys) == [make_block_hash_with_group_id(BlockHash(block_hash), 0) for block_hash in hashes[:6]]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [GroupShape(group_idx=0, chunk_tokens=4, hashes_per_chunk=1, window_chunks=2)],
+        [GroupShape(group_idx=0, chunk_tokens=4, hashes_per_chunk=1, window_chunks=0, is_recurrent=True)],
+        [GroupShape(group_idx=n, chunk_tokens=4, hashes_per_chunk=1, window_chunks=0) for n in range(2)],
+    ],
+)
+def test_no_keys_where_a_prefix_is_not_all(groups: list[GroupShape]) -> None:
+    assert gpu_keys(groups, [b"h" * 32] * 4, covered_tokens=16) == ()
+
+
+def test_a_shield_moves_pinned_blocks_behind_all_others_tail_first() -> None:
+    manager = pool_of([None, A, B, C, None, None])
+    soft = SoftPins(BlockQueue(manager, 4), pinned_of((A, B), (C,)))
+    soft.shield(1)
+    assert order(manager) == [0, 1, 2, 3, 4, 5]
+    soft.shield(2)
+    assert order(manager) == [0, 4, 5, 3, 2, 1]
+    soft.shield(6)
+    assert order(manager) == [0, 4, 5, 3, 2, 1]
+
+
+def test_of_two_blocks_with_one_hash_the_one_that_vllm_hits_is_kept() -> None:
+    manager = pool_of([A, A, None])
+    SoftPins(BlockQueue(manager, 4), pinned_of((A,))).shield(1)
+    assert order(manager) == [1, 2, 0]
+
+
+def test_many_blocks_move_in_slices_before_they_have_to() -> None:
+    """A pass is over when vLLM has taken the blocks before the pinned ones, and no step moves more than a slice."""
+    num_pinned, num_taken = 8 * SLICE, 0
+    keys = [number.to_bytes(4, "big") * 9 for number in range(num_pinned)]
+    manager = pool_of([*keys, *[None] * num_pinned * (RATIO - 1)])
+    queue = manager.block_pool.free_block_queue
+    soft = SoftPins(BlockQueue(manager, 4), pinned_of(tuple(keys)))
+    soft.shield(500)
+    assert soft.num_moved == num_pinned, "all at once: they were at the head"
+    while num_taken < 4 * num_pinned * (RATIO - 1):
+        moved_before = soft.num_moved
+        soft.shield(500)
+        assert soft.num_moved == moved_before, "no move was forced"
+        taken = queue.popleft_n(400)
+        assert not any(block.block_hash for block in taken)
+        queue.append_n(taken)
+        soft.pace(400)
+        assert soft.num_moved - moved_before <= min(SLICE, 1 + 1.1 * 400 / (RATIO - 1))
+        num_taken += 400
+    assert soft.num_moved - num_pinned == pytest.approx(num_taken / (RATIO - 1), rel=0.1)
+
+
+def test_a_pass_goes_from_the_worst_to_the_best_and_begins_again_after_a_forced_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(soft_module, "SLICE", 2)
+    keys = [bytes([number]) * 36 for number in range(5)]
+    manager = pool_of([*keys, *[None] * 20])
+    soft, moved = SoftPins(BlockQueue(manager, 4), pinned_of(tuple(keys))), list[int]()
+    soft.shield(1)
+    assert order(manager)[-5:] == [4, 3, 2, 1, 0]
+    for _ in range(8):
+        before = soft.num_moved
+        soft.pace(3)  # of 25 blocks 5 are pinned, 17 are others, but for a margin and a slice: 15 / 17 of a move is due
+        moved += order(manager)[-1:] * (soft.num_moved - before)
+    assert moved == [4, 3, 2, 1, 0, 4]
+    manager.block_pool.free_block_queue.append_n(manager.block_pool.free_block_queue.popleft_n(20))
+    soft.shield(1)
+    assert order(manager)[-5:] == [4, 3, 2, 1, 0]
+    while soft.num_moved < 5 + 6 + 5 + 1:
+        soft.pace(3)
+    assert order(manager)[-1] == 4
+
+
+def test_what_vllm_takes_is_counted_in_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of three tokens take a block after two of them; what was cached of a request is taken, too."""
+    paced: list[int] = []
+    policy = Policy(BlockQueue(pool_of([A, None]), 4), pinned_of((A,)), Demand(SHAPE), is_hard=False)
+    monkeypatch.setattr(policy._soft, "pace", paced.append)
+    for _ in range(4):
+        policy.after_step(step_of(3), ConnectorStats())
+    assert paced == [0, 1, 1, 1]
+    policy.before_admission(request_of(20), 9, is_load=True)
+    policy.allocated(request_of(20))
+    policy.after_step(step_of(0), ConnectorStats())
+    assert paced[4:] == [2]
+    unpinned = Policy(BlockQueue(pool_of([A, None]), 4), PinnedBlocks(), Demand(SHAPE), is_hard=False)
+    monkeypatch.setattr(unpinned._soft, "pace", paced.append)
+    unpinned.after_step(step_of(8), ConnectorStats())
+    assert len(paced) == 5
+
+
+def test_more_blocks_than_one_step_looks_at_are_held_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And looked at again: one that vLLM has forgotten, since a load into it failed, is given back."""
+    monkeypatch.setattr(hard_module, "_SLICE", 2)
+    keys = [bytes([number]) * 36 for number in range(5)]
+    manager = pool_of([*keys[:3], None, *keys[3:], None, None])
+    pinned = pinned_of(tuple(keys))
+    hard = HardPins(BlockQueue(manager, 4), pinned)
+    held = []
+    for _ in range(3):
+        hard.hold(num_spare=1)
+        held.append(hard.num_held)
+    assert held == [2, 4, 5]
+    manager.block_pool.blocks[0].reset_hash()
+    del manager.block_pool.cached_block_hash_to_block.by_key[keys[0]]
+    hard.hold(num_spare=1)
+    assert hard.num_held == 4
+    pinned.remove("0")
+    hard.hold(num_spare=1)
+    assert (hard.num_held, len(order(manager))) == (0, 8)
+
+
+def test_blocks_are_held_while_so_many_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = pool_of([A, B, C, None, None])
+    hard = HardPins(BlockQueue(manager, 4), pinned_of((A, B, C)))
+    hard.hold(num_spare=3)
+    assert (hard.num_held, len(order(manager))) == (2, 3)
+    hard.make_room(3)
+    assert (hard.num_held, hard.num_let_go) == (2, 0), "vLLM has them"
+    hard.make_room(4)
+    assert (order(manager), hard.num_let_go) == ([2, 3, 4, 1], 1), "the worst goes first"
+    hard.make_room(9)
+    assert (hard.num_held, hard.num_let_go) == (0, 2)
+
+
+def test_the_pinned_blocks_that_vllm_has_are_counted_in_turn() -> None:
+    """A slice of them in each step; the result is reported when it differs from the last."""
+    keys = [bytes([number]) * 36 for number in range(20)]
+    manager = pool_of([*keys[:12], *[None] * 40])
+    pinned, stats = PinnedBlocks(), ConnectorStats()
+    pins = GpuPins(ConnectorSettings(socket="/s", gpu_pin=GpuPin.SOFT), SHAPE, pinned, stats)  # type: ignore[arg-type]
+    pins.bind(manager)
+
+    def reported() -> tuple[Any, Any] | None:
+        pins.after_step(step_of(0))
+        taken = stats.take()
+        found = taken.reduce() if taken is not None else {}
+        names = ("kvtier_connector_gpu_pinned_blocks", "kvtier_connector_gpu_resident_blocks")
+        return (found[names[0]], found[names[1]]) if names[0] in found else None
+
+    assert reported() is None, "nothing is pinned"
+    pinned.add("p", keys)
+    assert [reported() for _ in range(4)] == [None, (20, 12), None, None]
+    del manager.block_pool.cached_block_hash_to_block.by_key[keys[0]]
+    assert [reported() for _ in range(3)] == [None, (20, 11), None]
+    pinned.add("q", [A + b"q"])
+    pinned.remove("q")  # in the middle of a round
+    assert [reported() for _ in range(3)] == [None, None, None]
+    pinned.remove("p")
+    assert reported() == (0, 0)
+
+
+def test_a_request_takes_and_needs_what_its_shape_says() -> None:
+    """Blocks of 4 tokens, steps of 16. What vLLM takes for one is a part of what it looks whether it has."""
+    plain, drafts = SHAPE, EngineShape(block_tokens=4, max_step_tokens=16, num_spec_tokens=2, num_lookahead_tokens=3)
+    for shape, num_tokens, num_cached, is_load, taken, needed in [
+        (plain, 20, 0, False, 4, 5),  # a chunk of it, and room for all
+        (plain, 20, 8, False, 5, 5),
+        (plain, 100, 8, False, 6, 25),
+        (plain, 20, 8, True, 2, 5 + 1),  # the loaded ones; a token more is computed before it is asked for again
+        (drafts, 20, 0, False, 5, 5),  # 16 and 3
+        (drafts, 20, 20, False, 7, 7),  # all are cached: one token, two drafts and 3
+        (drafts, 20, 8, True, 2, 5 + 3),
+    ]:
+        demand, request = Demand(shape), request_of(num_tokens)
+        assert demand.of_admission(request, num_cached, is_load=is_load) == taken
+        assert demand.to_admit(request, num_cached, 100, is_load=is_load) == needed
+    reserved = EngineShape(block_tokens=4, max_step_tokens=16, watermark_ratio=0.1, needs_room_for_all=False)
+    demand = Demand(reserved)
+    assert demand.to_admit(request_of(100), 8, 99, is_load=False) == 6 + 10
+    demand.allocated(request_of(12))
+    assert demand.to_admit(request_of(100), 8, 99, is_load=True) == 2 + 10 + 1 + (3 + 1), "others have yet to compute"
+
+
+def test_a_step_is_bound_by_prompts_left_and_requests() -> None:
+    demand = Demand(SHAPE)
+    long: Any = SimpleNamespace(
+        request_id="long", num_tokens=40, num_computed_tokens=0, resumable=False, status=RequestStatus.RUNNING
+    )
+    short: Any = SimpleNamespace(
+        request_id="short", num_tokens=5, num_computed_tokens=0, resumable=False, status=RequestStatus.RUNNING
+    )
+    demand.allocated(long)
+    demand.allocated(short)
+    assert demand.stepped({"long": 16, "short": 0}, (), ()) == 2 + 16 // 4
+    long.num_computed_tokens = 32
+    assert demand.stepped({"long": 4, "short": 5}, (), ()) == 2 + 4 // 4
+    long.num_computed_tokens = 36
+    assert demand.stepped({"long": 4}, {"short"}, ()) == 1
+    assert demand.stepped({"long": 1}, (), {"long"}) == 1, "it has blocks again"
+    long.status = RequestStatus.PREEMPTED
+    assert demand.stepped({}, (), {"long", "unknown"}) == 0
+
+
+def test_a_streaming_session_may_get_any_number_of_tokens() -> None:
+    demand = Demand(SHAPE)
+    session: Any = SimpleNamespace(
+        request_id="s", num_tokens=5, num_computed_tokens=5, resumable=True, status=RequestStatus.RUNNING
+    )
+    demand.allocated(session)
+    assert demand.stepped({}, (), ()) == 1 + 4
+
+
+def test_pools_of_another_shape_are_refused_by_name() -> None:
+    manager = pool_of([None, None])
+    del manager.block_pool.touch
+    with pytest.raises(UnknownPoolError, match=r"BlockPool has no touch; kvtier knows that of vLLM 0\."):
+        BlockQueue(manager, 4)
+    manager = pool_of([None, None])
+    with pytest.raises(UnknownPoolError, match="it hashes 4 tokens, a block has 8"):
+        BlockQueue(manager, 8)
+    manager.block_pool.enable_caching = False
+    with pytest.raises(UnknownPoolError, match="prefix cache is off"):
+        BlockQueue(manager, 4)
+    manager = pool_of([None, None])
+    manager.block_pool.free_block_queue.fake_free_list_head.next_free_block = None
+    with pytest.raises(UnknownPoolError, match="no doubly linked list"):
+        BlockQueue(manager, 4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "warning"),
+    [
+        (GpuPin.SOFT, SHAPE, "not the one kvtier knows (KVCacheManager has no block_pool"),
+        (GpuPin.HARD, None, "several groups of blocks, a window or a state"),
+        (GpuPin.OFF, SHAPE, ""),
+    ],
+)
+def test_what_rules_pins_out_is_said_once(
+    mode: GpuPin, shape: EngineShape | None, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned, unknown = PinnedBlocks(), SimpleNamespace(new_step_starts=lambda: None)
+    pins = GpuPins(ConnectorSettings(socket="/s", gpu_pin=mode), shape, pinned, ConnectorStats())  # type: ignore[arg-type]
+    pins.bind(unknown)
+    assert not pins.is_on
+    assert [warning in record.getMessage() for record in caplog.records] == [True] * bool(warning)
+    pins.before_step()
+    pins.allocated(SimpleNamespace())
+
+
+def test_a_failing_move_loses_no_block() -> None:
+    manager = pool_of([A, B, None])
+    queue = BlockQueue(manager, 4)
+
+    def keys() -> Any:
+        yield A
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        queue.move_to_tail(keys())
+    assert order(manager) == [1, 2, 0]
+    assert manager.block_pool.free_block_queue.num_free_blocks == 3
+
+
+def test_a_pin_of_higher_priority_goes_before_older_ones() -> None:
+    pinned = PinnedBlocks()
+    pinned.bound(10)
+    pinned.add("old", (A, B))
+    pinned.add("dear", (C, A), priority=5)
+    pinned.add("cheap", (D,), priority=-1)
+    assert pinned.ranking.keys == [C, A, B, D]
+    pinned.add("cheap", (D,), priority=9)  # pinned again, with another priority
+    assert pinned.ranking.keys == [D, C, A, B]
+    pinned.remove("dear")
+    pinned.add("cheap", (D,), priority=-1)
+    assert pinned.ranking.keys == [A, B, D]
+    pinned.bound(1)
+    pinned.add("dear", (C,), priority=1)
+    assert pinned.ranking.keys == [C], "the bound keeps the best"

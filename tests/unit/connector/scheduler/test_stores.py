@@ -1,0 +1,217 @@
+"""Resources: only what is pinned and not held, into granted slots, told to the daemon in order."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from kvtier._pb import engine_pb2 as pb
+from tests.unit.connector.harness import FakeRequest, Scheduler, full_spec, hashes_of
+from tests.unit.connector.scheduler.test_lookups import keys_of
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    made = Scheduler(monkeypatch)
+    made.attach()
+    made.pin(keys_of("sys", 6), held=False)
+    return made
+
+
+def computed(scheduler: Scheduler, request: Any) -> Any:
+    """Schedule the whole prompt; return the step's metadata."""
+    assert scheduler.ask(request) == 0
+    return scheduler.step(new=[(request, scheduler.allocate(request, 0, 0))])
+
+
+def test_pinned_chunks_are_stored_and_the_rest_is_not(scheduler: Scheduler) -> None:
+    meta = computed(scheduler, scheduler.new_request("sys", 8))
+    (job_id,) = meta.store_jobs
+    begin = scheduler.sent_one("store_begin")
+    assert [store.key for store in begin.resources] == keys_of("sys", 6)
+    assert [store.slot.slot for store in begin.resources] == [0, 1, 2, 3, 4, 5]
+    assert [chunk.slot for chunk in meta.store_jobs[job_id].dst_spec.chunks] == [0, 1, 2, 3, 4, 5]
+    scheduler.workers_report([job_id])
+    done = scheduler.sent_one("store_done")
+    assert sorted(store.key for store in done.stores) == sorted(keys_of("sys", 6))
+
+
+def test_what_vllm_holds_in_gpu_blocks_is_stored_too(scheduler: Scheduler) -> None:
+    request = scheduler.new_request("sys", 8)
+    request.num_computed_tokens = 24
+    assert scheduler.ask(request, 24) == 0
+    meta = scheduler.step(new=[(request, scheduler.allocate(request, 24, 0))])
+    assert len(meta.store_jobs) == 1
+    assert len(scheduler.sent_one("store_begin").resources) == 6
+
+
+def test_held_chunks_are_not_stored_again(scheduler: Scheduler) -> None:
+    scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys_of("sys", 6)[:4], held=True)))
+    scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys_of("sys", 1), held=False)))
+    computed(scheduler, scheduler.new_request("sys", 8))
+    stores = scheduler.sent_one("store_begin").resources
+    keys = keys_of("sys", 6)
+    assert [store.key for store in stores] == [keys[0], keys[4], keys[5]]
+
+
+def test_a_chunk_on_its_way_is_not_stored_twice(scheduler: Scheduler) -> None:
+    meta = computed(scheduler, scheduler.new_request("sys", 8))
+    assert not computed(scheduler, scheduler.new_request("sys", 8, "r2")).store_jobs
+    scheduler.workers_report(list(meta.store_jobs))
+    assert not computed(scheduler, scheduler.new_request("sys", 8, "r3")).store_jobs, "the commit is awaited"
+    scheduler.clock.now_s += 5.0
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6), held=False)
+    assert computed(scheduler, scheduler.new_request("sys", 8, "r4")).store_jobs
+
+
+def test_a_store_that_the_daemon_could_not_take_is_made_again_at_once(scheduler: Scheduler) -> None:
+    """The commit of the others is awaited: the daemon has not reported it."""
+    meta = computed(scheduler, scheduler.new_request("sys", 8))
+    scheduler.workers_report(list(meta.store_jobs))
+    scheduler.hold(keys_of("sys", 2), held=False)
+    scheduler.sent()
+    computed(scheduler, scheduler.new_request("sys", 8, "r2"))
+    assert [store.key for store in scheduler.sent_one("store_begin").resources] == keys_of("sys", 2)
+
+
+def test_an_unpinned_prompt_is_not_stored(scheduler: Scheduler) -> None:
+    scheduler.pin(keys_of("sys", 6), held=False, pinned=False)
+    assert not computed(scheduler, scheduler.new_request("sys", 8)).store_jobs
+
+
+def test_a_removed_pin_is_forgotten_but_chunks_it_shared_are_not(scheduler: Scheduler) -> None:
+    scheduler.pin(keys_of("sys", 3), pin_id="short", held=False)
+    scheduler.unpin("p")
+    computed(scheduler, scheduler.new_request("sys", 8))
+    assert [store.key for store in scheduler.sent_one("store_begin").resources] == keys_of("sys", 3)
+
+
+def test_waits_for_slots_at_most_a_second_then_stores_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(monkeypatch)
+    scheduler.attach(num_credits=2)
+    scheduler.pin(keys_of("sys", 6), held=False)
+    request = scheduler.new_request("sys", 8)
+    assert not computed(scheduler, request).store_jobs
+    assert scheduler.sent() == []
+    request.num_computed_tokens = 33
+    scheduler.clock.now_s += 0.5
+    assert not scheduler.step(running=[request]).store_jobs
+    scheduler.clock.now_s += 0.6
+    assert len(scheduler.step(running=[request]).store_jobs) == 1
+    assert [store.key for store in scheduler.sent_one("store_begin").resources] == keys_of("sys", 2)
+
+
+def test_more_chunks_than_credits_can_ever_stand_are_stored_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(monkeypatch, num_credits=4)
+    scheduler.attach(num_credits=4)
+    scheduler.pin(keys_of("sys", 6), held=False)
+    assert len(computed(scheduler, scheduler.new_request("sys", 8)).store_jobs) == 1
+    assert len(scheduler.sent_one("store_begin").resources) == 4
+
+
+def test_without_a_session_nothing_is_stored_and_nothing_waits(scheduler: Scheduler) -> None:
+    scheduler.detach()
+    assert not computed(scheduler, scheduler.new_request("sys", 8)).store_jobs
+
+
+def test_stores_of_a_lost_session_are_not_reported_on_the_next(scheduler: Scheduler) -> None:
+    meta = computed(scheduler, scheduler.new_request("sys", 8))
+    scheduler.detach()
+    scheduler.attach()
+    scheduler.workers_report(list(meta.store_jobs))
+    assert scheduler.sent() == []
+
+
+def test_stores_in_flight_at_a_reset_are_dropped_with_the_session(scheduler: Scheduler) -> None:
+    request = scheduler.new_request("sys", 8)
+    meta = computed(scheduler, request)
+    scheduler.connector.reset_cache()
+    scheduler.sent()
+    scheduler.workers_report(list(meta.store_jobs))
+    assert scheduler.sent() == []
+
+
+def test_a_request_with_an_unread_adapter_is_a_miss_and_stores_nothing(scheduler: Scheduler, tmp_path: Any) -> None:
+    lora = LoRARequest("a", 1, str(tmp_path / "missing"))
+    request: Any = FakeRequest("r", hashes_of("sys", 8), 33, lora_request=lora)
+    scheduler.connector.on_new_request(request)
+    assert not computed(scheduler, request).store_jobs
+
+
+def test_a_store_of_a_lost_session_does_not_end_the_next_sessions_store_of_that_chunk(scheduler: Scheduler) -> None:
+    """Else the daemon frees a slot, unstamped, that a worker is about to write: another chunk's bytes go wrong."""
+    old = computed(scheduler, scheduler.new_request("sys", 8))
+    scheduler.detach()
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6), held=False)
+    new = computed(scheduler, scheduler.new_request("sys", 8, "r2"))
+    scheduler.sent()
+    scheduler.workers_report(list(old.store_jobs))
+    assert scheduler.sent() == [], "the workers have not written the new session's slots"
+    later = computed(scheduler, scheduler.new_request("sys", 8, "r3"))
+    assert bool(new.store_jobs) != bool(later.store_jobs), "stored once, before or after the old jobs' end"
+
+
+def test_after_a_reset_no_old_store_is_waited_for(scheduler: Scheduler) -> None:
+    """vLLM drops its jobs then, and nobody says when they end."""
+    computed(scheduler, scheduler.new_request("sys", 8))
+    scheduler.connector.reset_cache()
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6), held=False)
+    assert computed(scheduler, scheduler.new_request("sys", 8, "r2")).store_jobs
+
+
+def test_a_finished_request_stores_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is offered for the last time. Story: in a small arena a warm request of one token never stored anything."""
+    scheduler = Scheduler(monkeypatch)
+    scheduler.attach(num_credits=2)
+    scheduler.pin(keys_of("sys", 6), held=False)
+    request = scheduler.new_request("sys", 8)
+    assert not computed(scheduler, request).store_jobs
+    assert len(scheduler.finish(request).store_jobs) == 1
+    assert [store.key for store in scheduler.sent_one("store_begin").resources] == keys_of("sys", 2)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_tail_tokens", "state_held", "is_computed"),
+    [(6, 1, False, True), (6, 1, True, False), (8, 1, False, False), (6, 0, False, False)],
+    ids=["ends there", "is held", "ends later", "vLLM never resumes there"],
+)
+def test_recurrent_state_that_is_missing_is_computed(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_tail_tokens: int, state_held: bool, is_computed: bool
+) -> None:
+    """vLLM hands it over when it computes it, not when it has it cached.
+
+    A prompt that vLLM held when it was pinned was never whole, however often it was warmed.
+    """
+    state = MambaSpec(block_size=4, shapes=((128,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    scheduler = Scheduler(monkeypatch, [full_spec(), state])
+    scheduler.attach()
+    full_keys, state_keys = keys_of("sys", 6), keys_of("sys", 6, group_idx=1)[-1:]
+    scheduler.pin(full_keys + state_keys, held=False)
+    scheduler.hold(full_keys)
+    scheduler.hold(state_keys, held=state_held)
+    request = scheduler.new_request("sys", num_blocks, tail_tokens=num_tail_tokens)
+    assert request.skip_reading_prefix_cache is is_computed
+    again = scheduler.new_request("sys", num_blocks, "r2", tail_tokens=num_tail_tokens)
+    assert not again.skip_reading_prefix_cache, "nobody computes for ever what cannot be stored"
+    scheduler.clock.now_s += 10
+    later = scheduler.new_request("sys", num_blocks, "r3", tail_tokens=num_tail_tokens)
+    assert later.skip_reading_prefix_cache is is_computed
+
+
+def test_recurrent_state_that_another_session_lacks_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reset it is another namespace's; the pause of ten seconds is of a session."""
+    state = MambaSpec(block_size=4, shapes=((128,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    scheduler = Scheduler(monkeypatch, [full_spec(), state])
+    for session in range(2):
+        scheduler.attach()
+        scheduler.pin(keys_of("sys", 6) + keys_of("sys", 6, group_idx=1)[-1:], held=False)
+        computed = [scheduler.new_request("sys", 6, f"{session}-{number}") for number in range(2)]
+        assert [request.skip_reading_prefix_cache for request in computed] == [True, False]
+        scheduler.detach()
+        alone = scheduler.new_request("sys", 6, f"{session}-alone")
+        assert not alone.skip_reading_prefix_cache, "there is no daemon to store it"

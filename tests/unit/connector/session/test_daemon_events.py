@@ -1,0 +1,167 @@
+"""The whole engine side against a fake daemon over real gRPC: pins are bound in order."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+import kvtier_connector.session.daemon_events
+from kvtier._pb import engine_pb2 as pb
+from kvtier.core.arena_format import ArenaGeometry
+from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.session.background_thread import Background
+from kvtier_connector.session.daemon_events import Attached, Detached, EngineLink, Event, PinBound, PinGone, Received
+from kvtier_connector.session.pin_binder import PinBinder
+from tests.fakes.fake_daemon import FakeDaemon
+from tests.fakes.waiting import wait_for
+from tests.unit.connector.session.test_pin_binder import FULL
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    geometry = ArenaGeometry(arena_id=b"A" * 16, num_slots=16, row_bytes=4096, num_ranks=1, rank_bytes=4096)
+    fake = FakeDaemon(tmp_path, geometry)
+    fake.pins = [pb.Pin(pin_id="p", name="sys", tokens=range(20), pinned=True)]
+    fake.start()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def link(daemon: FakeDaemon) -> Iterator[EngineLink]:
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    background = Background("kvtier-test")
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
+    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background)
+    made.start()
+    yield made
+    made.close()
+
+
+def collect(link: EngineLink, kind: type, events: list[Event]) -> Event:
+    """Poll until an event of this kind has come."""
+
+    def has_come() -> bool:
+        events.extend(link.poll())
+        return any(isinstance(event, kind) for event in events)
+
+    wait_for(has_come)
+    return next(event for event in events if isinstance(event, kind))
+
+
+def test_a_pin_is_known_before_the_daemon_speaks_of_its_chunks(daemon: FakeDaemon, link: EngineLink) -> None:
+    events: list[Event] = []
+    bound = collect(link, PinBound, events)
+    assert isinstance(bound, PinBound)
+    wait_for(lambda: "bind_pin" in daemon.session().kinds())
+    (bind,) = [m.bind_pin for m in daemon.session().received if m.WhichOneof("kind") == "bind_pin"]
+    assert tuple(bind.keys) == bound.pin.keys
+    assert len(bind.keys) == 2
+
+    def heard() -> list[str | None]:
+        events.extend(link.poll())
+        return [e.message.WhichOneof("kind") if isinstance(e, Received) else type(e).__name__ for e in events]
+
+    wait_for(lambda: "chunks_held" in heard())
+    assert heard().index("PinBound") < heard().index("chunks_held")
+
+
+def test_whoever_waits_for_the_pins_of_a_session_is_told_when_they_are_bound(daemon: FakeDaemon) -> None:
+    background = Background("kvtier-test")
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
+    told: list[list[type]] = []
+
+    def on_bound(attachment: object) -> None:
+        told.append([type(event) for event in made.poll()])
+
+    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
+    made.start()
+    wait_for(lambda: len(told) == 1)
+    assert PinBound in told[0]
+    made.close()
+
+
+def test_pins_that_come_behind_the_welcome_are_waited_for_too(daemon: FakeDaemon) -> None:
+    """vLLM's cache would be warmed without those for which the first message had no room."""
+    daemon.later_pin_ids = ["q", "gone"]
+    background = Background("kvtier-test")
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
+    told: list[list[str]] = []
+
+    def on_bound(attachment: object) -> None:
+        told.append([event.pin.pin_id for event in made.poll() if isinstance(event, PinBound)])
+
+    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
+    made.start()
+    session = daemon.wait_sessions(1)
+    later = pb.Pin(pin_id="q", name="q", tokens=range(100, 120), pinned=True)
+    session.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id="gone")))
+    session.send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=later)))
+    wait_for(lambda: bool(told))
+    assert told == [["p", "q"]]
+    made.close()
+
+
+def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: EngineLink) -> None:
+    events: list[Event] = []
+    collect(link, PinBound, events)
+    session = daemon.session()
+    later = pb.Pin(pin_id="q", name="q", tokens=range(100, 120), pinned=True)
+    session.send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=later)))
+    session.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id="q")))
+    collect(link, PinGone, events)
+    of_q = [type(e) for e in events if getattr(getattr(e, "pin", e), "pin_id", "") == "q"]
+    assert of_q == [PinBound, PinGone]
+
+
+def test_a_session_that_attached_before_a_reset_is_never_heard_of(daemon: FakeDaemon, link: EngineLink) -> None:
+    """Weights changed in place: what the old session's namespace holds must not be found or added to."""
+    daemon.wait_sessions(1)
+    link.reopen()
+    daemon.wait_sessions(2)
+    events: list[Event] = []
+    attached = collect(link, Attached, events)
+    assert attached.attachment.turn == 1
+    assert {event.attachment.turn for event in events} == {1}
+
+
+def test_an_engine_that_does_not_poll_begins_anew(
+    daemon: FakeDaemon, link: EngineLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle engine beside a busy one collected every word on what the daemon held, for as long as it was idle."""
+    monkeypatch.setattr(kvtier_connector.session.daemon_events, "MAX_ITEMS", 1000)
+    first = collect(link, Attached, []).attachment
+    for _ in range(20):
+        daemon.session().send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=[b"key"] * 100, held=True)))
+    daemon.wait_sessions(2)
+    events: list[Event] = []
+    second = collect(link, Attached, events).attachment
+    of_first = [event for event in events if event.attachment is first]
+    assert [type(event) for event in of_first] == [Detached], "nothing of what was forgotten may be built upon"
+    assert events.index(of_first[0]) < events.index(Attached(second))
+
+
+def test_a_long_standstill_keeps_the_last_session_only(
+    daemon: FakeDaemon, link: EngineLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtier_connector.session.daemon_events, "MAX_ITEMS", 1000)
+    for number in range(1, 4):
+        daemon.wait_sessions(number)
+        wait_for(lambda: link._given_up is None or link._events[-1].attachment is not link._given_up)
+        for _ in range(20):
+            daemon.session().send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=[b"key"] * 100, held=True)))
+    daemon.wait_sessions(4)
+    wait_for(lambda: any(isinstance(event, Attached) for event in link._events))
+    assert sum(isinstance(event, Attached) for event in link._events) == 1
+    assert len(link._events) < 10

@@ -1,0 +1,204 @@
+"""Pins get the very keys that vLLM computes for requests."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+import kvtier_connector.session.pin_binder
+from kvtier._pb import engine_pb2 as pb
+from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
+from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests, adapter_digest
+from kvtier_connector.session.background_thread import Background
+from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
+from tests.fakes.waiting import wait_for
+
+HASH_TOKENS = 4
+FULL = GroupShape(group_idx=0, chunk_tokens=8, hashes_per_chunk=2, window_chunks=0)
+WINDOW = GroupShape(group_idx=1, chunk_tokens=4, hashes_per_chunk=1, window_chunks=2)
+
+
+@pytest.fixture
+def hasher() -> BlockHasher:
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    made: BlockHasher = get_request_block_hasher(HASH_TOKENS, hash_fn)
+    return made
+
+
+@pytest.fixture
+def binder(hasher: BlockHasher) -> PinBinder:
+    return PinBinder((FULL, WINDOW), lambda: hasher, AdapterDigests(Background("test")), max_model_len=1000)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def vllm_hashes(
+    hasher: Any, tokens: list[int], salt: str | None = None, lora: LoRARequest | None = None
+) -> list[bytes]:
+    request = Request(
+        request_id="r",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=lora,
+        cache_salt=salt,
+        block_hasher=hasher,
+    )
+    return list(request.block_hashes)
+
+
+def pin_of(tokens: list[int], **fields: Any) -> pb.Pin:
+    return pb.Pin(pin_id="p", name="sys", tokens=tokens, pinned=True, **fields)
+
+
+def offload_key(block_hash: bytes, group_idx: int) -> bytes:
+    return block_hash + group_idx.to_bytes(4, "big")
+
+
+def test_keys_are_vllms_offload_keys_reachable_chunks_only(binder: PinBinder, hasher: BlockHasher) -> None:
+    tokens = list(range(30))
+    binding = binder.bind(pin_of(tokens))
+    hashes = vllm_hashes(hasher, tokens)
+    full = [offload_key(hashes[index], 0) for index in (1, 3, 5)]
+    window = [offload_key(hashes[index], 1) for index in (4, 5)]
+    assert list(binding.message.keys) == full + window
+    assert binding.message.covered_tokens == 24
+    assert binding.bound is not None
+    assert binding.bound.keys == tuple(full + window)
+    assert binding.bound.gpu_keys == (), "blocks of one group make no hit"
+
+
+def test_gpu_keys_are_every_block_of_the_covered_chunks(hasher: BlockHasher) -> None:
+    tokens = list(range(30))
+    binding = PinBinder((FULL,), lambda: hasher, AdapterDigests(Background("test")), max_model_len=1000).bind(
+        pin_of(tokens)
+    )
+    assert binding.bound is not None
+    assert binding.bound.gpu_keys == tuple(offload_key(block_hash, 0) for block_hash in vllm_hashes(hasher, tokens)[:6])
+
+
+def test_whole_chunks_are_covered_but_a_windows_end_is_one_token_before_the_prompts(hasher: BlockHasher) -> None:
+    """Story: a Gemma-3 prompt of 19 x 32 tokens stayed at 34 of 39 chunks, whatever warmed it."""
+    digests = AdapterDigests(Background("test"))
+    full_only = PinBinder((FULL,), lambda: hasher, digests, max_model_len=1000)
+    hybrid = PinBinder((FULL, WINDOW), lambda: hasher, digests, max_model_len=1000)
+    assert full_only.bind(pin_of(list(range(24)))).message.covered_tokens == 24
+    assert hybrid.bind(pin_of(list(range(24)))).message.covered_tokens == 16
+    assert hybrid.bind(pin_of(list(range(25)))).message.covered_tokens == 24
+
+
+def test_a_prompt_of_more_chunks_than_a_binding_may_name_is_refused_with_the_remedy(
+    binder: PinBinder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon ends a session that binds more, and the next one would bind the same."""
+    monkeypatch.setattr(kvtier_connector.session.pin_binder, "MAX_KEYS", 4)
+    binding = binder.bind(pin_of(list(range(30))))
+    assert binding.bound is None
+    assert "the prompt has 5 chunks; a prompt has at most 4: raise blocks_per_chunk" in binding.message.error
+
+
+def test_a_cache_salt_enters_as_for_a_request(binder: PinBinder, hasher: BlockHasher) -> None:
+    tokens = list(range(17))
+    salted = binder.bind(pin_of(tokens, cache_salt="tenant")).message.keys
+    assert salted[0] == offload_key(vllm_hashes(hasher, tokens, salt="tenant")[1], 0)
+    assert salted[0] != binder.bind(pin_of(tokens)).message.keys[0]
+
+
+def test_a_lora_pin_is_bound_to_the_adapters_content(binder: PinBinder, hasher: BlockHasher, adapter: Path) -> None:
+    tokens = list(range(17))
+    pin = pin_of(tokens, lora_name="sql", lora_path=str(adapter))
+    keys = binder.bind(pin).message.keys
+    hashes = vllm_hashes(hasher, tokens, lora=LoRARequest("sql", 1, str(adapter)))
+    assert keys[0] == chunk_key(offload_key(hashes[1], 0), adapter_digest(adapter))
+    (adapter / "adapter_model.safetensors").write_bytes(b"changed")
+    fresh = PinBinder((FULL,), lambda: hasher, AdapterDigests(Background("test")), max_model_len=1000)
+    assert fresh.bind(pin).message.keys[0] != keys[0]
+
+
+@pytest.mark.parametrize(
+    ("pin", "error"),
+    [
+        (pin_of([1] * 7), "7 tokens, less than one chunk of 8; only whole chunks are kept, so pin a longer prompt"),
+        (
+            pin_of([1] * 1000),
+            "1000 tokens, max_model_len is 1000; shorten it, or start vLLM with a larger --max-model-len",
+        ),
+        (pin_of([1] * 16, lora_name="sql"), "LoRA adapter 'sql' has no path"),
+        (pin_of([1] * 16, lora_name="sql", lora_path="/none"), "'/none' cannot be read by the engine"),
+    ],
+)
+def test_what_cannot_be_bound_says_why(binder: PinBinder, pin: pb.Pin, error: str) -> None:
+    binding = binder.bind(pin)
+    assert error in binding.message.error
+    assert binding.bound is None
+    assert not binding.message.keys
+
+
+def test_digests_are_computed_in_the_background_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    compute: Callable[[Path], bytes] = adapter_digest
+
+    def recorded(folder: Path) -> bytes:
+        threads.append(threading.current_thread().name)
+        return compute(folder)
+
+    monkeypatch.setattr("kvtier_connector.engine.lora_adapters.adapter_digest", recorded)
+    digests = AdapterDigests(Background("kvtier-test"))
+    wanted = Adapter("sql", str(adapter))
+    assert digests.digest(wanted) is None, "unknown at first sight"
+    wait_for(lambda: digests.digest(wanted) is not None)
+    assert digests.digest(wanted) == compute(adapter)
+    assert threads == ["kvtier-test"]
+
+
+def test_an_adapter_loaded_anew_is_read_anew(adapter: Path) -> None:
+    """Unloaded and loaded again from the same path, it has another id, and may have other weights."""
+    digests = AdapterDigests(Background("kvtier-test"))
+    first, second = (Adapter("sql", str(adapter), load_id) for load_id in (1, 2))
+    wait_for(lambda: digests.digest(first) is not None)
+    (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
+    wait_for(lambda: digests.digest(second) is not None)
+    assert digests.digest(second) == adapter_digest(adapter) != digests.digest(first)
+
+
+def test_a_pin_is_bound_to_the_adapter_as_it_is_then(binder: PinBinder, adapter: Path) -> None:
+    pin = pin_of(list(range(17)), lora_name="sql", lora_path=str(adapter))
+    keys = binder.bind(pin).message.keys
+    (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
+    assert binder.bind(pin).message.keys != keys
+
+
+def test_an_adapter_that_could_not_be_read_is_tried_again(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM may still be downloading it when its first request comes."""
+    monkeypatch.setattr("kvtier_connector.engine.lora_adapters._RETRY_S", 0.05)
+    digests = AdapterDigests(Background("kvtier-test"))
+    late = Adapter("late", str(tmp_path / "late"), 1)
+    assert digests.digest(late) is None
+    wait_for(lambda: "cannot read LoRA adapter" in caplog.text)
+    adapter.rename(tmp_path / "late")
+    wait_for(lambda: digests.digest(late) is not None)
+    assert caplog.text.count("cannot read LoRA adapter") == 1
+
+
+def test_hashes_of_other_lengths_become_32_bytes() -> None:
+    key = chunk_key(b"x" * 16 + b"\0\0\0\1", None)
+    assert (len(key), key[-4:]) == (36, b"\0\0\0\1")
+    plain = b"y" * 32 + b"\0\0\0\0"
+    assert chunk_key(plain, None) is plain

@@ -1,0 +1,212 @@
+"""Which rows are page-locked when.
+
+The hazard behind it: a device goes on to write into pages that it locked, also when the daemon has taken them away from
+the row and given it others; what was stored would be stamped and not be there.
+"""
+
+import contextlib
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.client.arena_map import ArenaMap
+from kvtier.core.arena_format import ArenaGeometry
+from kvtier.errors import ArenaError
+from kvtier.host.arena import Arena
+from kvtier_connector.workers import page_locked_arena
+from kvtier_connector.workers.device import PageLockError
+from kvtier_connector.workers.page_locked_arena import LockedArena
+from tests.fakes.chunks import layout_of
+from tests.fakes.cuda_device import FakeHostMemory
+from tests.fakes.fake_daemon import set_backing, write_arena
+from tests.fakes.waiting import wait_for
+
+GEOMETRY = ArenaGeometry(arena_id=b"A" * 16, num_slots=8, row_bytes=16384, num_ranks=2, rank_bytes=6000)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """An arena whose rows 2 and 3 have pages."""
+    write_arena(tmp_path / "arena", GEOMETRY)
+    for slot in (2, 3):
+        set_backing(tmp_path / "arena", GEOMETRY, slot, 1)
+    return tmp_path / "arena"
+
+
+@pytest.fixture
+def memory() -> FakeHostMemory:
+    return FakeHostMemory()
+
+
+@pytest.fixture
+def arena(path: Path, memory: FakeHostMemory) -> Iterator[LockedArena]:
+    arena = LockedArena(ArenaMap(path, GEOMETRY.arena_id), 6000, memory)
+    yield arena
+    arena.retire()
+    arena.join()
+
+
+def test_a_page_that_is_held_leaves_the_file_when_its_row_is_unbacked(tmp_path: Path) -> None:
+    """The fact behind all this, shown without a GPU: a pipe holds a page as a device does."""
+
+    class Piece(ctypes.Structure):
+        _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        arena = Arena.create(Path(folder), layout_of(), 1)
+        arena.back([0])
+        arena.payload(0, 0)[0][:4] = b"old!"
+        with ArenaMap(arena.path, arena.geometry.arena_id) as mapped, contextlib.ExitStack() as pipe:
+            reads, writes = os.pipe()
+            pipe.callback(os.close, reads)
+            pipe.callback(os.close, writes)
+            piece = Piece(mapped.row_address(0), 4)
+            assert ctypes.CDLL(None).vmsplice(writes, ctypes.byref(piece), 1, 0) == 4
+            arena.unback([0])
+            arena.back([0])
+            arena.payload(0, 0)[0][:4] = b"new!"
+            assert os.read(reads, 4) == b"old!"
+            assert ctypes.string_at(mapped.row_address(0), 4) == b"new!"
+        arena.close(unlink=True)
+
+
+def address(arena: LockedArena, slot: int) -> int:
+    """Of the pages that hold rank 1's region, bytes 6000 to 12000 of a row."""
+    return arena.map.row_address(slot) + 4096
+
+
+def test_rows_with_pages_are_locked_ahead_and_no_others(arena: LockedArena, memory: FakeHostMemory) -> None:
+    wait_for(lambda: arena.num_locked == 2)
+    assert memory.locked == {address(arena, 2): 8192, address(arena, 3): 8192}
+
+
+def test_rows_that_get_pages_later_are_locked_then(arena: LockedArena, path: Path, memory: FakeHostMemory) -> None:
+    wait_for(lambda: arena.num_locked == 2)
+    set_backing(path, GEOMETRY, 5, 7)
+    wait_for(lambda: address(arena, 5) in memory.locked)
+
+
+def test_rows_that_lose_their_pages_are_unlocked(arena: LockedArena, path: Path, memory: FakeHostMemory) -> None:
+    """Else the system would not get them back: the device has a hold on them."""
+    wait_for(lambda: arena.num_locked == 2)
+    set_backing(path, GEOMETRY, 3, 2)
+    wait_for(lambda: list(memory.locked) == [address(arena, 2)])
+
+
+def test_a_row_with_other_pages_is_unlocked_before_a_job_touches_it(
+    arena: LockedArena, path: Path, memory: FakeHostMemory
+) -> None:
+    wait_for(lambda: arena.num_locked == 2)
+    set_backing(path, GEOMETRY, 3, 3)
+    arena.hold([3])
+    assert ("unlock", address(arena, 3)) in memory.calls, "by the thread or by `hold`, whoever came first"
+    arena.release([3])
+    wait_for(lambda: memory.calls.count(("lock", address(arena, 3))) == 2)
+
+
+def test_rows_of_open_jobs_are_left_as_they_are(arena: LockedArena, path: Path, memory: FakeHostMemory) -> None:
+    wait_for(lambda: arena.num_locked == 2)
+    arena.hold([3, 6])
+    arena.hold([3])
+    set_backing(path, GEOMETRY, 3, 2)
+    set_backing(path, GEOMETRY, 6, 1)
+    set_backing(path, GEOMETRY, 0, 1)
+    arena.release([3])
+    wait_for(lambda: address(arena, 0) in memory.locked)
+    assert address(arena, 3) in memory.locked
+    assert address(arena, 6) not in memory.locked
+    arena.release([3, 6])
+    wait_for(lambda: address(arena, 3) not in memory.locked and address(arena, 6) in memory.locked)
+
+
+def test_a_row_that_another_job_holds_with_other_pages_is_refused(arena: LockedArena, path: Path) -> None:
+    """A restarted daemon doubts all locks; a job of the session before may still read."""
+    wait_for(lambda: arena.num_locked == 2)
+    arena.hold([3])
+    set_backing(path, GEOMETRY, 3, 3)
+    with pytest.raises(ArenaError, match="arena slot 3 has other pages"):
+        arena.hold([2, 3])
+    arena.release([3])
+    arena.hold([2, 3])
+    arena.release([2, 3])
+
+
+def test_a_driver_that_refuses_is_said_once_and_the_rest_goes_unlocked(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = FakeHostMemory(room=1)
+    arena = LockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
+    wait_for(lambda: "cannot page-lock" in caplog.text)
+    set_backing(path, GEOMETRY, 2, 2)
+    wait_for(lambda: arena.num_locked == 0)
+    arena.hold([2, 3])
+    arena.release([2, 3])
+    arena.retire()
+    arena.join()
+    (record,) = caplog.records
+    assert "beyond 1 of its 8 rows (cudaHostRegister fails with 2: out of memory)" in record.getMessage()
+    assert "--ulimit memlock=-1" in record.getMessage()
+    assert memory.locked == {}
+
+
+def test_rows_that_share_pages_are_not_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    geometry = ArenaGeometry(arena_id=b"A" * 16, num_slots=2, row_bytes=6144, num_ranks=1, rank_bytes=6000)
+    write_arena(tmp_path / "arena", geometry)
+    set_backing(tmp_path / "arena", geometry, 0, 1)
+    memory = FakeHostMemory()
+    arena = LockedArena(ArenaMap(tmp_path / "arena", geometry.arena_id), 0, memory)
+    arena.retire()
+    arena.join()
+    assert "rows of 6144 bytes are not whole pages" in caplog.text
+    assert memory.calls == []
+
+
+def test_everything_is_unlocked_before_the_mapping_goes(path: Path, memory: FakeHostMemory) -> None:
+    mapped = ArenaMap(path, GEOMETRY.arena_id)
+    arena = LockedArena(mapped, 0, memory)
+    wait_for(lambda: arena.num_locked == 2)
+    arena.retire()
+    arena.join()
+    assert memory.locked == {}
+    with pytest.raises(ValueError, match="released"):
+        mapped.generation(0)
+
+
+def test_a_mapping_that_cannot_be_unlocked_stays(
+    path: Path, memory: FakeHostMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    mapped = ArenaMap(path, GEOMETRY.arena_id)
+    arena = LockedArena(mapped, 0, memory)
+    wait_for(lambda: arena.num_locked == 2)
+    memory.stuck = True
+    arena.retire()
+    arena.join()
+    assert "stays mapped" in caplog.text
+    assert mapped.generation(0) == 0
+    mapped.close()
+
+
+def test_a_row_that_cannot_be_unlocked_is_complained_of_once(
+    path: Path, memory: FakeHostMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was each time the rows were looked at, five times a second for as long as vLLM ran."""
+    monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 0.001)
+    tries = 0
+
+    def refuse(address: int) -> None:
+        nonlocal tries
+        tries += 1
+        raise PageLockError("cudaHostUnregister fails with 700: an illegal memory access was encountered")
+
+    arena = LockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
+    wait_for(lambda: arena.num_locked == 2)
+    monkeypatch.setattr(memory, "unlock", refuse)
+    set_backing(path, GEOMETRY, 2, 3)
+    wait_for(lambda: tries > 3)
+    arena.retire()
+    arena.join()
+    assert caplog.text.count("cannot page-lock arena") == 1
