@@ -32,8 +32,8 @@ with warnings.catch_warnings():
 from benchmarks.machine import machine_line
 from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
-from kvtier_connector.gpu_pins.hooks import Policy
-from kvtier_connector.gpu_pins.vllm_block_pool import BlockQueue
+from kvtier_connector.gpu_pins.policy import Policy
+from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 
 BLOCK_TOKENS = 16
@@ -80,7 +80,7 @@ class Side:
         self._stats = ConnectorStats()
         self._policy: Policy | None = None
         if num_pinned is not None:
-            queue = BlockQueue(self._manager, BLOCK_TOKENS)
+            queue = VllmBlockPool(self._manager, BLOCK_TOKENS)
             self._pinned.bound(queue.num_blocks)
             shape = EngineShape(block_tokens=BLOCK_TOKENS, max_step_tokens=STEP_TOKENS)
             self._policy = Policy(queue, self._pinned, Demand(shape), is_hard=False)

@@ -99,7 +99,7 @@ class Side:
 
     def give_credits(self) -> None:
         """Give slots for one whole prompt, a quarter of the standing credits being kept from ordinary chunks."""
-        stores = self.scheduler.manager._stores
+        stores = self.scheduler.manager._slots
         num_missing = 2 * (PROMPT_CHUNKS + QUESTION_CHUNKS) - len(stores._credits)
         slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(num_missing)]
         self.scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))

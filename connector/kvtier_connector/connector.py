@@ -16,6 +16,8 @@ from vllm.platforms import current_platform
 
 from kvtier.errors import ConfigError
 from kvtier.obs import trace
+from kvtier_connector import startup
+from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.log_handlers import share_vllm_handlers
 from kvtier_connector.engine.row_layout import check_layer_specs
 from kvtier_connector.engine.vllm_compat import (
@@ -27,7 +29,6 @@ from kvtier_connector.engine.vllm_compat import (
 from kvtier_connector.gpu_pins import GpuPins
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
-from kvtier_connector.startup import EngineFacts
 from kvtier_connector.vllm_versions import RUN_SERIES
 from kvtier_connector.workers import KVTierWorker
 
@@ -69,7 +70,7 @@ class KVTierConnector(OffloadingConnector):
         self._gpu_pins: GpuPins | None = None
         self._loading: dict[str, set[int]] = {}  # blocks by request, where vLLM names failed blocks
         if self.connector_scheduler is not None:
-            _say_what_is_not_proven()
+            _warn_untested_platform()
             facts = EngineFacts(
                 settings=settings,
                 vllm_config=vllm_config,
@@ -78,12 +79,12 @@ class KVTierConnector(OffloadingConnector):
                 group_configs=self.connector_scheduler.config.kv_group_configs,
             )
             self._manager = self.connector_scheduler.manager
-            parts = facts.start_session()
+            parts = startup.start_session(facts)
             self._manager.start(parts)
-            shape = facts.gpu_shape if was_run() else None
+            shape = startup.gpu_shape(facts) if was_run() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
             if parts.warm_start is not None:
-                parts.warm_start.watch(self._manager.serves_users, self._own_cache)
+                parts.warm_start.watch(self._manager.serves_users, self._prefix_cache)
 
     @property
     def manager(self) -> KVTierOffloadingManager:
@@ -93,7 +94,7 @@ class KVTierConnector(OffloadingConnector):
 
     @property
     def gpu_pins(self) -> GpuPins:
-        """The scheduler half's hand on vLLM's own cache."""
+        """What keeps pinned prompts in vLLM's prefix cache."""
         assert self._gpu_pins is not None
         return self._gpu_pins
 
@@ -103,9 +104,9 @@ class KVTierConnector(OffloadingConnector):
         if was_run():
             self.gpu_pins.bind(kv_cache_manager)
 
-    def _own_cache(self) -> object:
-        """vLLM's index of its cache: another one after each reset. Any thread; None where vLLM has none like it."""
-        # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32. It tells connectors nothing unless they are reset too.
+    def _prefix_cache(self) -> object:
+        """vLLM's index of its prefix cache: a new one after each reset. Any thread; None where there is none."""
+        # Source: `BlockPool.reset_prefix_cache` of vLLM 0.32, which notifies connectors only when they are reset too.
         pool = getattr(getattr(self, "_kv_cache_manager", None), "block_pool", None)
         return getattr(pool, "cached_block_hash_to_block", None)
 
@@ -135,7 +136,7 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
-        self.manager.step_began(scheduler_output.total_num_scheduled_tokens)
+        self.manager.step_scheduled(scheduler_output.total_num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
         if (arena := self.manager.new_arena()) is not None:
             setattr(meta, _NEW_ARENA, arena)
@@ -184,13 +185,13 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def reset_cache(self) -> bool | None:
-        # vLLM 0.32 asserts that the workers have been told of the jobs of the last reset; an idle engine tells nobody.
+        # vLLM 0.32 asserts that the workers were sent the jobs of the last reset; an idle engine sends nothing.
         assert self.connector_scheduler is not None
         to_flush = self.connector_scheduler._current_batch_jobs_to_flush
-        untold = set(to_flush)
+        unsent = set(to_flush)
         to_flush.clear()
         was_reset: bool | None = super().reset_cache()
-        to_flush.update(untold)
+        to_flush.update(unsent)
         return was_reset
 
     @override
@@ -221,7 +222,7 @@ def _check_platform() -> None:
         )
 
 
-def _say_what_is_not_proven() -> None:
+def _warn_untested_platform() -> None:
     if not current_platform.is_cpu():
         logger.warning("kvtier: the CUDA worker is not proven on a GPU yet; compare outputs before you rely on it")
     if not was_run():

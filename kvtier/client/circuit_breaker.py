@@ -10,7 +10,7 @@ class BreakerState(enum.Enum):
     OPEN = enum.auto()
 
 
-class Breaker:
+class CircuitBreaker:
     """Opens when a first answer is late, closes when a probe is answered. One thread; time is an argument.
 
     Attributes:

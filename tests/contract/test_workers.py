@@ -20,12 +20,13 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.client.arena_map import ArenaMap, Stamp
 from kvtier.core.arena_format import ArenaGeometry
-from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, Int64s
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, page_places
 from kvtier_connector.workers.batched_memcpy import host_copies, interpreted_copies
+from kvtier_connector.workers.copy_plan import Int64s
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
-from kvtier_connector.workers.prefaulted_rows import MappedRows
+from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.fake_daemon import is_locked, set_generation, write_arena
 from tests.fakes.waiting import wait_for
@@ -359,11 +360,11 @@ def test_an_arena_is_prepared_before_the_first_job_and_instead_of_the_last_one(
 def test_jobs_go_on_when_rows_cannot_be_prepared(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Event()
 
-    def look(rows: MappedRows) -> bool:
+    def look(rows: PrefaultedRows) -> bool:
         tried.set()
         raise MemoryError
 
-    monkeypatch.setattr(MappedRows, "look", look)
+    monkeypatch.setattr(PrefaultedRows, "look", look)
     bench = make_bench()
     bench.worker.prepare(bench.spec([]))
     assert isinstance(bench.worker, KVTierCUDAWorker) or tried.wait(10)

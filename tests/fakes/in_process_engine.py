@@ -16,7 +16,8 @@ from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache
 from kvtier.sessions.engine_peer import EngineHello, PromotionForecast
 from kvtier.sessions.session import Session
-from kvtier_connector.scheduler.chunk_mirror import BoundPin, PinMirror
+from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
+from kvtier_connector.session.pin_binder import BoundPin
 
 
 @dataclass
@@ -48,7 +49,7 @@ class InProcessEngine:
     def __init__(self, hello: EngineHello, space: int) -> None:
         self.hello, self.space = hello, space
         self.asked: dict[int, Asked] = {}
-        self.mirror = PinMirror()
+        self.mirror = ChunkMirror()
         self.credits: list[SlotRef] = []
         self.writing: list[tuple[ChunkKey, SlotRef]] = []
         self.pinned: dict[str, bool] = {}

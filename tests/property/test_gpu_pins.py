@@ -43,8 +43,8 @@ with warnings.catch_warnings():
 
 from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
-from kvtier_connector.gpu_pins.hooks import Policy
-from kvtier_connector.gpu_pins.vllm_block_pool import BlockQueue
+from kvtier_connector.gpu_pins.policy import Policy
+from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 
 BLOCK_TOKENS = 4
@@ -149,7 +149,7 @@ class Engine:
         self.policy: Policy | None = None
         self.requests: dict[str, Any] = {}
         if kind != "off":
-            queue = BlockQueue(self.manager, BLOCK_TOKENS)
+            queue = VllmBlockPool(self.manager, BLOCK_TOKENS)
             self.pinned.bound(int(max_ratio * queue.num_blocks))
             self.policy = Policy(queue, self.pinned, Demand(shape), is_hard=kind == "hard")
             queue.before_reset(self.policy.let_go)

@@ -22,16 +22,18 @@ with warnings.catch_warnings():
     from kvtier_connector.scheduler.lookups import Lookups
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.circuit_breaker import Breaker
+from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.engine_session import Attachment
 from kvtier.client.outbox import Outbox
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.metrics.engine_stats import ConnectorStats
-from kvtier_connector.scheduler.chunk_mirror import BoundPin, PinMirror
+from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.forecasts import PrefillRate
-from kvtier_connector.scheduler.lease import Phase, RequestState
-from kvtier_connector.scheduler.lookup_planner import AcquirePlanner
+from kvtier_connector.scheduler.lookup_planner import LookupPlanner
+from kvtier_connector.scheduler.request_state import Phase, RequestState
+from kvtier_connector.scheduler.touches import Touches
+from kvtier_connector.session.pin_binder import BoundPin
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 6
@@ -95,8 +97,10 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.now_s, self.num_requests, self.num_slots = 100.0, 0, 0
-        self.mirror, self.breaker, rate = PinMirror(), Breaker(LOOKUP_TIMEOUT_S), PrefillRate(TOKENS_PER_S)
-        self.lookups = Lookups(AcquirePlanner([GROUP], self.mirror), self.breaker, rate, ConnectorStats())
+        self.mirror, self.breaker, rate = ChunkMirror(), CircuitBreaker(LOOKUP_TIMEOUT_S), PrefillRate(TOKENS_PER_S)
+        planner = LookupPlanner([GROUP], self.mirror)
+        self.touches = Touches(planner)
+        self.lookups = Lookups(planner, self.touches, self.breaker, rate, ConnectorStats())
         self.askers: dict[str, Asker] = {}
         self.outbox: Outbox | None = None
         self.questions: dict[int, Question] = {}
@@ -116,7 +120,7 @@ class Run:
         if self.askers:
             self.go_on(self.chance.choice(list(self.askers.values())))
         if self.chance.random() < 0.3:
-            self.lookups.flush_touches()
+            self.touches.flush()
         self.receive(None)
         self.check_owners()
 
@@ -138,13 +142,16 @@ class Run:
         self.detach()
         self.outbox = Outbox()
         self.breaker.close()
-        self.lookups.attach(Attachment(self.outbox, 0, pb.Welcome()))
+        attachment = Attachment(self.outbox, 0, pb.Welcome())
+        self.lookups.attach(attachment)
+        self.touches.attach(attachment)
         self.mirror.add(BoundPin(pin_id="p", keys=KNOWN, pinned=True))
         self.mirror.set_held(KNOWN, True)
 
     def detach(self) -> None:
         self.outbox = None
         self.lookups.attach(None)
+        self.touches.attach(None)
         self.mirror.clear()
         self.past_ids += self.questions
         self.questions.clear()
@@ -251,7 +258,7 @@ class Run:
         run: list[ChunkKey] = []
         for index in range(asker.hit, NUM_BLOCKS):
             key = GROUP.key(asker.hashes, index, None)
-            if self.lookups.readable(asker.state, key) is None:
+            if self.lookups.hit(asker.state, key) is None:
                 break
             run.append(key)
         return run
@@ -284,7 +291,7 @@ class Run:
         for index in range(NUM_BLOCKS):
             key = GROUP.key(asker.hashes, index, None)
             state, slot = (MISS, 0) if question is None else question.chunks.get(key, (MISS, 0))
-            readable = self.lookups.readable(asker.state, key)
+            readable = self.lookups.hit(asker.state, key)
             assert (None if readable is None else readable.slot) == (slot if state == HOST else None)
 
     def check_owners(self) -> None:

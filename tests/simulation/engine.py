@@ -32,15 +32,16 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey
+from kvtier_connector import startup
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.engine.chunk_keys import chunk_key
+from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
 from kvtier_connector.engine.row_layout import engine_layout, group_shapes
 from kvtier_connector.scheduler.manager import EngineParts, KVTierOffloadingManager
-from kvtier_connector.session.background_thread import Background
+from kvtier_connector.session.background_thread import BackgroundThread
 from kvtier_connector.session.daemon_events import Event, PinBound, PinGone
 from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
-from kvtier_connector.startup import EngineFacts
 from tests.simulation.daemon import MAX_CREDITS, SimulatedDaemon
 from tests.simulation.memory import Digests, TokenSequence
 from tests.simulation.workers import SimulatedCopier, SimulatedWorkers
@@ -96,7 +97,7 @@ class SimulatedLink:
         self._daemon, self._make_binder = daemon, binder
         self.probing = False
 
-    def wait_for_news(self, timeout_s: float) -> bool:
+    def wait_for_events(self, timeout_s: float) -> bool:
         """Nothing to wait for in one thread."""
         return False
 
@@ -184,7 +185,7 @@ class SimulatedEngine:
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher: BlockHasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
-        with mock.patch.object(EngineFacts, "start_session", lambda facts: self._start_session(facts)):
+        with mock.patch.object(startup, "start_session", self._start_session):
             scheduler = (AsyncScheduler if is_async else Scheduler)(
                 vllm_config=config,
                 kv_cache_config=kv_cache_config,
@@ -202,12 +203,12 @@ class SimulatedEngine:
         shapes = group_shapes(facts.group_configs)
         self._shapes = shapes
         layout = engine_layout(facts.offloading, facts.kv_cache_config, shapes)
-        digests = AdapterDigests(Background("test"))
+        digests = AdapterDigests(BackgroundThread("test").submit)
         binder = PinBinder(shapes, lambda: self._hasher, digests, MAX_MODEL_LEN)
         self.link = SimulatedLink(self.daemon, lambda: binder)
         link: Any = self.link
         return EngineParts(
-            link=link,
+            events=link,
             digests=digests,
             groups=shapes,
             useful_bytes=tuple(group.useful_bytes for group in layout.groups),
@@ -286,7 +287,7 @@ class SimulatedEngine:
 
     def hear(self) -> None:
         """Take in what the daemon has said, as at the next request's first lookup."""
-        self.manager._drain(self.clock())
+        self.manager._session.take_events(self.clock())
         self.daemon.hear()
 
     def _take_output(self) -> None:

@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier_connector.engine.transfer_job import ArenaSpec, plan_load, plan_store, split_groups
+from kvtier_connector.engine.transfer_job import ArenaSpec
+from kvtier_connector.workers.copy_plan import plan_load, plan_store, split_groups
 from tests.simulation.daemon import SimulatedDaemon
 from tests.simulation.memory import Digests
 

@@ -1,1 +1,1 @@
-"""What kvtier reads of this vLLM: versions, weights and KV layout; keys and places of its chunks follow from that."""
+"""This vLLM as kvtier sees it: its differences by version, weights, adapters, and the keys and layout of its chunks."""

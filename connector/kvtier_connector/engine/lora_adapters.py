@@ -3,11 +3,9 @@
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from kvtier_connector.session.background_thread import Background
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt"})
 _CONFIG_NAME = "adapter_config.json"
@@ -35,10 +33,13 @@ class AdapterDigests:
     """Content digests of adapters, in the background, once per load; files that have not changed are read once.
 
     `digest` may be asked from the scheduler's thread: it reads dicts and never waits.
+
+    Args:
+        submit: Runs a task in a background thread.
     """
 
-    def __init__(self, background: Background) -> None:
-        self._background = background
+    def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
+        self._submit = submit
         self._digests: dict[Adapter, bytes | None] = {}
         self._retry_at_s: dict[Adapter, float] = {}
         self._by_files: dict[tuple[object, ...], bytes] = {}
@@ -52,7 +53,7 @@ class AdapterDigests:
         digest = self._digests.get(adapter)
         if digest is None and time.monotonic() >= self._retry_at_s.get(adapter, 0.0):
             self._retry_at_s[adapter] = time.monotonic() + _RETRY_S
-            self._background.submit(lambda: self._learn(adapter))
+            self._submit(lambda: self._learn(adapter))
         return digest
 
     def is_worth_waiting(self, adapter: Adapter) -> bool:

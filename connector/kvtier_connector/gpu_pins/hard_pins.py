@@ -6,7 +6,7 @@ blocks that vLLM cannot have before it is asked. What is not held, is protected 
 """
 
 from kvtier_connector.gpu_pins.block_ranking import GpuKey, PinnedBlocks, Ranking
-from kvtier_connector.gpu_pins.vllm_block_pool import BlockQueue, Hold
+from kvtier_connector.gpu_pins.vllm_block_pool import Hold, VllmBlockPool
 
 _SLICE = 128
 """Blocks that one step looks at."""
@@ -19,7 +19,7 @@ class HardPins:
         num_let_go: References given back because vLLM was short of blocks, since the start.
     """
 
-    def __init__(self, queue: BlockQueue, pinned: PinnedBlocks) -> None:
+    def __init__(self, queue: VllmBlockPool, pinned: PinnedBlocks) -> None:
         self._queue, self._pinned = queue, pinned
         self._holds: dict[GpuKey, Hold] = {}
         self._seen: Ranking | None = None

@@ -10,7 +10,7 @@ Beyond a slice they are moved ahead of need, in slices, at that pace.
 """
 
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
-from kvtier_connector.gpu_pins.vllm_block_pool import BlockQueue
+from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
 
 SLICE = 1024
 """Blocks that one step may move; about 0.2 ms."""
@@ -25,7 +25,7 @@ class SoftPins:
         num_moved: Blocks moved since the start.
     """
 
-    def __init__(self, queue: BlockQueue, pinned: PinnedBlocks) -> None:
+    def __init__(self, queue: VllmBlockPool, pinned: PinnedBlocks) -> None:
         self._queue, self._pinned = queue, pinned
         self._debt = 0.0
         self._next_rank = 0  # of the pass that is under way, which goes from the worst block to the best

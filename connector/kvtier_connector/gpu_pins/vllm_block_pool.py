@@ -43,7 +43,7 @@ class UnknownPoolError(Exception):
     """vLLM's pool does not look like the one that this module was read from."""
 
 
-class BlockQueue:
+class VllmBlockPool:
     """The pool's free blocks in eviction order, and the blocks that it has cached. Scheduler thread only.
 
     Args:

@@ -8,36 +8,15 @@ beyond, what is left out is a miss, and no ordinary chunk is stored, or it would
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kvtier.core.layout import ChunkKey
-
-MAX_HELD_CHUNKS = 1_000_000
-"""110 MB; in 16-token chunks of a model with 100 KB of KV per token, 1.6 TB of cache."""
+from kvtier_connector.session.daemon_events import MAX_HELD_CHUNKS
+from kvtier_connector.session.pin_binder import BoundPin
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoundPin:
-    """A pin whose chunk keys are known.
-
-    Attributes:
-        pin_id: The daemon's name for it.
-        keys: Its reachable chunks.
-        pinned: False when it was unpinned: it may be loaded, nothing of it is stored.
-        gpu_keys: By which vLLM caches the blocks of these chunks; empty where that does not suffice for a hit.
-        priority: The higher, the longer it stays in vLLM's cache.
-    """
-
-    pin_id: str
-    keys: tuple[ChunkKey, ...]
-    pinned: bool
-    gpu_keys: tuple[bytes, ...] = ()
-    priority: int = 0
-
-
-class PinMirror:
+class ChunkMirror:
     """What the scheduler may look up and what it shall store. Scheduler thread only; dict lookups.
 
     Several pins share the chunks of a common prefix, so chunks are counted.

@@ -2,23 +2,41 @@
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import GroupShape
-from kvtier_connector.scheduler.chunk_mirror import PinMirror
-from kvtier_connector.scheduler.lease import AcquirePlan
+from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 
 _MIN_WINDOW_CANDIDATES = 256
 _WINDOWS = 4
 
 
-class AcquirePlanner:
+class LookupQuery(NamedTuple):
+    """What to ask for a request.
+
+    Attributes:
+        keys: In prefix order within each group.
+        num_prefix_keys: How many of `keys`, the first ones, are the run of the first full-attention group.
+        chunk_tokens: Tokens of one chunk of that run.
+        first_token: Where the run begins.
+        end_token: Where it ends.
+    """
+
+    keys: tuple[ChunkKey, ...]
+    num_prefix_keys: int
+    chunk_tokens: int
+    first_token: int
+    end_token: int
+
+
+class LookupPlanner:
     """Chooses the keys of an Acquire from vLLM's block hashes and the mirror of what is held.
 
     It may ask for too much or too little, never wrongly: vLLM's own lookup decides over the answer, chunk by chunk.
     """
 
-    def __init__(self, groups: Sequence[GroupShape], mirror: PinMirror) -> None:
+    def __init__(self, groups: Sequence[GroupShape], mirror: ChunkMirror) -> None:
         self._full = tuple(group for group in groups if not group.window_chunks)
         self._windowed = tuple(group for group in groups if group.window_chunks)
         self._mirror = mirror
@@ -35,7 +53,7 @@ class AcquirePlanner:
                 return key
         return None
 
-    def plan(self, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int) -> AcquirePlan | None:
+    def plan(self, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int) -> LookupQuery | None:
         """Return what to ask beyond vLLM's own hit, or None when nothing that may be held could extend it.
 
         Args:
@@ -67,7 +85,7 @@ class AcquirePlanner:
         windows: Sequence[dict[int, ChunkKey]],
         num_computed_tokens: int,
         end_token: int,
-    ) -> AcquirePlan:
+    ) -> LookupQuery:
         """Leave out what ends behind `end_token`; a chunk that reaches beyond it is kept, vLLM may ask for it."""
         keys: list[ChunkKey] = []
         num_prefix_keys = 0
@@ -81,7 +99,7 @@ class AcquirePlanner:
             keys.extend(held[chunk_idx] for chunk_idx in sorted(held) if chunk_idx < end)
         chunk_tokens = (self._full or self._windowed)[0].chunk_tokens
         first_token = num_computed_tokens // chunk_tokens * chunk_tokens
-        return AcquirePlan(tuple(keys), num_prefix_keys, chunk_tokens, first_token, end_token)
+        return LookupQuery(tuple(keys), num_prefix_keys, chunk_tokens, first_token, end_token)
 
     def known_prefix(self, hashes: Sequence[bytes], digest: bytes | None, num_tokens: int) -> list[ChunkKey]:
         """Return the known chunks within the first `num_tokens` tokens."""

@@ -10,23 +10,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.circuit_breaker import Breaker
+from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import MAX_KEYS
 from kvtier.obs import trace
 from kvtier_connector.metrics.declared import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd
 from kvtier_connector.metrics.engine_stats import ConnectorStats
-from kvtier_connector.scheduler.forecasts import PrefillRate, worth_waiting
-from kvtier_connector.scheduler.lease import AcquirePlan, Lease, Phase, RequestState, Residency
-from kvtier_connector.scheduler.load_cost import LoadCost
-from kvtier_connector.scheduler.lookup_planner import AcquirePlanner
+from kvtier_connector.scheduler.forecasts import LoadCost, PrefillRate, worth_waiting
+from kvtier_connector.scheduler.lease import HOST, Lease, Residency
+from kvtier_connector.scheduler.lookup_planner import LookupPlanner, LookupQuery
+from kvtier_connector.scheduler.request_state import Phase, RequestState
+from kvtier_connector.scheduler.touches import Touches
 
-_TOUCH_PERIOD_S = 1.0
 _SILENT_TIMEOUTS = 4
-_MAX_TOUCHED = 4096
-MAX_TOUCHED_KEYS = 65_536
-"""Of one message: 2.5 MB."""
 
 
 class Lookups:
@@ -39,22 +36,26 @@ class Lookups:
         stats: Told how rounds end.
     """
 
-    def __init__(self, planner: AcquirePlanner, breaker: Breaker, rate: PrefillRate, stats: ConnectorStats) -> None:
-        self._planner, self._breaker, self._rate, self._stats = planner, breaker, rate, stats
+    def __init__(
+        self,
+        planner: LookupPlanner,
+        touches: Touches,
+        breaker: CircuitBreaker,
+        rate: PrefillRate,
+        stats: ConnectorStats,
+    ) -> None:
+        self._planner, self._touches, self._breaker = planner, touches, breaker
+        self._rate, self._stats = rate, stats
         self._cost = LoadCost()
         self._ids = itertools.count(1)
         self._leases: dict[int, Lease] = {}
         self._attachment: Attachment | None = None
         self._silent_deadline_s = 0.0
-        self._touched_s: dict[ChunkKey, float] = {}
-        self._touches: list[ChunkKey] = []
 
     def attach(self, attachment: Attachment | None) -> None:
         """Another session is up, or none: every lease of the last one is void, and its answers are MISS."""
         self._attachment = attachment
         self._leases.clear()
-        self._touches.clear()
-        self._touched_s.clear()
 
     def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
         """Take in an answer; one for a lease given back already is ignored."""
@@ -67,7 +68,7 @@ class Lookups:
             lease.promote_deadline_s = now_s + self._rate.prefill_s(lease.tokens_at_stake())
             lease.promoting_since_s = now_s if lease.is_promoting else None
             self._stats.observe(ANSWER_SECONDS, now_s - lease.asked_s)
-            trace.record("answer", lease.asked_s, now_s, of=lease.req_id, chunks=len(lease.plan.keys))
+            trace.record("answer", lease.asked_s, now_s, of=lease.req_id, chunks=len(lease.query.keys))
 
     def advance(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> bool:
         """Move the request's round on; return whether its HITs and MISSes are fixed.
@@ -88,25 +89,30 @@ class Lookups:
             self._await_promotion(state, now_s)
         return state.phase is Phase.SETTLED
 
-    def readable(self, state: RequestState, key: ChunkKey) -> Residency | None:
-        """Return where the chunk may be read under the request's lease, or None: MISS."""
+    def hit(self, state: RequestState, key: ChunkKey) -> Residency | None:
+        """Decide whether a chunk is a hit: return its place in the arena, or None for a miss.
+
+        A hit is what the daemon reported as resident in host memory, under this request's lease, in the session that
+        stands now. vLLM asks this for each chunk, and loads what was a hit in the same step.
+        """
         lease = state.lease
         if lease is None or lease.attachment is not self._attachment:
             return None
-        return lease.readable(key)
+        residency = lease.residencies.get(key)
+        return residency if residency is not None and residency.state == HOST else None
 
     def take(self, state: RequestState) -> None:
         """vLLM has allocated for the request: give back what no load job reads."""
         lease = self._live(state)
         if lease is not None and lease.loading:
-            if rest := [key for key in lease.plan.keys if key not in lease.loading]:
+            if rest := [key for key in lease.query.keys if key not in lease.loading]:
                 lease.release(rest)
         else:
             self.drop(state)
         state.phase = Phase.TAKEN
 
     def loading(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
-        """A load job begins; `readable` has said where its chunks are."""
+        """A load job begins; `hit` has said where its chunks are."""
         lease = self._live(state)
         if lease is None:
             return
@@ -142,24 +148,6 @@ class Lookups:
     def _give_back(self, lease: Lease) -> None:
         del self._leases[lease.acquire_id]
         lease.release()
-
-    def flush_touches(self) -> None:
-        """Send the chunks hit in GPU memory since the last flush."""
-        if self._touches:
-            self._send_touches(self._touches)
-            self._touches.clear()
-
-    def stored(self, keys: list[ChunkKey]) -> None:
-        """Tell the daemon the prefix order of what a request has stored step by step."""
-        self._send_touches(keys, stored=True)
-
-    def _send_touches(self, keys: list[ChunkKey], *, stored: bool = False) -> None:
-        """Send them in messages of a bounded size, the tail first: what is touched last is kept the longest."""
-        if self._attachment is None:
-            return
-        for start in reversed(range(0, len(keys), MAX_TOUCHED_KEYS)):
-            touch = pb.Touch(keys=keys[start : start + MAX_TOUCHED_KEYS], stored=stored)
-            self._attachment.send_later(pb.EngineMessage(touch=touch))
 
     def _live(self, state: RequestState) -> Lease | None:
         """Return the request's lease if its session still stands."""
@@ -206,7 +194,7 @@ class Lookups:
         first_key = self._planner.first_key(hashes, digest)
         if first_key is None:
             return LookupEnd.UNKNOWN
-        self._touch(first_key, hashes, digest, num_computed_tokens, now_s)
+        self._touches.note(first_key, hashes, digest, num_computed_tokens, now_s)
         plan = self._planner.plan(hashes, digest, num_computed_tokens)
         if plan is None:
             return LookupEnd.OWN
@@ -225,17 +213,17 @@ class Lookups:
         state.phase = Phase.SETTLED
         self._stats.count(LOOKUPS, end.value)
 
-    def _acquire(self, req_id: str, plan: AcquirePlan, attachment: Attachment, now_s: float) -> Lease:
+    def _acquire(self, req_id: str, query: LookupQuery, attachment: Attachment, now_s: float) -> Lease:
         lease = Lease(
             attachment=attachment,
             acquire_id=next(self._ids),
             req_id=req_id,
-            plan=plan,
+            query=query,
             asked_s=now_s,
             answer_deadline_s=self._breaker.deadline_s(now_s),
         )
         self._leases[lease.acquire_id] = lease
-        attachment.send(pb.EngineMessage(acquire=pb.Acquire(acquire_id=lease.acquire_id, keys=plan.keys)))
+        attachment.send(pb.EngineMessage(acquire=pb.Acquire(acquire_id=lease.acquire_id, keys=query.keys)))
         return lease
 
     def _await_answer(self, state: RequestState, now_s: float) -> None:
@@ -272,32 +260,20 @@ class Lookups:
         num_chunks = lease.num_usable
         if tokens_per_s is None or not num_chunks:
             return False
-        return self._cost.is_slower(num_chunks, num_chunks * lease.plan.chunk_tokens / tokens_per_s)
-
-    def _touch(
-        self, first_key: ChunkKey, hashes: list[bytes], digest: bytes | None, num_tokens: int, now_s: float
-    ) -> None:
-        """Note a GPU hit of a known prompt, at most once a second per prompt."""
-        if len(self._touched_s) > _MAX_TOUCHED:
-            self._touched_s = {key: at_s for key, at_s in self._touched_s.items() if now_s - at_s < _TOUCH_PERIOD_S}
-        if now_s - self._touched_s.get(first_key, -_TOUCH_PERIOD_S) < _TOUCH_PERIOD_S:
-            return
-        if keys := self._planner.known_prefix(hashes, digest, num_tokens):
-            self._touched_s[first_key] = now_s
-            self._touches.extend(keys)
+        return self._cost.is_slower(num_chunks, num_chunks * lease.query.chunk_tokens / tokens_per_s)
 
 
 def _end_of(lease: Lease | None) -> LookupEnd:
     if lease is None:
         return LookupEnd.NO_SESSION
-    if not lease.plan.num_prefix_keys:  # windows only: all of one, or nothing
+    if not lease.query.num_prefix_keys:  # windows only: all of one, or nothing
         return LookupEnd.NONE if lease.tokens_at_stake() else LookupEnd.WHOLE
-    if lease.num_usable == lease.plan.num_prefix_keys and not lease.is_promoting:
+    if lease.num_usable == lease.query.num_prefix_keys and not lease.is_promoting:
         return LookupEnd.WHOLE
     return LookupEnd.PART if lease.num_usable else LookupEnd.NONE
 
 
 def _hit_shrank(state: RequestState, num_computed_tokens: int) -> bool:
     """Return whether vLLM evicted, while the request waited, what lay before the chunks that were asked for."""
-    asked_tokens = state.asked_tokens if state.lease is None else state.lease.plan.first_token
+    asked_tokens = state.asked_tokens if state.lease is None else state.lease.query.first_token
     return num_computed_tokens < asked_tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import GroupShape, reachable_keys
-from kvtier_connector.scheduler.chunk_mirror import PinMirror
+from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 
 _PERIOD_S = 10.0
 
@@ -23,7 +23,7 @@ class MissingStates:
         mirror: Says what is pinned and held.
     """
 
-    def __init__(self, groups: Sequence[GroupShape], mirror: PinMirror) -> None:
+    def __init__(self, groups: Sequence[GroupShape], mirror: ChunkMirror) -> None:
         self._groups = [group for group in groups if group.is_recurrent]
         self._mirror = mirror
         self._computed_s: dict[ChunkKey, float] = {}

@@ -1,13 +1,20 @@
-"""Stores: which offered chunks are written, into which arena slots, and what the daemon is told."""
+"""Stores: which of a request's blocks are stored, into which arena slots, and what the daemon is told of it."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from vllm.v1.kv_offload.base import OffloadKey
+
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
-from kvtier_connector.scheduler.chunk_mirror import PinMirror
+from kvtier_connector.engine.chunk_keys import chunk_key
+from kvtier_connector.metrics.declared import STORED_CHUNKS, UNSTORED_CHUNKS
+from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
+from kvtier_connector.scheduler.request_state import RequestState
+from kvtier_connector.scheduler.touches import Touches
 
 _WAIT_FOR_SLOTS_S = 1.0
 _PINNED_SHARE = 4
@@ -21,15 +28,23 @@ class Grant(NamedTuple):
     generation: int
 
 
-class StoreBook:
+class Store(NamedTuple):
+    """One chunk of a store job."""
+
+    offload_key: OffloadKey
+    key: ChunkKey
+    grant: Grant
+
+
+class StoreSlots:
     """Standing credits and stores in flight of the current session. Scheduler thread only; never waits.
 
     Args:
-        mirror: Says which chunks are wanted.
+        mirror: Says which chunks are pinned.
         num_credits: What Hello asked for: the most that can stand.
     """
 
-    def __init__(self, mirror: PinMirror, num_credits: int) -> None:
+    def __init__(self, mirror: ChunkMirror, num_credits: int) -> None:
         self._mirror, self._num_credits = mirror, num_credits
         self._credits: deque[Grant] = deque()
         self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
@@ -43,13 +58,9 @@ class StoreBook:
         self._credits.extend(Grant(slot.slot, slot.generation) for slot in slots)
         self._num_standing = max(self._num_standing, len(self._credits))
 
-    def wanted(self, keys: Sequence[ChunkKey], now_s: float) -> list[ChunkKey]:
-        """Return which of these shall be stored, in the order given: not held, not on their way already."""
-        return [key for key in keys if self._mirror.wants(key) and not self._is_on_its_way(key, now_s)]
-
-    def pinned(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return which of these are of pinned prompts."""
-        return [key for key in keys if self._mirror.is_pinned(key)]
+    def is_in_flight(self, key: ChunkKey, now_s: float) -> bool:
+        """Return whether the chunk is being stored already."""
+        return key in self._writing or key in self._orphaned or self._committing.get(key, now_s) > now_s
 
     def lacks_slots(self, num_chunks: int) -> bool:
         """Return whether waiting for credits can help: fewer stand than are needed and can be had."""
@@ -58,17 +69,19 @@ class StoreBook:
     def begin(self, keys: Sequence[ChunkKey], attachment: Attachment) -> list[tuple[ChunkKey, Grant]]:
         """Take slots for as many of these as there are credits, and tell the daemon; return them in the order given.
 
-        That order is vLLM's: it pairs its blocks with our slots by it. Who gets a slot is another matter: pinned chunks
-        first, and ordinary ones leave a share of the credits to pinned ones that come before the next credits do.
+        That order is vLLM's: it pairs its blocks with our slots by it. Which chunks get a slot is another matter:
+        pinned chunks first, and unpinned ones leave a share of the credits to pinned ones that come before the next
+        credits do.
         """
-        pinned = self.pinned(keys)[: len(self._credits)]
-        chosen = {*pinned, *[key for key in keys if not self._mirror.is_pinned(key)][: self._num_for_any(len(pinned))]}
+        pinned = [key for key in keys if self._mirror.is_pinned(key)][: len(self._credits)]
+        unpinned = [key for key in keys if not self._mirror.is_pinned(key)]
+        chosen = {*pinned, *unpinned[: self._num_for_unpinned(len(pinned))]}
         begun = [(key, self._credits.popleft()) for key in keys if key in chosen]
         self._num_at_once = max(self._num_at_once, min(len(keys), self._num_credits // 2))
         if begun:
             self._writing.update(begun)
             message = pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun)))
-            self._tell(attachment, message, is_urgent=bool(pinned))
+            self._send(attachment, message, is_urgent=bool(pinned))
         if len(begun) < len(keys):
             attachment.flush()
         return begun
@@ -77,7 +90,7 @@ class StoreBook:
         """All workers reported these; the daemon looks at the stamps. Stores of an earlier session end here.
 
         Returns:
-            How many the daemon was told of.
+            How many were reported to the daemon.
         """
         self._orphaned.difference_update(keys)
         ours = self._writing.keys() & keys
@@ -86,19 +99,19 @@ class StoreBook:
         if done and attachment is not None:
             self._committing.update((key, now_s + _COMMIT_GRACE_S) for key, _ in done)
             message = pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done)))
-            self._tell(attachment, message, is_urgent=any(self._mirror.is_pinned(key) for key, _ in done))
+            self._send(attachment, message, is_urgent=any(self._mirror.is_pinned(key) for key, _ in done))
         return len(done)
 
-    def settled(self, keys: Iterable[ChunkKey]) -> None:
+    def commit_answered(self, keys: Iterable[ChunkKey]) -> None:
         """The daemon said whether it holds these; its commit need not be awaited any longer."""
         for key in keys:
             self._committing.pop(key, None)
 
     def session_lost(self) -> None:
-        """The session is over: slots are the daemon's again once no worker holds the session's lock.
+        """The session is over: its slots are the daemon's again once no worker holds the session's lock.
 
-        vLLM's jobs go on, and name chunks, not sessions, when they end. So their chunks are not stored anew before:
-        whose slots they had written could not be told.
+        vLLM's jobs go on, and name chunks, not sessions, when they end: which session's slots they wrote could not be
+        said. So their chunks are not stored again before these jobs end.
         """
         self._orphaned.update(self._writing)
         self._credits.clear()
@@ -107,28 +120,106 @@ class StoreBook:
         self._committing.clear()
 
     def jobs_dropped(self) -> None:
-        """vLLM has dropped its jobs: nobody will say when they end."""
+        """vLLM has dropped its jobs and will not report their end."""
         self._orphaned.clear()
 
-    def _num_for_any(self, num_taken: int = 0) -> int:
-        """Return how many ordinary chunks could be begun now, after so many others."""
+    def _num_for_unpinned(self, num_taken: int = 0) -> int:
+        """Return how many unpinned chunks could be begun now, after so many others."""
         return max(0, len(self._credits) - num_taken - self._num_standing // _PINNED_SHARE)
 
-    def _tell(self, attachment: Attachment, message: pb.EngineMessage, *, is_urgent: bool) -> None:
+    def _send(self, attachment: Attachment, message: pb.EngineMessage, *, is_urgent: bool) -> None:
         """Send with others; at once if it is urgent, or if what is left would not do for the largest step so far.
 
-        The daemon gives new slots for those that it hears of.
+        The daemon gives new slots for those that are reported to it.
         """
-        is_short = self._num_for_any() < self._num_at_once
+        is_short = self._num_for_unpinned() < self._num_at_once
         (attachment.send if is_urgent or is_short else attachment.send_later)(message)
 
-    def _is_on_its_way(self, key: ChunkKey, now_s: float) -> bool:
-        return key in self._writing or key in self._orphaned or self._committing.get(key, now_s) > now_s
 
+class RequestStores:
+    """Decides which of a request's blocks are stored. Scheduler thread only; never waits.
 
-def store_deadline_s(now_s: float) -> float:
-    """Return until when a request's stores wait for arena slots that are short now."""
-    return now_s + _WAIT_FOR_SLOTS_S
+    Args:
+        mirror: Says which chunks are wanted, and which are pinned.
+        slots: Of the current session.
+        touches: Send the prefix order of what a request has stored.
+        stats: Counts chunks.
+    """
+
+    def __init__(self, mirror: ChunkMirror, slots: StoreSlots, touches: Touches, stats: ConnectorStats) -> None:
+        self._mirror, self._slots, self._touches, self._stats = mirror, slots, touches, stats
+
+    def begin(
+        self, keys: Collection[OffloadKey], state: RequestState, attachment: Attachment | None, now_s: float
+    ) -> list[Store] | None:
+        """Begin to store what of the offered chunks is wanted, as far as there are slots.
+
+        Returns:
+            The stores in the order offered; None when vLLM shall offer again, since slots are awaited.
+        """
+        wanted = self._wanted(keys, state, now_s)
+        if not wanted or attachment is None:
+            self._note_offered(keys, state)
+            return []
+        if self._awaits_slots(wanted, state, now_s):
+            attachment.flush()
+            return None
+        begun = self._slots.begin(list(wanted), attachment)
+        state.has_hole |= len(begun) < len(wanted)
+        self._stats.count(UNSTORED_CHUNKS, num=len(wanted) - len(begun))
+        state.num_store_jobs += bool(begun)
+        state.num_open_stores += len(begun)
+        self._note_offered(keys, state)
+        return [Store(wanted[key], key, grant) for key, grant in begun]
+
+    def _wanted(self, keys: Collection[OffloadKey], state: RequestState, now_s: float) -> dict[ChunkKey, OffloadKey]:
+        """Decide which of the offered chunks are stored; return them by chunk key, in the order offered.
+
+        Those that the mirror wants and that are not in flight. Behind a hole only pinned ones: an unpinned chunk there
+        could not be hit, a pinned one can once the hole is filled.
+        """
+        if not state.cacheable or state.lacks_digest:
+            return {}
+        wanted: dict[ChunkKey, OffloadKey] = {}
+        for offload_key in keys:
+            key = chunk_key(offload_key, state.adapter_digest)
+            if not self._mirror.wants(key) or self._slots.is_in_flight(key, now_s):
+                continue
+            if not state.has_hole or self._mirror.is_pinned(key):
+                wanted[key] = offload_key
+        return wanted
+
+    def _awaits_slots(self, keys: Iterable[ChunkKey], state: RequestState, now_s: float) -> bool:
+        """Return whether the request's stores wait for slots; only pinned chunks are worth that."""
+        # What a finished request offers it offers for the last time.
+        if state.is_finished() or not self._slots.lacks_slots(sum(map(self._mirror.is_pinned, keys))):
+            return False
+        state.store_deadline_s = state.store_deadline_s or now_s + _WAIT_FOR_SLOTS_S
+        return now_s < state.store_deadline_s
+
+    def complete(
+        self, keys: Collection[OffloadKey], state: RequestState, attachment: Attachment | None, now_s: float
+    ) -> None:
+        """All workers are done with these chunks, well or badly."""
+        num_stored = self._slots.complete(state.chunk_keys(keys), attachment, now_s)
+        self._stats.count(STORED_CHUNKS, num=num_stored)
+        state.num_open_stores -= len(keys)
+        self._send_order(state)
+
+    def finish(self, state: RequestState) -> None:
+        """vLLM has forgotten the request, but for its jobs."""
+        state.is_over = True
+        self._send_order(state)
+
+    def _note_offered(self, keys: Collection[OffloadKey], state: RequestState) -> None:
+        if state.cacheable and self._mirror.stores_all:
+            state.offered.extend(state.chunk_keys(keys))
+
+    def _send_order(self, state: RequestState) -> None:
+        """After the last of several store jobs: the chunks stored first are the head, and to be kept the longest."""
+        if state.is_over and not state.num_open_stores and state.num_store_jobs > 1 and state.offered:
+            state.num_store_jobs = 0
+            self._touches.send_order(state.offered)
 
 
 def _store_slots(stores: Iterable[tuple[ChunkKey, Grant]]) -> list[pb.StoreSlot]:

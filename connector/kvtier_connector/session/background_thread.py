@@ -8,7 +8,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 
-class Background:
+class BackgroundThread:
     """Runs tasks one after the other in a daemon thread, started with the first task."""
 
     def __init__(self, name: str) -> None:

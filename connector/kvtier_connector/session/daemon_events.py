@@ -10,9 +10,8 @@ from typing import NamedTuple
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment, EngineSession
 from kvtier_connector.engine.namespace_fingerprint import explain_difference
-from kvtier_connector.scheduler.chunk_mirror import MAX_HELD_CHUNKS, BoundPin
-from kvtier_connector.session.background_thread import Background
-from kvtier_connector.session.pin_binder import PinBinder
+from kvtier_connector.session.background_thread import BackgroundThread
+from kvtier_connector.session.pin_binder import BoundPin, PinBinder
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,13 @@ class PinGone(NamedTuple):
 
 
 Event = Attached | Detached | Received | PinBound | PinGone
+MAX_HELD_CHUNKS = 1_000_000
+"""110 MB; in 16-token chunks of a model with 100 KB of KV per token, 1.6 TB of cache."""
 MAX_ITEMS = 2 * MAX_HELD_CHUNKS
 """Events, and chunks named in them, that wait to be polled: some 200 MB."""
 
 
-class EngineLink:
+class DaemonEvents:
     """Owns the session and feeds the scheduler: its listener enqueues, `poll` drains.
 
     vLLM polls while it has requests. An engine that stands idle beside a busy one, or whose scheduler hangs, would
@@ -71,7 +72,7 @@ class EngineLink:
         socket_path: Path,
         make_hello: Callable[[int], pb.Hello],
         make_binder: Callable[[], PinBinder],
-        background: Background,
+        background: BackgroundThread,
         on_bound: Callable[[Attachment], None] = lambda attachment: None,
         daemon_uid: int | None = None,
     ) -> None:
@@ -102,7 +103,7 @@ class EngineLink:
             if event.attachment.turn == self._session.turn:
                 yield event
 
-    def wait_for_news(self, timeout_s: float) -> bool:
+    def wait_for_events(self, timeout_s: float) -> bool:
         """Return True when there is something to poll, False after `timeout_s`; the interpreter's lock is free."""
         return self._news.wait(timeout_s)
 

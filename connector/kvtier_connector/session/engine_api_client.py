@@ -30,7 +30,7 @@ class ApiGoneError(KvtierError):
     """Nobody answers, or not like a server of HTTP."""
 
 
-class OwnApi:
+class EngineApiClient:
     """One server. One thread asks; `close`, from any thread, ends what it waits for.
 
     Straight to the server, whatever proxies the environment names: it is this vLLM's own.

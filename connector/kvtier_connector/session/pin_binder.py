@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import MAX_KEYS
 from kvtier_connector.engine.chunk_keys import GroupShape, gpu_keys, reachable_keys
 from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
-from kvtier_connector.scheduler.chunk_mirror import BoundPin
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,25 @@ class _Prompt:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundPin:
+    """A pin whose chunk keys are known.
+
+    Attributes:
+        pin_id: The daemon's name for it.
+        keys: Its reachable chunks.
+        pinned: False when it was unpinned: it may be loaded, nothing of it is stored.
+        gpu_keys: By which vLLM caches the blocks of these chunks; empty where that does not suffice for a hit.
+        priority: The higher, the longer it stays in vLLM's cache.
+    """
+
+    pin_id: str
+    keys: tuple[ChunkKey, ...]
+    pinned: bool
+    gpu_keys: tuple[bytes, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from kvtier.client.warm_requests import (
     warm_tokens,
 )
 from kvtier.errors import KvtierError
-from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedError, OwnApi
+from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedError, EngineApiClient
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class WarmFacts:
         socket: The daemon's.
         url: Of vLLM's API server, as the log shows it.
         model_names: As in Hello; requests name the first one.
-        room_tokens: Returns how many tokens vLLM's cache takes.
+        cache_tokens: Returns how many tokens vLLM's prefix cache takes.
         block_tokens: Of one block.
         by_priority: vLLM schedules by priority.
         daemon_uid: As whom the daemon may run, besides our own uid and root.
@@ -65,7 +65,7 @@ class WarmFacts:
     socket: Path
     url: str
     model_names: Sequence[str]
-    room_tokens: Callable[[], int]
+    cache_tokens: Callable[[], int]
     block_tokens: int
     by_priority: bool
     daemon_uid: int | None = None
@@ -90,26 +90,26 @@ class WarmStart:
         clock: Monotonic seconds.
     """
 
-    def __init__(self, facts: WarmFacts, api: OwnApi, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, facts: WarmFacts, api: EngineApiClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._facts, self._api, self._clock = facts, api, clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-warm", daemon=True)
         self._attachment: Attachment | None = None
         self._turn = 0  # sessions of an earlier turn are void
         self._serves_users: Callable[[], bool] = lambda: False
-        self._own_cache: Callable[[], object] = lambda: None
+        self._prefix_cache: Callable[[], object] = lambda: None
         self._is_refused = False
         self._lock = threading.Lock()  # protects the next one
         self._num_failures = 0
 
-    def watch(self, serves_users: Callable[[], bool], own_cache: Callable[[], object]) -> None:
+    def watch(self, serves_users: Callable[[], bool], prefix_cache: Callable[[], object]) -> None:
         """Say where to look; before the first session.
 
         Args:
             serves_users: Whether a request of a user is open in this engine.
-            own_cache: vLLM's index of its cache, another object after each reset.
+            prefix_cache: vLLM's index of its prefix cache, another object after each reset.
         """
-        self._serves_users, self._own_cache = serves_users, own_cache
+        self._serves_users, self._prefix_cache = serves_users, prefix_cache
 
     def bound(self, attachment: Attachment) -> None:
         """The pins that stood when this session began are known to the scheduler."""
@@ -143,7 +143,7 @@ class WarmStart:
                 cache = self._round()
                 if self._is_refused:
                     return
-                while self._own_cache() is cache and not self._stop.wait(_LOOK_S):
+                while self._prefix_cache() is cache and not self._stop.wait(_LOOK_S):
                     pass
         except Exception:  # whatever it is, vLLM serves without
             logger.exception("kvtier: the warm start failed")
@@ -152,8 +152,8 @@ class WarmStart:
         """Warm what is pinned; return vLLM's cache as it was when that began."""
         if not self._until(self._api.is_healthy, HEALTH_TIMEOUT_S):
             self._say_unless_stopped("no answer from %s/health within %g s; is warm_url right?", HEALTH_TIMEOUT_S)
-            return self._own_cache()
-        cache = self._own_cache()
+            return self._prefix_cache()
+        cache = self._prefix_cache()
         self._until(lambda: self._attachment is not None, HEALTH_TIMEOUT_S)
         if (attachment := self._attachment) is None:
             return cache
@@ -171,7 +171,7 @@ class WarmStart:
         """
         namespace_id, facts = attachment.welcome.namespace_id, self._facts
         seen = set()
-        left = int(facts.room_tokens() * MAX_RATIO)
+        left = int(facts.cache_tokens() * MAX_RATIO)
         chosen = []
         for status in by_importance(status for status in prompts if self._is_ours(status, namespace_id)):
             if (request := same_request(status)) in seen:

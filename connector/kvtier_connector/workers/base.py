@@ -26,8 +26,9 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingW
 from kvtier.client.arena_map import ArenaMap
 from kvtier.errors import ArenaError, KvtierError
 from kvtier.obs import trace
-from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, plan_load, plan_store, split_groups
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers.copy_list import CopyList, CopyLists
+from kvtier_connector.workers.copy_plan import plan_load, plan_store, split_groups
 from kvtier_connector.workers.page_layout import WorkerLayout
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtier_connector.engine.transfer_job import Int64s
+from kvtier_connector.workers.copy_plan import Int64s
 
 logger = logging.getLogger(__name__)
 

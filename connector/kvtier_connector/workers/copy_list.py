@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvtier_connector.engine.transfer_job import GroupCopies, Int64s, PagePlace
-from kvtier_connector.workers.page_layout import WorkerLayout
+from kvtier_connector.workers.copy_plan import GroupCopies, Int64s
+from kvtier_connector.workers.page_layout import PagePlace, WorkerLayout
 
 
 class CopyList(NamedTuple):

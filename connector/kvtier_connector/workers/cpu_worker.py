@@ -15,7 +15,7 @@ from kvtier_connector.workers.base import Job, KVTierWorker, check_generations
 from kvtier_connector.workers.batched_memcpy import host_copies
 from kvtier_connector.workers.cpu_affinity import use_all_cores_of_node
 from kvtier_connector.workers.page_layout import WorkerLayout
-from kvtier_connector.workers.prefaulted_rows import MappedRows
+from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class KVTierCPUWorker(KVTierWorker):
         self._jobs: queue.SimpleQueue[Job | ArenaSpec | None] = queue.SimpleQueue()
         self._pending: set[int] = set()  # protected by _changed
         self._arena: ArenaMap | None = None
-        self._rows: MappedRows | None = None  # of _arena
+        self._rows: PrefaultedRows | None = None  # of _arena
         self._look_at_s, self._look_every_s = 0.0, _LOOK_FIRST_S
         self._has_found = False
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
@@ -165,7 +165,7 @@ class KVTierCPUWorker(KVTierWorker):
             # Jobs run one at a time, so nothing uses the old mapping any more.
             self._unmap()
             self._arena = self._map(spec)
-            self._rows, self._has_found = MappedRows(self._arena, self._layout.region_offset), False
+            self._rows, self._has_found = PrefaultedRows(self._arena, self._layout.region_offset), False
             self._look_at_s, self._look_every_s = 0.0, _LOOK_FIRST_S
         return self._arena
 

@@ -18,7 +18,7 @@ from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers.base import Job, KVTierWorker, check_generations
 from kvtier_connector.workers.device import Copies, HostMemory, Ticket
 from kvtier_connector.workers.page_layout import WorkerLayout
-from kvtier_connector.workers.page_locked_arena import LockedArena
+from kvtier_connector.workers.page_locked_arena import PageLockedArena
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class _OpenJob:
 
     job: Job
     chunks: list[ArenaChunk]
-    arena: LockedArena
+    arena: PageLockedArena
     ticket: Ticket
     num_bytes: int
     began_s: float
@@ -62,8 +62,8 @@ class KVTierCUDAWorker(KVTierWorker):
         super().__init__(layout, keepalive)
         self._copies, self._memory = copies, memory
         self._open: list[_OpenJob] = []
-        self._arena: LockedArena | None = None
-        self._retired: list[LockedArena] = []
+        self._arena: PageLockedArena | None = None
+        self._retired: list[PageLockedArena] = []
 
     @override
     def get_finished(self) -> list[TransferResult]:
@@ -154,12 +154,12 @@ class KVTierCUDAWorker(KVTierWorker):
                 self._stamp(job.arena.map, chunk)
         return job.ticket.seconds()
 
-    def _arena_of(self, spec: ArenaSpec) -> LockedArena:
+    def _arena_of(self, spec: ArenaSpec) -> PageLockedArena:
         if self._arena is not None and self._arena.map.arena_id == spec.arena_id:
             return self._arena
         arena = self._map(spec)
         self._retire_arena()
-        self._arena = LockedArena(arena, self._layout.region_offset, self._memory)
+        self._arena = PageLockedArena(arena, self._layout.region_offset, self._memory)
         return self._arena
 
     def _retire_arena(self) -> None:

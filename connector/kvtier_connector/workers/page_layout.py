@@ -1,11 +1,27 @@
 """Where a worker's bytes lie: vLLM's pages on one side, this rank's region of a row on the other."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-
-from kvtier_connector.engine.transfer_job import PagePlace
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagePlace:
+    """Where one tensor's pages lie.
+
+    Attributes:
+        base_address: Block 0's page.
+        block_stride: Bytes from a block's page to the next block's.
+        page_bytes: Useful bytes of a page.
+        region_offset: The tensor's first page of a chunk within a rank's region.
+    """
+
+    base_address: int
+    block_stride: int
+    page_bytes: int
+    region_offset: int
 
 
 class WorkerLayout(NamedTuple):

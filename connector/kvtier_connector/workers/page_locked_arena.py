@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 0.2
 _GIVE_WAY_S = 0.0002
 
 
-class LockedArena:
+class PageLockedArena:
     """Owns a mapping, and a thread that locks its rows.
 
     Any one thread holds and releases; the rows are locked and unlocked by the thread of this object, except for those

@@ -20,7 +20,7 @@ _CALL_BYTES = 256 * 1024
 """Mapped in one call, which holds the lock of the process's memory map."""
 
 
-class MappedRows:
+class PrefaultedRows:
     """What of an arena is mapped, of one rank's region of each row. One thread.
 
     Only rows that have pages are mapped: others would get some, past the daemon's budget. (The daemon takes pages away

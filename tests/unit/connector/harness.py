@@ -24,14 +24,15 @@ from vllm.v1.request import RequestStatus
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.client.outbox import Outbox
+from kvtier_connector import startup
 from kvtier_connector.connector import KVTierConnector
+from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
 from kvtier_connector.engine.row_layout import engine_layout, group_shapes
-from kvtier_connector.scheduler.chunk_mirror import BoundPin
 from kvtier_connector.scheduler.manager import EngineParts
-from kvtier_connector.session.background_thread import Background
+from kvtier_connector.session.background_thread import BackgroundThread
 from kvtier_connector.session.daemon_events import Attached, Detached, Event, PinBound, PinGone, Received
-from kvtier_connector.startup import EngineFacts
+from kvtier_connector.session.pin_binder import BoundPin
 
 BLOCK_TOKENS = 4
 LOOKUP_TIMEOUT_S = 0.25
@@ -57,7 +58,7 @@ class FakeLink:
         self.num_waits = 0
         self.meanwhile: Callable[[], None] = lambda: None  # what happens while somebody waits
 
-    def wait_for_news(self, timeout_s: float) -> bool:
+    def wait_for_events(self, timeout_s: float) -> bool:
         self.num_waits += 1
         self.meanwhile()
         return bool(self.events)
@@ -203,9 +204,9 @@ class Scheduler:
 
     def __init__(self, monkeypatch: Any, specs: Sequence[Any] = (), num_credits: int = 8, world_size: int = 1) -> None:
         self.clock, self.link = FakeClock(), FakeLink()
-        self.digests = AdapterDigests(Background("test"))
+        self.digests = AdapterDigests(BackgroundThread("test").submit)
         kv_cache_config = kv_cache_config_of(specs or [full_spec()])
-        monkeypatch.setattr(EngineFacts, "start_session", lambda facts: self._parts(facts, num_credits))
+        monkeypatch.setattr(startup, "start_session", lambda facts: self._parts(facts, num_credits))
         self.connector = KVTierConnector(
             vllm_config_of({"socket": "/nowhere"}, world_size), KVConnectorRole.SCHEDULER, kv_cache_config
         )
@@ -221,7 +222,7 @@ class Scheduler:
         layout = engine_layout(facts.offloading, facts.kv_cache_config, shapes)
         link: Any = self.link
         return EngineParts(
-            link=link,
+            events=link,
             digests=self.digests,
             groups=shapes,
             useful_bytes=tuple(group.useful_bytes for group in layout.groups),

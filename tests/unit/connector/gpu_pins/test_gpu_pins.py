@@ -18,9 +18,10 @@ from kvtier_connector.gpu_pins import soft_pins as soft_module
 from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 from kvtier_connector.gpu_pins.hard_pins import HardPins
-from kvtier_connector.gpu_pins.hooks import GpuPins, Policy
+from kvtier_connector.gpu_pins.hooks import GpuPins
+from kvtier_connector.gpu_pins.policy import Policy
 from kvtier_connector.gpu_pins.soft_pins import RATIO, SLICE, SoftPins
-from kvtier_connector.gpu_pins.vllm_block_pool import BlockQueue, UnknownPoolError
+from kvtier_connector.gpu_pins.vllm_block_pool import UnknownPoolError, VllmBlockPool
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.settings import ConnectorSettings, GpuPin
 
@@ -141,7 +142,7 @@ def test_no_keys_where_a_prefix_is_not_all(groups: list[GroupShape]) -> None:
 
 def test_a_shield_moves_pinned_blocks_behind_all_others_tail_first() -> None:
     manager = pool_of([None, A, B, C, None, None])
-    soft = SoftPins(BlockQueue(manager, 4), pinned_of((A, B), (C,)))
+    soft = SoftPins(VllmBlockPool(manager, 4), pinned_of((A, B), (C,)))
     soft.shield(1)
     assert order(manager) == [0, 1, 2, 3, 4, 5]
     soft.shield(2)
@@ -152,7 +153,7 @@ def test_a_shield_moves_pinned_blocks_behind_all_others_tail_first() -> None:
 
 def test_of_two_blocks_with_one_hash_the_one_that_vllm_hits_is_kept() -> None:
     manager = pool_of([A, A, None])
-    SoftPins(BlockQueue(manager, 4), pinned_of((A,))).shield(1)
+    SoftPins(VllmBlockPool(manager, 4), pinned_of((A,))).shield(1)
     assert order(manager) == [1, 2, 0]
 
 
@@ -162,7 +163,7 @@ def test_many_blocks_move_in_slices_before_they_have_to() -> None:
     keys = [number.to_bytes(4, "big") * 9 for number in range(num_pinned)]
     manager = pool_of([*keys, *[None] * num_pinned * (RATIO - 1)])
     queue = manager.block_pool.free_block_queue
-    soft = SoftPins(BlockQueue(manager, 4), pinned_of(tuple(keys)))
+    soft = SoftPins(VllmBlockPool(manager, 4), pinned_of(tuple(keys)))
     soft.shield(500)
     assert soft.num_moved == num_pinned, "all at once: they were at the head"
     while num_taken < 4 * num_pinned * (RATIO - 1):
@@ -184,7 +185,7 @@ def test_a_pass_goes_from_the_worst_to_the_best_and_begins_again_after_a_forced_
     monkeypatch.setattr(soft_module, "SLICE", 2)
     keys = [bytes([number]) * 36 for number in range(5)]
     manager = pool_of([*keys, *[None] * 20])
-    soft, moved = SoftPins(BlockQueue(manager, 4), pinned_of(tuple(keys))), list[int]()
+    soft, moved = SoftPins(VllmBlockPool(manager, 4), pinned_of(tuple(keys))), list[int]()
     soft.shield(1)
     assert order(manager)[-5:] == [4, 3, 2, 1, 0]
     for _ in range(8):
@@ -203,7 +204,7 @@ def test_a_pass_goes_from_the_worst_to_the_best_and_begins_again_after_a_forced_
 def test_what_vllm_takes_is_counted_in_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of three tokens take a block after two of them; what was cached of a request is taken, too."""
     paced: list[int] = []
-    policy = Policy(BlockQueue(pool_of([A, None]), 4), pinned_of((A,)), Demand(SHAPE), is_hard=False)
+    policy = Policy(VllmBlockPool(pool_of([A, None]), 4), pinned_of((A,)), Demand(SHAPE), is_hard=False)
     monkeypatch.setattr(policy._soft, "pace", paced.append)
     for _ in range(4):
         policy.after_step(step_of(3), ConnectorStats())
@@ -212,7 +213,7 @@ def test_what_vllm_takes_is_counted_in_whole_blocks(monkeypatch: pytest.MonkeyPa
     policy.allocated(request_of(20))
     policy.after_step(step_of(0), ConnectorStats())
     assert paced[4:] == [2]
-    unpinned = Policy(BlockQueue(pool_of([A, None]), 4), PinnedBlocks(), Demand(SHAPE), is_hard=False)
+    unpinned = Policy(VllmBlockPool(pool_of([A, None]), 4), PinnedBlocks(), Demand(SHAPE), is_hard=False)
     monkeypatch.setattr(unpinned._soft, "pace", paced.append)
     unpinned.after_step(step_of(8), ConnectorStats())
     assert len(paced) == 5
@@ -224,7 +225,7 @@ def test_more_blocks_than_one_step_looks_at_are_held_in_turn(monkeypatch: pytest
     keys = [bytes([number]) * 36 for number in range(5)]
     manager = pool_of([*keys[:3], None, *keys[3:], None, None])
     pinned = pinned_of(tuple(keys))
-    hard = HardPins(BlockQueue(manager, 4), pinned)
+    hard = HardPins(VllmBlockPool(manager, 4), pinned)
     held = []
     for _ in range(3):
         hard.hold(num_spare=1)
@@ -241,7 +242,7 @@ def test_more_blocks_than_one_step_looks_at_are_held_in_turn(monkeypatch: pytest
 
 def test_blocks_are_held_while_so_many_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = pool_of([A, B, C, None, None])
-    hard = HardPins(BlockQueue(manager, 4), pinned_of((A, B, C)))
+    hard = HardPins(VllmBlockPool(manager, 4), pinned_of((A, B, C)))
     hard.hold(num_spare=3)
     assert (hard.num_held, len(order(manager))) == (2, 3)
     hard.make_room(3)
@@ -334,17 +335,17 @@ def test_pools_of_another_shape_are_refused_by_name() -> None:
     manager = pool_of([None, None])
     del manager.block_pool.touch
     with pytest.raises(UnknownPoolError, match=r"BlockPool has no touch; kvtier knows that of vLLM 0\."):
-        BlockQueue(manager, 4)
+        VllmBlockPool(manager, 4)
     manager = pool_of([None, None])
     with pytest.raises(UnknownPoolError, match="it hashes 4 tokens, a block has 8"):
-        BlockQueue(manager, 8)
+        VllmBlockPool(manager, 8)
     manager.block_pool.enable_caching = False
     with pytest.raises(UnknownPoolError, match="prefix cache is off"):
-        BlockQueue(manager, 4)
+        VllmBlockPool(manager, 4)
     manager = pool_of([None, None])
     manager.block_pool.free_block_queue.fake_free_list_head.next_free_block = None
     with pytest.raises(UnknownPoolError, match="no doubly linked list"):
-        BlockQueue(manager, 4)
+        VllmBlockPool(manager, 4)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +370,7 @@ def test_what_rules_pins_out_is_said_once(
 
 def test_a_failing_move_loses_no_block() -> None:
     manager = pool_of([A, B, None])
-    queue = BlockQueue(manager, 4)
+    queue = VllmBlockPool(manager, 4)
 
     def keys() -> Any:
         yield A

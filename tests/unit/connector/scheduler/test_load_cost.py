@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.scheduler.load_cost import LoadCost
+from kvtier_connector.scheduler.forecasts import LoadCost
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler
 from tests.unit.connector.scheduler.test_lookups import HOST, acquired, keys_of, loading
 
@@ -71,7 +71,7 @@ def load_once(scheduler: Scheduler, name: str, seconds: float) -> None:
 def prefill(scheduler: Scheduler, tokens_per_s: float) -> None:
     for _ in range(8):  # steps of before, which held next to nothing
         list(scheduler.connector.take_events())
-    scheduler.connector.manager.step_began(1000)
+    scheduler.connector.manager.step_scheduled(1000)
     scheduler.clock.now_s += 1000 / tokens_per_s
     list(scheduler.connector.take_events())
 

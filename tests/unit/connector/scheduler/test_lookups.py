@@ -11,13 +11,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 import kvtier_connector.scheduler.lookups
+import kvtier_connector.scheduler.touches
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter
-from kvtier_connector.scheduler.chunk_mirror import BoundPin
-from kvtier_connector.scheduler.lease import AcquirePlan, Lease
-from kvtier_connector.scheduler.manager import IDLE_WAIT_S
+from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
+from kvtier_connector.scheduler.lease import Lease
+from kvtier_connector.scheduler.lookup_planner import LookupQuery
 from kvtier_connector.session.daemon_events import PinBound
+from kvtier_connector.session.pin_binder import BoundPin
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, hashes_of, sliding_spec
 
@@ -447,7 +449,7 @@ def test_what_was_touched_in_a_session_is_of_no_matter_to_the_next(scheduler: Sc
 
 def test_many_touches_go_in_messages_that_grpc_takes(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """All prompts touched in a second went in one message: beyond 64 MiB the session ended."""
-    monkeypatch.setattr(kvtier_connector.scheduler.lookups, "MAX_TOUCHED_KEYS", 4)
+    monkeypatch.setattr(kvtier_connector.scheduler.touches, "MAX_TOUCHED_KEYS", 4)
     scheduler.ask(scheduler.new_request("sys", 8, "r"), 24)
     scheduler.step()
     touched = [list(message.touch.keys) for message in scheduler.sent() if message.WhichOneof("kind") == "touch"]
@@ -484,7 +486,7 @@ def test_an_adapter_that_takes_long_to_read_is_a_miss(
     scheduler: Scheduler, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler.digests.digest_for_pin(Adapter("sql", str(adapter)))
-    monkeypatch.setattr(scheduler.digests._background, "submit", lambda task: None)
+    monkeypatch.setattr(scheduler.digests, "_submit", lambda task: None)
     request = lora_request(scheduler, adapter, load_id=1)
     assert scheduler.ask(request) is None
     scheduler.clock.now_s += 0.3
@@ -495,7 +497,7 @@ def test_without_a_session_no_adapter_is_waited_for(
     scheduler: Scheduler, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler.digests.digest_for_pin(Adapter("sql", str(adapter)))
-    monkeypatch.setattr(scheduler.digests._background, "submit", lambda task: None)
+    monkeypatch.setattr(scheduler.digests, "_submit", lambda task: None)
     scheduler.step()
     scheduler.detach()
     assert scheduler.ask(lora_request(scheduler, adapter, load_id=1)) == 0
@@ -599,7 +601,7 @@ def test_word_of_a_promotion_costs_what_it_names() -> None:
         attachment=attachment,
         acquire_id=1,
         req_id="r",
-        plan=AcquirePlan(keys, 6, 4, 0, 24),
+        query=LookupQuery(keys, 6, 4, 0, 24),
         asked_s=0.0,
         answer_deadline_s=0.0,
     )  # six of the prefix, two of a window

@@ -7,8 +7,9 @@ import pytest
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.scheduler import chunk_mirror as pins_module
-from kvtier_connector.scheduler.chunk_mirror import BoundPin, PinMirror
-from kvtier_connector.scheduler.lookup_planner import AcquirePlanner
+from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
+from kvtier_connector.scheduler.lookup_planner import LookupPlanner
+from kvtier_connector.session.pin_binder import BoundPin
 from tests.unit.connector.harness import Scheduler, full_spec, hashes_of, sliding_spec
 from tests.unit.connector.scheduler.test_lookups import keys_of
 from tests.unit.connector.scheduler.test_stores import computed
@@ -269,7 +270,7 @@ def test_who_waits_for_slots_has_the_daemon_hear_of_those_that_are_used(schedule
 
 def test_the_prefill_rate_is_told_when_it_changed_by_more_than_a_fifth(scheduler: Scheduler) -> None:
     def step(seconds: float) -> list[Any]:
-        scheduler.manager.step_began(1000)
+        scheduler.manager.step_scheduled(1000)
         scheduler.clock.now_s += seconds
         list(scheduler.manager.take_events())
         scheduler.step()
@@ -296,7 +297,7 @@ def test_gpu_hits_of_ordinary_prompts_are_touched(scheduler: Scheduler) -> None:
 
 def test_beyond_its_bound_the_mirror_wants_and_takes_no_more(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(pins_module, "MAX_HELD_CHUNKS", 3)
-    mirror, keys = PinMirror(), keys_of("k", 6)
+    mirror, keys = ChunkMirror(), keys_of("k", 6)
     mirror.attach(stores_all=True)
     mirror.add(BoundPin(pin_id="p", keys=(keys[5],), pinned=True))
     mirror.complete()
@@ -320,11 +321,11 @@ def test_beyond_its_bound_the_mirror_wants_and_takes_no_more(monkeypatch: pytest
 def test_a_hybrid_plan_of_a_long_prompt_is_bounded_and_cut_where_the_last_window_ends() -> None:
     full = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
     sliding = GroupShape(group_idx=1, chunk_tokens=16, hashes_per_chunk=1, window_chunks=8)
-    mirror, hashes = PinMirror(), hashes_of("long", 6250)
+    mirror, hashes = ChunkMirror(), hashes_of("long", 6250)
     mirror.attach(stores_all=True)
     mirror.set_held([full.key(hashes, i, None) for i in range(6250)], True)
     mirror.set_held([sliding.key(hashes, i, None) for i in range(6000)], True)
-    plan = AcquirePlanner([full, sliding], mirror).plan(hashes, None, 0)
+    plan = LookupPlanner([full, sliding], mirror).plan(hashes, None, 0)
     assert plan is not None
     assert (plan.num_prefix_keys, plan.end_token) == (6000, 6000 * 16), "behind the last window no hit can end"
     windows = list(plan.keys[plan.num_prefix_keys :])
@@ -335,11 +336,11 @@ def test_tokens_of_a_plan_are_counted_in_chunks_of_the_group_whose_run_it_is() -
     """Groups may have chunks of other lengths; vLLM's own hit may end inside the longer ones."""
     short = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
     long = GroupShape(group_idx=1, chunk_tokens=32, hashes_per_chunk=2, window_chunks=0)
-    mirror, hashes = PinMirror(), hashes_of("long", 8)
+    mirror, hashes = ChunkMirror(), hashes_of("long", 8)
     mirror.attach(stores_all=True)
     keys = [short.key(hashes, i, None) for i in range(8)], [long.key(hashes, i, None) for i in range(3)]
     mirror.set_held([*keys[0], *keys[1]], True)
-    plan = AcquirePlanner([short, long], mirror).plan(hashes, None, 48)
+    plan = LookupPlanner([short, long], mirror).plan(hashes, None, 48)
     assert plan is not None
     assert (plan.chunk_tokens, plan.first_token, plan.end_token) == (16, 48, 96)
     assert (list(plan.keys), plan.num_prefix_keys) == ([*keys[0][3:6], *keys[1][1:]], 3)

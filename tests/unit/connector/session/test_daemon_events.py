@@ -12,8 +12,8 @@ import kvtier_connector.session.daemon_events
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.engine.lora_adapters import AdapterDigests
-from kvtier_connector.session.background_thread import Background
-from kvtier_connector.session.daemon_events import Attached, Detached, EngineLink, Event, PinBound, PinGone, Received
+from kvtier_connector.session.background_thread import BackgroundThread
+from kvtier_connector.session.daemon_events import Attached, DaemonEvents, Detached, Event, PinBound, PinGone, Received
 from kvtier_connector.session.pin_binder import PinBinder
 from tests.fakes.fake_daemon import FakeDaemon
 from tests.fakes.waiting import wait_for
@@ -31,19 +31,19 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 @pytest.fixture
-def link(daemon: FakeDaemon) -> Iterator[EngineLink]:
+def link(daemon: FakeDaemon) -> Iterator[DaemonEvents]:
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
-    background = Background("kvtier-test")
+    background = BackgroundThread("kvtier-test")
     hasher: Any = get_request_block_hasher(4, hash_fn)
-    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
-    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
+    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background)
     made.start()
     yield made
     made.close()
 
 
-def collect(link: EngineLink, kind: type, events: list[Event]) -> Event:
+def collect(link: DaemonEvents, kind: type, events: list[Event]) -> Event:
     """Poll until an event of this kind has come."""
 
     def has_come() -> bool:
@@ -54,7 +54,7 @@ def collect(link: EngineLink, kind: type, events: list[Event]) -> Event:
     return next(event for event in events if isinstance(event, kind))
 
 
-def test_a_pin_is_known_before_the_daemon_speaks_of_its_chunks(daemon: FakeDaemon, link: EngineLink) -> None:
+def test_a_pin_is_known_before_the_daemon_speaks_of_its_chunks(daemon: FakeDaemon, link: DaemonEvents) -> None:
     events: list[Event] = []
     bound = collect(link, PinBound, events)
     assert isinstance(bound, PinBound)
@@ -72,17 +72,17 @@ def test_a_pin_is_known_before_the_daemon_speaks_of_its_chunks(daemon: FakeDaemo
 
 
 def test_whoever_waits_for_the_pins_of_a_session_is_told_when_they_are_bound(daemon: FakeDaemon) -> None:
-    background = Background("kvtier-test")
+    background = BackgroundThread("kvtier-test")
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
     hasher: Any = get_request_block_hasher(4, hash_fn)
-    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
     told: list[list[type]] = []
 
     def on_bound(attachment: object) -> None:
         told.append([type(event) for event in made.poll()])
 
-    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
+    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
     made.start()
     wait_for(lambda: len(told) == 1)
     assert PinBound in told[0]
@@ -92,17 +92,17 @@ def test_whoever_waits_for_the_pins_of_a_session_is_told_when_they_are_bound(dae
 def test_pins_that_come_behind_the_welcome_are_waited_for_too(daemon: FakeDaemon) -> None:
     """vLLM's cache would be warmed without those for which the first message had no room."""
     daemon.later_pin_ids = ["q", "gone"]
-    background = Background("kvtier-test")
+    background = BackgroundThread("kvtier-test")
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
     hasher: Any = get_request_block_hasher(4, hash_fn)
-    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background), 1000)
+    binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
     told: list[list[str]] = []
 
     def on_bound(attachment: object) -> None:
         told.append([event.pin.pin_id for event in made.poll() if isinstance(event, PinBound)])
 
-    made = EngineLink(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
+    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
     made.start()
     session = daemon.wait_sessions(1)
     later = pb.Pin(pin_id="q", name="q", tokens=range(100, 120), pinned=True)
@@ -113,7 +113,7 @@ def test_pins_that_come_behind_the_welcome_are_waited_for_too(daemon: FakeDaemon
     made.close()
 
 
-def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: EngineLink) -> None:
+def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: DaemonEvents) -> None:
     events: list[Event] = []
     collect(link, PinBound, events)
     session = daemon.session()
@@ -125,7 +125,7 @@ def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: Engi
     assert of_q == [PinBound, PinGone]
 
 
-def test_a_session_that_attached_before_a_reset_is_never_heard_of(daemon: FakeDaemon, link: EngineLink) -> None:
+def test_a_session_that_attached_before_a_reset_is_never_heard_of(daemon: FakeDaemon, link: DaemonEvents) -> None:
     """Weights changed in place: what the old session's namespace holds must not be found or added to."""
     daemon.wait_sessions(1)
     link.reopen()
@@ -137,7 +137,7 @@ def test_a_session_that_attached_before_a_reset_is_never_heard_of(daemon: FakeDa
 
 
 def test_an_engine_that_does_not_poll_begins_anew(
-    daemon: FakeDaemon, link: EngineLink, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, link: DaemonEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An idle engine beside a busy one collected every word on what the daemon held, for as long as it was idle."""
     monkeypatch.setattr(kvtier_connector.session.daemon_events, "MAX_ITEMS", 1000)
@@ -153,7 +153,7 @@ def test_an_engine_that_does_not_poll_begins_anew(
 
 
 def test_a_long_standstill_keeps_the_last_session_only(
-    daemon: FakeDaemon, link: EngineLink, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, link: DaemonEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvtier_connector.session.daemon_events, "MAX_ITEMS", 1000)
     for number in range(1, 4):

@@ -7,14 +7,15 @@ from vllm.v1.core import kv_cache_utils
 
 from kvtier.client.engine_session import NotReadyError
 from kvtier_connector import startup
-from kvtier_connector.startup import HelloMaker
+from kvtier_connector.session import hello as hello_module
+from kvtier_connector.session.hello import HelloMaker
 from tests.unit.connector.harness import Scheduler, full_spec, sliding_spec
 
 
 @pytest.fixture
 def maker(monkeypatch: pytest.MonkeyPatch) -> HelloMaker:
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
-    monkeypatch.setattr(startup, "weights_field", lambda *_: "{}")
+    monkeypatch.setattr(hello_module, "weights_field", lambda *_: "{}")
     return HelloMaker(Scheduler(monkeypatch, world_size=2).facts)
 
 
@@ -34,7 +35,7 @@ def test_weights_are_read_once_however_often_it_attaches(maker: HelloMaker, monk
         read.append(arguments)
         return "{}"
 
-    monkeypatch.setattr(startup, "weights_field", weights_field)
+    monkeypatch.setattr(hello_module, "weights_field", weights_field)
     assert maker.make(0) == maker.make(0)
     assert len(read) == 1
 
@@ -62,6 +63,6 @@ def test_what_it_asks_for_is_what_it_has(maker: HelloMaker) -> None:
 @pytest.mark.parametrize("window", [None, 8])
 def test_pins_in_vllms_cache_are_for_models_of_one_prefix(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     specs = [full_spec()] if window is None else [full_spec(), sliding_spec(window)]
-    shape = Scheduler(monkeypatch, specs).facts.gpu_shape
+    shape = startup.gpu_shape(Scheduler(monkeypatch, specs).facts)
     assert (shape is None) == (window is not None)
     assert shape is None or (shape.block_tokens, shape.max_step_tokens) == (4, 64)

@@ -16,7 +16,7 @@ import kvtier_connector.session.pin_binder
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests, adapter_digest
-from kvtier_connector.session.background_thread import Background
+from kvtier_connector.session.background_thread import BackgroundThread
 from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
 from tests.fakes.waiting import wait_for
 
@@ -35,7 +35,9 @@ def hasher() -> BlockHasher:
 
 @pytest.fixture
 def binder(hasher: BlockHasher) -> PinBinder:
-    return PinBinder((FULL, WINDOW), lambda: hasher, AdapterDigests(Background("test")), max_model_len=1000)
+    return PinBinder(
+        (FULL, WINDOW), lambda: hasher, AdapterDigests(BackgroundThread("test").submit), max_model_len=1000
+    )
 
 
 @pytest.fixture
@@ -85,16 +87,16 @@ def test_keys_are_vllms_offload_keys_reachable_chunks_only(binder: PinBinder, ha
 
 def test_gpu_keys_are_every_block_of_the_covered_chunks(hasher: BlockHasher) -> None:
     tokens = list(range(30))
-    binding = PinBinder((FULL,), lambda: hasher, AdapterDigests(Background("test")), max_model_len=1000).bind(
-        pin_of(tokens)
-    )
+    binding = PinBinder(
+        (FULL,), lambda: hasher, AdapterDigests(BackgroundThread("test").submit), max_model_len=1000
+    ).bind(pin_of(tokens))
     assert binding.bound is not None
     assert binding.bound.gpu_keys == tuple(offload_key(block_hash, 0) for block_hash in vllm_hashes(hasher, tokens)[:6])
 
 
 def test_whole_chunks_are_covered_but_a_windows_end_is_one_token_before_the_prompts(hasher: BlockHasher) -> None:
     """Story: a Gemma-3 prompt of 19 x 32 tokens stayed at 34 of 39 chunks, whatever warmed it."""
-    digests = AdapterDigests(Background("test"))
+    digests = AdapterDigests(BackgroundThread("test").submit)
     full_only = PinBinder((FULL,), lambda: hasher, digests, max_model_len=1000)
     hybrid = PinBinder((FULL, WINDOW), lambda: hasher, digests, max_model_len=1000)
     assert full_only.bind(pin_of(list(range(24)))).message.covered_tokens == 24
@@ -126,7 +128,7 @@ def test_a_lora_pin_is_bound_to_the_adapters_content(binder: PinBinder, hasher: 
     hashes = vllm_hashes(hasher, tokens, lora=LoRARequest("sql", 1, str(adapter)))
     assert keys[0] == chunk_key(offload_key(hashes[1], 0), adapter_digest(adapter))
     (adapter / "adapter_model.safetensors").write_bytes(b"changed")
-    fresh = PinBinder((FULL,), lambda: hasher, AdapterDigests(Background("test")), max_model_len=1000)
+    fresh = PinBinder((FULL,), lambda: hasher, AdapterDigests(BackgroundThread("test").submit), max_model_len=1000)
     assert fresh.bind(pin).message.keys[0] != keys[0]
 
 
@@ -158,7 +160,7 @@ def test_digests_are_computed_in_the_background_once(adapter: Path, monkeypatch:
         return compute(folder)
 
     monkeypatch.setattr("kvtier_connector.engine.lora_adapters.adapter_digest", recorded)
-    digests = AdapterDigests(Background("kvtier-test"))
+    digests = AdapterDigests(BackgroundThread("kvtier-test").submit)
     wanted = Adapter("sql", str(adapter))
     assert digests.digest(wanted) is None, "unknown at first sight"
     wait_for(lambda: digests.digest(wanted) is not None)
@@ -168,7 +170,7 @@ def test_digests_are_computed_in_the_background_once(adapter: Path, monkeypatch:
 
 def test_an_adapter_loaded_anew_is_read_anew(adapter: Path) -> None:
     """Unloaded and loaded again from the same path, it has another id, and may have other weights."""
-    digests = AdapterDigests(Background("kvtier-test"))
+    digests = AdapterDigests(BackgroundThread("kvtier-test").submit)
     first, second = (Adapter("sql", str(adapter), load_id) for load_id in (1, 2))
     wait_for(lambda: digests.digest(first) is not None)
     (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
@@ -188,7 +190,7 @@ def test_an_adapter_that_could_not_be_read_is_tried_again(
 ) -> None:
     """vLLM may still be downloading it when its first request comes."""
     monkeypatch.setattr("kvtier_connector.engine.lora_adapters._RETRY_S", 0.05)
-    digests = AdapterDigests(Background("kvtier-test"))
+    digests = AdapterDigests(BackgroundThread("kvtier-test").submit)
     late = Adapter("late", str(tmp_path / "late"), 1)
     assert digests.digest(late) is None
     wait_for(lambda: "cannot read LoRA adapter" in caplog.text)

@@ -12,11 +12,12 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier._pb.cache_pb2 import PinRequest, PromptBinding, PromptStatus
 from kvtier.client.engine_session import Attachment
 from kvtier.client.warm_requests import is_warm_request, new_request_id, warm_tokens
+from kvtier_connector import startup
+from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.session import warm_start
-from kvtier_connector.session.engine_api_client import ApiGoneError, OwnApi
+from kvtier_connector.session.engine_api_client import ApiGoneError, EngineApiClient
 from kvtier_connector.session.warm_start import WarmFacts, WarmStart
 from kvtier_connector.settings import parse_settings
-from kvtier_connector.startup import EngineFacts
 from tests.fakes.waiting import wait_for
 from tests.unit.cli import fake_daemon, fake_vllm
 from tests.unit.cli.fake_daemon import FakeDaemon
@@ -59,17 +60,17 @@ class Rig:
         status = PromptStatus(name=name, num_tokens=num_tokens, priority=priority, **known)
         self.daemon.prompts[name] = status
 
-    def start(self, *, by_priority: bool = False, room_tokens: int = 10_000) -> WarmStart:
+    def start(self, *, by_priority: bool = False, cache_tokens: int = 10_000) -> WarmStart:
         """Begin, as if the first session had bound its pins."""
         facts = WarmFacts(
             socket=self.socket,
             url=self.vllm.url,
             model_names=["toy", "/models/toy"],
-            room_tokens=lambda: room_tokens,
+            cache_tokens=lambda: cache_tokens,
             block_tokens=BLOCK_TOKENS,
             by_priority=by_priority,
         )
-        made = WarmStart(facts, OwnApi(self.vllm.url, "secret"))
+        made = WarmStart(facts, EngineApiClient(self.vllm.url, "secret"))
         made.watch(lambda: self.serves_users, lambda: self.cache)
         self.started.append(made)
         made.bound(Attachment(Any, 0, pb.Welcome(namespace_id=NAMESPACE)))  # type: ignore[arg-type]
@@ -127,7 +128,7 @@ def test_several_names_of_one_prompt_are_one_request(rig: Rig, said: Said) -> No
     rig.pin("salted", tokens_digest="d", cache_salt="pepper")
     rig.pin("a", tokens_digest="d")
     rig.pin("b", tokens_digest="d")
-    rig.start(room_tokens=512)  # room for two
+    rig.start(cache_tokens=512)  # room for two
     wait_for(said("warm start ended prompts=2 of 2"))
     assert rig.warmed() == [2, 0], "further names of one prompt took the room of others"
 
@@ -143,7 +144,7 @@ def test_no_more_than_the_share_of_the_cache(rig: Rig, said: Said) -> None:
     """Of 256 tokens 128 are taken by the first one's whole blocks; the next would need 160, and the last fits."""
     for name, num_tokens, priority in [("a", 100, 2), ("b", 130, 1), ("c", 128, 0)]:
         rig.pin(name, num_tokens, priority)
-    rig.start(room_tokens=512)
+    rig.start(cache_tokens=512)
     wait_for(said("warm start ended prompts=2 of 2"))
     assert rig.warmed() == [0, 2]
     assert said("warm start leaves out name=b tokens=130: half of vLLM's cache leaves 128")()
@@ -282,7 +283,7 @@ def test_a_close_ends_the_request_that_it_waits_for(rig: Rig, said: Said) -> Non
 
 
 def test_a_closed_api_answers_nobody(rig: Rig) -> None:
-    api = OwnApi(rig.vllm.url, "")
+    api = EngineApiClient(rig.vllm.url, "")
     assert api.is_healthy()
     api.close()
     assert not api.is_healthy()
@@ -304,7 +305,7 @@ def test_what_the_engine_tells_its_warm_start() -> None:
             offloading=offloading,
             group_configs=(),
         )
-        made = engine._warm_start()
+        made = startup._warm_start(engine)
         return None if made is None else made._facts
 
     assert facts_of() is None, "off unless asked for"
@@ -312,9 +313,9 @@ def test_what_the_engine_tells_its_warm_start() -> None:
     assert facts is not None
     assert (facts.url, facts.socket) == ("http://127.0.0.1:8000", Path("/s"))
     assert (facts.model_names, facts.by_priority) == (["llama", "/models/llama"], True)
-    assert facts.room_tokens() == 64 * 4 // 2, "both groups take of the same blocks"
+    assert facts.cache_tokens() == 64 * 4 // 2, "both groups take of the same blocks"
     config.cache_config.kv_cache_size_tokens = 999
-    assert facts.room_tokens() == 999, "vLLM knows better, once it has computed it"
+    assert facts.cache_tokens() == 999, "vLLM knows better, once it has computed it"
 
 
 def test_a_prompt_that_ends_with_a_chunk_is_asked_for_with_one_token_more() -> None:

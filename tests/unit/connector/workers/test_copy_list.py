@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_connector.engine.transfer_job import (
-    GroupCopies,
-    PagePlace,
-    TransferMismatchError,
-    plan_load,
-    plan_store,
-    split_groups,
-)
 from kvtier_connector.workers.copy_list import CopyLists
-from kvtier_connector.workers.page_layout import WorkerLayout
+from kvtier_connector.workers.copy_plan import GroupCopies, TransferMismatchError, plan_load, plan_store, split_groups
+from kvtier_connector.workers.page_layout import PagePlace, WorkerLayout
 
 BLOCKS = 3
 

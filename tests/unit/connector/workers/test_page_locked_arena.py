@@ -19,7 +19,7 @@ from kvtier.errors import ArenaError
 from kvtier.host.arena import Arena
 from kvtier_connector.workers import page_locked_arena
 from kvtier_connector.workers.device import PageLockError
-from kvtier_connector.workers.page_locked_arena import LockedArena
+from kvtier_connector.workers.page_locked_arena import PageLockedArena
 from tests.fakes.chunks import layout_of
 from tests.fakes.cuda_device import FakeHostMemory
 from tests.fakes.fake_daemon import set_backing, write_arena
@@ -43,8 +43,8 @@ def memory() -> FakeHostMemory:
 
 
 @pytest.fixture
-def arena(path: Path, memory: FakeHostMemory) -> Iterator[LockedArena]:
-    arena = LockedArena(ArenaMap(path, GEOMETRY.arena_id), 6000, memory)
+def arena(path: Path, memory: FakeHostMemory) -> Iterator[PageLockedArena]:
+    arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 6000, memory)
     yield arena
     arena.retire()
     arena.join()
@@ -74,23 +74,23 @@ def test_a_page_that_is_held_leaves_the_file_when_its_row_is_unbacked(tmp_path: 
         arena.close(unlink=True)
 
 
-def address(arena: LockedArena, slot: int) -> int:
+def address(arena: PageLockedArena, slot: int) -> int:
     """Of the pages that hold rank 1's region, bytes 6000 to 12000 of a row."""
     return arena.map.row_address(slot) + 4096
 
 
-def test_rows_with_pages_are_locked_ahead_and_no_others(arena: LockedArena, memory: FakeHostMemory) -> None:
+def test_rows_with_pages_are_locked_ahead_and_no_others(arena: PageLockedArena, memory: FakeHostMemory) -> None:
     wait_for(lambda: arena.num_locked == 2)
     assert memory.locked == {address(arena, 2): 8192, address(arena, 3): 8192}
 
 
-def test_rows_that_get_pages_later_are_locked_then(arena: LockedArena, path: Path, memory: FakeHostMemory) -> None:
+def test_rows_that_get_pages_later_are_locked_then(arena: PageLockedArena, path: Path, memory: FakeHostMemory) -> None:
     wait_for(lambda: arena.num_locked == 2)
     set_backing(path, GEOMETRY, 5, 7)
     wait_for(lambda: address(arena, 5) in memory.locked)
 
 
-def test_rows_that_lose_their_pages_are_unlocked(arena: LockedArena, path: Path, memory: FakeHostMemory) -> None:
+def test_rows_that_lose_their_pages_are_unlocked(arena: PageLockedArena, path: Path, memory: FakeHostMemory) -> None:
     """Else the system would not get them back: the device has a hold on them."""
     wait_for(lambda: arena.num_locked == 2)
     set_backing(path, GEOMETRY, 3, 2)
@@ -98,7 +98,7 @@ def test_rows_that_lose_their_pages_are_unlocked(arena: LockedArena, path: Path,
 
 
 def test_a_row_with_other_pages_is_unlocked_before_a_job_touches_it(
-    arena: LockedArena, path: Path, memory: FakeHostMemory
+    arena: PageLockedArena, path: Path, memory: FakeHostMemory
 ) -> None:
     wait_for(lambda: arena.num_locked == 2)
     set_backing(path, GEOMETRY, 3, 3)
@@ -108,7 +108,7 @@ def test_a_row_with_other_pages_is_unlocked_before_a_job_touches_it(
     wait_for(lambda: memory.calls.count(("lock", address(arena, 3))) == 2)
 
 
-def test_rows_of_open_jobs_are_left_as_they_are(arena: LockedArena, path: Path, memory: FakeHostMemory) -> None:
+def test_rows_of_open_jobs_are_left_as_they_are(arena: PageLockedArena, path: Path, memory: FakeHostMemory) -> None:
     wait_for(lambda: arena.num_locked == 2)
     arena.hold([3, 6])
     arena.hold([3])
@@ -123,7 +123,7 @@ def test_rows_of_open_jobs_are_left_as_they_are(arena: LockedArena, path: Path, 
     wait_for(lambda: address(arena, 3) not in memory.locked and address(arena, 6) in memory.locked)
 
 
-def test_a_row_that_another_job_holds_with_other_pages_is_refused(arena: LockedArena, path: Path) -> None:
+def test_a_row_that_another_job_holds_with_other_pages_is_refused(arena: PageLockedArena, path: Path) -> None:
     """A restarted daemon doubts all locks; a job of the session before may still read."""
     wait_for(lambda: arena.num_locked == 2)
     arena.hold([3])
@@ -139,7 +139,7 @@ def test_a_driver_that_refuses_is_said_once_and_the_rest_goes_unlocked(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = FakeHostMemory(room=1)
-    arena = LockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
+    arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: "cannot page-lock" in caplog.text)
     set_backing(path, GEOMETRY, 2, 2)
     wait_for(lambda: arena.num_locked == 0)
@@ -158,7 +158,7 @@ def test_rows_that_share_pages_are_not_locked(tmp_path: Path, caplog: pytest.Log
     write_arena(tmp_path / "arena", geometry)
     set_backing(tmp_path / "arena", geometry, 0, 1)
     memory = FakeHostMemory()
-    arena = LockedArena(ArenaMap(tmp_path / "arena", geometry.arena_id), 0, memory)
+    arena = PageLockedArena(ArenaMap(tmp_path / "arena", geometry.arena_id), 0, memory)
     arena.retire()
     arena.join()
     assert "rows of 6144 bytes are not whole pages" in caplog.text
@@ -167,7 +167,7 @@ def test_rows_that_share_pages_are_not_locked(tmp_path: Path, caplog: pytest.Log
 
 def test_everything_is_unlocked_before_the_mapping_goes(path: Path, memory: FakeHostMemory) -> None:
     mapped = ArenaMap(path, GEOMETRY.arena_id)
-    arena = LockedArena(mapped, 0, memory)
+    arena = PageLockedArena(mapped, 0, memory)
     wait_for(lambda: arena.num_locked == 2)
     arena.retire()
     arena.join()
@@ -180,7 +180,7 @@ def test_a_mapping_that_cannot_be_unlocked_stays(
     path: Path, memory: FakeHostMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     mapped = ArenaMap(path, GEOMETRY.arena_id)
-    arena = LockedArena(mapped, 0, memory)
+    arena = PageLockedArena(mapped, 0, memory)
     wait_for(lambda: arena.num_locked == 2)
     memory.stuck = True
     arena.retire()
@@ -202,7 +202,7 @@ def test_a_row_that_cannot_be_unlocked_is_complained_of_once(
         tries += 1
         raise PageLockError("cudaHostUnregister fails with 700: an illegal memory access was encountered")
 
-    arena = LockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
+    arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: arena.num_locked == 2)
     monkeypatch.setattr(memory, "unlock", refuse)
     set_backing(path, GEOMETRY, 2, 3)

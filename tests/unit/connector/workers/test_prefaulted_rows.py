@@ -15,11 +15,11 @@ from kvtier.client import arena_map
 from kvtier.client.arena_map import ArenaMap
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena
-from kvtier_connector.engine.transfer_job import ArenaSpec, PagePlace
+from kvtier_connector.engine.transfer_job import ArenaSpec
 from kvtier_connector.workers import cpu_worker, prefaulted_rows
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
-from kvtier_connector.workers.page_layout import WorkerLayout
-from kvtier_connector.workers.prefaulted_rows import MappedRows
+from kvtier_connector.workers.page_layout import PagePlace, WorkerLayout
+from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
 from tests.unit.connector.harness import Scheduler
 from tests.unit.connector.scheduler.test_lookups import keys_of
 
@@ -62,7 +62,7 @@ def num_pages(arena: Arena) -> int:
     return arena.path.stat().st_blocks * 512 // mmap.PAGESIZE
 
 
-def map_all(rows: MappedRows) -> int:
+def map_all(rows: PrefaultedRows) -> int:
     """Look once and map what is found; return how many slices it took."""
     num_slices, more = 0, rows.look()
     while more:
@@ -77,7 +77,7 @@ def test_rows_that_have_pages_are_mapped_and_no_others(
     """A row without pages would get some, which nobody accounts for."""
     monkeypatch.setattr(prefaulted_rows, "_SLICE_BYTES", 2 * LAYOUT.rank_bytes)
     monkeypatch.setattr(prefaulted_rows, "_CALL_BYTES", mmap.PAGESIZE)
-    rows = MappedRows(mapped, LAYOUT.rank_bytes)
+    rows = PrefaultedRows(mapped, LAYOUT.rank_bytes)
     assert not rows.look()
     arena.back([0, 2, 3, 5])
     before = num_pages(arena)
@@ -90,7 +90,7 @@ def test_rows_that_have_pages_are_mapped_and_no_others(
 
 
 def test_a_row_with_new_pages_is_mapped_again(arena: Arena, mapped: ArenaMap) -> None:
-    rows = MappedRows(mapped, 0)
+    rows = PrefaultedRows(mapped, 0)
     arena.back([1, 2])
     map_all(rows)
     arena.unback([1])
@@ -115,14 +115,14 @@ def test_a_row_is_mapped_to_its_end_and_no_further(monkeypatch: pytest.MonkeyPat
         arena.back([1, 3])
         before = num_pages(arena)
         with ArenaMap(arena.path, arena.geometry.arena_id) as mapped:
-            map_all(MappedRows(mapped, layout.rank_bytes))
+            map_all(PrefaultedRows(mapped, layout.rank_bytes))
             found = [in_page_table(mapped, layout.rank_bytes + page * mmap.PAGESIZE) for page in range(3)]
         assert (found, num_pages(arena)) == ([[1, 3]] * 3, before)
         arena.close(unlink=True)
 
 
 def test_a_row_that_loses_its_pages_meanwhile_gets_none(arena: Arena, mapped: ArenaMap) -> None:
-    rows = MappedRows(mapped, 0)
+    rows = PrefaultedRows(mapped, 0)
     arena.back([1, 2])
     assert rows.look()
     arena.unback([1, 2])
@@ -133,7 +133,7 @@ def test_a_row_that_loses_its_pages_meanwhile_gets_none(arena: Arena, mapped: Ar
 
 def test_a_job_does_not_wait_for_a_row(arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefaulted_rows, "_CALL_BYTES", mmap.PAGESIZE)
-    rows = MappedRows(mapped, 0)
+    rows = PrefaultedRows(mapped, 0)
     arena.back([1, 2])
     assert rows.look()
     answers = iter([False, True])
@@ -163,7 +163,7 @@ def test_a_system_that_refuses(
     libc: Any = SimpleNamespace(madvise=refuse)
     monkeypatch.setattr(arena_map, "_libc", libc)
     arena.back([1, 2])
-    rows = MappedRows(mapped, 0)
+    rows = PrefaultedRows(mapped, 0)
     for _ in range(2):
         map_all(rows)
     assert (rows.is_able, rows.num_mapped, len(asked)) == (is_able, 0, num_asked)

@@ -1,0 +1,65 @@
+"""vLLM's configuration of this engine, as the connector's parts need it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtier_connector.engine.chunk_keys import GroupShape
+from kvtier_connector.engine.row_layout import group_shapes
+from kvtier_connector.engine.vllm_compat import block_hasher
+from kvtier_connector.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What this engine is. Read by every thread, changed by none.
+
+    Attributes:
+        settings: The connector's settings.
+        vllm_config: vLLM's configuration.
+        kv_cache_config: Its KV cache groups.
+        offloading: vLLM's offloading view of both.
+        group_configs: vLLM's `GroupOffloadConfig` of each offloaded group.
+    """
+
+    settings: ConnectorSettings
+    vllm_config: "VllmConfig"
+    kv_cache_config: "KVCacheConfig"
+    offloading: "OffloadingConfig"
+    group_configs: Sequence[Any]
+
+    @functools.cached_property
+    def model_names(self) -> list[str]:
+        """Names by which requests address the model, the served one first, and the path as typed."""
+        model = self.vllm_config.model_config
+        served = model.served_model_name
+        served = [served] if isinstance(served, str) else list(served or ())
+        return list(dict.fromkeys([*served, str(model.model)]))
+
+    @functools.cached_property
+    def shapes(self) -> tuple[GroupShape, ...]:
+        """What decides chunk keys, per group."""
+        return group_shapes(self.group_configs)
+
+    def cache_tokens(self) -> int:
+        """Return how many tokens vLLM's prefix cache takes; its groups share the blocks."""
+        known: int | None = getattr(self.vllm_config.cache_config, "kv_cache_size_tokens", None)
+        config = self.kv_cache_config
+        by_blocks = config.num_blocks * self.vllm_config.cache_config.block_size // len(config.kv_cache_groups)
+        return known or int(by_blocks)
+
+    def block_hasher(self) -> Callable[[Any], list[bytes]]:
+        """Return vLLM's own block hasher. Only valid after the first Hello: by then vLLM has chosen its hash seed."""
+        from vllm.utils.hashing import get_hash_fn_by_name
+
+        hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+        hasher: Callable[[Any], list[bytes]] = block_hasher(
+            self.vllm_config, self.offloading.cache.tokens_per_hash, hash_fn
+        )
+        return hasher

@@ -1,0 +1,80 @@
+"""What keeps pinned blocks in vLLM's cache: soft pins, and hard ones if wanted, fed with vLLM's demand for blocks."""
+
+from typing import TYPE_CHECKING, Any
+
+from kvtier_connector.gpu_pins.block_demand import Demand
+from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
+from kvtier_connector.gpu_pins.hard_pins import HardPins
+from kvtier_connector.gpu_pins.residency import ResidencySampler
+from kvtier_connector.gpu_pins.soft_pins import SoftPins
+from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
+from kvtier_connector.metrics.declared import GPU_HELD_BLOCKS, GPU_LET_GO, GPU_MOVES
+from kvtier_connector.metrics.engine_stats import ConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class Policy:
+    """Soft pins, and hard ones if wanted, fed with the demand that they are to meet."""
+
+    def __init__(self, queue: VllmBlockPool, pinned: PinnedBlocks, demand: Demand, *, is_hard: bool) -> None:
+        self._queue, self._pinned, self._demand = queue, pinned, demand
+        self._soft = SoftPins(queue, pinned)
+        self._hard = HardPins(queue, pinned) if is_hard else None
+        self._census = ResidencySampler(queue, pinned)
+        self._cached_tokens = 0  # of the request that vLLM has asked for last
+        self._num_next = 0
+        self._taken_tokens = 0  # since the last whole block of them was told to `pace`
+        self._told_moves = self._told_let_go = self._told_held = 0
+
+    def before_step(self) -> None:
+        """Make room for the running requests, and keep pinned blocks out of it."""
+        if self._hard is not None:
+            self._hard.make_room(self._num_next)
+        if self._pinned.ranking.keys:
+            self._soft.shield(self._num_next)
+
+    def before_admission(self, request: Any, num_cached_tokens: int, *, is_load: bool) -> None:
+        """Make room, and keep pinned blocks out of it."""
+        self._cached_tokens = num_cached_tokens
+        if self._hard is not None and self._hard.num_held:
+            num_needed = self._demand.to_admit(request, num_cached_tokens, self._queue.num_blocks, is_load=is_load)
+            self._hard.make_room(num_needed)
+        if self._pinned.ranking.keys:
+            self._soft.shield(self._demand.of_admission(request, num_cached_tokens, is_load=is_load))
+
+    def allocated(self, request: Any) -> None:
+        """The request has blocks."""
+        self._demand.allocated(request)
+        self._taken_tokens += self._cached_tokens
+
+    def after_step(self, output: "SchedulerOutput", stats: ConnectorStats) -> None:
+        """Note what running requests may take in the next step, move or hold what is due, and tell what has changed."""
+        self._num_next = self._demand.stepped(
+            output.num_scheduled_tokens, output.finished_req_ids, output.preempted_req_ids or ()
+        )
+        if self._hard is not None:  # also without pins: what was held for the last of them goes
+            self._hard.hold(self._num_next)
+        self._taken_tokens += output.total_num_scheduled_tokens
+        num_taken, self._taken_tokens = divmod(self._taken_tokens, self._demand.shape.block_tokens)
+        if self._pinned.ranking.keys:
+            self._soft.pace(num_taken)
+        self._report(stats)
+
+    def _report(self, stats: ConnectorStats) -> None:
+        self._census.go_on(stats)
+        if self._soft.num_moved != self._told_moves:
+            stats.count(GPU_MOVES, num=self._soft.num_moved - self._told_moves)
+            self._told_moves = self._soft.num_moved
+        if self._hard is not None:
+            stats.count(GPU_LET_GO, num=self._hard.num_let_go - self._told_let_go)
+            self._told_let_go = self._hard.num_let_go
+            if self._hard.num_held != self._told_held:
+                self._told_held = self._hard.num_held
+                stats.set(GPU_HELD_BLOCKS, self._told_held)
+
+    def let_go(self) -> None:
+        """Give back what is held."""
+        if self._hard is not None:
+            self._hard.let_go_all()

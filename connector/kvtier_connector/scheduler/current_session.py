@@ -1,0 +1,147 @@
+"""The session that the scheduler works with now: takes the daemon's events in and passes each to its owner."""
+
+import logging
+from dataclasses import dataclass
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.circuit_breaker import CircuitBreaker
+from kvtier.client.engine_session import Attachment
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
+from kvtier_connector.gpu_pins import PinnedBlocks
+from kvtier_connector.metrics.declared import ATTACHED
+from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
+from kvtier_connector.scheduler.forecasts import changed_much
+from kvtier_connector.scheduler.lookups import Lookups
+from kvtier_connector.scheduler.recurrent_state import MissingStates
+from kvtier_connector.scheduler.stores import StoreSlots
+from kvtier_connector.scheduler.touches import Touches
+from kvtier_connector.session.daemon_events import Attached, DaemonEvents, Detached, PinBound, PinGone, Received
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class CurrentSession:
+    """Scheduler thread only; never waits.
+
+    Attributes:
+        events: What the session's threads have received.
+        useful_bytes: Per group, as announced to the daemon.
+        breaker: Opened by lookups; a probe that the daemon answers closes it here.
+        mirror: Is told which chunks are pinned and held.
+        pinned_blocks: Is told which of vLLM's blocks are pinned.
+        lookups: Get answers, and the end of the session that their leases were of.
+        touches: Are sent in the session.
+        slots: Get slots to store into, and the end of the session that they were of.
+        missing: Forgets what it knew of the last session.
+        stats: Says whether there is a session.
+        attachment: The session; None while there is none.
+    """
+
+    events: DaemonEvents
+    useful_bytes: tuple[int, ...]
+    breaker: CircuitBreaker
+    mirror: ChunkMirror
+    pinned_blocks: PinnedBlocks
+    lookups: Lookups
+    touches: Touches
+    slots: StoreSlots
+    missing: MissingStates
+    stats: ConnectorStats
+    attachment: Attachment | None = None
+    _prepared: Attachment | None = None  # whose arena the workers prepare
+    _reported_rate: float | None = None
+
+    def take_events(self, now_s: float) -> None:
+        """Take in what the session's threads have received. Never between a lookup and its `prepare_load`."""
+        for event in self.events.poll():
+            match event:
+                case Attached(attachment):
+                    self._begin(attachment)
+                case _ if event.attachment is not self.attachment:
+                    continue
+                case Detached():
+                    self.end()
+                case PinBound(_, pin):
+                    self.mirror.add(pin)
+                    self.pinned_blocks.add(pin.pin_id, pin.gpu_keys if pin.pinned else (), pin.priority)
+                case PinGone(_, pin_id):
+                    self.mirror.remove(pin_id)
+                    self.pinned_blocks.remove(pin_id)
+                case Received(_, message):
+                    self._take_message(message, now_s)
+
+    def _take_message(self, message: pb.DaemonMessage, now_s: float) -> None:
+        match message.WhichOneof("kind"):
+            case "acquire_update":
+                self.lookups.apply(message.acquire_update, now_s)
+            case "store_credits":
+                self.slots.add_credits(message.store_credits.slots)
+            case "chunks_held":
+                self.mirror.set_held(message.chunks_held.keys, message.chunks_held.held)
+                self.slots.commit_answered(message.chunks_held.keys)
+                if message.chunks_held.complete:
+                    self.mirror.complete()
+            case "pong":
+                self._close_breaker()
+
+    def _begin(self, attachment: Attachment) -> None:
+        self.end()
+        self.attachment = attachment
+        self.stats.set(ATTACHED, 1)
+        welcome = attachment.welcome
+        self.mirror.attach(stores_all=welcome.store_mode == pb.STORE_ALL)
+        # Kept without a session too: what the daemon cannot bring back is worth the more in vLLM's prefix cache.
+        self.pinned_blocks.retain({*welcome.pin_ids, *(pin.pin_id for pin in welcome.pins)})
+        self._reported_rate = None
+        self.lookups.attach(attachment)
+        self.touches.attach(attachment)
+        self._close_breaker()
+
+    def end(self) -> None:
+        """Work without a session until the next one begins: every lookup is a MISS, nothing is stored."""
+        self.attachment = None
+        self.stats.set(ATTACHED, 0)
+        self.lookups.attach(None)
+        self.touches.attach(None)
+        self.slots.session_lost()
+        self.missing.clear()
+        self.mirror.clear()
+
+    def probe_daemon(self) -> None:
+        """The breaker has opened: ping the daemon until it answers."""
+        logger.warning("kvtier: no answer from the daemon in time; lookups are misses until it answers a probe")
+        self.events.probe(True)
+
+    def _close_breaker(self) -> None:
+        if not self.breaker.is_closed:
+            logger.info("kvtier: the daemon answers again")
+        self.breaker.close()
+        self.events.probe(False)
+
+    def report_rate(self, tokens_per_s: float | None) -> None:
+        """Tell the daemon the measured prefill rate, if it differs much from the last one reported."""
+        if self.attachment is None or tokens_per_s is None or not changed_much(tokens_per_s, self._reported_rate):
+            return
+        self._reported_rate = tokens_per_s
+        self.attachment.send(pb.EngineMessage(engine_rates=pb.EngineRates(prefill_tokens_per_s=tokens_per_s)))
+
+    def new_arena(self) -> ArenaSpec | None:
+        """Return the session's arena, naming no chunks, for the workers to prepare; once for each session."""
+        if self.attachment is self._prepared:
+            return None
+        self._prepared = self.attachment
+        return None if self.attachment is None else self.arena_spec("", [])
+
+    def arena_spec(self, req_id: str, chunks: list[ArenaChunk]) -> ArenaSpec:
+        """Return the arena side of a job; without a session it names no arena, and the job fails."""
+        welcome = self.attachment.welcome if self.attachment is not None else pb.Welcome()
+        return ArenaSpec(
+            req_id=req_id,
+            arena_id=welcome.arena.arena_id,
+            arena_path=welcome.arena.path,
+            lock_path=welcome.lock_path,
+            useful_bytes=self.useful_bytes,
+            chunks=tuple(chunks),
+        )

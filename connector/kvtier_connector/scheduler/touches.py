@@ -1,0 +1,63 @@
+"""Touches: the daemon is told which known chunks vLLM used from its own cache, so that they are evicted late."""
+
+from collections.abc import Sequence
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.engine_session import Attachment
+from kvtier.core.layout import ChunkKey
+from kvtier_connector.scheduler.lookup_planner import LookupPlanner
+
+_TOUCH_PERIOD_S = 1.0
+_MAX_TOUCHED = 4096
+MAX_TOUCHED_KEYS = 65_536
+"""Of one message: 2.5 MB."""
+
+
+class Touches:
+    """Chunks to touch in the current session. Scheduler thread only; never waits.
+
+    Args:
+        planner: Says which chunks of a prompt are known.
+    """
+
+    def __init__(self, planner: LookupPlanner) -> None:
+        self._planner = planner
+        self._attachment: Attachment | None = None
+        self._touched_s: dict[ChunkKey, float] = {}
+        self._pending: list[ChunkKey] = []
+
+    def attach(self, attachment: Attachment | None) -> None:
+        """Another session is up, or none: what was to be touched in the last one is dropped."""
+        self._attachment = attachment
+        self._pending.clear()
+        self._touched_s.clear()
+
+    def note(
+        self, first_key: ChunkKey, hashes: Sequence[bytes], digest: bytes | None, num_tokens: int, now_s: float
+    ) -> None:
+        """Note a prefix-cache hit of a known prompt, at most once a second per prompt."""
+        if len(self._touched_s) > _MAX_TOUCHED:
+            self._touched_s = {key: at_s for key, at_s in self._touched_s.items() if now_s - at_s < _TOUCH_PERIOD_S}
+        if now_s - self._touched_s.get(first_key, -_TOUCH_PERIOD_S) < _TOUCH_PERIOD_S:
+            return
+        if keys := self._planner.known_prefix(hashes, digest, num_tokens):
+            self._touched_s[first_key] = now_s
+            self._pending.extend(keys)
+
+    def flush(self) -> None:
+        """Send what was noted since the last call; called once a step."""
+        if self._pending:
+            self._send(self._pending)
+            self._pending.clear()
+
+    def send_order(self, keys: Sequence[ChunkKey]) -> None:
+        """Tell the daemon the prefix order of what a request has stored step by step."""
+        self._send(keys, stored=True)
+
+    def _send(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> None:
+        """Send them in messages of a bounded size, the tail first: what is touched last is kept the longest."""
+        if self._attachment is None:
+            return
+        for start in reversed(range(0, len(keys), MAX_TOUCHED_KEYS)):
+            touch = pb.Touch(keys=keys[start : start + MAX_TOUCHED_KEYS], stored=stored)
+            self._attachment.send_later(pb.EngineMessage(touch=touch))

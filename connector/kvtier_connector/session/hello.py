@@ -1,0 +1,67 @@
+"""The Hello: what an engine says of itself when it attaches to the daemon."""
+
+import os
+import uuid
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.engine_session import PROTOCOL_VERSION, NotReadyError
+from kvtier.version import __version__
+from kvtier_connector.engine.facts import EngineFacts
+from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, weights_field
+from kvtier_connector.engine.row_layout import engine_layout, store_credits
+
+
+class HelloMaker:
+    """Makes the Hello of each session. The slow part, the weights fingerprint, is computed once. Session thread.
+
+    Attributes:
+        layout: The engine's row layout.
+        num_credits: Arena slots to ask for ahead.
+    """
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self._facts = facts
+        self._engine_id = uuid.uuid4().hex
+        self._weights: str | None = None
+        self.layout = engine_layout(facts.offloading, facts.kv_cache_config, facts.shapes)
+        max_tokens = facts.vllm_config.scheduler_config.max_num_batched_tokens
+        row_bytes = self.layout.num_ranks * self.layout.rank_bytes
+        self.num_credits = store_credits(max_tokens, facts.shapes, row_bytes)
+
+    def make(self, turn: int) -> pb.Hello:
+        """Return the Hello; after a reset of the cache, of a namespace of its own that ends with the session.
+
+        Raises:
+            NotReadyError: vLLM has not chosen its hash seed yet: it does so after it constructs the connector.
+        """
+        import vllm
+        from vllm.v1.core import kv_cache_utils
+
+        none_hash: bytes | None = getattr(kv_cache_utils, "NONE_HASH", None)
+        if none_hash is None:
+            raise NotReadyError("vLLM is still starting")
+        facts = self._facts
+        return pb.Hello(
+            protocol=PROTOCOL_VERSION,
+            engine_id=self._engine_id,
+            pid=os.getpid(),
+            vllm_version=vllm.__version__,
+            kvtier_version=__version__,
+            model_names=facts.model_names,
+            fingerprint=engine_fingerprint(
+                facts.vllm_config,
+                facts.kv_cache_config,
+                facts.offloading,
+                weights=self._weights_once(),
+                none_hash=none_hash,
+                epoch=f"{self._engine_id}:{turn}" if turn else "",
+            ),
+            layout=self.layout,
+            store_credits=self.num_credits,
+            ephemeral=turn > 0,
+        )
+
+    def _weights_once(self) -> str:
+        if self._weights is None:
+            self._weights = weights_field(self._facts.vllm_config, self._facts.settings.weights_fingerprint)
+        return self._weights
