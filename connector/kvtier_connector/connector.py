@@ -117,7 +117,7 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        # While the daemon's answer is awaited vLLM's scan must not begin: it repeats at every step.
+        # While the daemon's answer is awaited vLLM must not scan the prompt's chunks: it would do so at every step.
         if not self.manager.advance(request, num_computed_tokens):
             return None, False
         num_matched: int | None
@@ -160,8 +160,8 @@ class KVTierConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
-        """Say which loads failed, to vLLM from 0.30 on."""
-        # vLLM's base asserts that every transfer succeeded, so failures take this road around it.
+        """Report failed loads to vLLM from 0.30 on."""
+        # vLLM's base asserts that every transfer succeeded, so failures are reported here, not there.
         results = super().get_transfer_results(finished_req_ids)
         if (worker := self._worker) is not None and (failed := worker.take_failed_loads()):
             results.failed_recving |= failed & results.finished_recving
@@ -174,7 +174,7 @@ class KVTierConnector(OffloadingConnector):
         return self._worker.take_failed_blocks()
 
     def unregister_kv_caches(self) -> None:
-        """Touch the KV cache no more until `restore_kv_caches`: it sleeps. From vLLM 0.33 on; its addresses stay."""
+        """Stop touching the KV cache until `restore_kv_caches`: vLLM sleeps. From vLLM 0.33 on; its addresses stay."""
         if self._worker is not None:
             self._worker.drain()
 

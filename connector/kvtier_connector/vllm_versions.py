@@ -1,12 +1,15 @@
-"""What of vLLM the connector is written for. Imports nothing, so that `kvtier doctor` can ask any environment."""
+"""Which versions of vLLM the connector supports, and which was run.
+
+Imports nothing, so that `kvtier doctor` can read it in any environment.
+"""
 
 VLLM_SERIES = ("0.26", "0.33")
 """First and last major and minor version: the connector subclasses internals, which change from one to the next.
 
-What differs is in `compat.py`, by the names that each version's wheel has (tests/contract/test_signatures.py). Only
-0.32 was run.
+What differs is in `engine/vllm_compat.py`, by the names that each version's wheel has
+(tests/contract/test_signatures.py). Only 0.32 was run.
 """
 RUN_SERIES = "0.32"
 """The only one of them that was run."""
 CRYPTO_HASHES = frozenset({"sha256", "sha256_cbor"})
-"""Block hashes that are the same after a restart; vLLM seeds its others anew unless PYTHONHASHSEED is set."""
+"""Block hashes that are the same after a restart; vLLM seeds its others at random unless PYTHONHASHSEED is set."""

@@ -14,7 +14,7 @@ from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli.summary import is_refused
 from kvtier.cli.vllm_http import ServedModel, VllmClient, VllmUnreachableError
 from kvtier.client.admin import AdminClient
-from kvtier.client.warm_requests import new_request_id, room_taken, same_request, warm_tokens
+from kvtier.client.warm_requests import cache_tokens_taken, new_request_id, same_request, warm_tokens
 from kvtier.errors import PromptUnrenderedError, RenderError
 
 _TICK_S = 0.2
@@ -122,7 +122,7 @@ class WarmFlow:
             if twin := warmed_as.get(same_request(status)):
                 yield _not_warmed(status, Fate.DUPLICATE, f"the same prompt as {twin}, which was warmed")
                 continue
-            needed = room_taken(status.num_tokens, self._block_tokens)
+            needed = cache_tokens_taken(status.num_tokens, self._block_tokens)
             if left is not None and needed > left:
                 yield _not_warmed(
                     status, Fate.NO_ROOM, f"needs {needed} tokens of vLLM's cache, {left} are left for it"

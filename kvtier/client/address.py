@@ -12,7 +12,7 @@ MAX_SOCKET_PATH_BYTES = 107
 
 
 def default_socket_path() -> Path:
-    """Return the unix socket that daemon and clients use when nothing else is said.
+    """Return the unix socket that daemon and clients use when no other is configured.
 
     `$KVTIER_SOCKET`, else `$XDG_RUNTIME_DIR/kvtier/daemon.sock`, else `/tmp/kvtier-<uid>/daemon.sock`.
     """
@@ -62,6 +62,6 @@ def default_daemon_uid() -> int | None:
 def channel_target(path: Path | str) -> str:
     """Return gRPC's name of a unix socket.
 
-    The path is made absolute: gRPC resolves `unix:relative` against the working directory of whoever dials.
+    The path is made absolute: gRPC resolves `unix:relative` against the working directory of the process that dials.
     """
     return f"unix:{Path(path).expanduser().absolute()}"

@@ -66,7 +66,7 @@ class _Connection:
 class AdminClient:
     """One connection to the daemon. Every call has a deadline; thread-safe.
 
-    All methods raise DaemonUnreachableError when nobody answers, UntrustedSocketError when another user could,
+    All methods raise DaemonUnreachableError when no daemon answers, UntrustedSocketError when another user could,
     RemoteError when the daemon refuses.
     """
 
@@ -165,7 +165,7 @@ class AdminClient:
         return tuple(reply.tokens)
 
     def unpin(self, name: str) -> cache_pb2.PromptStatus:
-        """End the promise; the chunks stay until evicted."""
+        """End the pin; its chunks stay until evicted."""
         reply: cache_pb2.PromptStatus = self._call(self._stub.Unpin, cache_pb2.UnpinRequest(name=name))
         return reply
 
@@ -184,13 +184,13 @@ class AdminClient:
         return reply
 
     def status(self) -> cache_pb2.DaemonStatus:
-        """Return what the daemon says about itself; fingerprints of its namespaces are `namespaces`' to tell."""
+        """Return the daemon's status; `namespaces` returns fingerprints."""
         reply: cache_pb2.DaemonStatus = self._call(self._stub.GetStatus, cache_pb2.GetStatusRequest())
         return reply
 
     def fsck(self, request: cache_pb2.FsckRequest) -> cache_pb2.FsckReport:
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
-        self.status()  # within the deadline: says whether anybody is there at all
+        self.status()  # within the deadline: shows whether a daemon answers at all
         with self._translated():
             report: cache_pb2.FsckReport = self._stub.Fsck(request)
             return report
@@ -245,7 +245,7 @@ class AdminClient:
         return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
 
     def _diagnose(self) -> str:
-        """Say why a connection broke: gRPC's own text buries the reason."""
+        """Return why a connection broke: gRPC's own text buries the reason."""
         try:
             open_trusted(self._socket_path, self._daemon_uid).close()
         except OSError as exc:
@@ -286,7 +286,7 @@ def _kind_of(exc: grpc.RpcError) -> str:
 
 
 def _diagnosis(path: Path, exc: OSError) -> str:
-    """Say why nobody can be reached there."""
+    """Return why no daemon can be reached there."""
     match exc.errno:
         case errno.EACCES | errno.EPERM:
             return f"permission denied: {_owner(path)}, you are uid {os.geteuid()}; run as that user"
@@ -295,7 +295,7 @@ def _diagnosis(path: Path, exc: OSError) -> str:
         case errno.ECONNREFUSED if not path.is_socket():
             return "that is not a socket"
         case errno.ECONNREFUSED:
-            return "nobody listens on that socket; the daemon has died or is starting"
+            return "no process listens on that socket; the daemon has died or is starting"
         case errno.EMFILE | errno.ENFILE:
             return "this process may open no more files; raise its limit: ulimit -n"
         case _:

@@ -60,7 +60,7 @@ class ArenaMap:
         return self.geometry.arena_id
 
     def check_length(self) -> None:
-        """Refuse to go on when somebody has shortened the file: the kernel ends a process that touches what is gone.
+        """Raise when the file was shortened: the kernel ends a process that touches what is gone.
 
         One system call. It cannot help when that happens between this look and the copy.
 
@@ -107,7 +107,7 @@ class ArenaMap:
         Pages that the file does not have are made: ask for rows that have them (`backing`).
 
         Raises:
-            OSError: They cannot be had; with EINVAL, the system is older than Linux 5.14.
+            OSError: They cannot be allocated; with EINVAL, the system is older than Linux 5.14.
         """
         if _libc.madvise(address, num_bytes, _MADV_POPULATE_READ):
             number = ctypes.get_errno()
@@ -170,14 +170,14 @@ class SessionLockHolder:
         except OSError as exc:
             self.release()
             raise ArenaError(
-                f"session lock {self.path} is not to be had ({exc.strerror}); the session has ended"
+                f"session lock {self.path} cannot be locked ({exc.strerror}); the session has ended"
             ) from exc
         if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
             self.release()
             raise ArenaError(f"session lock {self.path} was replaced; the session has ended")
 
     def release(self) -> None:
-        """Let go; idempotent."""
+        """Release; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

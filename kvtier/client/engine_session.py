@@ -1,6 +1,6 @@
 """The engine's session with the daemon: one background thread that attaches, reads, and attaches again.
 
-Nothing here blocks the caller: messages go into a queue, what the daemon says comes back through a listener in this
+Nothing here blocks the caller: messages go into a queue, the daemon's messages come back through a listener in this
 thread. Nothing is opened at import or construction, so a process may fork or spawn before `start`.
 """
 
@@ -73,18 +73,18 @@ class Attachment:
         self._outbox.put_later(message)
 
     def flush(self) -> None:
-        """Have what waits sent now; never blocks."""
+        """Send waiting messages now; never blocks."""
         self._outbox.flush()
 
 
 class SessionListener(Protocol):
-    """Told what happens, in the session's thread. Implementations only enqueue."""
+    """Called in the session's thread. Implementations only enqueue."""
 
     def on_attached(self, attachment: Attachment) -> None:
         """A new session is up."""
 
     def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
-        """The daemon said something on this session (never Welcome)."""
+        """The daemon sent a message in this session (never Welcome)."""
 
     def on_detached(self, attachment: Attachment) -> None:
         """This session is over."""
@@ -96,7 +96,7 @@ class EngineSession:
     Args:
         socket_path: The daemon's unix socket, absolute.
         make_hello: Called in the thread with the turn before each attempt; raises `NotReadyError` to be asked again.
-        listener: Told what happens, in the thread.
+        listener: Called in the thread.
         daemon_uid: As whom the daemon may run, besides our own uid and root.
 
     Attributes:
@@ -127,7 +127,7 @@ class EngineSession:
         self._thread.start()
 
     def probe(self, wanted: bool) -> None:
-        """Say whether Pings shall go out every 0.25 s; their Pongs reach the listener."""
+        """Start or stop Pings every 0.25 s; their Pongs reach the listener."""
         self._probing = wanted
 
     def reopen(self) -> None:
@@ -257,7 +257,7 @@ class EngineSession:
                 "without kvtier until that is mended"
             ) from exc
         if turn == self.turn and not self._stop.is_set():
-            # The next attempt says why it is gone; if there is none to report, nothing was.
+            # The next attempt reports why it is gone; if that attempt succeeds, there is nothing to report.
             logger.info("kvtier session lost (%s: %s)", code.name, details)
 
     def _report(self, problem: str, level: int) -> None:
@@ -267,14 +267,14 @@ class EngineSession:
         self._last_problem = problem
 
     def _report_untrusted(self, error: UntrustedSocketError) -> None:
-        """Log it as an error also when the outage began as another one, once: whoever is there may come and go."""
+        """Log it as an error, once, also when the outage began as another one: that process may come and go."""
         if not self._is_untrusted:
             logger.error("kvtier: %s; vLLM serves without kvtier until then", error)
         self._is_untrusted, self._last_problem = True, str(error)
 
 
 class _UnreachableError(KvtierError):
-    """Nobody answers at the socket, or the connection broke."""
+    """No process answers at the socket, or the connection broke."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"kvtier-daemon is not reachable at {path}: {problem}; vLLM serves without kvtier until then")

@@ -1,4 +1,4 @@
-"""What an engine has to say to the daemon: at once, or soon and together with what comes until then."""
+"""Messages from an engine to the daemon: sent at once, or batched with those of the next quarter second."""
 
 import queue
 import threading
@@ -14,9 +14,8 @@ interpreter's lock: sent one by one, stores of ten requests a second, they were 
 class Outbox:
     """Messages for the one thread that sends them. Any thread may put some in; none ever waits.
 
-    What was said before an urgent message goes out before it. Of messages that may wait, stores are put together: one
-    StoreBegin, then one StoreDone, then the rest. Earlier than it was said a begin harms nobody: it is about slots that
-    are the session's.
+    Messages put in before an urgent one go out before it. Of messages that may wait, stores are merged: one StoreBegin,
+    then one StoreDone, then the rest. A StoreBegin that overtakes others is harmless: its slots are the session's.
     """
 
     def __init__(self) -> None:

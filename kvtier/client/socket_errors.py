@@ -1,4 +1,4 @@
-"""Why a unix socket cannot be reached, in words that name the remedy."""
+"""Error texts: why a unix socket cannot be reached, and the remedy."""
 
 import errno
 import os

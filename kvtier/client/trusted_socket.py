@@ -1,4 +1,4 @@
-"""Who is on the other end of the daemon's socket: known before the first byte of a request, and still true later.
+"""Checks which user listens at the daemon's socket before the first byte is sent, and keeps the check valid later.
 
 gRPC dials a path, and dials it again by itself whenever the connection breaks. So a check of the path would say nothing
 about the socket that is dialed after it. Here the socket's inode is opened, checked, and dialed as /proc/self/fd/N: one

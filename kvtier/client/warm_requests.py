@@ -1,7 +1,7 @@
-"""Warm requests, which bring prompts back into vLLM's own cache; `kvtier warm` and the warm start send them.
+"""Warm requests, which load prompts back into vLLM's prefix cache; `kvtier warm` and the warm start send them.
 
-One is an ordinary completion of one token whose prompt is the pinned tokens: vLLM takes what kvtier holds of it into
-its own blocks. Its id says what it is, so that it is never taken for a user's.
+One is a normal completion of one token whose prompt is the pinned tokens: vLLM takes what kvtier holds of it into
+its own blocks. Its id marks it, so that it is never counted as a user's.
 """
 
 import uuid
@@ -19,7 +19,7 @@ def new_request_id() -> str:
 
 
 def is_warm_request(request_id: str) -> bool:
-    """Say whether a request of vLLM's, which adds to the id before and behind it, is a warm request."""
+    """Return whether a request is a warm request. vLLM adds to the id before and behind it."""
     return _ID_PREFIX in request_id
 
 
@@ -51,6 +51,6 @@ def warm_body(model: str, tokens: Sequence[int], cache_salt: str, request_id: st
     return body | ({"request_id": request_id} if request_id else {})
 
 
-def room_taken(num_tokens: int, block_tokens: int) -> int:
+def cache_tokens_taken(num_tokens: int, block_tokens: int) -> int:
     """Return the tokens of vLLM's cache that a prompt takes: whole blocks."""
     return -(-num_tokens // block_tokens) * block_tokens

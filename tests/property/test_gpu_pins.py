@@ -152,7 +152,7 @@ class Engine:
             queue = VllmBlockPool(self.manager, BLOCK_TOKENS)
             self.pinned.bound(int(max_ratio * queue.num_blocks))
             self.policy = Policy(queue, self.pinned, Demand(shape), is_hard=kind == "hard")
-            queue.before_reset(self.policy.let_go)
+            queue.before_reset(self.policy.release)
         self.is_hard = kind == "hard"
 
     @property
@@ -516,7 +516,7 @@ class GpuPinsMachine(RuleBasedStateMachine):
             policy = self.engines[0].policy
             assert policy is not None
             self.seen["moves"] += policy._soft.num_moved
-            self.seen["let go"] += policy._hard.num_let_go if policy._hard is not None else 0
+            self.seen["let go"] += policy._hard.num_released if policy._hard is not None else 0
 
 
 class SoftTwinMachine(GpuPinsMachine):

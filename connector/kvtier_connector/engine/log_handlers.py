@@ -6,7 +6,7 @@ _OURS = ("kvtier", "kvtier_connector")
 
 
 def share_vllm_handlers() -> None:
-    """Give our loggers vLLM's handlers, once, unless somebody configured them or the root logger."""
+    """Give our loggers vLLM's handlers, once, unless they or the root logger are configured already."""
     theirs = logging.getLogger("vllm")
     if logging.getLogger().handlers or not theirs.handlers:
         return

@@ -48,7 +48,7 @@ class AdapterDigests:
     def digest(self, adapter: Adapter) -> bytes | None:
         """Return the digest, or None while it is unknown; the first question starts its computation.
 
-        Once known it stays: it is what vLLM has loaded. Files that cannot be read are tried again, at times.
+        Once known it stays: it is what vLLM has loaded. Files that cannot be read are tried again every ten seconds.
         """
         digest = self._digests.get(adapter)
         if digest is None and time.monotonic() >= self._retry_at_s.get(adapter, 0.0):

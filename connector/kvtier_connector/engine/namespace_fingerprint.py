@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def canonical(value: object) -> str:
-    """Return JSON with sorted keys and no spaces; what JSON has no word for goes in as text."""
+    """Return JSON with sorted keys and no spaces; other types go in as text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
 
 
@@ -103,7 +103,7 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
         entries = []
     if not entries:
         logger.warning(
-            "kvtier: no weight files found for %s; chunks are told apart by its name and revision only: a changed "
+            "kvtier: no weight files found for %s; chunks are distinguished by its name and revision only: a changed "
             "model under the same name would not be noticed",
             model.model,
         )
@@ -134,7 +134,7 @@ def local_model_path(model: str, revision: str | None, download_dir: str | None 
 
 
 def explain_difference(namespace_id: str, fields: list[str], num_prompts: int) -> str:
-    """Say why what another namespace holds cannot be used here."""
+    """Return a message: why this engine cannot use what another namespace holds."""
     hints = [_REMEDIES[field] for field in fields if field in _REMEDIES]
     return (
         f"kvtier: namespace {namespace_id[:12]} of this model holds {num_prompts} prompts that this engine cannot use; "
@@ -188,7 +188,7 @@ def _speculative(config: Any) -> object:
 
 
 def _processor() -> dict[str, object]:
-    """Return the field that says what computes: the attention backend, when left to vLLM, follows from it."""
+    """Return the field that names the processor: the attention backend, when left to vLLM, follows from it."""
     import torch
     from vllm.platforms import current_platform
 

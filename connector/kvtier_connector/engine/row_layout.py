@@ -1,4 +1,4 @@
-"""How this engine's chunks lie in an arena row, as the scheduler process can tell from vLLM's KV cache config."""
+"""How this engine's chunks lie in an arena row, as the scheduler process derives it from vLLM's KV cache config."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -103,10 +103,10 @@ def check_layer_specs(kv_cache_config: "KVCacheConfig") -> None:
 
 
 def store_credits(max_num_batched_tokens: int, shapes: Sequence[GroupShape], row_bytes: int) -> int:
-    """Return how many arena slots to ask for ahead: what two full steps can store, and what costs next to no memory.
+    """Return how many arena slots to ask for ahead: what two full steps can store, or more where slots are small.
 
-    Where chunks are small, steps are short: a busy daemon may be slower with new credits than vLLM with a prompt, and
-    what its last step offers without a slot is not stored.
+    Where chunks are small, steps are short: a busy daemon may grant new credits more slowly than vLLM
+    computes a prompt, and what the last step offers without a slot is not stored.
     """
     chunks = sum(-(-max_num_batched_tokens // shape.chunk_tokens) for shape in shapes)
     wanted = max(_CREDIT_STEPS * chunks, _MIN_CREDIT_BYTES // max(1, row_bytes))
@@ -137,7 +137,7 @@ def _layer_spec(spec: Any, layer: str) -> Any:
 def _unpadded_page_bytes(group_spec: Any, layer: str, block_stride: int | None) -> int:
     spec = _layer_spec(group_spec, layer)
     if block_stride is not None and block_stride != spec.page_size_bytes:
-        # Layers of several sizes in one group: the scheduler is told the first one's spec. They are not padded.
+        # Layers of several sizes in one group: the scheduler only has the first one's spec. They are not padded.
         return block_stride
     if hasattr(spec, "unpadded_page_size_bytes"):
         return int(spec.unpadded_page_size_bytes)

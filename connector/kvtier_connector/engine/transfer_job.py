@@ -1,4 +1,4 @@
-"""What the scheduler half tells the workers of a load or store job: which chunks, in which arena."""
+"""A load or store job as the scheduler half sends it to the workers: which chunks, in which arena."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,8 @@
 """Where vLLM's versions differ in what the connector uses: here and nowhere else.
 
-Each function says what it bridges and from which version on the newest form is there; `tests/contract/test_signatures`
-compares both sides with what `scripts/record_vllm_signatures.py` read in the wheels. Only vLLM 0.32 was run.
+Each function names the difference that it bridges, and the version that brought the newest form. The test
+`tests/contract/test_signatures` compares both sides with what `scripts/record_vllm_signatures.py` read in the wheels.
+Only vLLM 0.32 was run.
 """
 
 import enum
@@ -23,7 +24,7 @@ try:
 except ImportError:
 
     class CacheHitSource(enum.Enum):  # type: ignore[no-redef]
-        """What vLLM asks for from 0.32 on; before that nobody does."""
+        """What vLLM asks for from 0.32 on; older versions do not ask."""
 
         HOST = enum.auto()
         DISK = enum.auto()
@@ -97,7 +98,7 @@ def failed_requests(output: Any, loading: Mapping[str, Collection[int]]) -> Coll
 
 
 def check_failed_loads_can_be_named(kv_cache_config: "KVCacheConfig") -> None:
-    """Refuse models for which an old vLLM cannot be told that a load failed: it would go on with any bytes.
+    """Refuse models for which an old vLLM cannot take back a failed load: it would go on with wrong bytes.
 
     Source: `_update_requests_with_invalid_blocks` of vLLM 0.26 to 0.29, which takes one list of blocks per request.
 
@@ -162,7 +163,7 @@ def placements(kv_cache_config: "KVCacheConfig") -> Iterable[TensorPlacement]:
 
 
 def prefix_cacheable_groups(kv_cache_config: "KVCacheConfig") -> Iterable[Any]:
-    """Return the groups that prefix caching knows; told apart from 0.30 on."""
+    """Return the groups that prefix caching knows; a list of their own from 0.30 on."""
     groups: Iterable[Any] = getattr(kv_cache_config, "prefix_cacheable_groups", kv_cache_config.kv_cache_groups)
     return groups
 

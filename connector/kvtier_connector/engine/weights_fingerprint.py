@@ -1,4 +1,4 @@
-"""A fingerprint of weight files: cheap, but moved by any real change of the weights."""
+"""The fingerprint of weight files: cheap to compute, and different after any real change of the weights."""
 
 import hashlib
 import json
@@ -111,7 +111,7 @@ def _spread(begin: int, end: int, num_samples: int) -> Iterator[tuple[int, int]]
 
 
 class DigestCache:
-    """Digests of files that have not changed, in one JSON file. Best effort: trouble with it means computing anew."""
+    """Digests of unchanged files, in one JSON file. Best effort: a digest that cannot be read is computed again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -12,7 +12,7 @@ most, and of the prompts no more than is left of them, so R requests that have b
 
 Those are the requests that vLLM schedules without asking the connector: the running ones, and those whose load is over.
 Every other one it asks for first, and then takes at most ceil((tokens cached + T + S + 1 + L) / B) blocks, those of its
-own prefix hit among them, or, where it loads, no more than the cached ones.
+prefix-cache hit among them, or, where it loads, no more than the cached ones.
 
 Source: `Scheduler.schedule` and `KVCacheManager.allocate_slots` of vLLM 0.32.
 """
@@ -35,9 +35,9 @@ class EngineShape:
         block_tokens: Tokens of a block.
         max_step_tokens: Tokens of a step.
         num_spec_tokens: Speculative tokens of a request and step.
-        num_lookahead_tokens: Tokens for which a request gets room beyond those.
+        num_lookahead_tokens: Tokens for which a request gets blocks beyond those.
         watermark_ratio: Of the pool, what vLLM keeps free when it admits a request.
-        needs_room_for_all: vLLM admits a request only when its whole prompt fits.
+        reserves_whole_prompt: vLLM admits a request only when its whole prompt fits.
     """
 
     block_tokens: int
@@ -45,7 +45,7 @@ class EngineShape:
     num_spec_tokens: int = 0
     num_lookahead_tokens: int = 0
     watermark_ratio: float = 0.0
-    needs_room_for_all: bool = True
+    reserves_whole_prompt: bool = True
 
     @staticmethod
     def of(config: "VllmConfig", block_tokens: int) -> "EngineShape":
@@ -58,11 +58,11 @@ class EngineShape:
             num_spec_tokens=config.num_speculative_tokens or 0,
             num_lookahead_tokens=config.num_lookahead_tokens,
             watermark_ratio=scheduler.watermark,
-            needs_room_for_all=scheduler.scheduler_reserve_full_isl,
+            reserves_whole_prompt=scheduler.scheduler_reserve_full_isl,
         )
 
     def blocks(self, num_tokens: int) -> int:
-        """Return the blocks of so many tokens."""
+        """Return how many blocks these tokens take."""
         return -(-num_tokens // self.block_tokens)
 
     @property
@@ -74,8 +74,8 @@ class EngineShape:
 class Demand:
     """The requests that have blocks. Scheduler thread only.
 
-    They leave when vLLM says that they are over, or preempted; one that is counted for too long makes the bound larger
-    than it need be, never too small.
+    They leave when vLLM reports that they ended or were preempted. One that is counted for too long makes the bound
+    larger than needed, never too small.
     """
 
     def __init__(self, shape: EngineShape) -> None:
@@ -132,7 +132,7 @@ class Demand:
 
         Args:
             request: vLLM's.
-            num_cached_tokens: Of its own hit and of what is loaded.
+            num_cached_tokens: Of its prefix-cache hit and of what is loaded.
             is_load: Nothing is computed in this step.
         """
         shape = self.shape
@@ -144,11 +144,11 @@ class Demand:
     def to_admit(self, request: Any, num_cached_tokens: int, num_pool_blocks: int, *, is_load: bool) -> int:
         """Return how many blocks must be free at most, or vLLM does not admit the request.
 
-        Beyond what it takes: room for the whole prompt, the watermark, and for a load what others have yet to compute.
+        Beyond what it takes: the rest of the prompt, the watermark, and for a load what others have yet to compute.
         """
         shape = self.shape
         num_blocks = self.of_admission(request, num_cached_tokens, is_load=is_load)
-        if shape.needs_room_for_all:
+        if shape.reserves_whole_prompt:
             num_blocks = max(num_blocks, shape.blocks(request.num_tokens))
         num_blocks += int(shape.watermark_ratio * (num_pool_blocks + 1))
         if is_load:

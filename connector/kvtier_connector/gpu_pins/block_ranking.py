@@ -27,7 +27,7 @@ class Ranking:
     ranks: dict[GpuKey, int] = field(default_factory=dict)
 
     def append(self, keys: Iterable[GpuKey], max_keys: int) -> None:
-        """Add what is not there yet, as long as there is room."""
+        """Add keys that are not there yet, up to the bound."""
         for key in keys:
             if len(self.keys) >= max_keys:
                 return
@@ -56,9 +56,9 @@ class PinnedBlocks:
         self.ranking = Ranking()
 
     def bound(self, max_blocks: int) -> None:
-        """Rank at most so many blocks; before, none."""
+        """Rank at most this many blocks; before the first call none are."""
         self._max_blocks = max_blocks
-        self._rank_anew()
+        self._rank_again()
 
     def add(self, pin_id: str, keys: Iterable[GpuKey], priority: int = 0) -> None:
         """Take in a pin, its blocks in prefix order; one that was bound before keeps its age."""
@@ -67,21 +67,21 @@ class PinnedBlocks:
         if known is None and (self._lowest is None or priority <= self._lowest):
             self._append(pin)
         elif known != pin:
-            self._rank_anew()
+            self._rank_again()
 
     def remove(self, pin_id: str) -> None:
         """Forget a pin, if it is known."""
         if self._pins.pop(pin_id, None) is not None:
-            self._rank_anew()
+            self._rank_again()
 
     def retain(self, pin_ids: Collection[str]) -> None:
         """Forget all other pins: a new session has begun, and these stand."""
         num_before = len(self._pins)
         self._pins = {pin_id: pin for pin_id, pin in self._pins.items() if pin_id in pin_ids}
         if len(self._pins) < num_before:
-            self._rank_anew()
+            self._rank_again()
 
-    def _rank_anew(self) -> None:
+    def _rank_again(self) -> None:
         self.ranking, self._lowest = Ranking(), None
         for pin in sorted(self._pins.values(), key=lambda pin: -pin.priority):  # of equals the oldest stays first
             self._append(pin)

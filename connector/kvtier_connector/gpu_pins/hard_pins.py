@@ -1,8 +1,8 @@
-"""Hard pins: references to pinned blocks, given back as soon as vLLM is short of blocks.
+"""Hard pins: references to pinned blocks, released as soon as vLLM is short of blocks.
 
-Invariant: when vLLM looks whether it has N blocks, it has them, or nothing is held. So it never preempts a request, nor
-keeps one waiting, for the sake of a pin. What is held counts as used in vLLM's usage metric, and that is what they are:
-blocks that vLLM cannot have before it is asked. What is not held, is protected as soft pins are.
+Invariant: when vLLM checks that N blocks are free, they are, or nothing is held. So it never preempts a request, nor
+keeps one waiting, because of a pin. Held blocks count as used in vLLM's usage metric: vLLM cannot take
+them before they are released. Pinned blocks that are not held are protected as soft pins are.
 """
 
 from kvtier_connector.gpu_pins.block_ranking import GpuKey, PinnedBlocks, Ranking
@@ -13,64 +13,64 @@ _SLICE = 128
 
 
 class HardPins:
-    """Holds what there is room for. Scheduler thread only.
+    """Holds pinned blocks while enough others are free. Scheduler thread only.
 
     Attributes:
-        num_let_go: References given back because vLLM was short of blocks, since the start.
+        num_released: References released because vLLM was short of blocks, since the start.
     """
 
-    def __init__(self, queue: VllmBlockPool, pinned: PinnedBlocks) -> None:
-        self._queue, self._pinned = queue, pinned
+    def __init__(self, pool: VllmBlockPool, pinned: PinnedBlocks) -> None:
+        self._pool, self._pinned = pool, pinned
         self._holds: dict[GpuKey, Hold] = {}
         self._seen: Ranking | None = None
         self._next_rank = 0
-        self.num_let_go = 0
+        self.num_released = 0
 
     @property
     def num_held(self) -> int:
         """Return how many blocks are held."""
         return len(self._holds)
 
-    def make_room(self, num_blocks: int) -> None:
-        """vLLM is about to look whether it has so many blocks: the valve."""
-        num_short = num_blocks - self._queue.num_free
+    def reclaim(self, num_blocks: int) -> None:
+        """Called before vLLM checks that `num_blocks` are free: release held blocks until they are."""
+        num_short = num_blocks - self._pool.num_free
         if num_short <= 0 or not self._holds:
             return
-        given: list[Hold] = []
+        released: list[Hold] = []
         for key in sorted(self._holds, key=self._rank, reverse=True):
             if num_short <= 0:
                 break
-            given.append(self._holds.pop(key))
-            num_short -= given[-1].is_ours_alone
-        self._queue.let_go(given)
-        self.num_let_go += len(given)
+            released.append(self._holds.pop(key))
+            num_short -= released[-1].is_ours_alone
+        self._pool.release(released)
+        self.num_released += len(released)
 
-    def hold(self, num_spare: int) -> None:
-        """Hold more of the pinned blocks that vLLM has, while so many stay free; a slice of them per call."""
+    def hold(self, num_keep_free: int) -> None:
+        """Hold more of the pinned blocks that vLLM has, while `num_keep_free` stay free; a slice of them per call."""
         ranking = self._pinned.ranking
         if ranking is not self._seen:
             self._seen, self._next_rank = ranking, 0
-            self._let_go([key for key in self._holds if key not in ranking.ranks])
+            self._release([key for key in self._holds if key not in ranking.ranks])
         end = min(self._next_rank + _SLICE, len(ranking.keys))
         for key in ranking.keys[self._next_rank : end]:
-            self._look_at(key, num_spare)
+            self._consider(key, num_keep_free)
         self._next_rank = 0 if end == len(ranking.keys) else end
 
-    def let_go_all(self) -> None:
-        """Give every reference back."""
-        self._let_go(sorted(self._holds, key=self._rank, reverse=True))
+    def release_all(self) -> None:
+        """Release every reference."""
+        self._release(sorted(self._holds, key=self._rank, reverse=True))
 
-    def _look_at(self, key: GpuKey, num_spare: int) -> None:
+    def _consider(self, key: GpuKey, num_keep_free: int) -> None:
         held = self._holds.get(key)
         if held is not None and not held.is_valid:
-            self._let_go([key])
-        elif held is None and self._queue.num_free > num_spare:
-            hold = self._queue.hold(key)
+            self._release([key])
+        elif held is None and self._pool.num_free > num_keep_free:
+            hold = self._pool.hold(key)
             if hold is not None:
                 self._holds[key] = hold
 
-    def _let_go(self, keys: list[GpuKey]) -> None:
-        self._queue.let_go([self._holds.pop(key) for key in keys])
+    def _release(self, keys: list[GpuKey]) -> None:
+        self._pool.release([self._holds.pop(key) for key in keys])
 
     def _rank(self, key: GpuKey) -> int:
         ranking = self._pinned.ranking

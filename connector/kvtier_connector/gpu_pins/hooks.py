@@ -1,4 +1,4 @@
-"""GPU pins as the connector uses them: which policy, when it acts, and what vLLM never gets to see: its failures."""
+"""The calls by which the connector drives GPU pins. A failure turns them off; it never reaches vLLM."""
 
 import logging
 from collections.abc import Callable
@@ -33,8 +33,8 @@ class GpuPins:
     Args:
         settings: The connector's.
         shape: What bounds vLLM's demand; None: the model's prefixes are more than pins can keep.
-        pinned: Kept by whoever hears of pins.
-        stats: Told what there is.
+        pinned: Which blocks are pinned; the manager keeps it up to date.
+        stats: Counts blocks.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GpuPins:
         return self._policy is not None
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Begin, unless that is ruled out; then a warning says why."""
+        """Begin with vLLM's block pool; if GPU pins cannot work with it, log why and stay off."""
         if self._mode is GpuPin.OFF:
             return
         if self._shape is None:
@@ -60,34 +60,34 @@ class GpuPins:
             )
             return
         try:
-            queue = VllmBlockPool(manager, self._shape.block_tokens)
+            pool = VllmBlockPool(manager, self._shape.block_tokens)
         except UnknownPoolError as error:
             logger.warning("kvtier: gpu_pin is off: vLLM's block pool is not the one kvtier knows (%s)", error)
             return
-        self._pinned.bound(int(MAX_RATIO * queue.num_blocks))
-        self._policy = Policy(queue, self._pinned, Demand(self._shape), is_hard=self._mode is GpuPin.HARD)
-        queue.before_step(self.before_step)
+        self._pinned.bound(int(MAX_RATIO * pool.num_blocks))
+        self._policy = Policy(pool, self._pinned, Demand(self._shape), is_hard=self._mode is GpuPin.HARD)
+        pool.before_step(self.before_step)
         if self._mode is GpuPin.HARD:
-            queue.before_reset(self.before_reset)
+            pool.before_reset(self.before_reset)
 
     def before_step(self) -> None:
-        """vLLM is about to look what its running requests need."""
+        """Called before vLLM allocates for its running requests."""
         self._guarded(lambda policy: policy.before_step())
 
     def before_reset(self) -> None:
-        """vLLM is about to look whether anybody holds a block."""
-        self._guarded(lambda policy: policy.let_go())
+        """Called before vLLM checks that no block is held."""
+        self._guarded(lambda policy: policy.release())
 
     def before_admission(self, request: Any, num_cached_tokens: int, *, is_load: bool) -> None:
-        """vLLM may now allocate for a request of which so many tokens are cached, or are loaded."""
+        """Called before vLLM may allocate for a request; `num_cached_tokens` of it are cached, or are loaded."""
         self._guarded(lambda policy: policy.before_admission(request, num_cached_tokens, is_load=is_load))
 
     def allocated(self, request: Any) -> None:
-        """It has."""
+        """Called after vLLM allocated for that request."""
         self._guarded(lambda policy: policy.allocated(request))
 
     def after_step(self, output: "SchedulerOutput") -> None:
-        """A step is scheduled."""
+        """Called after each scheduled step."""
         self._guarded(lambda policy: policy.after_step(output, self._stats))
 
     def _guarded(self, act: Callable[["Policy"], None]) -> None:
@@ -99,13 +99,13 @@ class GpuPins:
         except Exception:
             logger.exception("kvtier: gpu_pin is off from now on: it failed; pinned prompts come back from host memory")
             self._policy = None
-            _give_up(policy)
+            _release_all(policy)
             for gauge in (GPU_PINNED_BLOCKS, GPU_RESIDENT_BLOCKS, GPU_HELD_BLOCKS):
                 self._stats.set(gauge, 0)
 
 
-def _give_up(policy: "Policy") -> None:
+def _release_all(policy: "Policy") -> None:
     try:
-        policy.let_go()
+        policy.release()
     except Exception:
-        logger.exception("kvtier: pinned blocks could not be given back to vLLM; restart it to have them back")
+        logger.exception("kvtier: pinned blocks could not be given back to vLLM; restart it to free them")

@@ -8,7 +8,7 @@ from kvtier_connector.gpu_pins.hard_pins import HardPins
 from kvtier_connector.gpu_pins.residency import ResidencySampler
 from kvtier_connector.gpu_pins.soft_pins import SoftPins
 from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
-from kvtier_connector.metrics.declared import GPU_HELD_BLOCKS, GPU_LET_GO, GPU_MOVES
+from kvtier_connector.metrics.declared import GPU_HELD_BLOCKS, GPU_MOVES, GPU_RELEASED
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 
 if TYPE_CHECKING:
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """Soft pins, and hard ones if wanted, fed with the demand that they are to meet."""
+    """Soft pins, and hard ones if wanted, with the number of blocks that vLLM may take next."""
 
-    def __init__(self, queue: VllmBlockPool, pinned: PinnedBlocks, demand: Demand, *, is_hard: bool) -> None:
-        self._queue, self._pinned, self._demand = queue, pinned, demand
-        self._soft = SoftPins(queue, pinned)
-        self._hard = HardPins(queue, pinned) if is_hard else None
-        self._census = ResidencySampler(queue, pinned)
+    def __init__(self, pool: VllmBlockPool, pinned: PinnedBlocks, demand: Demand, *, is_hard: bool) -> None:
+        self._pool, self._pinned, self._demand = pool, pinned, demand
+        self._soft = SoftPins(pool, pinned)
+        self._hard = HardPins(pool, pinned) if is_hard else None
+        self._residency = ResidencySampler(pool, pinned)
         self._cached_tokens = 0  # of the request that vLLM has asked for last
         self._num_next = 0
-        self._taken_tokens = 0  # since the last whole block of them was told to `pace`
-        self._told_moves = self._told_let_go = self._told_held = 0
+        self._taken_tokens = 0  # since the last whole block of them was counted in `pace`
+        self._reported_moves = self._reported_released = self._reported_held = 0
 
     def before_step(self) -> None:
-        """Make room for the running requests, and keep pinned blocks out of it."""
+        """Called before running requests take blocks: free enough, and move pinned blocks out of their way."""
         if self._hard is not None:
-            self._hard.make_room(self._num_next)
+            self._hard.reclaim(self._num_next)
         if self._pinned.ranking.keys:
             self._soft.shield(self._num_next)
 
     def before_admission(self, request: Any, num_cached_tokens: int, *, is_load: bool) -> None:
-        """Make room, and keep pinned blocks out of it."""
+        """Called before a request is admitted: free enough blocks, and move pinned ones out of its way."""
         self._cached_tokens = num_cached_tokens
         if self._hard is not None and self._hard.num_held:
-            num_needed = self._demand.to_admit(request, num_cached_tokens, self._queue.num_blocks, is_load=is_load)
-            self._hard.make_room(num_needed)
+            num_needed = self._demand.to_admit(request, num_cached_tokens, self._pool.num_blocks, is_load=is_load)
+            self._hard.reclaim(num_needed)
         if self._pinned.ranking.keys:
             self._soft.shield(self._demand.of_admission(request, num_cached_tokens, is_load=is_load))
 
@@ -50,7 +50,7 @@ class Policy:
         self._taken_tokens += self._cached_tokens
 
     def after_step(self, output: "SchedulerOutput", stats: ConnectorStats) -> None:
-        """Note what running requests may take in the next step, move or hold what is due, and tell what has changed."""
+        """Note what running requests may take in the next step, move or hold what is due, and report changes."""
         self._num_next = self._demand.stepped(
             output.num_scheduled_tokens, output.finished_req_ids, output.preempted_req_ids or ()
         )
@@ -63,18 +63,18 @@ class Policy:
         self._report(stats)
 
     def _report(self, stats: ConnectorStats) -> None:
-        self._census.go_on(stats)
-        if self._soft.num_moved != self._told_moves:
-            stats.count(GPU_MOVES, num=self._soft.num_moved - self._told_moves)
-            self._told_moves = self._soft.num_moved
+        self._residency.count_slice(stats)
+        if self._soft.num_moved != self._reported_moves:
+            stats.count(GPU_MOVES, num=self._soft.num_moved - self._reported_moves)
+            self._reported_moves = self._soft.num_moved
         if self._hard is not None:
-            stats.count(GPU_LET_GO, num=self._hard.num_let_go - self._told_let_go)
-            self._told_let_go = self._hard.num_let_go
-            if self._hard.num_held != self._told_held:
-                self._told_held = self._hard.num_held
-                stats.set(GPU_HELD_BLOCKS, self._told_held)
+            stats.count(GPU_RELEASED, num=self._hard.num_released - self._reported_released)
+            self._reported_released = self._hard.num_released
+            if self._hard.num_held != self._reported_held:
+                self._reported_held = self._hard.num_held
+                stats.set(GPU_HELD_BLOCKS, self._reported_held)
 
-    def let_go(self) -> None:
-        """Give back what is held."""
+    def release(self) -> None:
+        """Release every block that is held."""
         if self._hard is not None:
-            self._hard.let_go_all()
+            self._hard.release_all()

@@ -25,8 +25,8 @@ class SoftPins:
         num_moved: Blocks moved since the start.
     """
 
-    def __init__(self, queue: VllmBlockPool, pinned: PinnedBlocks) -> None:
-        self._queue, self._pinned = queue, pinned
+    def __init__(self, pool: VllmBlockPool, pinned: PinnedBlocks) -> None:
+        self._pool, self._pinned = pool, pinned
         self._debt = 0.0
         self._next_rank = 0  # of the pass that is under way, which goes from the worst block to the best
         self._margin = 0  # the most that vLLM might have taken at once since the pass began
@@ -35,27 +35,27 @@ class SoftPins:
     @property
     def num_protected(self) -> int:
         """Return how many blocks are protected, those included that vLLM does not have."""
-        return min(len(self._pinned.ranking.keys), max(SLICE, self._queue.num_free // RATIO))
+        return min(len(self._pinned.ranking.keys), max(SLICE, self._pool.num_free // RATIO))
 
     def shield(self, num_blocks: int) -> None:
-        """vLLM may take so many blocks before it is asked again: keep the invariant for them."""
+        """Called before vLLM takes up to `num_blocks` blocks: keep the invariant for them."""
         self._margin = max(self._margin, num_blocks)
         num_protected = self.num_protected
-        if not num_protected or self._queue.is_clear(self._pinned.ranking.ranks, num_protected, num_blocks):
+        if not num_protected or self._pool.is_clear(self._pinned.ranking.ranks, num_protected, num_blocks):
             return
         self._move(0, num_protected)
         self._next_rank, self._debt = 0, 0.0
 
     def pace(self, num_taken: int) -> None:
-        """vLLM has taken about so many blocks: move as many as keeps the next forced move away.
+        """Called after vLLM took about `num_taken` blocks: move enough ahead of need that no large move is forced.
 
-        One pass over all protected blocks is over before vLLM has taken those between them and the head, with a slice
-        to spare for what it takes uncounted.
+        One pass over all protected blocks ends before vLLM has taken those between them and the head, with a margin
+        of one slice for blocks that it takes uncounted.
         """
         num_protected = self.num_protected
         if num_protected <= SLICE:
             return
-        num_others = self._queue.num_free - num_protected - self._margin - SLICE
+        num_others = self._pool.num_free - num_protected - self._margin - SLICE
         self._debt += num_taken * num_protected / max(1, num_others)
         num_due = min(int(self._debt), SLICE)
         if not num_due:
@@ -70,4 +70,4 @@ class SoftPins:
     def _move(self, best: int, end: int) -> None:
         """Move the blocks of these ranks, the worst first."""
         keys = self._pinned.ranking.keys
-        self.num_moved += self._queue.move_to_tail(keys[rank] for rank in range(end - 1, best - 1, -1))
+        self.num_moved += self._pool.move_to_tail(keys[rank] for rank in range(end - 1, best - 1, -1))

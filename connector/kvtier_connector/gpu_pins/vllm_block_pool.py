@@ -9,7 +9,7 @@ Read from vLLM 0.32: `v1/core/block_pool.py` (`BlockPool`, `BlockHashToBlockMap`
 - `Scheduler.schedule` calls `KVCacheManager.new_step_starts` before it allocates anything.
 - Of several blocks with one hash, vLLM hits the one that `get_one_block` returns, until that one is evicted.
 
-Whoever moves a block takes it out and puts it back in one call: `num_free_blocks`, which vLLM's admission, preemption
+A block that is moved is taken out and put back in one call: `num_free_blocks`, which vLLM's admission, preemption
 and usage metric go by, is the same before and after.
 """
 
@@ -117,8 +117,8 @@ class VllmBlockPool:
         self._pool.touch([block])
         return Hold(block, key)
 
-    def let_go(self, holds: Iterable["Hold"]) -> None:
-        """Give references back; what nobody else uses is free again, the last of it the last to be evicted."""
+    def release(self, holds: Iterable["Hold"]) -> None:
+        """Release references; blocks without another user are free again, the last of them evicted last."""
         self._pool.free_blocks([hold.block for hold in holds])
 
     def before_step(self, act: Callable[[], None]) -> None:
@@ -138,15 +138,15 @@ class VllmBlockPool:
     def before_reset(self, act: Callable[[], None]) -> None:
         """Have `act` called before vLLM looks whether its prefix cache may be reset.
 
-        vLLM 0.32 asks the connector only after that, and refuses while anybody holds a block.
+        vLLM 0.32 asks the connector only after that, and refuses while a block is held.
         """
         reset = self._pool.reset_prefix_cache
 
-        def let_go_and_reset() -> bool:
+        def release_and_reset() -> bool:
             act()
             return bool(reset())
 
-        self._pool.reset_prefix_cache = let_go_and_reset
+        self._pool.reset_prefix_cache = release_and_reset
 
 
 class Hold:
@@ -161,7 +161,7 @@ class Hold:
 
     @property
     def is_ours_alone(self) -> bool:
-        """Whether the block is free once it is let go."""
+        """Whether the block is free once it is released."""
         return bool(self.block.ref_cnt == 1)
 
     @property

@@ -2,7 +2,7 @@
 
 All are counted in the scheduler half, once per engine however many workers it has; bytes and seconds of the copies are
 the workers', which vLLM adds up over them as `vllm:kv_offload_load_bytes` and the like. Tokens by tier are vLLM's
-`vllm:prompt_tokens_cached_by_source`: kvtier says `host` or `disk` of each chunk, and vLLM knows no other words.
+`vllm:prompt_tokens_cached_by_source`: kvtier reports `host` or `disk` for each chunk, and vLLM knows no other sources.
 """
 
 from enum import StrEnum, auto
@@ -20,7 +20,7 @@ class LookupEnd(StrEnum):
     NONE = auto()
     SLOWER = auto()
     UNKNOWN = auto()
-    OWN = auto()
+    PREFIX_CACHE = auto()
     NO_SESSION = auto()
     LATE = auto()
     BREAKER_OPEN = auto()
@@ -34,12 +34,12 @@ LOOKUP_ENDS = {
     LookupEnd.NONE: "Nothing of it.",
     LookupEnd.SLOWER: "Some of it, but so little that computing it is faster than a load, as both were measured.",
     LookupEnd.UNKNOWN: "Not asked: the prompt begins like nothing that is pinned or held.",
-    LookupEnd.OWN: "Not asked: nothing is held beyond vLLM's own hit.",
+    LookupEnd.PREFIX_CACHE: "Not asked: nothing is held beyond vLLM's prefix-cache hit.",
     LookupEnd.NO_SESSION: "Not asked, or asked in vain: no daemon, or the session broke.",
     LookupEnd.LATE: "The daemon did not answer in time; lookups miss at once until it answers.",
     LookupEnd.BREAKER_OPEN: "Not asked, because of such a lookup before.",
     LookupEnd.FAILED: "Not asked again: a load of this request has failed.",
-    LookupEnd.NOT_CACHEABLE: "Not asked: its KV cannot be told apart from other KV (an adapter loaded in place).",
+    LookupEnd.NOT_CACHEABLE: "Not asked: its KV cannot be distinguished from other KV (an adapter loaded in place).",
 }
 
 LOOKUPS = counter("connector_lookups", "Lookup rounds of requests, by how they ended.", result=tuple(LOOKUP_ENDS))
@@ -66,7 +66,7 @@ ATTACHED = gauge("connector_attached", "1 while the engine has a session with th
 
 GPU_PINNED_BLOCKS = gauge(
     "connector_gpu_pinned_blocks",
-    "Blocks of pinned prompts that `gpu_pin` keeps in vLLM's own cache, if they get there.",
+    "Blocks of pinned prompts that `gpu_pin` keeps in vLLM's prefix cache, if they get there.",
 )
 GPU_RESIDENT_BLOCKS = gauge(
     "connector_gpu_resident_blocks", "Those of them that vLLM has, as counted over the last steps."
@@ -75,7 +75,9 @@ GPU_HELD_BLOCKS = gauge("connector_gpu_held_blocks", 'With `gpu_pin = "hard"`: t
 GPU_MOVES = counter(
     "connector_gpu_moves", "Pinned blocks moved to the end of vLLM's free queue, so that it evicts others."
 )
-GPU_LET_GO = counter("connector_gpu_let_go", "References to pinned blocks given back because requests needed the room.")
+GPU_RELEASED = counter(
+    "connector_gpu_released", "References to pinned blocks released because requests needed the blocks."
+)
 
 METRICS = (
     LOOKUPS,
@@ -93,5 +95,5 @@ METRICS = (
     GPU_RESIDENT_BLOCKS,
     GPU_HELD_BLOCKS,
     GPU_MOVES,
-    GPU_LET_GO,
+    GPU_RELEASED,
 )

@@ -35,7 +35,7 @@ class ConnectorStats:
         self._stats.set_gauge(_vllm_name(metric), value)
 
     def take(self) -> OffloadingConnectorStats | None:
-        """Return it, None when there is nothing, and begin anew."""
+        """Return it and start from zero; None when nothing was counted."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, OffloadingConnectorStats()

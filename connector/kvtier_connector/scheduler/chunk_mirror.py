@@ -2,7 +2,7 @@
 
 Two modes (StoreMode of the proto). STORE_PINNED: the mirror is about pinned chunks, others are ignored. STORE_ALL: it
 knows every chunk that the daemon holds, about 110 bytes each (22 MB for 200,000), and at most MAX_HELD_CHUNKS of them:
-beyond, what is left out is a miss, and no ordinary chunk is stored, or it would be stored anew with every repeat.
+a chunk beyond that is a miss, and then no unpinned chunk is stored, or it would be stored again at every repeat.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkMirror:
-    """What the scheduler may look up and what it shall store. Scheduler thread only; dict lookups.
+    """What the scheduler may look up, and what it must store. Scheduler thread only; dict lookups.
 
     Several pins share the chunks of a common prefix, so chunks are counted.
 
@@ -30,7 +30,9 @@ class ChunkMirror:
         self._known: Counter[ChunkKey] = Counter()
         self._wanted: Counter[ChunkKey] = Counter()
         self._held: set[ChunkKey] = set()
-        self._untold: set[ChunkKey] = set()  # of pins just bound: the daemon has not said yet whether it holds them
+        self._unreported: set[ChunkKey] = (
+            set()
+        )  # of pins just bound: the daemon has not reported yet whether it holds them
         self.stores_all = False
         self._is_complete = False
         self._is_full = False
@@ -47,29 +49,29 @@ class ChunkMirror:
         return key in self._known or key in self._held
 
     def may_be_held(self, key: ChunkKey) -> bool:
-        """Return whether asking for this chunk is worth it: the daemon holds it, or has yet to say, of a pinned one."""
-        return key in self._held or key in self._untold
+        """Return whether to ask for this chunk: the daemon holds it, or may hold a pinned one."""
+        return key in self._held or key in self._unreported
 
     def is_pinned(self, key: ChunkKey) -> bool:
         """Return whether the chunk belongs to a prompt that is pinned now."""
         return key in self._wanted
 
     def wants(self, key: ChunkKey) -> bool:
-        """Return whether the chunk shall be stored when vLLM offers it.
+        """Return whether to store the chunk when vLLM offers it.
 
-        An ordinary one only when the daemon has named all that it holds: before, everything would seem to be missing.
+        An unpinned one only once the daemon has reported all that it holds: before, everything would seem missing.
         """
-        return (key in self._wanted or self._wants_ordinary) and key not in self._held
+        return (key in self._wanted or self._wants_unpinned) and key not in self._held
 
     @property
-    def _wants_ordinary(self) -> bool:
+    def _wants_unpinned(self) -> bool:
         return self.stores_all and self._is_complete and not self._is_full
 
     def add(self, pin: BoundPin) -> None:
-        """Take a pin in, in place of an earlier one of the same id."""
+        """Add a pin; it replaces an earlier one of the same id."""
         self.remove(pin.pin_id)
         self._pins[pin.pin_id] = pin
-        self._untold.update(key for key in pin.keys if key not in self._known)
+        self._unreported.update(key for key in pin.keys if key not in self._known)
         self._known.update(pin.keys)
         if pin.pinned:
             self._wanted.update(pin.keys)
@@ -83,13 +85,13 @@ class ChunkMirror:
         if pin.pinned:
             _discount(self._wanted, pin.keys)
         gone = [key for key in pin.keys if key not in self._known]
-        self._untold.difference_update(gone)
+        self._unreported.difference_update(gone)
         if not self.stores_all:
             self._held.difference_update(gone)
 
     def set_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
         """Note what the daemon holds; chunks of no pin are ignored unless all are stored."""
-        self._untold.difference_update(keys)
+        self._unreported.difference_update(keys)
         if not held:
             self._held.difference_update(keys)
             self._is_full = self._is_full and len(self._held) >= MAX_HELD_CHUNKS
@@ -111,7 +113,7 @@ class ChunkMirror:
                 )
 
     def complete(self) -> None:
-        """The daemon has named everything that it holds."""
+        """The daemon has reported everything that it holds."""
         self._is_complete = True
 
     def clear(self) -> None:
@@ -120,7 +122,7 @@ class ChunkMirror:
         self._known.clear()
         self._wanted.clear()
         self._held.clear()
-        self._untold.clear()
+        self._unreported.clear()
         self._is_complete = self._is_full = False
 
 

@@ -29,13 +29,13 @@ class CurrentSession:
         events: What the session's threads have received.
         useful_bytes: Per group, as announced to the daemon.
         breaker: Opened by lookups; a probe that the daemon answers closes it here.
-        mirror: Is told which chunks are pinned and held.
-        pinned_blocks: Is told which of vLLM's blocks are pinned.
+        mirror: Records which chunks are pinned and held.
+        pinned_blocks: Records which of vLLM's blocks are pinned.
         lookups: Get answers, and the end of the session that their leases were of.
         touches: Are sent in the session.
         slots: Get slots to store into, and the end of the session that they were of.
         missing: Forgets what it knew of the last session.
-        stats: Says whether there is a session.
+        stats: Reports whether there is a session.
         attachment: The session; None while there is none.
     """
 
@@ -51,7 +51,7 @@ class CurrentSession:
     stats: ConnectorStats
     attachment: Attachment | None = None
     _prepared: Attachment | None = None  # whose arena the workers prepare
-    _reported_rate: float | None = None
+    _sent_rate: float | None = None
 
     def take_events(self, now_s: float) -> None:
         """Take in what the session's threads have received. Never between a lookup and its `prepare_load`."""
@@ -94,7 +94,7 @@ class CurrentSession:
         self.mirror.attach(stores_all=welcome.store_mode == pb.STORE_ALL)
         # Kept without a session too: what the daemon cannot bring back is worth the more in vLLM's prefix cache.
         self.pinned_blocks.retain({*welcome.pin_ids, *(pin.pin_id for pin in welcome.pins)})
-        self._reported_rate = None
+        self._sent_rate = None
         self.lookups.attach(attachment)
         self.touches.attach(attachment)
         self._close_breaker()
@@ -121,10 +121,10 @@ class CurrentSession:
         self.events.probe(False)
 
     def report_rate(self, tokens_per_s: float | None) -> None:
-        """Tell the daemon the measured prefill rate, if it differs much from the last one reported."""
-        if self.attachment is None or tokens_per_s is None or not changed_much(tokens_per_s, self._reported_rate):
+        """Send the daemon the measured prefill rate, if it differs much from the last one sent."""
+        if self.attachment is None or tokens_per_s is None or not changed_much(tokens_per_s, self._sent_rate):
             return
-        self._reported_rate = tokens_per_s
+        self._sent_rate = tokens_per_s
         self.attachment.send(pb.EngineMessage(engine_rates=pb.EngineRates(prefill_tokens_per_s=tokens_per_s)))
 
     def new_arena(self) -> ArenaSpec | None:

@@ -84,13 +84,13 @@ class LoadCost:
         self._num_skipped = 0
 
     def loaded(self, num_chunks: int, elapsed_s: float) -> None:
-        """A load of so many chunks, at least one, took so long."""
+        """A load of `num_chunks` chunks, at least one, took `elapsed_s`."""
         self._samples.append((num_chunks, elapsed_s))
 
     def load_s(self, num_chunks: int) -> float:
         """Forecast a load; 0 while little is known.
 
-        The fastest load stands for the fixed part, and for its own chunks; the others say what each further chunk adds.
+        The fastest load gives the fixed part and its own chunks; the others show what each further chunk adds.
         Fewer chunks than any load had are taken to cost their share of it: too little, so that one is tried.
         """
         if len(self._samples) < _MIN_SAMPLES:
@@ -115,30 +115,30 @@ class LoadCost:
 
 
 def changed_much(value: float, last: float | None) -> bool:
-    """Return whether a measurement differs by more than a fifth from the one that was told last."""
+    """Return whether a measurement differs by more than a fifth from the one reported last."""
     return last is None or abs(value - last) > last / 5
 
 
-def ready_s(told_s: float, ready_in_s: float, pending_bytes: int, promote_bytes_per_s: float) -> float | None:
+def ready_s(updated_s: float, ready_in_s: float, pending_bytes: int, promote_bytes_per_s: float) -> float | None:
     """Return when a promotion is forecast to end, None while nothing is known.
 
     Args:
-        told_s: When the daemon said the rest.
+        updated_s: When the daemon sent this update.
         ready_in_s: The daemon's forecast, which knows what is queued ahead; 0 when it has none (or is older than that).
         pending_bytes: Still to be promoted for this request.
         promote_bytes_per_s: The daemon's measured rate; 0 when it has none yet.
     """
     if ready_in_s > 0:
-        return told_s + ready_in_s
-    return told_s + pending_bytes / promote_bytes_per_s if promote_bytes_per_s > 0 else None
+        return updated_s + ready_in_s
+    return updated_s + pending_bytes / promote_bytes_per_s if promote_bytes_per_s > 0 else None
 
 
 def worth_waiting(forecast_s: float | None, now_s: float, deadline_s: float) -> bool:
     """Return whether the promotion is forecast to end before recomputing would.
 
     Args:
-        forecast_s: When it ends; None while unknown, which gets the benefit of the doubt. One that has passed is no
-            reason to give up: the promotion is late, and it still may come before the deadline.
+        forecast_s: When it ends; None while unknown, which counts as early enough. One that has passed does not end
+            the wait: the promotion is late, and may still come before the deadline.
         now_s: Now.
         deadline_s: When recomputing, begun at the first answer, would have ended.
     """

@@ -19,7 +19,7 @@ class IdleWait:
 
     Args:
         requests: All that vLLM has.
-        wait_for_events: Waits so many seconds for a daemon event; says whether one is there.
+        wait_for_events: Waits up to that many seconds for a daemon event; returns whether one is there.
         clock: Monotonic seconds.
     """
 
@@ -34,11 +34,11 @@ class IdleWait:
         self._is_awaited = False
 
     def lookup_waits(self) -> None:
-        """A request was told to ask again in the next step."""
+        """A lookup is not decided: vLLM asks again in the next step."""
         self._is_awaited = True
 
     def wait_in_lookup(self) -> bool:
-        """Wait if every request waits for the daemon; say whether an event is there."""
+        """Wait if every request waits for the daemon; return whether an event is there."""
         return self._is_idle() and self._wait()
 
     def step_scheduled(self, num_tokens: int) -> None:

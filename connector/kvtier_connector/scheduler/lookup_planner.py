@@ -54,12 +54,12 @@ class LookupPlanner:
         return None
 
     def plan(self, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int) -> LookupQuery | None:
-        """Return what to ask beyond vLLM's own hit, or None when nothing that may be held could extend it.
+        """Return what to ask beyond vLLM's prefix-cache hit, or None when nothing that may be held could extend it.
 
         Args:
             hashes: The request's block hashes.
             digest: Of its LoRA adapter.
-            num_computed_tokens: vLLM's own prefix hit.
+            num_computed_tokens: vLLM's prefix-cache hit.
         """
         end_token = max(group.num_chunks(hashes) * group.chunk_tokens for group in self._full + self._windowed)
         runs: list[list[ChunkKey]] = []
@@ -126,8 +126,8 @@ class LookupPlanner:
     ) -> dict[int, ChunkKey]:
         """Return held chunks by index, the last ones: vLLM looks for a whole window from the end.
 
-        A pinned prompt has one window or few. Of an ordinary prompt there may be thousands of chunks, of which all but
-        the last windows are bound to be asked for in vain.
+        A pinned prompt has one window or few. An unpinned prompt may have thousands of chunks, and asking for
+        any but those of the last windows gains nothing.
         """
         end = min(-(-end_token // group.chunk_tokens), group.num_chunks(hashes))
         first = num_computed_tokens // group.chunk_tokens

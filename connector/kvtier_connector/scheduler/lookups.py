@@ -1,8 +1,8 @@
 """The lookup rounds of all requests: one Acquire each, answered in the background, decided locally.
 
-A round goes NEW -> ASKED -> PROMOTING -> SETTLED -> TAKEN. A question after TAKEN begins another (preemption), and so
-does one when vLLM's own hit has shrunk since the round began. While ASKED or PROMOTING the request waits without being
-scanned.
+A round goes NEW -> ASKED -> PROMOTING -> SETTLED -> TAKEN. A lookup after TAKEN begins another round (preemption), and
+so does one when vLLM's prefix-cache hit has shrunk since the round began. While ASKED or PROMOTING, vLLM does not scan
+the request.
 """
 
 import itertools
@@ -31,9 +31,10 @@ class Lookups:
 
     Args:
         planner: Chooses what to ask.
+        touches: Note prefix-cache hits of known prompts.
         breaker: Decides whether to ask.
         rate: Forecasts what recomputing would cost.
-        stats: Told how rounds end.
+        stats: Counts how rounds end.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Lookups:
         Args:
             state: The request's state.
             request: vLLM's Request; its block hashes are read when a round begins.
-            num_computed_tokens: vLLM's own prefix hit at this moment.
+            num_computed_tokens: vLLM's prefix-cache hit at this moment.
             now_s: Monotonic seconds.
         """
         if state.phase in (Phase.NEW, Phase.TAKEN):
@@ -158,7 +159,7 @@ class Lookups:
         self._begin(state, request, num_computed_tokens, now_s, is_shrinking=False)
 
     def _ask_again(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
-        """Begin anew, since vLLM has evicted what lay before the chunks that were asked for."""
+        """Begin the round again: vLLM has evicted what lay before the chunks that were asked for."""
         before, state.lease = self._live(state), None
         self._begin(state, request, num_computed_tokens, now_s, is_shrinking=before is not None)
         if before is None:
@@ -197,7 +198,7 @@ class Lookups:
         self._touches.note(first_key, hashes, digest, num_computed_tokens, now_s)
         plan = self._planner.plan(hashes, digest, num_computed_tokens)
         if plan is None:
-            return LookupEnd.OWN
+            return LookupEnd.PREFIX_CACHE
         if is_shrinking:
             # vLLM may evict the rest, too: ask for everything, and only this once.
             whole = self._planner.plan(hashes, digest, 0)
@@ -240,7 +241,7 @@ class Lookups:
             lease is not None
             and lease.promote_deadline_s is not None
             and lease.is_promoting
-            # Promotions come in their order: word of any shows that they move.
+            # Promotions come in their order: an update of any shows that they proceed.
             and now_s < self._silent_deadline_s
             and worth_waiting(lease.ready_s, now_s, lease.promote_deadline_s)
         )

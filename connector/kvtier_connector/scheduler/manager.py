@@ -140,7 +140,7 @@ class KVTierOffloadingManager(OffloadingManager):
         return self._missing.must_compute(request, state.adapter_digest, now_s)
 
     def advance(self, request: Any, num_computed_tokens: int) -> bool:
-        """Return whether the request's HITs and MISSes are fixed; if not, vLLM shall ask again later."""
+        """Return whether the request's HITs and MISSes are fixed; if not, vLLM must ask again later."""
         state = self._requests.get(request.request_id)
         if state is None or request.skip_reading_prefix_cache:
             return True
@@ -168,13 +168,13 @@ class KVTierOffloadingManager(OffloadingManager):
         return not is_due and self._digests.is_worth_waiting(adapter)
 
     def allocated(self, req_id: str, num_external_tokens: int) -> None:
-        """vLLM has allocated blocks for the request, so many tokens of which are loaded; after any `prepare_load`."""
+        """vLLM has allocated blocks, to load `num_external_tokens`. Called after any `prepare_load`."""
         self.stats.count(WARMED_TOKENS, num=num_external_tokens if is_warm_request(req_id) else 0)
         if (state := self._requests.get(req_id)) is not None:
             self._lookups.take(state)
 
     def serves_users(self) -> bool:
-        """Say whether a request is open that is no warm request. Any thread."""
+        """Return whether a request is open that is no warm request. Any thread."""
         states = self._requests.copy()  # in one go, as far as other threads can see
         return any(not state.is_finished() and not is_warm_request(req_id) for req_id, state in states.items())
 

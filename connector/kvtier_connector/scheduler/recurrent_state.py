@@ -1,8 +1,8 @@
 """Recurrent state (Mamba, short convolutions): how a pinned prompt gets it.
 
-vLLM hands such state over when it computes it, never out of its own cache: a prompt that it holds when it is pinned
-would not be whole before it has forgotten it. So a request that could hand over what is missing, the warm one as a
-rule, is computed.
+vLLM offers such state for storing when it computes it, never out of its prefix cache: a prompt that vLLM has cached
+when it is pinned would stay incomplete until vLLM evicts it. So a request that can produce the missing state, mostly
+the warm request, is computed without the prefix cache.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class MissingStates:
     def must_compute(self, request: Any, adapter_digest: bytes | None, now_s: float) -> bool:
         """Return whether the request ends where a pinned prompt does whose state is missing.
 
-        Once in ten seconds per state: while it cannot be stored, requests go on to hit vLLM's cache.
+        Once in ten seconds per state: while it cannot be stored, other requests still hit vLLM's cache.
         """
         ends = reachable_keys(self._groups, request.block_hashes, request.num_prompt_tokens, adapter_digest).keys
         missing = [key for key in ends if self._mirror.is_pinned(key) and not self._mirror.may_be_held(key)]

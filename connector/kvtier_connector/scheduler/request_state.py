@@ -35,7 +35,7 @@ class RequestState:
         adapter: Its LoRA adapter.
         adapter_digest: The adapter's content, once known.
         adapter_deadline_s: Until when the request waits for that digest; None before the first question.
-        cacheable: False when chunk keys could not tell its KV apart: nothing is looked up or stored.
+        cacheable: False when chunk keys could not distinguish its KV: nothing is looked up or stored.
         phase: Where its lookup round is.
         asked_tokens: Where the query of this round begins; without a query, vLLM's prefix-cache hit at that time.
         lease: Of this round.

@@ -1,4 +1,4 @@
-"""Stores: which of a request's blocks are stored, into which arena slots, and what the daemon is told of it."""
+"""Stores: which of a request's blocks are stored, into which arena slots, and what the daemon is sent."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -63,11 +63,11 @@ class StoreSlots:
         return key in self._writing or key in self._orphaned or self._committing.get(key, now_s) > now_s
 
     def lacks_slots(self, num_chunks: int) -> bool:
-        """Return whether waiting for credits can help: fewer stand than are needed and can be had."""
+        """Return whether waiting for credits can help: fewer stand than are needed and were asked for."""
         return len(self._credits) < min(num_chunks, self._num_credits)
 
     def begin(self, keys: Sequence[ChunkKey], attachment: Attachment) -> list[tuple[ChunkKey, Grant]]:
-        """Take slots for as many of these as there are credits, and tell the daemon; return them in the order given.
+        """Take slots for as many of these as there are credits, and send a StoreBegin; return them in the order given.
 
         That order is vLLM's: it pairs its blocks with our slots by it. Which chunks get a slot is another matter:
         pinned chunks first, and unpinned ones leave a share of the credits to pinned ones that come before the next
@@ -124,7 +124,7 @@ class StoreSlots:
         self._orphaned.clear()
 
     def _num_for_unpinned(self, num_taken: int = 0) -> int:
-        """Return how many unpinned chunks could be begun now, after so many others."""
+        """Return how many unpinned chunks could be begun now, after `num_taken` others."""
         return max(0, len(self._credits) - num_taken - self._num_standing // _PINNED_SHARE)
 
     def _send(self, attachment: Attachment, message: pb.EngineMessage, *, is_urgent: bool) -> None:
@@ -155,7 +155,7 @@ class RequestStores:
         """Begin to store what of the offered chunks is wanted, as far as there are slots.
 
         Returns:
-            The stores in the order offered; None when vLLM shall offer again, since slots are awaited.
+            The stores in the order offered; None when vLLM is to offer them again: the stores wait for slots.
         """
         wanted = self._wanted(keys, state, now_s)
         if not wanted or attachment is None:

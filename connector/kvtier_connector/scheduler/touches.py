@@ -1,4 +1,4 @@
-"""Touches: the daemon is told which known chunks vLLM used from its own cache, so that they are evicted late."""
+"""Touches: reports to the daemon which known chunks vLLM used from its prefix cache, so that it evicts them late."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ class Touches:
             self._pending.clear()
 
     def send_order(self, keys: Sequence[ChunkKey]) -> None:
-        """Tell the daemon the prefix order of what a request has stored step by step."""
+        """Report to the daemon the prefix order of what a request has stored step by step."""
         self._send(keys, stored=True)
 
     def _send(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> None:

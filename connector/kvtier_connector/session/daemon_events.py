@@ -29,14 +29,14 @@ class Detached(NamedTuple):
 
 
 class Received(NamedTuple):
-    """The daemon said something."""
+    """The daemon sent a message."""
 
     attachment: Attachment
     message: pb.DaemonMessage
 
 
 class PinBound(NamedTuple):
-    """A pin's chunk keys are known and the daemon is being told."""
+    """A pin's chunk keys are known; they are being sent to the daemon."""
 
     attachment: Attachment
     pin: BoundPin
@@ -51,20 +51,21 @@ class PinGone(NamedTuple):
 
 Event = Attached | Detached | Received | PinBound | PinGone
 MAX_HELD_CHUNKS = 1_000_000
-"""110 MB; in 16-token chunks of a model with 100 KB of KV per token, 1.6 TB of cache."""
+"""The most that the scheduler tracks, 110 MB: with 16-token chunks and 100 KB of KV per token, 1.6 TB of cache."""
 MAX_ITEMS = 2 * MAX_HELD_CHUNKS
-"""Events, and chunks named in them, that wait to be polled: some 200 MB."""
+"""Events, and chunks named in them, that may wait to be polled: some 200 MB."""
 
 
 class DaemonEvents:
     """Owns the session and feeds the scheduler: its listener enqueues, `poll` drains.
 
     vLLM polls while it has requests. An engine that stands idle beside a busy one, or whose scheduler hangs, would
-    collect every word on what the daemon holds: beyond `MAX_ITEMS` the session begins anew, and names it all once.
+    collect every message on what the daemon holds: beyond `MAX_ITEMS` the session is reopened, and the daemon lists
+    what it holds once.
 
-    Pins go through the background thread in the order they came. A pin's `PinBound` is enqueued before the daemon
-    hears of the binding, so what the daemon then says of its chunks finds them known. When the pins that stood at a
-    Welcome are through, those that came behind it too, that thread calls `on_bound`.
+    Pins go through the background thread in the order they came. A pin's `PinBound` is enqueued before the binding
+    is sent to the daemon, so the daemon's messages about its chunks find them known. When all pins that the Welcome
+    named are bound, that thread calls `on_bound`.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class DaemonEvents:
         self._lock = threading.Lock()  # protects the next three
         self._events: deque[Event] = deque()
         self._num_items = 0
-        self._given_up: Attachment | None = None  # its session said more than was polled for
-        self._news = threading.Event()  # something was enqueued since the last `poll`
+        self._overflowed: Attachment | None = None  # its session sent more than was polled
+        self._has_events = threading.Event()  # something was enqueued since the last `poll`
         self._awaited: set[str] = set()  # pins named in the Welcome that have yet to come; session thread
 
     def start(self) -> None:
@@ -92,11 +93,11 @@ class DaemonEvents:
     def poll(self) -> Iterator[Event]:
         """Yield what happened since the last call; never waits.
 
-        What a session before the last `reopen` said is left out: it may have attached in the very moment of the reset.
+        Events of a session before the last `reopen` are left out: it may have attached at the moment of the reset.
         """
-        if not self._news.is_set():  # each step asks; what is enqueued at this moment is for the next call
+        if not self._has_events.is_set():  # each step asks; what is enqueued at this moment is for the next call
             return
-        self._news.clear()
+        self._has_events.clear()
         with self._lock:
             events, self._events, self._num_items = self._events, deque(), 0
         for event in events:
@@ -104,32 +105,32 @@ class DaemonEvents:
                 yield event
 
     def wait_for_events(self, timeout_s: float) -> bool:
-        """Return True when there is something to poll, False after `timeout_s`; the interpreter's lock is free."""
-        return self._news.wait(timeout_s)
+        """Return True when there is an event to poll, False after `timeout_s`; releases the interpreter's lock."""
+        return self._has_events.wait(timeout_s)
 
     def _enqueue(self, event: Event) -> None:
         with self._lock:
             is_end = isinstance(event, Detached)
-            if event.attachment is self._given_up and not is_end:
+            if event.attachment is self._overflowed and not is_end:
                 return
             self._events.append(event)
             self._num_items += _num_items(event)
             is_full = self._num_items > MAX_ITEMS and not is_end
             if is_full:
-                self._give_up(event.attachment)
-        self._news.set()
+                self._drop_events(event.attachment)
+        self._has_events.set()
         if is_full:
-            logger.warning("kvtier: vLLM's scheduler has not run for long; the session begins anew")
+            logger.warning("kvtier: vLLM's scheduler has not run for long; the session is reopened")
             self._session.reconnect()
 
-    def _give_up(self, attachment: Attachment) -> None:
-        """Forget what was not polled but that sessions ended: what follows would rest on it."""
-        self._given_up = attachment
+    def _drop_events(self, attachment: Attachment) -> None:
+        """Drop what was not polled, except ends of sessions; later events of this session would build on it."""
+        self._overflowed = attachment
         self._events = deque(event for event in self._events if isinstance(event, Detached))
         self._num_items = len(self._events)
 
     def probe(self, wanted: bool) -> None:
-        """Say whether the session shall probe the daemon."""
+        """Start or stop pinging the daemon."""
         self._session.probe(wanted)
 
     def reopen(self) -> None:
@@ -158,11 +159,11 @@ class DaemonEvents:
         match message.WhichOneof("kind"):
             case "pin_added":
                 self._submit_bind(attachment, message.pin_added.pin)
-                self._came(attachment, message.pin_added.pin.pin_id)
+                self._pin_arrived(attachment, message.pin_added.pin.pin_id)
             case "pin_removed":
                 gone = PinGone(attachment, message.pin_removed.pin_id)
                 self._background.submit(lambda: self._enqueue(gone))
-                self._came(attachment, gone.pin_id)
+                self._pin_arrived(attachment, gone.pin_id)
             case _:
                 self._enqueue(Received(attachment, message))
 
@@ -170,8 +171,8 @@ class DaemonEvents:
         """Enqueue. Session thread."""
         self._enqueue(Detached(attachment))
 
-    def _came(self, attachment: Attachment, pin_id: str) -> None:
-        """A pin that was named in the Welcome has come, or goes."""
+    def _pin_arrived(self, attachment: Attachment, pin_id: str) -> None:
+        """A pin that the Welcome named has arrived, or was removed."""
         if pin_id in self._awaited:
             self._awaited.discard(pin_id)
             if not self._awaited:

@@ -27,13 +27,13 @@ class ApiRefusedError(KvtierError):
 
 
 class ApiGoneError(KvtierError):
-    """Nobody answers, or not like a server of HTTP."""
+    """No answer, or none that is HTTP."""
 
 
 class EngineApiClient:
-    """One server. One thread asks; `close`, from any thread, ends what it waits for.
+    """One server. One thread sends requests; `close`, from any thread, ends the one it waits for.
 
-    Straight to the server, whatever proxies the environment names: it is this vLLM's own.
+    Connects directly, whatever proxies the environment names: the server is this vLLM's own.
 
     Args:
         url: Base URL, without /v1.
@@ -52,7 +52,7 @@ class EngineApiClient:
         self._is_closed = False
 
     def is_healthy(self) -> bool:
-        """Say whether the server is there and ready."""
+        """Return whether the server is there and ready."""
         try:
             self._ask("GET", "/health", None, _ASK_TIMEOUT_S)
         except (ApiRefusedError, ApiGoneError):
@@ -60,7 +60,7 @@ class EngineApiClient:
         return True
 
     def complete(self, body: Mapping[str, Any], timeout_s: float) -> None:
-        """Have a completion made and forget its text.
+        """Request a completion and drop its text.
 
         Raises:
             ApiRefusedError: The server refused it.
@@ -69,7 +69,7 @@ class EngineApiClient:
         self._ask("POST", "/v1/completions", json.dumps(body), timeout_s)
 
     def close(self) -> None:
-        """End what is being asked; later questions fail."""
+        """End the open request; later ones fail."""
         self._is_closed = True
         connection = self._open
         if connection is not None and connection.sock is not None:

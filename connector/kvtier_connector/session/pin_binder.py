@@ -62,7 +62,7 @@ class BoundPin:
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """The outcome for one pin: what the daemon is told, and what the mirror takes in (nothing on error)."""
+    """The outcome for one pin: the message to the daemon, and what the mirror records (nothing on error)."""
 
     message: pb.BindPin
     bound: BoundPin | None
@@ -89,7 +89,7 @@ class PinBinder:
         self._max_model_len = max_model_len
 
     def bind(self, pin: pb.Pin) -> Binding:
-        """Compute the pin's reachable keys, or say why it cannot be bound."""
+        """Compute the pin's reachable keys, or the reason why it cannot be bound."""
         num_tokens = len(pin.tokens)
         digest: bytes | None = None
         if num_tokens >= self._max_model_len:

@@ -1,13 +1,13 @@
-"""Warm start: after a start of vLLM its own cache is empty, and pinned prompts come back before users ask for them.
+"""Warm start: vLLM starts with an empty prefix cache; pinned prompts are loaded into it before users ask for them.
 
 A thread of its own asks vLLM's own API server for one token after each pinned prompt that the daemon holds: by
 priority, then the newest first, up to a share of the cache, one at a time, and only while no request of a user is open
-in this engine. The requests take the road of every request, lookup and load included, so nothing here could be wrong
-about blocks. ADR 17 has what was rejected.
+in this engine. These are normal requests, lookup and load included, so nothing here handles blocks itself. ADR 17 has
+the rejected alternatives.
 
 It begins once, when the first session has bound its pins, and again whenever vLLM has emptied its cache
-(`/reset_prefix_cache`). Not when the daemon comes back: vLLM's blocks are still there. Whatever goes wrong ends in a
-line of the log; nothing is awaited by vLLM.
+(`/reset_prefix_cache`). Not when the daemon comes back: vLLM's blocks are still there. Every failure is only
+logged; vLLM never waits for the warm start.
 
 Threads: `bound` is called by the thread that binds pins, `reset` and `take_failures` by the scheduler, `close` by any;
 the rest runs in the thread of the warm start, which is not the one that binds: pins would wait for warm requests.
@@ -26,8 +26,8 @@ from kvtier.client.admin import AdminClient
 from kvtier.client.engine_session import Attachment
 from kvtier.client.warm_requests import (
     by_importance,
+    cache_tokens_taken,
     new_request_id,
-    room_taken,
     same_request,
     warm_body,
     warm_tokens,
@@ -103,7 +103,7 @@ class WarmStart:
         self._num_failures = 0
 
     def watch(self, serves_users: Callable[[], bool], prefix_cache: Callable[[], object]) -> None:
-        """Say where to look; before the first session.
+        """Set what to watch; called before the first session.
 
         Args:
             serves_users: Whether a request of a user is open in this engine.
@@ -120,7 +120,7 @@ class WarmStart:
             self._thread.start()
 
     def reset(self) -> None:
-        """vLLM and kvtier begin anew, with another namespace: nothing of the old one is asked for any more."""
+        """vLLM and kvtier continue in another namespace: prompts of the old one are no longer warmed."""
         self._turn += 1
         self._attachment = None
 
@@ -145,13 +145,13 @@ class WarmStart:
                     return
                 while self._prefix_cache() is cache and not self._stop.wait(_LOOK_S):
                     pass
-        except Exception:  # whatever it is, vLLM serves without
+        except Exception:  # vLLM serves without the warm start
             logger.exception("kvtier: the warm start failed")
 
     def _round(self) -> object:
         """Warm what is pinned; return vLLM's cache as it was when that began."""
         if not self._until(self._api.is_healthy, HEALTH_TIMEOUT_S):
-            self._say_unless_stopped("no answer from %s/health within %g s; is warm_url right?", HEALTH_TIMEOUT_S)
+            self._warn_unless_stopped("no answer from %s/health within %g s; is warm_url right?", HEALTH_TIMEOUT_S)
             return self._prefix_cache()
         cache = self._prefix_cache()
         self._until(lambda: self._attachment is not None, HEALTH_TIMEOUT_S)
@@ -161,11 +161,11 @@ class WarmStart:
             with AdminClient(self._facts.socket, daemon_uid=self._facts.daemon_uid) as daemon:
                 self._warm_all(daemon, self._held(daemon.list(), attachment), attachment)
         except KvtierError as exc:
-            self._say_unless_stopped("of %s ends: %s", exc)
+            self._warn_unless_stopped("of %s ends: %s", exc)
         return cache
 
     def _held(self, prompts: Sequence[PromptStatus], attachment: Attachment) -> list[PromptStatus]:
-        """Return the prompts that this engine can load as a whole, by importance, as far as there is room.
+        """Return the prompts that this engine can load as a whole, by importance, as far as they fit.
 
         Of several names for one prompt, the first stands for all.
         """
@@ -177,7 +177,7 @@ class WarmStart:
             if (request := same_request(status)) in seen:
                 continue
             seen.add(request)
-            needed = room_taken(status.num_tokens, facts.block_tokens)
+            needed = cache_tokens_taken(status.num_tokens, facts.block_tokens)
             if needed > left:
                 logger.info(
                     "kvtier warm start leaves out name=%s tokens=%d: half of vLLM's cache leaves %d",
@@ -269,7 +269,7 @@ class WarmStart:
             self._stop.wait(_TICK_S)
         return False
 
-    def _say_unless_stopped(self, problem: str, *values: object) -> None:
+    def _warn_unless_stopped(self, problem: str, *values: object) -> None:
         if not self._stop.is_set():
             logger.warning(f"kvtier: the warm start {problem}", self._facts.url, *values)
 

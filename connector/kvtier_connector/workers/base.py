@@ -1,11 +1,11 @@
-"""What vLLM and the connector see of a worker, whatever copies.
+"""The contract of a worker, whatever device copies.
 
 Invariants, which `tests/contract/test_workers.py` holds every worker to:
 
 - Every job is accepted, and reported once, as successful: that is all vLLM can take. A failed load is named by
   `take_failed_loads`; a failed store is one that was not stamped, and the daemon believes stamps only.
 - From before a job touches a row until after its last byte has moved, it holds the lock of its session. So the daemon
-  gives the slots of an ended session to nobody while they may be written or read here. (`prepare` maps or locks
+  does not give the slots of an ended session out again while they may be written or read here. (`prepare` maps or locks
   rows without it: that touches no byte.)
 - A slot's generation is compared before the first byte moves and, for loads, after the last one has.
 - A chunk is stamped after all its bytes are in the row, never before.
@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 class KVTierWorker(OffloadingWorker):
-    """The part that all workers share: how jobs come in, and what is said of them.
+    """The part that all workers share: how jobs come in, and how they are reported.
 
     Args:
         layout: Where this worker's bytes lie.
@@ -79,14 +79,14 @@ class KVTierWorker(OffloadingWorker):
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         # `expedited` (vLLM 0.33) is for loads within a step, which `sync_load_budget_bytes` asks for: a key we refuse,
-        # since a load that fails there can be told to nobody.
+        # since a load that fails there cannot be reported.
         assert isinstance(src_spec, ArenaSpec)
         self._submit(Job(job_id, True, src_spec, dst_spec))
         return True
 
     @override
     def get_finished(self) -> list[TransferResult]:
-        # Each step asks, and few have anything to be told: a look without the lock, which a later step repeats.
+        # Every step calls this, mostly in vain: a check without the lock, which a later step repeats.
         if not self._done:
             return []
         with self._changed:
@@ -127,7 +127,7 @@ class KVTierWorker(OffloadingWorker):
         """See `prepare`; may raise anything."""
 
     def _report(self, job: Job, began_s: float, seconds: float, num_bytes: int, error: Exception | None) -> None:
-        """Say what became of a job. With an error it has moved nothing that anybody may rely on."""
+        """Report a finished job. After an error none of the bytes that it moved may be used."""
         _log_failure(job, error)
         trace.record(
             "copy in" if job.is_load else "copy out",
@@ -151,7 +151,7 @@ class KVTierWorker(OffloadingWorker):
 
         Raises:
             TransferMismatchError: vLLM lists other blocks for a load than its chunks have.
-            ArenaError: The arena has no such slot, or somebody has shortened its file.
+            ArenaError: The arena has no such slot, or its file was shortened.
         """
         arena.check_length()
         positions = [self._position(chunk.group_idx) for chunk in job.chunks]

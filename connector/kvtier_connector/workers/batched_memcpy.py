@@ -1,7 +1,7 @@
-"""Copies in host memory: a whole list in one call that leaves Python's lock alone.
+"""Batched memcpy between vLLM's CPU cache and the arena: all copies of a job in one call without Python's lock.
 
-One `memmove` per page from Python costs a microsecond each, and the lock: with it held vLLM's own thread, which lets go
-of it at every operation, waits up to 5 ms to go on, and without it the next page waits as long for that thread.
+One `memmove` per page from Python costs a microsecond each, and the lock: a copy that holds it makes vLLM's
+own thread, which releases it at every operation, wait up to 5 ms; a copy that releases it waits as long to get it back.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ HostCopies = Callable[[Int64s, Int64s, Int64s], None]
 """Copies `sizes[i]` bytes from the address `sources[i]` to `destinations[i]`; called with those in this order, all
 contiguous `(n,)` int64. Ranges do not overlap."""
 
-# Small copies keep the lock: giving it up and fighting for it again costs more than they do. Large ones let go of it.
+# Small copies keep the lock: releasing and taking it again costs more than they do. Large ones release it.
 _KEEP_LOCK_BELOW_BYTES = 32 << 10
 _move_with_lock = ctypes.PyDLL(None).memmove
 _move_with_lock.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

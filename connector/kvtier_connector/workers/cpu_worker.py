@@ -162,7 +162,7 @@ class KVTierCPUWorker(KVTierWorker):
             ArenaError: It cannot be mapped.
         """
         if self._arena is None or self._arena.arena_id != spec.arena_id:
-            # Jobs run one at a time, so nothing uses the old mapping any more.
+            # Jobs run one at a time, so nothing uses the old mapping now.
             self._unmap()
             self._arena = self._map(spec)
             self._rows, self._has_found = PrefaultedRows(self._arena, self._layout.region_offset), False

@@ -57,7 +57,7 @@ class CudaCopies:
             with torch.cuda.stream(stream):
                 began.record(stream)
                 if len(copies.sizes):
-                    # Nobody writes a row that a load reads, so its bytes may be fetched before the stream's turn. What
+                    # No one writes a row that a load reads, so its bytes may be fetched before the stream's turn. What
                     # a store reads is being written until then.
                     swap_blocks_batch(*arguments, is_src_access_order_any=is_load)
                 ended.record(stream)

@@ -1,7 +1,7 @@
-"""The worker on CUDA: a device copies, and this says what it may touch and when it is done.
+"""The worker on CUDA: the device copies; this decides what it may touch and notices when it is done.
 
-Everything runs in vLLM's worker thread and returns at once, except `wait`, `shutdown` and a change of arena. A job
-that the device has finished is found so by the next `get_finished`; vLLM keeps stepping while it has jobs. Not proven
+Everything runs in vLLM's worker thread and returns at once, except `wait`, `shutdown` and a change of arena. The next
+`get_finished` finds jobs that the device has finished; vLLM keeps stepping while it has jobs. Not proven
 on a GPU yet.
 """
 
@@ -128,7 +128,7 @@ class KVTierCUDAWorker(KVTierWorker):
             )
 
     def _close(self, jobs: list[_OpenJob]) -> None:
-        """Stamp, report and let go of jobs whose copies are over."""
+        """Stamp, report and release jobs whose copies are over."""
         for job in jobs:
             self._open.remove(job)
             error, seconds = None, 0.0
@@ -174,7 +174,7 @@ class KVTierCUDAWorker(KVTierWorker):
 def _is_over(job: _OpenJob) -> bool:
     try:
         return job.ticket.is_done()
-    except Exception:  # reported when the job is closed: the device says it again
+    except Exception:  # reported when the job is closed: the device raises it again
         return True
 
 

@@ -29,7 +29,7 @@ class Copies(Protocol):
     def begin(self, copies: CopyList, *, is_load: bool) -> Ticket:
         """Begin to copy, after what the calling thread has given the device to do so far.
 
-        Raises what the device reports; then none of the copies is under way any more.
+        Raises what the device reports; then none of the copies is under way.
         """
 
 
@@ -43,7 +43,7 @@ class HostMemory(Protocol):
         """Lock whole pages.
 
         Raises:
-            PageLockError: The driver refuses; says how it explains that.
+            PageLockError: The driver refuses; the message has its reason.
         """
 
     def unlock(self, address: int) -> None:

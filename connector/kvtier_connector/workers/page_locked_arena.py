@@ -2,9 +2,9 @@
 
 Why not the whole file at once, as vLLM does with its own region: our file is sparse. Locking allocates every page,
 past the daemon's budget; and the daemon takes pages away from rows and gives them others (`Arena.unback`). A device
-goes on to write into the pages that it has locked, whoever owns them now, so a row locked once and for all would, one
-day, be stamped without holding what was stored. Each row has a number in the slot table that changes whenever its
-pages do (ADR 18). Invariants:
+goes on to write into the pages that it has locked, whatever row owns them now, so a row that stays locked for ever
+would at some point be stamped without holding what was stored. Each row has a number in the slot table that changes
+whenever its pages do (ADR 18). Invariants:
 
 - A row is only ever copied while it is locked with its present number, or not locked at all. In the latter case the
   driver copies through a buffer of its own: slower, never wrong.
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Rows get their pages when the daemon grants or promotes them, mostly long before a job names them.
 _LOOK_EVERY_S = 0.2
-_GIVE_WAY_S = 0.0002
+_YIELD_S = 0.0002
 
 
 class PageLockedArena:
@@ -56,7 +56,7 @@ class PageLockedArena:
         self._holders: npt.NDArray[np.int32] = np.zeros(arena.geometry.num_slots, np.int32)
         self._mutex = threading.Lock()  # protects _locked and _holders
         self._is_wanted = threading.Event()  # the mutex, by a job
-        self._gives_up = False
+        self._is_stopped = False
         self._awake, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-lock", daemon=True)
         self._thread.start()
@@ -87,7 +87,7 @@ class PageLockedArena:
             np.subtract.at(self._holders, slots, 1)
 
     def retire(self) -> None:
-        """Unlock everything and unmap, in the background; nothing is held any more."""
+        """Unlock everything and unmap, in the background; nothing is held by then."""
         self._ends.set()
         self._awake.set()
 
@@ -97,7 +97,7 @@ class PageLockedArena:
 
     @contextlib.contextmanager
     def _mutex_at_once(self) -> Iterator[None]:
-        """Hold the mutex for a job: the thread that locks rows lets it have it after the one at hand."""
+        """Hold the mutex for a job: the thread that locks rows yields it after the current row."""
         self._is_wanted.set()
         with self._mutex:
             self._is_wanted.clear()
@@ -108,7 +108,7 @@ class PageLockedArena:
             self._memory.enter_thread()
             self._check_pages()
         except Exception as exc:
-            self._give_up(exc)
+            self._stop_locking(exc)
         while not self._ends.is_set():
             self._awake.clear()
             self._look()
@@ -125,16 +125,16 @@ class PageLockedArena:
             for slot in stale.tolist():
                 self._unlock_if_stale(slot)
             for slot in new.tolist():
-                if self._gives_up or self._ends.is_set():
+                if self._is_stopped or self._ends.is_set():
                     return
                 self._lock(slot)
                 while self._is_wanted.is_set():  # Python's locks are not fair: it would be ours again
-                    time.sleep(_GIVE_WAY_S)
+                    time.sleep(_YIELD_S)
         except Exception as exc:
-            self._give_up(exc)
+            self._stop_locking(exc)
 
     def _lock(self, slot: int) -> None:
-        # The mutex is let go between rows: a step that begins a job waits for one of them at most.
+        # The mutex is released between rows: a step that begins a job waits for one row at most.
         with self._mutex:
             self.map.check_length()
             number = self.map.backing(slot)
@@ -179,10 +179,10 @@ class PageLockedArena:
                 f"rows of {geometry.row_bytes} bytes are not whole pages of {mmap.PAGESIZE} on this machine"
             )
 
-    def _give_up(self, cause: Exception) -> None:
-        if self._gives_up:  # said already; each look tries again to unlock
+    def _stop_locking(self, cause: Exception) -> None:
+        if self._is_stopped:  # reported already; each look tries again to unlock
             return
-        self._gives_up = True
+        self._is_stopped = True
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         logger.warning(
             "kvtier: cannot page-lock arena %s beyond %d of its %d rows (%s); what is not locked is copied slowly, "

@@ -1,4 +1,4 @@
-"""Rows of an arena in a process's page tables before a copy needs them.
+"""Prefaults rows of an arena: brings them into the process's page tables before a copy needs them.
 
 A process that has just mapped an arena faults once per 16 pages when it first touches a row: a thousand times for
 64 MiB, 10 ms of a hit. vLLM's first hits after its restart were slower than all later ones by that.
@@ -24,8 +24,8 @@ class PrefaultedRows:
     """What of an arena is mapped, of one rank's region of each row. One thread.
 
     Only rows that have pages are mapped: others would get some, past the daemon's budget. (The daemon takes pages away
-    and then says so: a row that is mapped in between has pages again until it is next given out.) A row whose pages
-    were taken away and given anew is mapped again.
+    and reports it afterwards: a row that is mapped in between has pages again until it is next given out.) A row whose
+    pages were taken away and given back is mapped again.
 
     Args:
         arena: Outlives this object.
@@ -50,13 +50,13 @@ class PrefaultedRows:
         return int(np.count_nonzero((self._mapped != 0) & (self._mapped == self._arena.backings())))
 
     def look(self) -> bool:
-        """Find rows that have pages and are not mapped; say whether there are any."""
+        """Find rows that have pages and are not mapped; return whether there are any."""
         backed = self._arena.backings()
         self._found, self._num_tried = np.flatnonzero((backed % 2 == 1) & (self._mapped != backed)), 0
         return self._found.size > 0 and self.is_able
 
     def map_some(self, is_wanted: Callable[[], bool]) -> bool:
-        """Map a slice of what was found, or less when something else is wanted; say whether any is left.
+        """Map a slice of what was found, or less when something else is wanted; return whether any is left.
 
         Raises:
             ArenaError: The file was shortened.
@@ -70,7 +70,7 @@ class PrefaultedRows:
         return self._num_tried < self._found.size and self.is_able
 
     def _map(self, slot: int, is_wanted: Callable[[], bool]) -> bool:
-        """Map a row if it has pages; say whether that is settled."""
+        """Map a row if it has pages; return False to try it again later."""
         number = self._arena.backing(slot)
         if not has_pages(number):
             return True

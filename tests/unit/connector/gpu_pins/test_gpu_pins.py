@@ -228,29 +228,29 @@ def test_more_blocks_than_one_step_looks_at_are_held_in_turn(monkeypatch: pytest
     hard = HardPins(VllmBlockPool(manager, 4), pinned)
     held = []
     for _ in range(3):
-        hard.hold(num_spare=1)
+        hard.hold(num_keep_free=1)
         held.append(hard.num_held)
     assert held == [2, 4, 5]
     manager.block_pool.blocks[0].reset_hash()
     del manager.block_pool.cached_block_hash_to_block.by_key[keys[0]]
-    hard.hold(num_spare=1)
+    hard.hold(num_keep_free=1)
     assert hard.num_held == 4
     pinned.remove("0")
-    hard.hold(num_spare=1)
+    hard.hold(num_keep_free=1)
     assert (hard.num_held, len(order(manager))) == (0, 8)
 
 
 def test_blocks_are_held_while_so_many_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = pool_of([A, B, C, None, None])
     hard = HardPins(VllmBlockPool(manager, 4), pinned_of((A, B, C)))
-    hard.hold(num_spare=3)
+    hard.hold(num_keep_free=3)
     assert (hard.num_held, len(order(manager))) == (2, 3)
-    hard.make_room(3)
-    assert (hard.num_held, hard.num_let_go) == (2, 0), "vLLM has them"
-    hard.make_room(4)
-    assert (order(manager), hard.num_let_go) == ([2, 3, 4, 1], 1), "the worst goes first"
-    hard.make_room(9)
-    assert (hard.num_held, hard.num_let_go) == (0, 2)
+    hard.reclaim(3)
+    assert (hard.num_held, hard.num_released) == (2, 0), "vLLM has them"
+    hard.reclaim(4)
+    assert (order(manager), hard.num_released) == ([2, 3, 4, 1], 1), "the worst goes first"
+    hard.reclaim(9)
+    assert (hard.num_held, hard.num_released) == (0, 2)
 
 
 def test_the_pinned_blocks_that_vllm_has_are_counted_in_turn() -> None:
@@ -295,7 +295,7 @@ def test_a_request_takes_and_needs_what_its_shape_says() -> None:
         demand, request = Demand(shape), request_of(num_tokens)
         assert demand.of_admission(request, num_cached, is_load=is_load) == taken
         assert demand.to_admit(request, num_cached, 100, is_load=is_load) == needed
-    reserved = EngineShape(block_tokens=4, max_step_tokens=16, watermark_ratio=0.1, needs_room_for_all=False)
+    reserved = EngineShape(block_tokens=4, max_step_tokens=16, watermark_ratio=0.1, reserves_whole_prompt=False)
     demand = Demand(reserved)
     assert demand.to_admit(request_of(100), 8, 99, is_load=False) == 6 + 10
     demand.allocated(request_of(12))

@@ -115,7 +115,7 @@ def test_every_other_end_of_a_round_has_its_reason(scheduler: Scheduler) -> None
     scheduler.ask(scheduler.new_request("other", 8, req_id="unknown"))
     assert ends(scheduler) == {"unknown": 1}
     scheduler.ask(scheduler.new_request("sys", 6, req_id="own"), num_computed_tokens=6 * BLOCK_TOKENS)
-    assert ends(scheduler) == {"own": 1}
+    assert ends(scheduler) == {"prefix_cache": 1}
     request, acquire = asked(scheduler, "none")
     scheduler.answer(acquire, [MISS] * 6)
     scheduler.ask(request)

@@ -158,7 +158,7 @@ def test_a_long_standstill_keeps_the_last_session_only(
     monkeypatch.setattr(kvtier_connector.session.daemon_events, "MAX_ITEMS", 1000)
     for number in range(1, 4):
         daemon.wait_sessions(number)
-        wait_for(lambda: link._given_up is None or link._events[-1].attachment is not link._given_up)
+        wait_for(lambda: link._overflowed is None or link._events[-1].attachment is not link._overflowed)
         for _ in range(20):
             daemon.session().send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=[b"key"] * 100, held=True)))
     daemon.wait_sessions(4)
