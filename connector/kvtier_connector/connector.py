@@ -24,12 +24,11 @@ from kvtier_connector.engine.vllm_compat import (
     check_failed_loads_can_be_named,
     failed_requests,
     names_failed_requests,
-    was_run,
 )
 from kvtier_connector.gpu_pins import GpuPins
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
-from kvtier_connector.vllm_versions import RUN_SERIES
+from kvtier_connector.vllm_versions import TESTED_SERIES, vllm_is_tested
 from kvtier_connector.workers import KVTierWorker
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class KVTierConnector(OffloadingConnector):
             self._manager = self.connector_scheduler.manager
             parts = startup.start_session(facts)
             self._manager.start(parts)
-            shape = startup.gpu_shape(facts) if was_run() else None
+            shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
             if parts.warm_start is not None:
                 parts.warm_start.watch(self._manager.serves_users, self._prefix_cache)
@@ -101,7 +100,7 @@ class KVTierConnector(OffloadingConnector):
     @override
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if was_run():
+        if vllm_is_tested():
             self.gpu_pins.bind(kv_cache_manager)
 
     def _prefix_cache(self) -> object:
@@ -225,10 +224,10 @@ def _check_platform() -> None:
 def _warn_untested_platform() -> None:
     if not current_platform.is_cpu():
         logger.warning("kvtier: the CUDA worker is not proven on a GPU yet; compare outputs before you rely on it")
-    if not was_run():
+    if not vllm_is_tested():
         logger.warning(
             "kvtier: vLLM %s was never run with kvtier, only %s was; what differs is known from its wheel. gpu_pin, "
             "which moves vLLM's own blocks, is off there",
             vllm.__version__,
-            RUN_SERIES,
+            TESTED_SERIES,
         )

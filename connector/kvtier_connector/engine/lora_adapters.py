@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier_connector.engine.weights_fingerprint import local_files
+
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt"})
 _CONFIG_NAME = "adapter_config.json"
 _READ_BYTES = 1 << 20
@@ -67,7 +69,7 @@ class AdapterDigests:
 
     def _read(self, adapter: Adapter) -> bytes | None:
         try:
-            folder = _local_folder(adapter.path)
+            folder = local_files(adapter.path)
             files = adapter_files(folder)
             identity = (folder, *(_identity(path) for path in files))
             if identity not in self._by_files:
@@ -118,15 +120,3 @@ def adapter_files(folder: Path) -> Sequence[Path]:
 def _identity(path: Path) -> tuple[object, ...]:
     stat = path.stat()
     return path.name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size
-
-
-def _local_folder(path: str) -> Path:
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(path, local_files_only=True))
-    except Exception as exc:  # huggingface_hub has a dozen of its own; all mean "not here"
-        raise FileNotFoundError(2, "no such adapter folder, nor in the Hugging Face cache", path) from exc

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier_connector.engine.vllm_compat import group_id_of, kv_layout_of
-from kvtier_connector.engine.weights_fingerprint import DigestCache, default_cache_path, fingerprint_files, weight_files
+from kvtier_connector.engine.weights_fingerprint import (
+    DigestCache,
+    default_cache_path,
+    fingerprint_files,
+    local_files,
+    weight_files,
+)
 from kvtier_connector.settings import WeightsFingerprint
 
 if TYPE_CHECKING:
@@ -95,7 +101,7 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
     if load_format == "dummy":
         return canonical({"load_format": "dummy", "seed": model.seed})
     try:
-        folder = local_model_path(model.model, model.revision, getattr(load, "download_dir", None))
+        folder = local_files(model.model, model.revision, getattr(load, "download_dir", None))
         files = weight_files(folder, load_format)
         entries = fingerprint_files(files, mode, DigestCache(cache_path or default_cache_path()))
     except OSError as exc:
@@ -109,28 +115,6 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
         )
         return canonical({"unreadable": model.model, "revision": model.revision, "load_format": load_format})
     return canonical({"files": entries, "load_format": load_format, "mode": mode.value})
-
-
-def local_model_path(model: str, revision: str | None, download_dir: str | None = None) -> Path:
-    """Return the folder (or file) of a model's weights, without going online.
-
-    Args:
-        model: As typed.
-        revision: Of a model in the Hugging Face cache.
-        download_dir: vLLM's own place of that cache, if any.
-
-    Raises:
-        OSError: It is neither a path nor in the Hugging Face cache.
-    """
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
-    except Exception as exc:  # huggingface_hub has a dozen of its own; all mean "not here"
-        raise FileNotFoundError(2, "neither a folder nor in the Hugging Face cache", model) from exc
 
 
 def explain_difference(namespace_id: str, fields: list[str], num_prompts: int) -> str:

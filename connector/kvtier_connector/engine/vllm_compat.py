@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier_connector.vllm_versions import RUN_SERIES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,18 +45,10 @@ __all__ = [
     "names_failed_requests",
     "placements",
     "prefix_cacheable_groups",
-    "was_run",
 ]
 
 _State = TypeVar("_State")
 _STATE = "_kvtier_state"
-
-
-def was_run() -> bool:
-    """Return whether this vLLM is of the series that was run. What moves vLLM's own blocks does so only there."""
-    import vllm
-
-    return str(vllm.__version__).startswith(f"{RUN_SERIES}.")
 
 
 def attach(context: "ReqContext", state: object) -> None:

@@ -23,6 +23,28 @@ _MAX_HEADER_BYTES = 100 << 20
 logger = logging.getLogger(__name__)
 
 
+def local_files(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """Return the folder (or file) of a model or LoRA adapter, without going online.
+
+    Args:
+        name: A path, or a name in the Hugging Face cache.
+        revision: Of it in the Hugging Face cache.
+        download_dir: vLLM's own place of that cache, if any.
+
+    Raises:
+        OSError: It is neither a path nor in the Hugging Face cache.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except Exception as exc:  # huggingface_hub has a dozen of its own; all mean "not here"
+        raise FileNotFoundError(2, "neither a folder nor in the Hugging Face cache", name) from exc
+
+
 def weight_files(model: Path, load_format: str = "auto") -> list[Path]:
     """Return a model's weight files in name order, of the format that vLLM prefers if there are several."""
     if model.is_file():

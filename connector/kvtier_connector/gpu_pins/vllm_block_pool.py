@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvtier_connector.gpu_pins.block_ranking import GpuKey
-from kvtier_connector.vllm_versions import RUN_SERIES
+from kvtier_connector.vllm_versions import TESTED_SERIES
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -187,4 +187,4 @@ def _check(pool: Any, block_tokens: int) -> None:
 def _check_names(kind: str, thing: object, names: Iterable[str]) -> None:
     missing = [name for name in names if not hasattr(thing, name)]
     if missing:
-        raise UnknownPoolError(f"{kind} has no {', '.join(missing)}; kvtier knows that of vLLM {RUN_SERIES}")
+        raise UnknownPoolError(f"{kind} has no {', '.join(missing)}; kvtier knows that of vLLM {TESTED_SERIES}")
