@@ -239,9 +239,7 @@ class KVTierOffloadingManager(OffloadingManager):
         if stores is None:
             return None
         chunks = [_arena_chunk(key, grant.slot, grant.generation) for _, key, grant in stores]
-        return PrepareStoreOutput(
-            [store.offload_key for store in stores], self._session.arena_spec(state.req_id, chunks), []
-        )
+        return PrepareStoreOutput([key for key, _, _ in stores], self._session.arena_spec(state.req_id, chunks), [])
 
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:

@@ -28,14 +28,6 @@ class Grant(NamedTuple):
     generation: int
 
 
-class Store(NamedTuple):
-    """One chunk of a store job."""
-
-    offload_key: OffloadKey
-    key: ChunkKey
-    grant: Grant
-
-
 class StoreSlots:
     """Standing credits and stores in flight of the current session. Scheduler thread only; never waits.
 
@@ -151,7 +143,7 @@ class RequestStores:
 
     def begin(
         self, keys: Collection[OffloadKey], state: RequestState, attachment: Attachment | None, now_s: float
-    ) -> list[Store] | None:
+    ) -> list[tuple[OffloadKey, ChunkKey, Grant]] | None:
         """Begin to store what of the offered chunks is wanted, as far as there are slots.
 
         Returns:
@@ -170,7 +162,7 @@ class RequestStores:
         state.num_store_jobs += bool(begun)
         state.num_open_stores += len(begun)
         self._note_offered(keys, state)
-        return [Store(wanted[key], key, grant) for key, grant in begun]
+        return [(wanted[key], key, grant) for key, grant in begun]
 
     def _wanted(self, keys: Collection[OffloadKey], state: RequestState, now_s: float) -> dict[ChunkKey, OffloadKey]:
         """Decide which of the offered chunks are stored; return them by chunk key, in the order offered.
