@@ -16,7 +16,7 @@ _HASH_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShape:
-    """What of a KV cache group decides its chunk keys.
+    """The properties of a KV cache group that decide its chunk keys.
 
     Attributes:
         group_idx: vLLM's index of the group.

@@ -1,4 +1,4 @@
-"""vLLM's configuration of this engine, as the connector's parts need it."""
+"""The facts about this engine that other parts of the connector need, from vLLM's configuration."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What this engine is. Read by every thread, changed by none.
+    """vLLM's configuration of this engine. Read by every thread, changed by none.
 
     Attributes:
         settings: The connector's settings.
@@ -44,7 +44,7 @@ class EngineFacts:
 
     @functools.cached_property
     def shapes(self) -> tuple[GroupShape, ...]:
-        """What decides chunk keys, per group."""
+        """The properties that decide chunk keys, per group."""
         return group_shapes(self.group_configs)
 
     def cache_tokens(self) -> int:

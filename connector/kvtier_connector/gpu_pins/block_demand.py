@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:
-    """What of vLLM's configuration bounds its demand.
+    """The part of vLLM's configuration that bounds its demand.
 
     Attributes:
         block_tokens: Tokens of a block.

@@ -41,7 +41,7 @@ class _Pin(NamedTuple):
 
 
 class PinnedBlocks:
-    """What the pins of the current session, or of the last one while there is none, ask for. Scheduler thread only.
+    """The blocks of the current session's pins; without a session those of the last one. Scheduler thread only.
 
     A new pin costs time linear in its own blocks; one that ends, or goes before others, in all that are ranked.
 

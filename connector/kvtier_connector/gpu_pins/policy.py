@@ -1,4 +1,4 @@
-"""What keeps pinned blocks in vLLM's cache: soft pins, and hard ones if wanted, fed with vLLM's demand for blocks."""
+"""Keeps pinned blocks in vLLM's prefix cache: soft pins, and hard ones if wanted, with vLLM's demand for blocks."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,1 +1,1 @@
-"""What the connector counts, and how vLLM is given it."""
+"""The connector's metrics: their declaration, and their counts on the way to vLLM."""

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkMirror:
-    """What the scheduler may look up, and what it must store. Scheduler thread only; dict lookups.
+    """Knows which chunks may be looked up, and which to store. Scheduler thread only; dict lookups.
 
     Several pins share the chunks of a common prefix, so chunks are counted.
 

@@ -1,4 +1,4 @@
-"""One Acquire of one request: what was asked, what the daemon said, and what is still to be released."""
+"""One Acquire of one request: what was asked, what the daemon reported, and what is still to be released."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ HOST, _MISS, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.Chu
 
 
 class Residency(NamedTuple):
-    """What the daemon said of one chunk."""
+    """What the daemon reported about one chunk."""
 
     state: int
     slot: int
@@ -36,7 +36,7 @@ class Lease:
         promote_deadline_s: Set by the first answer: until when promotions are worth waiting for.
         promoting_since_s: When the first answer named promotions; None when it named none.
         ready_s: When the promotions are forecast to end, at the last update; None while that is unknown.
-        residencies: What the daemon said of each chunk so far.
+        residencies: What the daemon reported about each chunk so far.
         loading: Chunks that a load job reads now.
         num_to_load: How many they were at first.
         loading_since_s: When the load began; None before.
@@ -69,7 +69,7 @@ class Lease:
         return bool(self._promoting)
 
     def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
-        """Take in what the daemon says, at the cost of what it names: a long promotion is a thousand updates."""
+        """Record the daemon's update. It costs what the update names: a long promotion is a thousand updates."""
         missed: list[int] = []
         for chunk in update.chunks:
             self.residencies[self.query.keys[chunk.index]] = Residency(
@@ -85,7 +85,7 @@ class Lease:
         self.ready_s = ready_s(now_s, update.ready_in_s, update.pending_bytes, update.promote_bytes_per_s)
 
     def _cut_prefix(self, missed: Sequence[int]) -> None:
-        """Leave out of account what lies behind the first MISS of the prefix; windows too, which need all of it."""
+        """Ignore what lies behind the first MISS of the prefix; windows too, which need all of it."""
         num_prefix, end = self.query.num_prefix_keys, self._prefix_end
         if end is None:  # what the first answer does not name is MISS
             prefix = self.query.keys[:num_prefix]
@@ -114,7 +114,7 @@ class Lease:
         return residency is not None and residency.state == HOST
 
     def release(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Give back these chunks, or all."""
+        """Release these chunks, or all."""
         release = pb.Release(acquire_id=self.acquire_id, all=keys is None)
         if keys is not None:
             wanted = set(keys)

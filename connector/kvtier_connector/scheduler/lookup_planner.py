@@ -13,7 +13,7 @@ _WINDOWS = 4
 
 
 class LookupQuery(NamedTuple):
-    """What to ask for a request.
+    """The chunks that one Acquire asks for.
 
     Attributes:
         keys: In prefix order within each group.

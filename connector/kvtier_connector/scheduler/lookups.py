@@ -1,4 +1,4 @@
-"""The lookup rounds of all requests: one Acquire each, answered in the background, decided locally.
+"""Decides which lookups are hits: one lookup round per request, one Acquire per round, answered in the background.
 
 A round goes NEW -> ASKED -> PROMOTING -> SETTLED -> TAKEN. A lookup after TAKEN begins another round (preemption), and
 so does one when vLLM's prefix-cache hit has shrunk since the round began. While ASKED or PROMOTING, vLLM does not scan
@@ -27,7 +27,7 @@ _SILENT_TIMEOUTS = 4
 
 
 class Lookups:
-    """Leases of the current session. Scheduler thread only; nothing here waits or does I/O.
+    """The rounds of all requests, and their leases in the current session. Scheduler thread only; never waits, no I/O.
 
     Args:
         planner: Chooses what to ask.
@@ -59,7 +59,7 @@ class Lookups:
         self._leases.clear()
 
     def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
-        """Take in an answer; one for a lease given back already is ignored."""
+        """Record the daemon's answer; one for a lease that was released already is ignored."""
         self._silent_deadline_s = self._breaker.deadline_s(now_s, _SILENT_TIMEOUTS)
         lease = self._leases.get(update.acquire_id)
         if lease is None:
@@ -103,7 +103,7 @@ class Lookups:
         return residency if residency is not None and residency.state == HOST else None
 
     def take(self, state: RequestState) -> None:
-        """vLLM has allocated for the request: give back what no load job reads."""
+        """vLLM has allocated for the request: release the chunks that no load job reads."""
         lease = self._live(state)
         if lease is not None and lease.loading:
             if rest := [key for key in lease.query.keys if key not in lease.loading]:
@@ -113,7 +113,7 @@ class Lookups:
         state.phase = Phase.TAKEN
 
     def loading(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
-        """A load job begins; `hit` has said where its chunks are."""
+        """A load job of these chunks begins; each was a `hit`."""
         lease = self._live(state)
         if lease is None:
             return
@@ -122,7 +122,7 @@ class Lookups:
         lease.loading_since_s = now_s if lease.loading_since_s is None else lease.loading_since_s
 
     def loaded(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
-        """A load job is over, well or badly: give its chunks back."""
+        """A load job is over, well or badly: release its chunks."""
         lease = self._live(state)
         if lease is None:
             return
@@ -135,18 +135,18 @@ class Lookups:
         self.drop(state)
 
     def finish(self, state: RequestState) -> None:
-        """The request is gone; what a running load job reads stays leased until `loaded`."""
+        """vLLM has ended the request; what a running load job reads stays leased until `loaded`."""
         if state.lease is None or not state.lease.loading:
             self.drop(state)
 
     def drop(self, state: RequestState) -> None:
-        """Give back all that the request holds, also what the daemon has yet to answer: messages stay in order."""
+        """Release all that the request leases, also what the daemon has not answered yet: messages stay in order."""
         lease = self._live(state)
         state.lease = None
         if lease is not None:
-            self._give_back(lease)
+            self._release(lease)
 
-    def _give_back(self, lease: Lease) -> None:
+    def _release(self, lease: Lease) -> None:
         del self._leases[lease.acquire_id]
         lease.release()
 
@@ -166,22 +166,22 @@ class Lookups:
             return
         if state.lease is not None and not before.is_answered:
             state.lease.answer_deadline_s = before.answer_deadline_s
-        self._give_back(before)  # after the new question: what both name stays leased, and on its way
+        self._release(before)  # after the new query: what both name stays leased, and its promotion goes on
 
     def _begin(
         self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float, *, is_shrinking: bool
     ) -> None:
         state.asked_tokens = num_computed_tokens
-        end = self._question(state, request, num_computed_tokens, now_s, is_shrinking=is_shrinking)
+        end = self._query(state, request, num_computed_tokens, now_s, is_shrinking=is_shrinking)
         if end is None:
             state.phase = Phase.ASKED
         else:
             self._settle(state, end)
 
-    def _question(
+    def _query(
         self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float, *, is_shrinking: bool
     ) -> LookupEnd | None:
-        """Ask the daemon, or return why it is not asked."""
+        """Send an Acquire, or return why the round is a miss without one."""
         attachment = self._attachment
         if attachment is None:
             return LookupEnd.NO_SESSION
@@ -196,17 +196,17 @@ class Lookups:
         if first_key is None:
             return LookupEnd.UNKNOWN
         self._touches.note(first_key, hashes, digest, num_computed_tokens, now_s)
-        plan = self._planner.plan(hashes, digest, num_computed_tokens)
-        if plan is None:
+        query = self._planner.plan(hashes, digest, num_computed_tokens)
+        if query is None:
             return LookupEnd.PREFIX_CACHE
         if is_shrinking:
             # vLLM may evict the rest, too: ask for everything, and only this once.
             whole = self._planner.plan(hashes, digest, 0)
-            plan = whole if whole is not None and whole.end_token >= plan.end_token else plan
-        if len(plan.keys) > MAX_KEYS:  # the daemon would end the session
+            query = whole if whole is not None and whole.end_token >= query.end_token else query
+        if len(query.keys) > MAX_KEYS:  # the daemon would end the session
             return LookupEnd.NOT_CACHEABLE
-        state.asked_tokens = plan.first_token
-        state.lease = self._acquire(state.req_id, plan, attachment, now_s)
+        state.asked_tokens = query.first_token
+        state.lease = self._acquire(state.req_id, query, attachment, now_s)
         return None
 
     def _settle(self, state: RequestState, end: LookupEnd) -> None:
@@ -228,6 +228,7 @@ class Lookups:
         return lease
 
     def _await_answer(self, state: RequestState, now_s: float) -> None:
+        """Move on when the answer is there. If it is late, or the session broke, the lookup becomes a miss."""
         lease = self._live(state)
         if lease is not None and lease.is_answered:
             state.phase = Phase.PROMOTING
@@ -236,6 +237,7 @@ class Lookups:
             self._settle(state, LookupEnd.NO_SESSION if lease is None else LookupEnd.LATE)
 
     def _await_promotion(self, state: RequestState, now_s: float) -> None:
+        """Fix hits and misses once waiting for promotions ends, or is not worth it."""
         lease = self._live(state)
         is_worth_it = (
             lease is not None
@@ -256,7 +258,7 @@ class Lookups:
                 trace.record("wait for promotion", lease.promoting_since_s, now_s, of=state.req_id, result=end.value)
 
     def _is_slower(self, lease: Lease) -> bool:
-        """Return whether what can be loaded would be computed in less time. Windows are all or nothing: loaded."""
+        """Return whether computing what can be loaded would take less time. Windows are always loaded, whole."""
         tokens_per_s = self._rate.known_tokens_per_s
         num_chunks = lease.num_usable
         if tokens_per_s is None or not num_chunks:

@@ -51,7 +51,7 @@ from kvtier_connector.session.warm_start import WarmStart
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What the connector knows and the manager needs.
+    """What `startup` hands the manager.
 
     Attributes:
         events: The session with the daemon.

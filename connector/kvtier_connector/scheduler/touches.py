@@ -10,7 +10,7 @@ from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 _TOUCH_PERIOD_S = 1.0
 _MAX_TOUCHED = 4096
 MAX_TOUCHED_KEYS = 65_536
-"""Of one message: 2.5 MB."""
+"""The most keys of one message, 2.5 MB."""
 
 
 class Touches:

@@ -1,4 +1,4 @@
-"""Between the session's threads and the scheduler's: an event queue, with pins bound on the way."""
+"""The event queue from the session's threads to the scheduler's; pins are bound on the way."""
 
 import logging
 import threading

@@ -50,7 +50,7 @@ _UNAUTHORIZED = (401, 403)
 
 @dataclass(frozen=True, kw_only=True)
 class WarmFacts:
-    """What the warm start needs to know of this engine.
+    """What the warm start needs from this engine.
 
     Attributes:
         socket: The daemon's.
@@ -73,7 +73,7 @@ class WarmFacts:
 
 @dataclass
 class _Round:
-    """What one round has done so far."""
+    """The progress of one round."""
 
     num_prompts: int = 0
     num_tokens: int = 0

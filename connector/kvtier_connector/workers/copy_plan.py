@@ -24,7 +24,7 @@ class GroupBlocks(NamedTuple):
 
 
 class GroupCopies(NamedTuple):
-    """What of one group is copied: block `block_ids[i]` is place `places[i]` of chunk `chunks[i]`; all `(n,)` int64.
+    """The copies of one group: block `block_ids[i]` is place `places[i]` of chunk `chunks[i]`; all `(n,)` int64.
 
     Attributes:
         chunks: Indexes into `ArenaSpec.chunks`, ascending.

@@ -1,4 +1,4 @@
-"""On which cores the thread runs that copies."""
+"""CPU affinity of the thread that copies."""
 
 import logging
 import multiprocessing

@@ -1,4 +1,4 @@
-"""What the CUDA worker needs of a device, as narrow as can be: real in `cuda_device.py`, fake in tests."""
+"""What the CUDA worker needs from a device, as narrow as possible: real in `cuda_device.py`, fake in tests."""
 
 from typing import Protocol
 

@@ -21,7 +21,7 @@ _CALL_BYTES = 256 * 1024
 
 
 class PrefaultedRows:
-    """What of an arena is mapped, of one rank's region of each row. One thread.
+    """Maps one rank's region of each row of an arena. One thread.
 
     Only rows that have pages are mapped: others would get some, past the daemon's budget. (The daemon takes pages away
     and reports it afterwards: a row that is mapped in between has pages again until it is next given out.) A row whose

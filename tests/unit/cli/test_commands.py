@@ -309,7 +309,7 @@ def test_wrong_usage_is_2(kvtier: Kvtier, arguments: list[str]) -> None:
 def test_dead_daemons_socket(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead"))
-    with AdminClient(tmp_path / "dead") as client, pytest.raises(DaemonUnreachableError, match="nobody listens"):
+    with AdminClient(tmp_path / "dead") as client, pytest.raises(DaemonUnreachableError, match="no process listens"):
         client.status()
 
 
@@ -338,7 +338,7 @@ def test_a_socket_that_one_may_not_read_is_dialed_all_the_same(
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     result = kvtier("status")
     assert result.exit_code == 3
-    assert "nobody listens on that socket" in " ".join(result.stderr.split())
+    assert "no process listens on that socket" in " ".join(result.stderr.split())
 
 
 def test_forbidden_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
