@@ -29,7 +29,7 @@ def said(messages: Sequence[pb.EngineMessage] | None) -> list[str]:
     for message in messages or []:
         kind = message.WhichOneof("kind")
         if kind in ("store_begin", "store_done"):
-            words += [f"{kind[6:]} {[each.slot.slot for each in getattr(message, kind).resources]}"]
+            words += [f"{kind[6:]} {[each.slot.slot for each in getattr(message, kind).stores]}"]
         else:
             words += [f"acquire {message.acquire.acquire_id}" if kind == "acquire" else f"touch {message.touch.keys}"]
     return words

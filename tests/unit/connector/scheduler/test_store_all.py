@@ -26,7 +26,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 
 def begun(scheduler: Scheduler) -> list[bytes]:
-    return [store.key for store in scheduler.sent_one("store_begin").resources]
+    return [store.key for store in scheduler.sent_one("store_begin").stores]
 
 
 def test_what_nobody_pinned_is_stored_up_to_a_share_of_the_credits(scheduler: Scheduler) -> None:
@@ -81,7 +81,7 @@ def test_pinned_chunks_take_the_credits_but_slots_stay_in_vllms_order(monkeypatc
     keys = keys_of("mix", 8)
     scheduler.pin([keys[5], keys[6]], held=False)
     meta = computed(scheduler, scheduler.new_request("mix", 8))
-    stores = scheduler.sent_one("store_begin").resources
+    stores = scheduler.sent_one("store_begin").stores
     assert [store.key for store in stores] == [keys[0], keys[5], keys[6]]
     (job,) = meta.store_jobs.values()
     assert [chunk.slot for chunk in job.dst_spec.chunks] == [store.slot.slot for store in stores] == [0, 1, 2]
@@ -238,7 +238,7 @@ def test_what_is_done_is_told_at_once_while_slots_are_short(monkeypatch: pytest.
     scheduler.sent()
     scheduler.workers_report(list(meta.store_jobs))
     assert scheduler.has_sent()
-    assert len(scheduler.sent_one("store_done").resources) == 8
+    assert len(scheduler.sent_one("store_done").stores) == 8
 
 
 def test_a_chunk_without_a_slot_has_the_daemon_hear_of_those_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +254,10 @@ def test_stores_of_pinned_prompts_wait_for_nothing(scheduler: Scheduler) -> None
     scheduler.pin(keys_of("sys", 2), held=False)
     meta = computed(scheduler, scheduler.new_request("sys", 2))
     assert scheduler.has_sent()
-    assert len(scheduler.sent_one("store_begin").resources) == 2
+    assert len(scheduler.sent_one("store_begin").stores) == 2
     scheduler.workers_report(list(meta.store_jobs))
     assert scheduler.has_sent()
-    assert len(scheduler.sent_one("store_done").resources) == 2
+    assert len(scheduler.sent_one("store_done").stores) == 2
 
 
 def test_who_waits_for_slots_has_the_daemon_hear_of_those_that_are_used(scheduler: Scheduler) -> None:

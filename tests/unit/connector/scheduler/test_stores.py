@@ -30,8 +30,8 @@ def test_pinned_chunks_are_stored_and_the_rest_is_not(scheduler: Scheduler) -> N
     meta = computed(scheduler, scheduler.new_request("sys", 8))
     (job_id,) = meta.store_jobs
     begin = scheduler.sent_one("store_begin")
-    assert [store.key for store in begin.resources] == keys_of("sys", 6)
-    assert [store.slot.slot for store in begin.resources] == [0, 1, 2, 3, 4, 5]
+    assert [store.key for store in begin.stores] == keys_of("sys", 6)
+    assert [store.slot.slot for store in begin.stores] == [0, 1, 2, 3, 4, 5]
     assert [chunk.slot for chunk in meta.store_jobs[job_id].dst_spec.chunks] == [0, 1, 2, 3, 4, 5]
     scheduler.workers_report([job_id])
     done = scheduler.sent_one("store_done")
@@ -44,14 +44,14 @@ def test_what_vllm_holds_in_gpu_blocks_is_stored_too(scheduler: Scheduler) -> No
     assert scheduler.ask(request, 24) == 0
     meta = scheduler.step(new=[(request, scheduler.allocate(request, 24, 0))])
     assert len(meta.store_jobs) == 1
-    assert len(scheduler.sent_one("store_begin").resources) == 6
+    assert len(scheduler.sent_one("store_begin").stores) == 6
 
 
 def test_held_chunks_are_not_stored_again(scheduler: Scheduler) -> None:
     scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys_of("sys", 6)[:4], held=True)))
     scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys_of("sys", 1), held=False)))
     computed(scheduler, scheduler.new_request("sys", 8))
-    stores = scheduler.sent_one("store_begin").resources
+    stores = scheduler.sent_one("store_begin").stores
     keys = keys_of("sys", 6)
     assert [store.key for store in stores] == [keys[0], keys[4], keys[5]]
 
@@ -74,7 +74,7 @@ def test_a_store_that_the_daemon_could_not_take_is_made_again_at_once(scheduler:
     scheduler.hold(keys_of("sys", 2), held=False)
     scheduler.sent()
     computed(scheduler, scheduler.new_request("sys", 8, "r2"))
-    assert [store.key for store in scheduler.sent_one("store_begin").resources] == keys_of("sys", 2)
+    assert [store.key for store in scheduler.sent_one("store_begin").stores] == keys_of("sys", 2)
 
 
 def test_an_unpinned_prompt_is_not_stored(scheduler: Scheduler) -> None:
@@ -86,7 +86,7 @@ def test_a_removed_pin_is_forgotten_but_chunks_it_shared_are_not(scheduler: Sche
     scheduler.pin(keys_of("sys", 3), pin_id="short", held=False)
     scheduler.unpin("p")
     computed(scheduler, scheduler.new_request("sys", 8))
-    assert [store.key for store in scheduler.sent_one("store_begin").resources] == keys_of("sys", 3)
+    assert [store.key for store in scheduler.sent_one("store_begin").stores] == keys_of("sys", 3)
 
 
 def test_waits_for_slots_at_most_a_second_then_stores_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_waits_for_slots_at_most_a_second_then_stores_what_fits(monkeypatch: pyt
     assert not scheduler.step(running=[request]).store_jobs
     scheduler.clock.now_s += 0.6
     assert len(scheduler.step(running=[request]).store_jobs) == 1
-    assert [store.key for store in scheduler.sent_one("store_begin").resources] == keys_of("sys", 2)
+    assert [store.key for store in scheduler.sent_one("store_begin").stores] == keys_of("sys", 2)
 
 
 def test_more_chunks_than_credits_can_ever_stand_are_stored_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_more_chunks_than_credits_can_ever_stand_are_stored_in_part(monkeypatch:
     scheduler.attach(num_credits=4)
     scheduler.pin(keys_of("sys", 6), held=False)
     assert len(computed(scheduler, scheduler.new_request("sys", 8)).store_jobs) == 1
-    assert len(scheduler.sent_one("store_begin").resources) == 4
+    assert len(scheduler.sent_one("store_begin").stores) == 4
 
 
 def test_without_a_session_nothing_is_stored_and_nothing_waits(scheduler: Scheduler) -> None:
@@ -172,7 +172,7 @@ def test_a_finished_request_stores_what_fits(monkeypatch: pytest.MonkeyPatch) ->
     request = scheduler.new_request("sys", 8)
     assert not computed(scheduler, request).store_jobs
     assert len(scheduler.finish(request).store_jobs) == 1
-    assert [store.key for store in scheduler.sent_one("store_begin").resources] == keys_of("sys", 2)
+    assert [store.key for store in scheduler.sent_one("store_begin").stores] == keys_of("sys", 2)
 
 
 @pytest.mark.parametrize(
