@@ -30,7 +30,7 @@ from benchmarks.peers.files import drop_page_cache
 from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, interrupt_on_signals, run_cli, wait_attached
 from benchmarks.suite.tables import table
 from benchmarks.usage import cpu_of, pids_of, titled, waited_s
-from kvtier.cli.trace import read_trace, spans_of
+from kvtier.cli.commands.trace_files import read_trace, spans_of
 from kvtier.client.warm_requests import warm_body
 
 STAGES = ("answer", "acquire", "make pages", "read", "decode", "wait for promotion", "load", "step")

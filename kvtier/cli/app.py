@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 
 from kvtier._pb.cache_pb2 import TIER_ANY, TIER_DISK, TIER_HOST
-from kvtier.cli.bundle import export, import_
+from kvtier.cli.commands.doctor import doctor
+from kvtier.cli.commands.export_import import export, import_
+from kvtier.cli.commands.fsck import fsck
+from kvtier.cli.commands.pin import pin
+from kvtier.cli.commands.trace_files import trace
+from kvtier.cli.commands.warm import warm
 from kvtier.cli.completion import complete_prompt_name
 from kvtier.cli.context import ErrorReportingGroup, Settings, settings_of
-from kvtier.cli.doctor import doctor
-from kvtier.cli.fsck import fsck
 from kvtier.cli.options import checked_text
-from kvtier.cli.output import Output, to_jsonable
-from kvtier.cli.pin import pin
-from kvtier.cli.tables import daemon_details, prompt_details, prompts_list
-from kvtier.cli.trace import trace
-from kvtier.cli.warm import warm
+from kvtier.cli.output.streams import Output, to_jsonable
+from kvtier.cli.output.tables import daemon_details, prompt_details, prompts_list
 from kvtier.client.address import DAEMON_UID_VARIABLE, MAX_UID, SOCKET_VARIABLE, default_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config.units import format_size

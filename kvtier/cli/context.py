@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from kvtier.cli.output import Output
+from kvtier.cli.output.streams import Output
 from kvtier.client.address import default_daemon_uid, default_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvtier.collector import freeze_index, thaw_index
 from kvtier.config import DaemonConfig
-from kvtier.daemon.folders import locked, locked_socket, prepare_folder, prepare_socket_folder, remove_stale_socket
+from kvtier.daemon.folder_locks import locked, locked_socket, prepare_folder, prepare_socket_folder, remove_stale_socket
 from kvtier.disk.codecs.compiled import compile_kernels
 from kvtier.disk.codecs.words import WordKernels, replace_after
 from kvtier.errors import AlreadyRunningError, ConfigError, StuckError

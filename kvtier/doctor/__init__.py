@@ -4,7 +4,7 @@ One module per family. A check is a function that returns findings; it takes wha
 the daemon's `--check-config` use the same ones.
 """
 
-from kvtier.doctor.examination import Patient, check_environment, examine
-from kvtier.doctor.findings import CHECKS, Finding, Status
+from kvtier.doctor.all_checks import Patient, check_environment, examine
+from kvtier.doctor.report import CHECKS, Finding, Status
 
 __all__ = ["CHECKS", "Finding", "Patient", "Status", "check_environment", "examine"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvtier.config import DaemonConfig
-from kvtier.doctor.findings import Finding, fail, ok
+from kvtier.doctor.report import Finding, fail, ok
 from kvtier.errors import ConfigErrors
 from kvtier.folders import socket_folder_problem
 

@@ -11,7 +11,7 @@ from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.address import usable_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.client.trusted_socket import open_trusted
-from kvtier.doctor.findings import Finding, Status, fail, ok, skipped, warn
+from kvtier.doctor.report import Finding, Status, fail, ok, skipped, warn
 from kvtier.errors import DaemonSilentError, KvtierError, UntrustedSocketError
 from kvtier.version import __version__
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvtier.config import DiskConfig
 from kvtier.config.units import available_bytes, format_size
-from kvtier.doctor.findings import Finding, fail, ok, skipped, warn
 from kvtier.doctor.mounts import Mount, mount_of
+from kvtier.doctor.report import Finding, fail, ok, skipped, warn
 from kvtier.folders import existing_parent, folder_problem
 
 _VOLATILE = ("tmpfs", "ramfs")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.doctor import engine_probe
-from kvtier.doctor.findings import Finding, fail, ok, skipped
+from kvtier.doctor.report import Finding, fail, ok, skipped
 
 PROBE_TIMEOUT_S = 120.0
 _SHOWN_CHARS = 300

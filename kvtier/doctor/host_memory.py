@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvtier.config import HostConfig
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
-from kvtier.doctor.findings import Finding, fail, ok, skipped, warn
 from kvtier.doctor.mounts import Mount, mount_of
+from kvtier.doctor.report import Finding, fail, ok, skipped, warn
 from kvtier.folders import folder_problem, is_folder_of
 
 MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")

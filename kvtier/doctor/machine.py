@@ -6,7 +6,7 @@ import resource
 import time
 from pathlib import Path
 
-from kvtier.doctor.findings import Finding, fail, ok, warn
+from kvtier.doctor.report import Finding, fail, ok, warn
 
 MIN_KERNEL = (4, 18)
 """Of the oldest distributions on whose C library (glibc 2.28) the wheels of grpcio and numpy run."""

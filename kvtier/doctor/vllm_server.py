@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvtier._pb.cache_pb2 import DaemonStatus
 from kvtier.doctor.engine_environment import EngineEnvironment, supports
-from kvtier.doctor.findings import Finding, fail, ok, skipped, warn
+from kvtier.doctor.report import Finding, fail, ok, skipped, warn
 from kvtier.errors import KvtierError
 
 _CHECKS = ("server.answers", "server.prefix_caching", "server.hash_algorithm", "server.attached")

@@ -21,7 +21,7 @@ from kvtier.client.admin import AdminClient
 from kvtier.client.engine_session import EngineSession
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier.daemon.main import app as daemon_app
-from kvtier.doctor import examination
+from kvtier.doctor import all_checks
 from kvtier.doctor.engine_environment import EngineEnvironment
 from kvtier.errors import DaemonUnreachableError, UntrustedSocketError
 from tests.fakes.fake_daemon import FakeDaemon
@@ -107,7 +107,7 @@ def test_a_daemon_does_not_bind_where_another_user_could_replace_its_socket(publ
 def test_the_doctor_says_who_is_there_and_not_that_no_daemon_answers(
     squatter: Squatter, socket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examination, "probe_environment", lambda python: EngineEnvironment())
+    monkeypatch.setattr(all_checks, "probe_environment", lambda python: EngineEnvironment())
     result = CliRunner().invoke(app, ["--socket", str(socket_path), "doctor", "--json"])
     assert squatter.received() == b""
     found = {finding["id"]: finding for finding in json.loads(result.stdout)}

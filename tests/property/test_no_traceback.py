@@ -20,17 +20,17 @@ from typer.models import ArgumentInfo, OptionInfo
 from typer.testing import CliRunner, Result
 
 from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
-from kvtier.cli import sources
 from kvtier.cli.app import app
+from kvtier.cli.commands.trace_files import read_trace, summarize
 from kvtier.cli.options import checked_number, checked_text
-from kvtier.cli.sources import Recipe
-from kvtier.cli.trace import read_trace, summarize
-from kvtier.cli.vllm_http import VllmClient
+from kvtier.cli.prompt_text import sources
+from kvtier.cli.prompt_text.sources import Recipe
+from kvtier.cli.vllm_api.http_client import VllmClient
 from kvtier.config.load import LoadedConfig, load_config
 from kvtier.config.settings import KEYS, variable_of
 from kvtier.daemon.main import app as daemon_app
 from kvtier.daemon.main import render_config
-from kvtier.doctor import examination
+from kvtier.doctor import all_checks
 from kvtier.doctor.engine_environment import EngineEnvironment
 from kvtier.errors import ConfigError, ConfigErrors, InvalidArgumentError, KvtierError, RenderError
 from tests.unit.cli import fake_daemon, fake_vllm
@@ -88,7 +88,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for table in ("CONFIG", "STATE"):
         monkeypatch.setenv(f"XDG_{table}_HOME", str(tmp_path / table.lower()))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(examination, "probe_environment", lambda python: EngineEnvironment())
+    monkeypatch.setattr(all_checks, "probe_environment", lambda python: EngineEnvironment())
     (tmp_path / "s.txt").write_text("You are a parrot. " * 5)
     (tmp_path / "deep.json").write_text(DEEP)
     (tmp_path / "ids.json").write_text("[1, 2, 3]")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier.cli import pin_flow
 from kvtier.cli.app import app
+from kvtier.cli.flows import pin_flow
 from tests.unit.cli import fake_daemon, fake_vllm
 from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm

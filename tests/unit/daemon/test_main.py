@@ -15,7 +15,7 @@ from kvtier.cli.app import app as cli
 from kvtier.client.address import SOCKET_VARIABLE
 from kvtier.client.admin import AdminClient
 from kvtier.daemon.main import app
-from kvtier.doctor import examination
+from kvtier.doctor import all_checks
 from kvtier.doctor.engine_environment import EngineEnvironment
 from kvtier.process import MIN_OPEN_FILES
 from kvtier.version import __version__
@@ -83,7 +83,7 @@ def test_check_config_says_what_this_machine_lacks_and_makes_nothing(runner: Cli
 
 
 def test_the_doctor_finds_a_real_daemon_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "probe_environment", lambda python: EngineEnvironment())
+    monkeypatch.setattr(all_checks, "probe_environment", lambda python: EngineEnvironment())
     daemon = start(tmp_path)
     try:
         result = CliRunner().invoke(cli, ["--socket", str(tmp_path / "s"), "doctor", "--json"])

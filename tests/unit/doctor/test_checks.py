@@ -12,11 +12,11 @@ import pytest
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config import DiskConfig, HostConfig
-from kvtier.doctor import daemon, disk, host_memory, machine, pins, vllm_server
+from kvtier.doctor import daemon, disk, host_memory, machine, pinned_prompts, vllm_server
 from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment, supports
-from kvtier.doctor.findings import Finding, Status
 from kvtier.doctor.mounts import Mount, mount_of
-from kvtier.doctor.pins import MAX_LISTED, check_pin, check_pins
+from kvtier.doctor.pinned_prompts import MAX_LISTED, check_pin, check_pins
+from kvtier.doctor.report import Finding, Status
 from kvtier.errors import RenderError
 from kvtier.folders import LOCK_NAME
 from kvtier.version import __version__
@@ -336,7 +336,7 @@ def test_a_finding_cannot_forget_its_remedy() -> None:
         Finding(id="disk.dir", status=WARN, found="x")
     with pytest.raises(AssertionError):
         Finding(id="disk.directory", status=OK, found="x")
-    assert pins.check_pin(prompt()).remedy == ""
+    assert pinned_prompts.check_pin(prompt()).remedy == ""
 
 
 def test_a_daemon_that_refuses_is_not_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.trace import read_trace, summarize
+from kvtier.cli.commands.trace_files import read_trace, summarize
 from kvtier.obs import trace
 from tests.fakes.waiting import wait_for
 

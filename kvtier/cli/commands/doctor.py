@@ -1,0 +1,82 @@
+"""`kvtier doctor`: what is wrong, and what to do about it. The checks are in `kvtier.doctor`."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.context import EXIT_FAILED, settings_of
+from kvtier.cli.options import api_key_option
+from kvtier.cli.output.grid import Column, Grid, Styled
+from kvtier.cli.output.streams import Output
+from kvtier.cli.vllm_api.http_client import VllmClient
+from kvtier.doctor import Finding, Patient, Status, examine
+
+_STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
+
+
+def doctor(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="KVTIER_CONFIG", help="The daemon's TOML file", show_default=False),
+    ] = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Interpreter that vLLM runs with (default: this one)", show_default=False),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="A running vLLM, to be checked too"),
+    ] = None,
+    api_key: Annotated[str | None, api_key_option()] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Check machine, settings, daemon, vLLM and pins, and say what to do.
+
+    Changes nothing, and works without a daemon and without vLLM.
+    Importing vLLM, where it is installed, takes some seconds.
+
+    Exit codes: 0 nothing failed (there may be warnings), 1 something did.
+    """
+    output = Output(json=as_json)
+    with VllmClient(url, api_key) if url else nullcontext() as server, output.working("looking around ..."):
+        settings = settings_of(context)
+        patient = Patient(
+            socket=settings.socket, daemon_uid=settings.daemon_uid, config_path=config, python=python, server=server
+        )
+        findings = examine(patient)
+    if as_json:
+        output.answer([asdict(finding) for finding in findings])
+    else:
+        output.show(findings_table(findings))
+        output.say("", _summary(findings))
+    if any(finding.status is Status.FAIL for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def findings_table(findings: Iterable[Finding]) -> Grid:
+    """Return one row per finding; what to do stands below what was found."""
+    table = Grid(Column(wraps=True), Column(title="CHECK"), Column(title="WHAT, AND WHAT TO DO", wraps=True))
+    for finding in findings:
+        style = _STYLES[finding.status]
+        lines = (finding.found, f"-> {finding.remedy}") if finding.remedy else (finding.found,)
+        what = Styled(lines, style if finding.status is Status.SKIPPED else "")
+        table.row(Styled(finding.status.value, style), finding.id, what)
+    return table
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    numbers = Counter(finding.status for finding in findings)
+    return ", ".join(f"{numbers[each]} {each.value}{_named(each, findings)}" for each in Status if numbers[each])
+
+
+def _named(status: Status, findings: Sequence[Finding]) -> str:
+    """Name the checks of a status that asks for something, so that nobody has to look for them."""
+    if status not in (Status.WARN, Status.FAIL):
+        return ""
+    return f" ({', '.join(dict.fromkeys(finding.id for finding in findings if finding.status is status))})"

@@ -1,0 +1,156 @@
+"""`kvtier fsck`: asks the daemon; when there is none, the daemon's own offline check in a process of its own."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier._pb.cache_pb2 import FsckFinding, FsckReport, FsckRequest
+from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE, EXIT_USAGE, settings_of
+from kvtier.cli.output.grid import Column, Grid, Styled
+from kvtier.cli.output.streams import Output, to_jsonable
+from kvtier.config.units import format_size
+from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
+from kvtier.printable import printable
+
+NOTE_PREFIX = "note-"
+_OFFLINE_CHECK = "kvtier.daemon.offline_check"
+
+
+def fsck(
+    context: typer.Context,
+    repair: Annotated[bool, typer.Option("--repair", help="Put right what can be put right")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Read and verify every stored byte")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Check the directory itself; no daemon may run")] = False,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --offline: the state directory", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --offline: the daemon's TOML file", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Compare ledger, packs and arenas; with --repair make them agree.
+
+    Asks the running daemon, which serves on meanwhile.
+    When none runs, or with --offline, the state directory that the settings name is checked itself.
+    That directory may not be the one of a daemon named with --socket: if none answers there, nothing is checked.
+    Nothing that reads right is deleted.
+
+    Exit codes: 0 nothing is wrong (any more), 1 something is,
+    3 no daemon answers and the directory cannot be checked either.
+    """
+    output = Output(json=as_json)
+    if (state_dir or config) and not offline:
+        option = "--state-dir" if state_dir else "--config"
+        raise InvalidArgumentError(option, str(state_dir or config), "is for --offline; the daemon knows its own")
+    try:
+        checked = _checked_offline(repair, deep, state_dir, config) if offline else _checked(context, repair, deep)
+    except KeyboardInterrupt:
+        output.warn("interrupted; what was repaired so far stays repaired")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if as_json:
+        output.answer(to_jsonable(checked.report) | {"offline_folder": checked.folder})
+    else:
+        _show(output, checked, repair=repair, deep=deep)
+    if _remaining(checked.report):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """A report.
+
+    Attributes:
+        folder: The state directory that was checked offline; None: the daemon checked its own.
+    """
+
+    report: FsckReport
+    folder: str | None = None
+
+
+def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
+    settings = settings_of(context)
+    try:
+        with settings.connect() as client:
+            return _Checked(report=client.fsck(FsckRequest(repair=repair, deep=deep)))
+    except DaemonUnreachableError as error:
+        if settings.is_named:
+            remedy = error.remedy if isinstance(error, DaemonSilentError) else "start it"
+            Output().fail(
+                f"no kvtier-daemon answers at {error.address} ({error.problem}), so nothing was checked; {remedy}, or "
+                "check its state directory without it: kvtier fsck --offline --state-dir DIR"
+            )
+            raise typer.Exit(EXIT_UNREACHABLE) from error
+        Output().warn(
+            f"no daemon answers at {error.address}: checking the state directory of the settings here, offline"
+        )
+    try:
+        return _checked_offline(repair, deep, None, None)
+    except typer.Exit as ended:
+        raise typer.Exit(EXIT_UNREACHABLE if ended.exit_code == EXIT_USAGE else ended.exit_code) from None
+
+
+def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: Path | None) -> _Checked:
+    command = [sys.executable, "-m", _OFFLINE_CHECK]
+    command += ["--repair"] if repair else []
+    command += ["--deep"] if deep else []
+    command += ["--state-dir", str(state_dir)] if state_dir else []
+    command += ["--config", str(config)] if config else []
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        # Of a traceback, too, the last line says what happened.
+        Output().fail(said[-1] if said else f"the offline check ended with status {done.returncode}")
+        raise typer.Exit(done.returncode if done.returncode > 0 else EXIT_FAILED)
+    fields = json.loads(done.stdout)
+    folder = fields.pop("folder")
+    findings = [_finding(finding) for finding in fields.pop("findings")]
+    return _Checked(report=FsckReport(findings=findings, **fields), folder=folder)
+
+
+def _finding(fields: dict[str, Any]) -> FsckFinding:
+    # A path may hold bytes that are no UTF-8, for which protobuf has no text.
+    shown: dict[str, Any] = {k: printable(value) if isinstance(value, str) else value for k, value in fields.items()}
+    return FsckFinding(**shown)
+
+
+def _remaining(report: FsckReport) -> list[FsckFinding]:
+    return [finding for finding in report.findings if not finding.repaired and not finding.code.startswith(NOTE_PREFIX)]
+
+
+def _show(output: Output, checked: _Checked, *, repair: bool, deep: bool) -> None:
+    report = checked.report
+    if report.findings:
+        output.show(_table(report))
+        output.say()
+    numbers = f"{report.num_packs} packs, {report.num_chunks} chunks"
+    if deep:
+        numbers += f", {format_size(report.verified_bytes)} verified"
+    output.say(f"checked: {numbers}" if checked.folder is None else f"checked offline: {checked.folder}: {numbers}")
+    remaining, num_repaired = _remaining(report), sum(finding.repaired for finding in report.findings)
+    if num_repaired:
+        output.say(f"repaired: {num_repaired}")
+    if not remaining:
+        output.say("clean" if not num_repaired else "clean now")
+        return
+    output.say(f"found: {len(remaining)}" + ("" if repair else "; repair with: kvtier fsck --repair"))
+
+
+def _table(report: FsckReport) -> Grid:
+    where, what = Column(title="WHERE", wraps=True, max_width=34), Column(title="WHAT", wraps=True)
+    table = Grid(Column(wraps=True), Column(title="CODE"), where, what)
+    for finding in report.findings:
+        note = finding.code.startswith(NOTE_PREFIX)
+        mark = "fixed" if finding.repaired else "note" if note else "found"
+        table.row(
+            Styled(mark, {"fixed": "green", "note": "dim", "found": "bold red"}[mark]),
+            finding.code.removeprefix(NOTE_PREFIX),
+            finding.subject,
+            finding.detail,
+        )
+    return table

@@ -1,0 +1,144 @@
+"""`kvtier trace`: what the files of a trace folder say, as a table or as one file for a trace viewer."""
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from kvtier.cli.output.grid import Column, Grid
+from kvtier.cli.output.streams import Output
+from kvtier.errors import InvalidArgumentError
+from kvtier.obs.trace import SUFFIX
+
+Event = dict[str, Any]
+_MAX_US = 1e15
+# Events have some five; with thousands, one within the other, Python's parser fails. `read_json` is four times slower.
+_MAX_BRACKETS = 100
+_VIEWER = "open it at https://ui.perfetto.dev (it stays on your machine), or at chrome://tracing"
+
+
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What trace.folder names", show_default=False)],
+    merge: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all spans into one file", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Show where the time of daemon, engines and workers went.
+
+    Spans are written while trace.folder is set (KVTIER_TRACE_FOLDER=DIR, for kvtier-daemon and for vLLM).
+    """
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files:
+        raise InvalidArgumentError(
+            "FOLDER",
+            str(folder),
+            f"holds no traces (*{SUFFIX}); start kvtier-daemon and vLLM with KVTIER_TRACE_FOLDER={folder}",
+        )
+    try:
+        events = [event for path in files for event in read_trace(path)]
+    except OSError as exc:
+        raise InvalidArgumentError("FOLDER", str(folder), f"{exc.filename} cannot be read: {exc.strerror}") from exc
+    output = Output(json=as_json)
+    stages = summarize(events)
+    if as_json:
+        output.answer(stages)
+    else:
+        output.show(_table(stages))
+    if merge is not None:
+        try:
+            merge.write_text(json.dumps({"traceEvents": events}, separators=(",", ":")), encoding="utf-8")
+        except OSError as exc:
+            raise InvalidArgumentError("--merge", str(merge), f"cannot be written: {exc.strerror}") from exc
+        output.say(f"{len(events)} events of {len(files)} processes in {merge}: {_VIEWER}")
+
+
+def read_trace(path: Path) -> Iterator[Event]:
+    """Yield a file's events; a line that is none, such as a killed process left unfinished, is left out."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.count("[") + line.count("{") > _MAX_BRACKETS:
+                continue
+            try:
+                event = json.loads(line.strip().rstrip(","))
+            except ValueError:
+                continue
+            if isinstance(event, dict) and _is_event(event):
+                yield event
+
+
+def _is_event(event: Event) -> bool:
+    """Return whether an event has what its phase needs, each of its kind."""
+    numbers = {"X": ("ts", "dur"), "b": ("ts",), "e": ("ts",)}.get(str(event.get("ph")), ())
+    names = (event.get("pid"), event.get("id"))
+    return (
+        isinstance(event.get("name", ""), str)
+        and all(isinstance(name, int | str | None) for name in names)
+        and all(isinstance(event.get(number), int | float) and abs(event[number]) < _MAX_US for number in numbers)
+    )
+
+
+class Span(NamedTuple):
+    """A stage from its beginning to its end, in microseconds of the machine's monotonic clock."""
+
+    pid: Any
+    stage: str
+    began_us: float
+    ended_us: float
+
+
+def spans_of(events: Iterable[Event]) -> Iterator[Span]:
+    """Yield the spans that came to an end."""
+    begun: dict[tuple[Any, ...], float] = {}
+    for event in events:
+        pid, name, phase = event.get("pid"), event.get("name", ""), event.get("ph")
+        track = (pid, name, event.get("id"))
+        if phase == "X":
+            yield Span(pid, name, event["ts"], event["ts"] + event["dur"])
+        elif phase == "b":
+            begun[track] = event["ts"]
+        elif phase == "e" and track in begun:
+            yield Span(pid, name, begun.pop(track), event["ts"])
+
+
+def summarize(events: list[Event]) -> list[dict[str, Any]]:
+    """Return a row for each process and stage, the longest in all first; times in milliseconds."""
+    processes = {event.get("pid"): name for event in events if (name := _process_name(event))}
+    durations_ms: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for span in spans_of(events):
+        process = processes.get(span.pid, str(span.pid))
+        durations_ms[process, span.stage].append((span.ended_us - span.began_us) / 1000)
+    rows = [_row(process, stage, values) for (process, stage), values in durations_ms.items()]
+    return sorted(rows, key=lambda row: (row["process"], -row["total_ms"]))
+
+
+def _process_name(event: Event) -> str:
+    args = event.get("args")
+    return str(args.get("name", "")) if event.get("name") == "process_name" and isinstance(args, dict) else ""
+
+
+def _row(process: str, stage: str, values: list[float]) -> dict[str, Any]:
+    return {
+        "process": process,
+        "stage": stage,
+        "count": len(values),
+        "median_ms": round(statistics.median(values), 3),
+        "p95_ms": round(sorted(values)[math.ceil(0.95 * len(values)) - 1], 3),
+        "max_ms": round(max(values), 3),
+        "total_ms": round(sum(values), 3),
+    }
+
+
+def _table(stages: list[dict[str, Any]]) -> Grid:
+    names = (Column(title=title, wraps=True) for title in ("PROCESS", "STAGE"))
+    numbers = ("COUNT", "MEDIAN ms", "P95 ms", "MAX ms", "TOTAL ms")
+    table = Grid(*names, *(Column(title=title, right=True, wraps=True) for title in numbers))
+    for row in stages:
+        times = [f"{row[name]:.2f}" for name in ("median_ms", "p95_ms", "max_ms", "total_ms")]
+        table.row(row["process"], row["stage"], str(row["count"]), *times)
+    return table

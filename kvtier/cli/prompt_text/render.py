@@ -1,0 +1,131 @@
+"""From a recipe to the token ids that every request with this prompt starts with. vLLM renders, never we.
+
+What a prompt's tokens are depends on what follows it: a template may need a user turn, and BPE merges characters across
+the border. So each recipe is rendered with continuations that differ from their first character on, and the common
+token prefix is the prompt.
+
+| recipe | rendered as |
+|---|---|
+| system; messages up to an assistant or system turn | + user "Apricots…", + user "7 quokkas…" |
+| messages up to a user or tool turn | as it is; + assistant "Apricots…", user; + assistant "7 quokkas…", user |
+| text | as it is; + " Apricots…"; + newline and "7 quokkas…" |
+
+Messages that end with a user turn get no second user turn, since many templates demand alternation: what follows them
+is the model's answer, so the generation prompt belongs to the prefix as far as an answer in the history keeps it. A
+request that repeats the messages and one that continues the conversation share exactly this.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.cli.prompt_text.date_stamp import find_date_stamp
+from kvtier.cli.prompt_text.sources import Recipe, SourceKind
+from kvtier.cli.vllm_api.http_client import VllmClient
+from kvtier.errors import RenderError
+
+# Letters and digits never share a first token, whatever the vocabulary.
+_PROBES = ("Apricots ripen early.", "7 quokkas nap.")
+_ANSWERED_ROLES = ("user", "tool")
+
+UNSTABLE = (
+    "vLLM rendered the same input to different tokens twice: the chat template prints the time or something random. "
+    "Requests will match the pin only up to that place."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendering:
+    """A rendered prompt.
+
+    Attributes:
+        tokens: What every request with this prompt starts with.
+        warnings: Why it may not stay that way.
+    """
+
+    tokens: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def render(recipe: Recipe, vllm: VllmClient, model: str) -> Rendering:
+    """Render a recipe.
+
+    Raises:
+        RenderError: vLLM refused or is unreachable, or nothing is common to all continuations.
+    """
+    variants = _render_variants(recipe, vllm, model)
+    # The first again, and last: time has passed since.
+    again = _render_first(recipe, vllm, model)
+    tokens = common_prefix([*variants, again])
+    if not tokens:
+        raise RenderError(
+            "the rendered prompt has no token in common with itself when another user turn follows; the chat template "
+            "does not start with this source, so there is nothing to pin"
+        )
+    warnings = [UNSTABLE] if again != variants[0] else []
+    if stamp := _date_stamp(recipe, vllm, model, tokens):
+        warnings.append(
+            f"the chat template prints today's date (\"{stamp}\"): tomorrow's requests miss the pin from there on. "
+            "Give vLLM a template with a fixed date (--chat-template), or pin again every day."
+        )
+    return Rendering(tokens=tuple(tokens), warnings=tuple(warnings))
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Return the longest common prefix."""
+    prefix = []
+    for column in zip(*sequences, strict=False):
+        if len(set(column)) > 1:
+            break
+        prefix.append(column[0])
+    return prefix
+
+
+def chat_variants(recipe: Recipe) -> list[list[Any]]:
+    """Return the message lists whose common token prefix is the prompt."""
+    messages = recipe.messages()
+    if messages[-1].get("role") not in _ANSWERED_ROLES:
+        return [[*messages, _turn("user", probe)] for probe in _PROBES]
+    first, second = _PROBES
+    return [
+        messages,
+        [*messages, _turn("assistant", first), _turn("user", second)],
+        [*messages, _turn("assistant", second), _turn("user", first)],
+    ]
+
+
+def text_variants(text: str) -> list[str]:
+    """Return the texts whose common token prefix is the prompt."""
+    first, second = _PROBES
+    return [text, f"{text} {first}", f"{text}\n{second}"]
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _render_variants(recipe: Recipe, vllm: VllmClient, model: str) -> list[list[int]]:
+    if recipe.kind is SourceKind.TEXT:
+        return [vllm.tokenize_text(model, text) for text in text_variants(recipe.content)]
+    return [_render_chat(recipe, vllm, model, messages) for messages in chat_variants(recipe)]
+
+
+def _render_first(recipe: Recipe, vllm: VllmClient, model: str) -> list[int]:
+    if recipe.kind is SourceKind.TEXT:
+        return vllm.tokenize_text(model, recipe.content)
+    return _render_chat(recipe, vllm, model, chat_variants(recipe)[0])
+
+
+def _render_chat(recipe: Recipe, vllm: VllmClient, model: str, messages: Sequence[Any]) -> list[int]:
+    return vllm.tokenize_chat(model, messages, recipe.tools, recipe.chat_template_kwargs)
+
+
+def _date_stamp(recipe: Recipe, vllm: VllmClient, model: str, tokens: Sequence[int]) -> str | None:
+    if recipe.kind is SourceKind.TEXT:
+        return None
+    try:
+        text = vllm.detokenize(model, tokens)
+    except RenderError:
+        # Only a courtesy: a server without /detokenize can still be pinned to.
+        return None
+    return find_date_stamp(text, recipe.source_text())

@@ -1,0 +1,1 @@
+"""How the CLI talks to the API server of vLLM over HTTP."""

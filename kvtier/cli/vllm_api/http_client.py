@@ -1,0 +1,285 @@
+"""What the CLI asks of vLLM's API server: models, settings, /tokenize, /detokenize and one-token completions."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from kvtier.cli.json_text import JsonError, read_json
+from kvtier.cli.vllm_api.server_address import checked_key, checked_url
+from kvtier.client.warm_requests import warm_body
+from kvtier.errors import RenderError
+from kvtier.printable import shown_url
+
+TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SHOWN_CHARS = 400
+_CACHE_CONFIG_METRIC = "vllm:cache_config_info{"
+_NO_VLLM = "--url must be the base URL of a vLLM server, like http://127.0.0.1:8000"
+_WAITING_METRIC = "vllm:num_requests_waiting{"
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class VllmUnreachableError(RenderError):
+    """No vLLM answers at the URL."""
+
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(
+            f"no vLLM answers at {url} ({problem}); start `vllm serve` and wait until it is ready, or pass --url"
+        )
+        self.url = url
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One entry of GET /v1/models.
+
+    Attributes:
+        name: What requests call it.
+        base: The model under a LoRA adapter; for a base model its first name.
+        lora_path: Where the adapter was loaded from; empty for a base model.
+    """
+
+    name: str
+    base: str
+    lora_path: str = ""
+
+    @property
+    def lora_name(self) -> str:
+        """The adapter's name; empty for a base model."""
+        return self.name if self.lora_path else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheRoom:
+    """Size of vLLM's own prefix cache.
+
+    Attributes:
+        num_tokens: That fit.
+        block_tokens: Of one block.
+    """
+
+    num_tokens: int
+    block_tokens: int
+
+
+class VllmClient:
+    """vLLM's HTTP API, as far as kvtier needs it; `url` is where it is, as it may be shown.
+
+    All methods raise VllmUnreachableError when nobody answers, RenderError when vLLM refuses.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Prepare the connection.
+
+        Args:
+            url: Base URL; a trailing /v1 is cut, since /tokenize lies beside it.
+            api_key: Bearer token, if vLLM asks for one.
+
+        Raises:
+            InvalidArgumentError: Not an HTTP URL, or a key that no header can hold.
+        """
+        trimmed = url.rstrip("/").removesuffix("/v1")
+        base_url = checked_url(trimmed)
+        self.url = shown_url(trimmed)
+        self._http = httpx.Client(
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {},
+            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            # A proxy in the environment cannot reach our loopback; loading CA files for http costs 0.1 s.
+            trust_env=base_url.host not in _LOOPBACK,
+            verify=base_url.scheme == "https",
+        )
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def models(self) -> list[ServedModel]:
+        """Return what is served: base models first, as vLLM lists them."""
+        entries = self._request("GET", "/v1/models").get("data") or []
+        if not isinstance(entries, list) or not all(map(_is_model, entries)):
+            raise RenderError(f"{self.url}/v1/models did not answer with models; {_NO_VLLM}")
+        # Aliases of one model share its root; engines know the first of them.
+        first_names: dict[str, str] = {}
+        for entry in entries:
+            if not entry.get("parent"):
+                first_names.setdefault(str(entry.get("root")), str(entry["id"]))
+        return [_served_model(entry, first_names) for entry in entries]
+
+    def model_names(self) -> list[str]:
+        """Return what requests may call the models."""
+        return [model.name for model in self.models()]
+
+    def version(self) -> str:
+        """Return vLLM's version."""
+        return str(self._request("GET", "/version").get("version", ""))
+
+    def cache_config(self) -> dict[str, str]:
+        """Return vLLM's CacheConfig, which stands in the labels of a metric; empty where it does not.
+
+        Source: `metrics_info` of vLLM 0.32, which writes every value with `str`.
+        """
+        lines = _text(self._send("GET", "/metrics")).splitlines()
+        shown = next((line for line in lines if line.startswith(_CACHE_CONFIG_METRIC)), "")
+        return {match[1]: match[2] for match in _LABEL.finditer(shown)}
+
+    def cache_room(self) -> CacheRoom | None:
+        """Return how much vLLM's own cache takes; None when it does not say (--disable-log-stats)."""
+        config = self.cache_config()
+        block_tokens, num_blocks = (_number(config.get(name)) for name in ("block_size", "num_gpu_blocks"))
+        # Where several KV groups share the blocks, vLLM knows how many tokens fit; older versions do not say.
+        num_tokens = _number(config.get("kv_cache_size_tokens")) or num_blocks * block_tokens
+        return CacheRoom(num_tokens=num_tokens, block_tokens=block_tokens) if num_tokens and block_tokens else None
+
+    def num_waiting(self) -> int:
+        """Return how many requests wait in vLLM's queues; 0 where it does not say."""
+        lines = _text(self._send("GET", "/metrics")).splitlines()
+        values = [line.rpartition(" ")[2] for line in lines if line.startswith(_WAITING_METRIC)]
+        return sum(_number(value.partition(".")[0]) for value in values)
+
+    def tokenize_chat(
+        self,
+        model: str,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render messages with the model's chat template, generation prompt included.
+
+        vLLM puts these kwargs over those that it was started with (`--default-chat-template-kwargs`), as in a request.
+        """
+        body: dict[str, Any] = {"model": model, "messages": list(messages), "add_generation_prompt": True}
+        body |= {"tools": list(tools)} if tools else {}
+        body |= {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
+        return self._tokenize(body)
+
+    def tokenize_text(self, model: str, text: str) -> list[int]:
+        """Tokenize as the completions API does, special tokens included."""
+        return self._tokenize({"model": model, "prompt": text})
+
+    def detokenize(self, model: str, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._request("POST", "/detokenize", {"model": model, "tokens": list(tokens)}).get("prompt", ""))
+
+    def warm(
+        self, model: str, tokens: Sequence[int], cache_salt: str, timeout_s: float, *, request_id: str = ""
+    ) -> int | None:
+        """Let vLLM compute or load the tokens: a completion of one token.
+
+        Returns:
+            How many tokens it did not compute; None when it does not say (--enable-prompt-tokens-details).
+        """
+        body = warm_body(model, tokens, cache_salt, request_id)
+        usage = self._request("POST", "/v1/completions", body, timeout_s).get("usage")
+        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+        cached_tokens = details.get("cached_tokens") or 0 if isinstance(details, dict) else None
+        return cached_tokens if isinstance(cached_tokens, int) else None
+
+    def _tokenize(self, body: dict[str, Any]) -> list[int]:
+        tokens = self._request("POST", "/tokenize", body).get("tokens")
+        if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
+            raise RenderError(f"{self.url}/tokenize answered without tokens; {_NO_VLLM}")
+        return tokens
+
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> dict[str, Any]:
+        return _json_object(self._send(method, path, body, timeout_s), self.url + path)
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> httpx.Response:
+        try:
+            response = self._http.request(
+                method, path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+            )
+        except httpx.TimeoutException as exc:
+            raise VllmUnreachableError(self.url, f"{path}: no answer within {timeout_s:g} s") from exc
+        except httpx.TransportError as exc:
+            raise VllmUnreachableError(self.url, _reason(exc)) from exc
+        except httpx.HTTPError as exc:  # a body that cannot be decompressed
+            raise RenderError(f"{self.url + path} did not answer as HTTP servers do ({exc}); {_NO_VLLM}") from exc
+        if response.is_success:
+            return response
+        raise RenderError(_explain(response, self.url + path))
+
+
+def _number(label: str | None) -> int:
+    return int(label) if label is not None and _NUMBER.fullmatch(label) else 0
+
+
+def _is_model(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("id"), str)
+
+
+def _is_token(token: Any) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32
+
+
+def _text(response: httpx.Response) -> str:
+    """Return the body as text, whatever charset its header claims: vLLM speaks UTF-8."""
+    return response.content.decode("utf-8", errors="replace")
+
+
+def _served_model(entry: dict[str, Any], first_names: dict[str, str]) -> ServedModel:
+    name = str(entry["id"])
+    parent = entry.get("parent")
+    if not parent:
+        return ServedModel(name=name, base=first_names[str(entry.get("root"))])
+    return ServedModel(name=name, base=str(parent), lora_path=str(entry.get("root") or name))
+
+
+def _json_object(response: httpx.Response, url: str) -> dict[str, Any]:
+    try:
+        value = read_json(response.content)
+    except JsonError:
+        value = None
+    if not isinstance(value, dict):
+        raise RenderError(f"{url} did not answer with a JSON object; {_NO_VLLM}")
+    return value
+
+
+def _reason(exc: httpx.TransportError) -> str:
+    # "[Errno 111] Connection refused": the number helps nobody.
+    return re.sub(r"^\[Errno -?\d+\] ", "", str(exc)).lower() or type(exc).__name__
+
+
+def _explain(response: httpx.Response, url: str) -> str:
+    said = _server_message(response)
+    if response.status_code in (401, 403):
+        if "Authorization" in response.request.headers:
+            return f"{url} refuses the API key ({said}); correct --api-key, VLLM_API_KEY or OPENAI_API_KEY"
+        return f"{url} wants an API key ({said}); pass --api-key, or set VLLM_API_KEY or OPENAI_API_KEY"
+    if response.status_code == 404 and "model" not in said.lower():
+        return f"{url} does not exist ({said}); {_NO_VLLM}"
+    if response.status_code == 400 and url.endswith("/tokenize"):
+        return (
+            f"vLLM cannot turn this into tokens: {said}. Give it as requests send it: --messages FILE with the turns "
+            "that the chat template wants, or --text FILE where there is no template"
+        )
+    return f"{url} answered {response.status_code}: {said}"
+
+
+def _server_message(response: httpx.Response) -> str:
+    try:
+        value = read_json(response.content)
+        error = value.get("error", value)
+        said = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        # A page of HTML says less than the status.
+        text = _text(response)
+        said = response.reason_phrase if text.lstrip().startswith("<") else text
+    said = " ".join(said.split()) or response.reason_phrase
+    return said if len(said) <= _SHOWN_CHARS else said[: _SHOWN_CHARS - 1] + "…"

@@ -1,0 +1,78 @@
+"""`python -m kvtier.daemon.offline_check`: the check whose report `kvtier fsck --offline` shows, as one JSON value."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.config.load import load_config
+from kvtier.daemon.folder_locks import locked
+from kvtier.errors import AlreadyRunningError, ConfigError, ConfigErrors, KvtierError
+from kvtier.maintenance.offline import check_offline
+from kvtier.printable import printable
+from kvtier.usage_errors import PrintableCommand
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_IMPOSSIBLE = 3
+_REMEDY = "name the state directory with: kvtier fsck --offline --state-dir DIR"
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(cls=PrintableCommand)
+def fsck(
+    config: Annotated[Path | None, typer.Option(metavar="FILE", envvar="KVTIER_CONFIG")] = None,
+    state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of packs and ledger (disk.dir)")] = None,
+    repair: Annotated[bool, typer.Option("--repair")] = False,
+    deep: Annotated[bool, typer.Option("--deep")] = False,
+) -> None:
+    """Check a state directory that no daemon uses."""
+    os.umask(0o077)
+    try:
+        loaded = load_config(path=config, flags={"disk.dir": state_dir})
+        folder = loaded.config.disk.disk_dir
+        _check_is_folder(folder, loaded.sources["disk.dir"])
+        with _claimed(folder):
+            report = check_offline(folder, arena_dir=loaded.config.host.arena_dir, repair=repair, deep=deep)
+    except (ConfigError, ConfigErrors) as exc:
+        _fail(str(exc), EXIT_USAGE)
+    except AlreadyRunningError as exc:
+        who = f"the daemon with pid {exc.pid}" if exc.pid else "a daemon"
+        _fail(f"{who} uses {folder}; run `kvtier fsck` without --offline, or stop it", EXIT_IMPOSSIBLE)
+    except KvtierError as exc:
+        _fail(str(exc), EXIT_FAILED)
+    print(json.dumps({"folder": str(folder), **dataclasses.asdict(report)}))
+
+
+def _check_is_folder(folder: Path, source: str) -> None:
+    if not folder.is_dir():
+        raise ConfigError("disk.dir", str(folder), source, f"is no directory; {_REMEDY}")
+    # Or a mistyped path would be called clean. Before the lock, which leaves a file.
+    if not any((folder / name).exists() for name in ("ledger.sqlite", "packs")):
+        raise ConfigError("disk.dir", str(folder), source, f"holds neither ledger.sqlite nor packs; {_REMEDY}")
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Hold the daemon's lock. A directory that we may not write has no daemon of ours, and is only looked at."""
+    if not os.access(folder, os.W_OK):
+        yield
+        return
+    with locked(folder):
+        yield
+
+
+def _fail(problem: str, code: int) -> None:
+    print(printable(problem), file=sys.stderr)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,93 @@
+"""Warming: again while chunks are missing, not while the disk is at work, and never for ever."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvtier._pb.cache_pb2 import PromptBinding, PromptStatus
+from kvtier.cli.flows.capture import Capture, CapturePolicy, Outcome
+from kvtier.cli.flows.status_feed import StatusFeed
+from kvtier.errors import RenderError
+
+POLICY = CapturePolicy(timeout_s=100)
+
+
+def status(*, host: int = 0, durable: int = 0, total: int = 4, state: int = PromptStatus.CAPTURING) -> PromptStatus:
+    binding = PromptBinding(num_chunks=total, num_host_chunks=host, num_durable_chunks=durable, live=True)
+    return PromptStatus(state=state, bindings=[binding])  # type: ignore[arg-type]
+
+
+class FakeFeed(StatusFeed):
+    """Lets time pass at each question, and answers what the script says for that many warm requests."""
+
+    def __init__(self, script: Callable[[int], PromptStatus | None]) -> None:
+        self.script, self.now_s, self.sent = script, 0.0, 0
+        self._answered = threading.Event()
+
+    def send(self) -> None:
+        self.sent += 1
+        self._answered.set()
+
+    def next(self, wait_s: float) -> PromptStatus | None:
+        # A warm request runs in a thread of its own: let it be answered before time passes.
+        assert self._answered.wait(10)
+        self.now_s += 0.5
+        return self.script(self.sent)
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def capture(feed: FakeFeed, first: PromptStatus, policy: CapturePolicy = POLICY) -> Outcome:
+    return Capture(policy, feed.send, feed.clock).run(first, feed, lambda _: None)[1]
+
+
+def test_what_is_durable_needs_no_request() -> None:
+    feed = FakeFeed(lambda _: None)
+    assert capture(feed, status(durable=4, state=PromptStatus.DURABLE)) is Outcome.DURABLE
+    assert feed.sent == 0
+
+
+def test_a_second_request_brings_what_the_first_did_not() -> None:
+    feed = FakeFeed(lambda sent: status(durable=4, state=PromptStatus.DURABLE) if sent == 2 else None)
+    assert capture(feed, status(host=2)) is Outcome.DURABLE
+    assert feed.sent == 2
+    assert feed.now_s >= POLICY.settle_s
+
+
+def test_it_gives_up_after_three_requests() -> None:
+    feed = FakeFeed(lambda _: None)
+    assert capture(feed, status(host=2)) is Outcome.INCOMPLETE
+    assert feed.sent == 3
+    assert feed.now_s < POLICY.timeout_s
+
+
+def test_a_slow_disk_is_waited_for() -> None:
+    """All chunks are in host memory: it ends with the time, not with the number of requests."""
+    feed = FakeFeed(lambda _: None)
+    assert capture(feed, status(host=4)) is Outcome.TIMED_OUT
+    assert feed.now_s > POLICY.timeout_s
+
+
+def test_over_quota_ends_at_once() -> None:
+    feed = FakeFeed(lambda _: status(host=2, state=PromptStatus.OVER_QUOTA))
+    assert capture(feed, status()) is Outcome.OVER_QUOTA
+    assert feed.sent == 1
+
+
+def test_less_than_a_chunk_is_not_warmed() -> None:
+    feed = FakeFeed(lambda _: None)
+    assert capture(feed, status(total=0)) is Outcome.INCOMPLETE
+    assert feed.sent == 0
+
+
+def test_what_vllm_refuses_is_raised() -> None:
+    feed = FakeFeed(lambda _: None)
+
+    def send() -> None:
+        feed.send()
+        raise RenderError("too long")
+
+    with pytest.raises(RenderError, match="too long"):
+        Capture(POLICY, send, feed.clock).run(status(), feed, lambda _: None)
