@@ -17,11 +17,11 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-from prometheus_client.core import HistogramMetricFamily, Sample
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PromMetric
 from prometheus_client.registry import Collector
 
-from kvtier.obs.declare import Family, Kind, Metric
+from kvtier.obs.declare import Family, Kind
 from kvtier.obs.histogram import Histogram
 from kvtier.obs.log import log_event
 
@@ -30,6 +30,12 @@ logger = logging.getLogger(__name__)
 PATH = "/metrics"
 _CLIENT_TIMEOUT_S = 10.0
 _STOP_POLL_S = 0.05
+
+_FAMILIES = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
 
 Read = Callable[[], Sequence[Family]]
 """Returns a reading; called in a thread, and raises TimeoutError when the event loop does not give one."""
@@ -127,26 +133,13 @@ def _refuse(start_response: Any, status: str, text: str) -> Iterable[bytes]:
     return [f"{text}\n".encode()]
 
 
-def _exposed(family: Family) -> PromMetric:
+def _exposed(family: Family) -> Any:
     metric = family.metric
-    if metric.kind is Kind.HISTOGRAM:
-        return _exposed_histogram(family)
-    exposed = PromMetric(metric.name.removesuffix("_total"), metric.meaning, metric.kind.value)
+    exposed: Any = _FAMILIES[metric.kind](metric.name, metric.meaning, labels=list(metric.labels))
     for values, value in family.samples:
-        assert not isinstance(value, Histogram)
-        exposed.samples.append(Sample(metric.name, _labels(metric, values), value))
+        if isinstance(value, Histogram):
+            buckets = [("+Inf" if bound == float("inf") else str(bound), num) for bound, num in value.cumulative()]
+            exposed.add_metric(values, buckets=buckets, sum_value=value.total)
+        else:
+            exposed.add_metric(values, value)
     return exposed
-
-
-def _exposed_histogram(family: Family) -> PromMetric:
-    metric = family.metric
-    exposed = HistogramMetricFamily(metric.name, metric.meaning, labels=list(metric.labels))
-    for values, value in family.samples:
-        assert isinstance(value, Histogram)
-        buckets = [("+Inf" if bound == float("inf") else str(bound), num) for bound, num in value.cumulative()]
-        exposed.add_metric(values, buckets=buckets, sum_value=value.total)
-    return exposed
-
-
-def _labels(metric: Metric, values: Sequence[str]) -> dict[str, str]:
-    return dict(zip(metric.labels, values, strict=True))
