@@ -26,15 +26,15 @@ scrape_configs:
 ```
 
 No label is unbounded: there is none for prompts, sessions, namespaces or keys. Counters begin at 0 with the daemon. A scrape
-reads all numbers at one moment of the event loop and counts no chunks, so it costs the same however many there are; when the
-loop does not answer within 5 s it fails with 503, and `up` is 0. `kvtier status` shows the same numbers.
+reads all numbers at one moment of the event loop and counts no chunks, so its cost does not depend on their number. When the
+loop does not answer within 5 s, the scrape fails with 503 and `up` is 0. `kvtier status` shows the same numbers.
 
 | question | expression |
 |---|---|
 | share of chunks that engines asked the daemon for and got | `sum(rate(kvtier_hit_chunks_total[5m])) / (sum(rate(kvtier_hit_chunks_total[5m])) + sum(rate(kvtier_missed_chunks_total[5m])))` |
 | share of prompt tokens that kvtier restored | `sum(rate(vllm:prompt_tokens_cached_by_source_total{source=~"host\\|disk"}[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))` |
-| write amplification | `sum(kvtier_disk_written_bytes_total) / sum(kvtier_spilled_bytes_total)` |
-| compression | `sum(kvtier_spilled_bytes_total) / sum(kvtier_disk_written_bytes_total{reason="spill"})` |
+| write amplification | `sum(kvtier_disk_written_bytes_total) / sum(kvtier_written_back_bytes_total)` |
+| compression | `sum(kvtier_written_back_bytes_total) / sum(kvtier_disk_written_bytes_total{reason="write_back"})` |
 | 99th percentile of an answer | `histogram_quantile(0.99, sum by (le) (rate(kvtier_acquire_seconds_bucket[5m])))` |
 """
 
@@ -43,11 +43,11 @@ VLLM = """\
 
 | metric | meaning |
 |---|---|
-| `vllm:prompt_tokens_cached_by_source_total{source}` | prompt tokens not computed, counted at admission. `device`: vLLM's own cache. `host` and `disk`: kvtier, by where each chunk was when the request asked. `external_unspecified`: on models with sliding windows, tokens before the window, which need no KV. vLLM fixes the label's values, so there is none of kvtier's own |
+| `vllm:prompt_tokens_cached_by_source_total{source}` | prompt tokens not computed, counted at admission. `device`: vLLM's prefix cache. `host` and `disk`: kvtier, by where each chunk was when the request asked. `external_unspecified`: on models with sliding windows, tokens before the window, which need no KV. vLLM fixes the label's values, so there is none of kvtier's own |
 | `vllm:external_prefix_cache_queries_total`, `vllm:external_prefix_cache_hits_total` | tokens that kvtier was asked for, and that it had |
 | `vllm:kv_offload_load_bytes_total`, `vllm:kv_offload_load_time_total` | what the workers copied out of host memory, and the seconds that took, summed over all workers of an engine: with TP=2 both ranks' bytes and both ranks' seconds |
 | `vllm:kv_offload_store_bytes_total`, `vllm:kv_offload_store_time_total` | likewise into it |
-| `vllm:kv_offload_lookup_async_delay_seconds` | from a request's first deferred lookup to the one that settled it |
+| `vllm:kv_offload_lookup_async_delay_seconds` | from a request's first deferred lookup to the final one |
 """
 
 
@@ -60,7 +60,7 @@ def document() -> str:
         *_section("Counters of the daemon", _of_kind(metrics, Kind.COUNTER), meanings),
         *_section("The daemon as it is now", _of_kind(metrics, Kind.GAUGE), meanings),
         *_section("How long things take in the daemon", _of_kind(metrics, Kind.HISTOGRAM), meanings),
-        "`process_*` of prometheus_client tell CPU, memory and descriptors of the daemon.\n",
+        "`process_*` of prometheus_client show CPU, memory and descriptors of the daemon.\n",
         *_section(
             "What the connector adds to vLLM's /metrics",
             METRICS,

@@ -1,4 +1,4 @@
-"""What can be seen of a running kvtier: log events (`log`), and metrics, which the other modules declare and serve."""
+"""What a running kvtier shows: log events, spans, and the metrics with their HTTP server."""
 
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event, setup_logging

@@ -1,8 +1,8 @@
 """How a metric is declared: once, with its name, its meaning and every value that its labels may take.
 
-Metrics are fields of dataclasses (`Counters`, `Gauges`, `Timings`); a field is one time series, or, of `Timings`, one
-histogram. What it means for people and how Prometheus calls it stand together in the field's metadata. docs/metrics.md,
-the exposition and the tests of dashboard and alerts read that.
+Metrics are fields of dataclasses (`Counters`, `Gauges`, `Timings`). A field is one time series; a field of `Timings` is
+one histogram. Its metadata holds its meaning and its Prometheus name. docs/metrics.md, the exposition and the tests of
+dashboard and alerts read that metadata.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ _METADATA = "kvtier_series"
 
 
 class Kind(StrEnum):
-    """Type of a metric, as Prometheus calls it."""
+    """Type of a metric, in the terms of Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -31,9 +31,9 @@ class Metric:
     Attributes:
         name: With prefix and base unit, as scraped: a counter's ends with `_total`.
         kind: Its type.
-        meaning: What it tells, for people.
-        labels: By name, all values that occur; none where they cannot be listed, as of a version.
-        bounds: A histogram's buckets.
+        meaning: Its help text.
+        labels: For each label all values that occur; none if they cannot be listed, as for a version.
+        bounds: Upper bounds of a histogram's buckets.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Series:
-    """One time series (or histogram) of a metric: its label values in the order of the labels, and what it means."""
+    """One time series (or histogram) of a metric: its label values in the order of the labels, and its meaning."""
 
     metric: Metric
     values: tuple[str, ...]
@@ -61,7 +61,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Family:
-    """What a metric showed at one moment: by label values a number, or a histogram's state."""
+    """The samples of a metric at one moment: label values, and a number or a histogram."""
 
     metric: Metric
     samples: Sequence[tuple[tuple[str, ...], float | Histogram]]
@@ -87,7 +87,7 @@ def series(metric: Metric, meaning: str = "", **labels: str) -> int:
 
     Args:
         metric: The family.
-        meaning: Of this series; left out, the family's.
+        meaning: Of this series (default: that of the family).
         labels: A value for each of the family's labels.
     """
     assert labels.keys() == metric.labels.keys(), f"{metric.name} has labels {list(metric.labels)}"
@@ -126,7 +126,7 @@ def metrics_of(kind: type) -> list[Metric]:
 
 
 def read(record: Any) -> list[Family]:
-    """Return what a record of declared fields shows now; histograms are copied."""
+    """Return the present values of a record of declared fields; histograms are copied."""
     samples: dict[Metric, list[tuple[tuple[str, ...], float | Histogram]]] = {}
     for name, found in declared(type(record)):
         value = getattr(record, name)

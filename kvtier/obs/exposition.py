@@ -1,11 +1,11 @@
 """`GET /metrics`: the daemon's metrics over HTTP, from threads of their own.
 
-A scrape takes a reading on the event loop (a tenth of a millisecond, however many chunks there are) and does all else
-beside it: HTTP, text, gzip, and clients that are slow. An asyncio handler would write the text on the loop in one
-piece; a thread gives the interpreter back when the loop wants it.
+A scrape takes a reading on the event loop (0.1 ms, independent of the number of chunks) and does the rest in a thread:
+HTTP, text, gzip, and slow clients. An asyncio handler would write the text on the loop in one piece; a thread releases
+the interpreter when the loop needs it. ADR 15 says why the server is not that of prometheus_client.
 
-When the loop does not answer in time the scrape fails with 503, so that Prometheus' own `up` says what is true of every
-engine too: this daemon does not answer.
+When the loop does not answer in time, the scrape fails with 503 and `up` is 0. Engines see the same daemon: it does not
+answer.
 """
 
 import logging
@@ -38,7 +38,7 @@ _FAMILIES = {
 }
 
 Read = Callable[[], Sequence[Family]]
-"""Returns a reading; called in a thread, and raises TimeoutError when the event loop does not give one."""
+"""Returns a reading; called in a thread. Raises TimeoutError when the event loop does not answer."""
 
 
 class MetricsServer:
@@ -46,10 +46,10 @@ class MetricsServer:
 
     Args:
         address: Host and port; port 0: any that is free.
-        read: Asked at each scrape.
+        read: Called at each scrape.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The server cannot listen at the address.
     """
 
     def __init__(self, address: tuple[str, int], read: Read) -> None:
@@ -67,14 +67,14 @@ class MetricsServer:
         return f"http://{f'[{name}]' if ':' in name else name}:{port}{PATH}"
 
     def close(self) -> None:
-        """Stop listening. Blocks for a moment; a scrape that runs is not waited for."""
+        """Stop listening. Blocks for at most 50 ms; does not wait for a scrape in progress."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per request, so that a client that says nothing holds up nobody."""
+    """A thread per request, so that a silent client does not delay another."""
 
     daemon_threads = True
 
@@ -84,7 +84,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.set_app(app)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client left, or said nothing for too long."""
+        """Log that a client disconnected, or sent nothing for too long."""
         log_event(logger, "scrape_failed", level=logging.DEBUG, client=client_address)
 
 
@@ -92,7 +92,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a scrape is no event."""
+        """Log nothing: a scrape is no event."""
 
 
 class _Daemon(Collector):
@@ -102,7 +102,7 @@ class _Daemon(Collector):
         self._read = read
 
     def describe(self) -> Iterable[PromMetric]:
-        """Name nothing: that would take a reading before the first scrape."""
+        """Return nothing: the names would need a reading before the first scrape."""
         return ()
 
     def collect(self) -> Iterator[PromMetric]:

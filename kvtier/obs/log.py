@@ -1,10 +1,10 @@
 """Log lines: an event's name and fields, as text or JSON, on stderr.
 
-One event per transition, never per chunk, and of bounded length, whatever text it quotes; never a prompt's tokens or
-text, a cache salt or a credential. A field with such a name is withheld here, whatever the caller meant.
+One event per transition, never per chunk, and of bounded length. No line holds the tokens or the text of a prompt, a
+cache salt or a credential: the value of a field with such a name is withheld here.
 
-When stderr goes to systemd's journal, every line begins with its priority, which the journal takes off and keeps beside
-the line (`journalctl -p warning`), and text has no time, which the journal has too.
+When stderr is connected to the systemd journal, every line begins with its priority, which the journal removes and
+keeps beside the line (`journalctl -p warning`). Text has no time then, because the journal has it.
 Source: sd-daemon(3), systemd.exec(5).
 """
 
@@ -29,7 +29,7 @@ _DEBUG_PRIORITY = 7
 
 
 def log_event(logger: logging.Logger, event: str, /, *, level: int = logging.INFO, **fields: object) -> None:
-    """Log that something happened.
+    """Log an event.
 
     Args:
         logger: The module's logger.
@@ -87,7 +87,7 @@ class JsonFormatter(logging.Formatter):
             "event": shortened(record.getMessage()),
         }
         tail = {"exception": _traceback(self, record)} if record.exc_info else {}
-        # The head wins: a field named "event" must not hide what happened.
+        # The head wins: a field named "event" must not replace the name of the event.
         return json.dumps({**_fields(record), **head, **tail}, default=str)
 
 
@@ -109,7 +109,7 @@ def _priority(level: int) -> int:
 
 
 def _is_journal(stream: TextIO) -> bool:
-    """Return whether systemd connected the stream to its journal: the variable has device and inode of what it did."""
+    """Return whether systemd connected the stream to its journal, whose device and inode the variable holds."""
     try:
         target = os.fstat(stream.fileno())
     except (OSError, ValueError):

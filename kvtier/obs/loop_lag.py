@@ -1,4 +1,4 @@
-"""How late the event loop is: what everything that it has to answer waits before it is looked at."""
+"""Lag of the event loop: how long a request or a timer that is due waits for its turn."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ async def watch_loop_lag(
     now_s: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Sleep again and again, for ever, and observe by how much each sleep was too long."""
+    """Sleep in a loop, and observe by how much each sleep exceeds its length. Ends when cancelled."""
     while True:
         due_s = now_s() + PERIOD_S
         await sleep(PERIOD_S)

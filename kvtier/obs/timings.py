@@ -12,38 +12,40 @@ _PROMISE_S = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
 @dataclass(slots=True)
 class Timings:
-    """The daemon's durations; observed on the loop thread only, but for `fsync`, which `tiers.observed_ops` locks."""
+    """The durations; observed on the loop thread only, except `fsync`, which the disk tier observes under a lock."""
 
     acquire: Histogram = timed(
         "acquire_seconds",
-        "From an Acquire taken up on the event loop to its answer queued for the engine.",
+        "From the start of an Acquire on the event loop to its answer in the queue for the engine.",
         _DECISION_S,
     )
     first_chunk: Histogram = timed(
         "first_chunk_seconds",
-        "From an Acquire that waits for the disk to the first of its chunks being readable.",
+        "From an Acquire that waits for the disk until the first of its chunks is readable.",
         _IO_S,
     )
     promotion: Histogram = timed(
-        "promotion_seconds", "From an Acquire that waits for the disk to the last of its chunks being readable.", _IO_S
+        "promotion_seconds", "From an Acquire that waits for the disk until the last of its chunks is readable.", _IO_S
     )
     seal: Histogram = timed(
-        "store_seal_seconds", "From an engine's word that chunks are written to their being readable by all.", _IO_S
+        "store_seal_seconds", "From an engine's report that chunks are written until every engine can read them.", _IO_S
     )
     pack_write: Histogram = timed(
-        "pack_write_seconds", "Writing a pack of spilled chunks and recording it, finding room for it included.", _IO_S
+        "pack_write_seconds",
+        "Writing back a pack of chunks and recording it, including the reclaim of disk space for it.",
+        _IO_S,
     )
     fsync: Histogram = timed("fsync_seconds", "One fsync of a pack or of the packs' directory.", _IO_S)
     ledger: Histogram = timed(
-        "ledger_commit_seconds", "A call of the ledger, its wait for its turn and its fsync included.", _IO_S
+        "ledger_commit_seconds", "A call of the ledger, including its wait in the queue and its fsync.", _IO_S
     )
     durable: Histogram = timed(
         "pin_durable_seconds",
-        "From a pin (or the loss of its durability, or the daemon's start) to every chunk of it on disk; to a tenth.",
+        "From a pin (or the loss of its durability, or a start of the daemon) until all chunks are on disk, to 10%.",
         _PROMISE_S,
     )
     loop_lag: Histogram = timed(
         "event_loop_lag_seconds",
-        "How late the event loop comes to what is due, sampled four times a second.",
+        "Delay of the event loop behind schedule, sampled four times a second.",
         _DECISION_S,
     )

@@ -1,11 +1,11 @@
-"""Spans: what happened when, in daemon, engine and workers, in files that a trace viewer opens.
+"""Spans: which stage ran when, in daemon, engine and workers, in files that a trace viewer opens.
 
-Each process writes a file of its own into one folder, in the Trace Event Format's array form, of which the closing
-bracket may be missing: so a killed process leaves a readable file. Times are the system's monotonic clock, one for all
-processes of a host: `kvtier trace` puts the files together as they are.
+Each process writes a file of its own into one folder, in the array form of the Trace Event Format. The closing bracket
+may be missing there, so a killed process leaves a readable file. All processes of a host share the monotonic clock, so
+`kvtier trace` merges the files as they are.
 
-Off until `start`, and then one per process: a span says where time went, whoever asks, as a log line does. When it is
-off `record` costs a comparison, and `span` about half a microsecond; neither is called per chunk.
+Tracing is off until `start`, and then global in the process, like logging. While it is off, `record` costs a
+comparison and `span` about half a microsecond; neither is called per chunk.
 
 Source: "Trace Event Format" (Google, 2016), which chrome://tracing and https://ui.perfetto.dev read.
 """
@@ -24,7 +24,7 @@ from typing import TextIO
 from kvtier.obs.log import log_event
 
 MAX_FILE_BYTES = 256 * 1024**2
-"""Where a file ends: some two million spans."""
+"""Largest file: about two million spans."""
 SUFFIX = ".trace.json"
 _FLUSH_EVENTS = 512
 _FLUSH_S = 1.0
@@ -36,14 +36,14 @@ Value = str | int | float | bool
 class TraceFile:
     """Writes the spans of one process. Any thread; buffered, for about a second at most.
 
-    A file that cannot be written ends the trace, with one line in the log, and nothing else.
+    If the file cannot be written, the trace ends with one line in the log; nothing else changes.
     """
 
     def __init__(self, folder: Path, process: str) -> None:
-        """Create `<process>-<pid>.trace.json`, for the owner's eyes only.
+        """Create `<process>-<pid>.trace.json`, which only its owner may read.
 
         Raises:
-            OSError: The folder cannot be made, or the file.
+            OSError: The folder or the file cannot be created.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         pid = os.getpid()
@@ -60,7 +60,7 @@ class TraceFile:
         threading.Thread(target=self._run, name="kvtier-trace", daemon=True).start()
 
     def record(self, name: str, began_s: float, ended_s: float, of: str | None, args: dict[str, Value]) -> None:
-        """Add a span; see the module's `record`."""
+        """Add a span; see the function `record`."""
         event: dict[str, object] = {"name": name, "cat": name, "args": args}
         with self._lock:
             if self._file is None:
@@ -76,13 +76,13 @@ class TraceFile:
                 self._flush()
 
     def close(self) -> None:
-        """Write what waits; later spans are dropped. Idempotent."""
+        """Write what is buffered; later spans are dropped. Idempotent."""
         with self._lock:
             self._flush()
             self._end()
 
     def _run(self) -> None:
-        # Spans come in bursts, and a process that is killed in the quiet after one had not written its end.
+        # Spans come in bursts. Without this, a process that is killed after a burst would lose the end of it.
         while not self._ends.wait(_FLUSH_S):
             with self._lock:
                 self._flush()
@@ -129,14 +129,14 @@ _trace: TraceFile | None = None
 
 
 def start(folder: Path | None, process: str) -> Path | None:
-    """Begin to trace this process; return the file. One that traces into the folder already goes on with its file.
+    """Begin to trace this process; return the file. If it already traces into the folder, it keeps its file.
 
     Args:
-        folder: Gets one file for each process; None: no trace.
-        process: What the viewer calls it: `daemon`, `engine`, `worker`.
+        folder: Holds one file for each process; None: no trace.
+        process: Its name in the viewer: `daemon`, `engine`, `worker`.
 
     Raises:
-        OSError: No file can be made there.
+        OSError: The file cannot be created.
     """
     global _trace
     if folder is None:
@@ -157,13 +157,13 @@ def stop() -> None:
 
 
 def record(name: str, began_s: float, ended_s: float, *, of: str | None = None, **args: Value) -> None:
-    """Note a span that is over.
+    """Record a span that has ended.
 
     Args:
-        name: A stage; one of few.
+        name: The stage, one of a small set.
         began_s: Monotonic seconds, as `time.monotonic` and `time.perf_counter` count them on Linux.
         ended_s: The same.
-        of: What it belongs to, a request for example: such spans may overlap. None: it is this thread's doing.
+        of: What it belongs to, for example a request: such spans may overlap. None: it belongs to this thread.
         args: Shown with the span; never a token nor a prompt's text.
     """
     if _trace is not None:
@@ -172,7 +172,7 @@ def record(name: str, began_s: float, ended_s: float, *, of: str | None = None, 
 
 @contextmanager
 def span(name: str, **args: Value) -> Iterator[None]:
-    """Note what this thread does in the block."""
+    """Record the block as a span of this thread."""
     if _trace is None:
         yield
         return

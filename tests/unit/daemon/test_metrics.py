@@ -143,12 +143,12 @@ def test_the_numbers_are_those_of_what_happened(used: tuple[Served, Exported]) -
     num_bytes = 6 * 6000
     assert value(exported, "kvtier_stored_chunks_total") == 6
     assert value(exported, "kvtier_stored_bytes_total") == num_bytes
-    assert value(exported, "kvtier_spilled_bytes_total") == num_bytes
+    assert value(exported, "kvtier_written_back_bytes_total") == num_bytes
     assert value(exported, "kvtier_promoted_bytes_total") == num_bytes
     assert value(exported, "kvtier_hit_chunks_total", tier="host") == 6
     assert value(exported, "kvtier_hit_bytes_total", tier="disk") == num_bytes
     assert value(exported, "kvtier_missed_chunks_total", reason="absent") == 1
-    assert value(exported, "kvtier_disk_written_bytes_total", reason="spill") >= num_bytes
+    assert value(exported, "kvtier_disk_written_bytes_total", reason="write_back") >= num_bytes
     assert value(exported, "kvtier_acquire_seconds_count") == 2
     for timing in ("first_chunk", "promotion"):
         assert value(exported, f"kvtier_{timing}_seconds_count") == 1
