@@ -46,7 +46,7 @@ def _globals(
             envvar=SOCKET_VARIABLE,
             help="The daemon's unix socket",
             show_default=False,
-            readable=False,  # a socket that one may not connect to is a matter for those who try, with a better reason
+            readable=False,  # connecting gives a better reason than Typer's own check of the path
         ),
     ] = None,
     daemon_uid: Annotated[
@@ -56,7 +56,7 @@ def _globals(
             envvar=DAEMON_UID_VARIABLE,
             min=0,
             max=MAX_UID,
-            help="As whom the daemon may run, besides you and root",
+            help="Uid that the daemon may run as, besides yours and root",
             show_default=False,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""What the shell offers when somebody presses the tab key."""
+"""Completion of prompt names in the shell."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,13 @@ from kvtier.client.admin import AdminClient
 from kvtier.errors import KvtierError
 
 _TIMEOUT_S = 1.0
-# Some shells evaluate what is offered, so nothing is but what the daemon takes for a name.
+# Some shells evaluate completions, so only valid names are offered.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
 
 
 def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of prompts that begin so; none when no daemon answers quickly."""
-    # Completing runs no callback, so that there are no Settings yet.
+    """Return the names of prompts with this beginning; none when no daemon answers within a second."""
+    # Completion runs no callback, so there are no Settings yet.
     given = context.find_root().params
     socket, daemon_uid = given.get("socket") or default_socket_path(), given.get("daemon_uid")
     try:

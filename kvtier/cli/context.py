@@ -1,4 +1,4 @@
-"""What every command shares: the daemon's socket, the exit codes, and how errors reach the shell."""
+"""What all commands share: the socket of the daemon, the exit codes, and the way from errors to the shell."""
 
 import errno
 import os
@@ -28,8 +28,8 @@ class Settings:
 
     Attributes:
         socket: The daemon's unix socket.
-        daemon_uid: As whom the daemon may run, besides us and root.
-        is_named: The command line names it: a daemon that the settings of this environment may know nothing of.
+        daemon_uid: Another uid that the daemon may run as, besides ours and root.
+        is_named: The command line names the socket, so the settings of this environment may be of another daemon.
     """
 
     socket: Path
@@ -48,7 +48,7 @@ def settings_of(context: typer.Context) -> Settings:
 
 
 def exit_code(error: KvtierError) -> int:
-    """Return what the shell sees of an error."""
+    """Return the exit code of an error."""
     if isinstance(error, DaemonUnreachableError):
         return EXIT_UNREACHABLE
     usage = isinstance(error, InvalidArgumentError) or (isinstance(error, RemoteError) and error.kind in _USAGE_KINDS)
@@ -66,17 +66,19 @@ class ErrorReportingGroup(PrintableGroup):
             Output().fail(str(exc))
             raise typer.Exit(exit_code(exc)) from exc
         except BrokenPipeError as exc:
-            # `kvtier list | head`: not an error; nothing may be written on the way out either.
+            # `kvtier list | head` is no error; Python must not write at exit either.
             _discard_stdout()
             raise typer.Exit(0) from exc
         except OSError as exc:
             if exc.errno not in _FULL or exc.filename is not None:
                 raise
             _discard_stdout()
-            Output().fail(f"the answer cannot be written to stdout: {exc.strerror}; make room, or write it elsewhere")
+            Output().fail(
+                f"the answer cannot be written to stdout: {exc.strerror}; free some space, or write to another file"
+            )
             raise typer.Exit(EXIT_FAILED) from exc
 
 
 def _discard_stdout() -> None:
-    """What is still to be written goes nowhere, and so does what Python writes on the way out."""
+    """Redirect stdout to /dev/null, so that buffered output and what Python writes at exit are dropped."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,23 +1,23 @@
-"""JSON that others wrote: an operator's file, vLLM's answer, a stored recipe. Read so that it can be written again."""
+"""Reads JSON from outside (a file of the operator, an answer of vLLM, a stored recipe) so that it can be sent on."""
 
 import json
 import math
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-"""Levels of lists and objects in each other. OpenAI's requests have some ten; Python's parser ends near a thousand."""
+"""Nesting depth. Requests to OpenAI's API have about ten levels; Python's parser fails near a thousand."""
 
 
 class JsonError(ValueError):
-    """The text is no JSON that can be passed on; the message says why, and where."""
+    """The text is not JSON that can be sent on; the message says why, and where."""
 
 
 def read_json(text: str | bytes) -> Any:
     """Return the value.
 
     Raises:
-        JsonError: It is not JSON, or holds what cannot be sent on: NaN, endless numbers, text that is not Unicode, more
-            levels than `MAX_DEPTH`.
+        JsonError: It is not JSON, or cannot be sent on: NaN, infinite numbers, text that is not Unicode, more levels
+            than `MAX_DEPTH`.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
@@ -30,14 +30,14 @@ def read_json(text: str | bytes) -> Any:
     except JsonError:
         raise
     except ValueError as exc:
-        # Python refuses to read numbers of more than some 4,300 digits.
+        # Python refuses to parse numbers of more than about 4,300 digits.
         raise JsonError("has a number of thousands of digits; no number in a request is that long") from exc
     _check(value)
     return value
 
 
 def _check(value: Any) -> None:
-    """Walk without recursion: the depth is what is in question."""
+    """Walk without recursion, because the depth may be too large."""
     waiting = [(value, "", 1)]
     while waiting:
         item, path, depth = waiting.pop()

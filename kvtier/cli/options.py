@@ -1,4 +1,4 @@
-"""Options that several commands take, and checks of what is given for them."""
+"""Options that several commands have, and checks of their values."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MAX_WAIT_S = 7 * 86400.0
 
 
 def checked_text(value: str | Sequence[str] | None) -> Any:
-    """Refuse what is not text: a name with bytes that are no UTF-8 cannot be sent. A callback of Typer's."""
+    """Refuse a name whose bytes are not UTF-8: it cannot be sent. A callback for Typer."""
     for text in [value] if isinstance(value, str) else value or ():
         try:
             text.encode()
@@ -23,17 +23,17 @@ def checked_text(value: str | Sequence[str] | None) -> Any:
 
 
 def checked_number(value: float) -> float:
-    """Refuse nan, which is in every range. A callback of Typer's."""
+    """Refuse nan, which passes every range check. A callback for Typer."""
     if math.isnan(value):
         raise typer.BadParameter("nan is not a number; give one")
     return value
 
 
 def api_key_option(help_panel: str | None = None) -> Any:
-    """Return the option that holds vLLM's API key; for `Annotated[str | None, ...]`.
+    """Return the option for the API key of vLLM; for `Annotated[str | None, ...]`.
 
     Args:
-        help_panel: Where --help lists it.
+        help_panel: Section of --help that lists it.
     """
     return typer.Option(
         metavar="KEY",

@@ -1,1 +1,1 @@
-"""The daemon process: command line (`main`), folders, lock and signals (`lifecycle`). Everything else is below."""
+"""The daemon process: command line, folders and their locks, signals, and the offline check."""

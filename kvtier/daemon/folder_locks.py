@@ -1,4 +1,4 @@
-"""The daemon's folders, the lock on each, and what is left at the socket's path."""
+"""The folders of the daemon, the lock on each, and a stale socket at its path."""
 
 import errno
 import fcntl
@@ -17,16 +17,16 @@ PROBE_TIMEOUT_S = 1.0
 
 
 def prepare_folder(key: str, folder: Path) -> None:
-    """Create the folder for us alone (0700), or check that an existing one is safe to use.
+    """Create the folder with mode 0700, or check that an existing one is safe to use.
 
-    The mode of an existing folder is never changed: it may be /tmp or /dev/shm, named by mistake.
+    The mode of an existing folder never changes: it may be /tmp or /dev/shm, named by mistake.
 
     Args:
         key: The setting that names it, for the error.
         folder: Absolute path.
 
     Raises:
-        ConfigError: It cannot be made or written, or anyone may write into it.
+        ConfigError: It cannot be created or written, or other users may write into it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -37,10 +37,10 @@ def prepare_folder(key: str, folder: Path) -> None:
 
 
 def prepare_socket_folder(folder: Path) -> None:
-    """Do the same for the socket's folder, into which nobody but us and root may put another socket.
+    """Do the same for the folder of the socket, into which only we and root may put another socket.
 
     Raises:
-        ConfigError: Somebody else may, or it cannot be made or written.
+        ConfigError: Another user may, or it cannot be created or written.
     """
     if problem := socket_folder_problem(folder):
         raise ConfigError("server.socket", str(folder), START, problem)
@@ -49,13 +49,13 @@ def prepare_socket_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Path]:
-    """Hold the folder's lock file, which then contains our pid if there is room for it; yields its path.
+    """Lock the folder with a lock file that holds our pid (unless the file system is full); yields its path.
 
-    flock, so the kernel lets go when the process dies, however it dies. The file stays: unlinking it would let two
-    daemons hold locks on two files of one name.
+    The lock is flock's, so the kernel releases it when the process dies for any reason. The file stays: if it were
+    unlinked, two daemons could lock two files of one name.
 
     Raises:
-        AlreadyRunningError: Another process holds it.
+        AlreadyRunningError: Another process has the lock.
         TierIOError: The file cannot be opened.
     """
     with _locked_file(folder / LOCK_NAME) as path:
@@ -64,13 +64,13 @@ def locked(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked_socket(path: Path) -> Iterator[Path]:
-    """Hold the lock beside a socket's path, from before the look at what is there until the socket is unlinked.
+    """Lock the path of a socket: from before the check for another daemon until the socket is unlinked.
 
-    Daemons with folders of their own would otherwise both find that none answers yet. And gRPC unlinks what it finds
-    before it binds: both would serve, and clients reach only the later one.
+    Two daemons with different folders would otherwise both find that no daemon answers yet. gRPC unlinks an existing
+    socket before it binds, so both would serve, and clients would reach the later one only.
 
     Raises:
-        ConfigError: Another daemon holds it.
+        ConfigError: Another daemon has the lock.
         TierIOError: The file cannot be opened.
     """
     with ExitStack() as stack:
@@ -110,9 +110,9 @@ def _flock(fd: int, path: Path) -> None:
 
 
 def remove_stale_socket(path: Path) -> bool:
-    """Unlink the socket that a dead daemon left; True when there was one. Call with the socket's lock held.
+    """Unlink the socket of a previous daemon; True when there was one. The caller holds the lock of the socket.
 
-    gRPC unlinks what it finds before it binds, a living daemon's socket too, so the check has to be ours.
+    gRPC unlinks any existing socket before it binds, even that of a running daemon, so this checks first.
 
     Raises:
         ConfigError: Another daemon answers there, or the path is no socket.
@@ -138,6 +138,6 @@ def _answers(path: Path) -> bool:
         try:
             probe.connect(str(path))
         except OSError as exc:
-            # Only "refused" proves that nobody listens; a full backlog (EAGAIN) or no permission does not.
+            # Only "refused" proves that no process listens; a full backlog (EAGAIN) or a lack of permission does not.
             return exc.errno not in (errno.ECONNREFUSED, errno.ENOENT)
         return True

@@ -22,7 +22,7 @@ from kvtier.version import __version__
 logger = logging.getLogger(__name__)
 
 COMPILE_AFTER_BYTES = 1024**3
-"""Chunks coded by numpy before the codecs are compiled: they took about as long to code as compiling takes."""
+"""Bytes that numpy codes before the codecs are compiled: coding them took about as long as compiling takes."""
 EXIT_STUCK = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -30,23 +30,23 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run(config: DaemonConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once.
 
-    When somebody removes what engines and operators reach us by (a cleaner of temporary files, the end of a login), a
-    stop and a start follow in this process: nobody else may be there to restart it.
+    When another process removes the socket or an arena (a cleaner of temporary files, the end of a login), the daemon
+    stops and starts again in this process, because there may be no supervisor to restart it.
 
-    When the disk hangs at the end, the process ends with status 1 and without waiting for it.
+    When the disk hangs during the drain, the process exits with status 1 and does not wait for the disk.
 
     Raises:
-        KvtierError: The daemon cannot start; nothing was changed that a later start would miss.
+        KvtierError: The daemon cannot start; nothing that a later start needs was changed.
     """
     os.umask(0o077)
     _start_trace(config)
     try:
         while (removed := _run_once(config)) is not None:
-            log_event(logger, "file_removed", level=logging.WARNING, path=removed, consequence="the daemon starts anew")
+            log_event(logger, "file_removed", level=logging.WARNING, path=removed, consequence="the daemon restarts")
             thaw_index()
     except StuckError as exc:
         log_event(logger, "stopped_stuck", level=logging.ERROR, problem=str(exc))
-        # Not sys.exit: that joins the thread in which the call is stuck.
+        # Not sys.exit: that joins the thread whose call is stuck.
         os._exit(EXIT_STUCK)
     log_event(logger, "stopped", pid=os.getpid())
 
@@ -71,7 +71,7 @@ def _run_once(config: DaemonConfig) -> Path | None:
 
 
 def _claim(config: DaemonConfig, stack: ExitStack) -> None:
-    """Make the folders ours: locks first, then the socket's path, which only its lock's holder may clear."""
+    """Lock the folders, then the path of the socket, which only the holder of its lock may clear."""
     prepare_folder("disk.dir", config.disk.disk_dir)
     prepare_folder("host.arena_dir", config.host.arena_dir)
     prepare_socket_folder(config.server.socket.parent)
@@ -83,7 +83,7 @@ def _claim(config: DaemonConfig, stack: ExitStack) -> None:
 
 
 def _claim_arena_dir(config: DaemonConfig, stack: ExitStack) -> None:
-    """Lock the arena folder too: a start takes over or unlinks what it finds, which must not be a living daemon's."""
+    """Lock the arena folder too: a start takes over or unlinks the arenas in it, which no running daemon may own."""
     arena_dir = config.host.arena_dir
     if arena_dir == config.disk.disk_dir:
         raise ConfigError("host.arena_dir", str(arena_dir), "start", "is disk.dir too; name two folders")
@@ -124,7 +124,7 @@ async def _serve(config: DaemonConfig, started_s: float) -> Path | None:
 
 
 async def _feed_watchdog() -> None:
-    """Tell systemd twice per WatchdogSec= that the loop turns; ends at once where no watchdog waits for us.
+    """Notify systemd twice per WatchdogSec= while the loop runs; returns at once without a watchdog.
 
     Source: sd_watchdog_enabled(3).
     """
@@ -138,13 +138,13 @@ async def _feed_watchdog() -> None:
 
 
 def _faster_kernels() -> WordKernels | None:
-    """Compiling thread."""
+    """Compile the kernels, in the compiling thread; None if that is impossible."""
     began_s = time.monotonic()
     try:
         kernels = compile_kernels()
     except ImportError as exc:
         log_event(logger, "codecs_not_compiled", reason=exc)
-    except Exception as exc:  # whatever ails numba: numpy does the same work
+    except Exception as exc:  # any failure of numba: numpy does the same work
         log_event(logger, "codecs_not_compiled", level=logging.WARNING, reason=repr(exc))
     else:
         log_event(logger, "codecs_compiled", compile_s=time.monotonic() - began_s)
@@ -156,7 +156,7 @@ def _install_signal_handlers(stop: asyncio.Event) -> None:
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
             log_event(logger, "stopped_hard", level=logging.WARNING, signal=number.name)
-            # Not sys.exit: whatever hangs in the drain would hold that up as well.
+            # Not sys.exit: a call that hangs in the drain would block it too.
             os._exit(128 + number)
         log_event(logger, "stopping", signal=number.name)
         notify_systemd("STOPPING=1")
@@ -173,7 +173,7 @@ def _unlink_socket(config: DaemonConfig) -> None:
 
 
 def notify_systemd(state: str) -> None:
-    """Tell systemd (Type=notify) about a change; nothing happens outside of it.
+    """Notify systemd (Type=notify) of a change; does nothing without systemd.
 
     Source: sd_notify(3); a leading @ names an abstract socket.
     """

@@ -107,14 +107,14 @@ def _run(loaded: LoadedConfig) -> None:
     # Here, so that --help and --check-config need neither asyncio nor gRPC.
     from kvtier.daemon.lifecycle import run
 
-    # A crash says where: SIGBUS, when somebody shortens an arena while a row of it is copied.
+    # A crash prints its stack: SIGBUS, when another process truncates an arena while a row of it is copied.
     with suppress(OSError, RuntimeError):  # no stderr
         faulthandler.enable()
     run(loaded.config)
 
 
 def _check(loaded: LoadedConfig) -> None:
-    """Print the settings to stdout, as TOML, and to stderr what this machine lacks for them; then exit with 1."""
+    """Print the settings as TOML to stdout, and what this machine lacks for them to stderr (then exit with 1)."""
     from kvtier.doctor import Status, check_environment
 
     typer.echo(render_config(loaded))

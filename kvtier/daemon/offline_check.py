@@ -61,7 +61,7 @@ def _check_is_folder(folder: Path, source: str) -> None:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Hold the daemon's lock. A directory that we may not write has no daemon of ours, and is only looked at."""
+    """Take the lock of the daemon. A directory that we may not write is only read, and no daemon of ours uses it."""
     if not os.access(folder, os.W_OK):
         yield
         return

@@ -1,10 +1,10 @@
-"""What is wrong, and what to do about it: checks of machine, folders, daemon, vLLM and pins that change nothing.
+"""Checks of machine, folders, daemon, vLLM and pins, each with a remedy; they change nothing.
 
-One module per family. A check is a function that returns findings; it takes what it judges as values, so that tests and
-the daemon's `--check-config` use the same ones.
+One module for each subject. A check is a function from values to findings, so that tests and `--check-config` of the
+daemon can call it too.
 """
 
-from kvtier.doctor.all_checks import Patient, check_environment, examine
+from kvtier.doctor.all_checks import Target, check_environment, run_checks
 from kvtier.doctor.report import CHECKS, Finding, Status
 
-__all__ = ["CHECKS", "Finding", "Patient", "Status", "check_environment", "examine"]
+__all__ = ["CHECKS", "Finding", "Status", "Target", "check_environment", "run_checks"]

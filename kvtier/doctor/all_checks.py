@@ -1,4 +1,4 @@
-"""All checks together, in the order in which one would look."""
+"""All checks together, in the order in which an operator would look."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ from kvtier.folders import is_folder_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patient:
-    """What is examined.
+class Target:
+    """What `run_checks` checks.
 
     Attributes:
-        socket: Where the daemon should be.
-        daemon_uid: As whom it may run, besides us and root.
+        socket: Path of the daemon's socket.
+        daemon_uid: Another uid that the daemon may run as, besides ours and root.
         config_path: Its TOML file; None: the default one.
         python: Interpreter of the environment that vLLM runs in; None: this one.
         server: A running vLLM; None: none was named.
@@ -37,13 +37,13 @@ class Patient:
     server: VllmServer | None = None
 
 
-def examine(patient: Patient) -> list[Finding]:
+def run_checks(target: Target) -> list[Finding]:
     """Run every check; changes nothing."""
-    config, config_finding = check_configuration(patient.config_path)
-    socket_findings = check_socket(patient.socket, patient.daemon_uid)
-    answer = ask_daemon(patient.socket, patient.daemon_uid, socket_findings)
+    config, config_finding = check_configuration(target.config_path)
+    socket_findings = check_socket(target.socket, target.daemon_uid)
+    answer = ask_daemon(target.socket, target.daemon_uid, socket_findings)
     status = answer.status
-    environment = probe_environment(patient.python or Path(sys.executable))
+    environment = probe_environment(target.python or Path(sys.executable))
     disk_dir = Path(status.disk.location) if status else config.disk.disk_dir if config else None
     return [
         config_finding,
@@ -52,14 +52,14 @@ def examine(patient: Patient) -> list[Finding]:
         answer.finding,
         *check_daemon(status),
         *_check_tiers(config, status),
-        *check_environment_of_vllm(environment, patient.python),
-        *check_server(patient.server, environment, status),
+        *check_environment_of_vllm(environment, target.python),
+        *check_server(target.server, environment, status),
         *check_pins(answer.prompts if status else None),
     ]
 
 
 def check_environment(config: DaemonConfig) -> list[Finding]:
-    """Check what a daemon with these settings needs of this machine; changes nothing."""
+    """Check what a daemon with these settings needs from this machine; changes nothing."""
     return [
         *check_machine(config.disk.disk_dir),
         check_socket_folder(config.server.socket),
@@ -69,7 +69,7 @@ def check_environment(config: DaemonConfig) -> list[Finding]:
 
 
 def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> list[Finding]:
-    """Check the tiers of the daemon that runs, else those of the one that would."""
+    """Check the tiers of the running daemon, else those that the settings name."""
     if status is not None:
         if not is_folder_of(Path(status.disk.location), status.pid):
             return _check_from_elsewhere(status)
@@ -80,7 +80,7 @@ def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> li
 
 
 def _check_from_elsewhere(status: DaemonStatus) -> list[Finding]:
-    """Check what a container beside the daemon's needs of its tiers: the arenas, under the same path."""
+    """Check, in another container than the daemon's, that the arenas are mounted under the same path."""
     skipped_checks = _skip_tiers(f"the daemon's {status.disk.location} is not mounted here; run this where it runs")
     shared = check_shared_arena_dir(Path(status.host.location), status.pid)
     return [shared if finding.id == shared.id else finding for finding in skipped_checks]

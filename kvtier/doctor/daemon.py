@@ -1,4 +1,4 @@
-"""The daemon as its clients see it: the socket, the answers, the engines."""
+"""The daemon as its clients see it: socket, answers, engines."""
 
 import os
 import stat
@@ -23,11 +23,11 @@ _ATTACH = "start vLLM with the KVTierConnector, with the same $KVTIER_SOCKET and
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a daemon said.
+    """The answer of a daemon.
 
     Attributes:
-        status: None: nobody answered.
-        prompts: What it holds.
+        status: None if no daemon answered.
+        prompts: The prompts that it knows.
         finding: Whether it answered.
     """
 
@@ -37,7 +37,7 @@ class Answer:
 
 
 def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[Finding]) -> Answer:
-    """Ask for status and prompts, unless there is no socket, or it is not trusted."""
+    """Ask for status and prompts, unless there is no socket or it is not trusted."""
     failed = {finding.id for finding in socket_findings if finding.status is Status.FAIL}
     if failed:
         why = "the socket is not trusted" if "socket.trusted" in failed else "there is no socket to ask at"
@@ -46,21 +46,21 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[F
         with AdminClient(socket, daemon_uid=daemon_uid) as client:
             status, prompts = client.status(), tuple(client.list())
     except RemoteError as exc:
-        remedy = "run daemon and CLI of one version; the daemon's log may say more"
-        found = f"the daemon at {socket} answers, and refuses to say what it holds: {exc}"
+        remedy = "run daemon and CLI of the same version; the daemon's log may say more"
+        found = f"the daemon at {socket} answers, but refuses to list what it holds: {exc}"
         return Answer(status=None, prompts=(), finding=fail("daemon.answers", found, remedy))
     except DaemonSilentError as exc:
         found = f"no daemon answers at {socket}: {exc.problem}"
         return Answer(status=None, prompts=(), finding=fail("daemon.answers", found, exc.remedy))
     except KvtierError as exc:
-        remedy = f"start it with KVTIER_SOCKET={socket}; its log says why one that was started is not there"
+        remedy = f"start it with KVTIER_SOCKET={socket}; if it was started, its log says why it ended"
         return Answer(status=None, prompts=(), finding=fail("daemon.answers", str(exc), remedy))
     found = f"kvtier {status.version}, pid {status.pid}, at {socket}"
     return Answer(status=status, prompts=prompts, finding=ok("daemon.answers", found))
 
 
 def check_socket(socket: Path, daemon_uid: int | None = None) -> list[Finding]:
-    """Check path, owner and mode of the socket, and who listens."""
+    """Check path, owner and mode of the socket, and the uid of the process that listens."""
     try:
         socket = usable_socket_path(socket)
     except ValueError as exc:
@@ -76,8 +76,8 @@ def check_socket(socket: Path, daemon_uid: int | None = None) -> list[Finding]:
         )
         return [fail("socket.path", f"there is no {socket}", remedy), *refused, *_others(socket)]
     except OSError as exc:
-        remedy = f"run as the daemon's user, or let uid {os.getuid()} into {socket.parent}"
-        found = f"{socket} cannot be looked at: {exc.strerror}"
+        remedy = f"run as the daemon's user, or give uid {os.getuid()} access to {socket.parent}"
+        found = f"{socket} cannot be inspected: {exc.strerror}"
         return [fail("socket.path", found, remedy), *refused, *_others(socket)]
     if not stat.S_ISSOCK(facts.st_mode):
         return [fail("socket.path", f"{socket} is not a socket", "remove it, or choose another path with --socket")]
@@ -85,29 +85,29 @@ def check_socket(socket: Path, daemon_uid: int | None = None) -> list[Finding]:
 
 
 def check_owner(socket: Path, owner: int, mode: int) -> Finding:
-    """Judge owner and mode: whoever may write to the socket may pin, evict and read prompts."""
+    """Judge owner and mode: every user who may write to the socket may pin, evict and read prompts."""
     if owner != os.getuid():
         remedy = "run daemon, vLLM and CLI as one user: the arenas are readable for their owner alone"
         return warn("socket.owner", f"{socket} belongs to uid {owner}, you are uid {os.getuid()}", remedy)
     if mode & stat.S_IWOTH and socket.parent.stat().st_mode & stat.S_IXOTH:
-        remedy = f"chmod 700 {socket.parent}: whoever reaches the socket may read and evict prompts"
+        remedy = f"chmod 700 {socket.parent}: every user who reaches the socket may read and evict prompts"
         return warn("socket.owner", f"every user may connect to {socket}", remedy)
     return ok("socket.owner", f"uid {owner}, mode {stat.S_IMODE(mode):04o}")
 
 
 def check_trusted(socket: Path, daemon_uid: int | None) -> Finding:
-    """Judge who listens, and who could: clients send nothing to others than us, root and `daemon_uid`."""
+    """Judge the listening process, and who could replace it: clients trust our uid, root and `daemon_uid` alone."""
     try:
         open_trusted(socket, daemon_uid).close()
     except UntrustedSocketError as exc:
         return fail("socket.trusted", exc.found, exc.remedy)
     except OSError as exc:
-        return skipped("socket.trusted", f"nobody can be reached there: {exc.strerror or exc}")
+        return skipped("socket.trusted", f"no process can be reached there: {exc.strerror or exc}")
     return ok("socket.trusted", "yours, root's or of the uid that you named")
 
 
 def check_daemon(status: DaemonStatus | None) -> list[Finding]:
-    """Judge what the daemon says about itself."""
+    """Judge the status of the daemon."""
     if status is None:
         checks = ("daemon.version", "daemon.engines", "daemon.disk_tier", "daemon.damage", "daemon.metrics")
         return [skipped(check, "no daemon answers") for check in checks]
@@ -133,18 +133,18 @@ def check_engines(status: DaemonStatus) -> Finding:
     lost = [session for session in status.sessions if session.quarantined]
     if lost:
         found = (
-            f"{len(lost)} lost engines of which a process lives on: pids {', '.join(str(each.pid) for each in lost)}"
+            f"{len(lost)} lost engines of which a process still runs: pids {', '.join(str(each.pid) for each in lost)}"
         )
-        return warn("daemon.engines", found, "end what is left of them: their arena slots are not used until then")
+        return warn("daemon.engines", found, "end these processes: their arena slots stay in quarantine until then")
     if not status.sessions:
         return warn("daemon.engines", "none attached", _ATTACH)
     return ok("daemon.engines", f"{len(status.sessions)} attached")
 
 
 def check_disk_tier(status: DaemonStatus) -> Finding:
-    """Judge the latch of the disk tier."""
+    """Judge the circuit breaker of the disk tier."""
     if status.disk.latched:
-        remedy = f"look after the disk of {status.disk.location} (dmesg, smartctl); a probe brings the tier back"
+        remedy = f"check the disk of {status.disk.location} (dmesg, smartctl); a probe switches the tier on again"
         return fail("daemon.disk_tier", f"switched off: {status.disk.latched}", remedy)
     return ok("daemon.disk_tier", "in use")
 
@@ -154,18 +154,18 @@ def check_damage(status: DaemonStatus) -> Finding:
     counted = {name: status.counters[name] for name in _DAMAGE_COUNTERS if status.counters.get(name)}
     if counted:
         found = ", ".join(f"{name} {number}" for name, number in counted.items())
-        remedy = "run `kvtier fsck --deep`, and look after the disk; what was damaged is computed and stored again"
+        remedy = "run `kvtier fsck --deep`, and check the disk; damaged chunks are computed and stored again"
         return warn("daemon.damage", f"since the daemon started: {found}", remedy)
     return ok("daemon.damage", "none since the daemon started")
 
 
 def check_metrics(status: DaemonStatus) -> Finding:
-    """Judge whether it can be scraped."""
+    """Judge whether Prometheus can scrape it."""
     if status.metrics_problem:
-        remedy = "put that right and restart the daemon; engines and commands are served meanwhile"
+        remedy = "correct that and restart the daemon; it serves engines and commands meanwhile"
         return warn("daemon.metrics", status.metrics_problem, remedy)
     if not status.metrics_url:
-        return skipped("daemon.metrics", "metrics.listen is off, or the daemon is just starting")
+        return skipped("daemon.metrics", "metrics.listen is off, or the daemon is still starting")
     return ok("daemon.metrics", status.metrics_url)
 
 
@@ -182,6 +182,6 @@ def _owners_of_usual_places() -> dict[Path, int]:
     owners = {}
     for root, pattern in _USUAL_PLACES:
         for folder in sorted(Path(root).glob(pattern)):
-            with suppress(OSError):  # gone meanwhile, or not ours to look at
+            with suppress(OSError):  # removed meanwhile, or not readable for us
                 owners[folder] = folder.stat().st_uid
     return owners

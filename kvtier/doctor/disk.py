@@ -1,4 +1,4 @@
-"""The disk tier's folder, file system and room."""
+"""Folder, file system and space of the disk tier."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def check_disk(disk: DiskConfig) -> list[Finding]:
-    """Check the disk tier, whether a daemon runs or not."""
+    """Check the disk tier; needs no daemon."""
     return [
         check_disk_dir(disk.disk_dir),
         check_disk_file_system(mount_of(disk.disk_dir)),
@@ -38,12 +38,12 @@ def check_disk_dir(folder: Path) -> Finding:
 def check_disk_file_system(mount: Mount | None) -> Finding:
     """Judge the file system of packs and ledger."""
     if mount is None:
-        return skipped("disk.file_system", "the kernel does not name the file systems here")
+        return skipped("disk.file_system", "the kernel does not list the file systems here")
     found = f"{mount.kind} at {mount.point}"
     if mount.kind in _VOLATILE:
-        return warn("disk.file_system", f"{found}: gone after a reboot", "set disk.dir to a folder on a disk")
+        return warn("disk.file_system", f"{found}: emptied by a reboot", "set disk.dir to a folder on a disk")
     if mount.kind in _LAYERED:
-        remedy = "mount a volume there: a container's own layer goes with the container, and is slow"
+        remedy = "mount a volume there: a container's own layer is removed with the container, and is slow"
         return warn("disk.file_system", found, remedy)
     if mount.kind in _NETWORKED or mount.kind.startswith("fuse"):
         remedy = "set disk.dir to a local disk: ledger (SQLite, WAL) and lock need its fsync and file locks"
@@ -52,7 +52,7 @@ def check_disk_file_system(mount: Mount | None) -> Finding:
 
 
 def check_disk_space(disk: DiskConfig) -> Finding:
-    """Compare `disk.bytes` and the reserve with the file system; what kvtier's own files take counts as free."""
+    """Compare `disk.bytes` and the reserve with the file system; kvtier's own files count as free space."""
     free_bytes = available_bytes(disk.disk_dir)
     found = (
         f"{format_size(free_bytes)} for disk.bytes = {format_size(disk.disk_bytes)} and "
@@ -61,19 +61,19 @@ def check_disk_space(disk: DiskConfig) -> Finding:
     if free_bytes <= disk.reserve_bytes:
         return fail("disk.space", found, "free some space: nothing can be stored on disk")
     if free_bytes < disk.disk_bytes + disk.reserve_bytes:
-        remedy = "lower disk.bytes, or free some space: pins may be accepted that do not become durable"
+        remedy = "lower disk.bytes, or free some space: an accepted pin may not become durable"
         return warn("disk.space", found, remedy)
     return ok("disk.space", found)
 
 
 def check_direct_reads(folder: Path) -> Finding:
-    """Ask the file system for a nameless file with O_DIRECT; it is gone when this returns."""
+    """Open an unnamed temporary file with O_DIRECT; it is removed on return."""
     try:
         fd = os.open(existing_parent(folder), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         if exc.errno not in _NO_DIRECT:
-            return skipped("disk.direct_reads", f"cannot be tried: {exc.strerror}")
-        found = "the file system takes no O_DIRECT, so reads go through the page cache and crowd it"
-        return warn("disk.direct_reads", found, "use ext4 or xfs on a local disk, if reads from disk matter to you")
+            return skipped("disk.direct_reads", f"cannot be tested: {exc.strerror}")
+        found = "the file system does not support O_DIRECT, so reads fill the page cache"
+        return warn("disk.direct_reads", found, "use ext4 or xfs on a local disk if you read from disk often")
     os.close(fd)
-    return ok("disk.direct_reads", "O_DIRECT is taken")
+    return ok("disk.direct_reads", "O_DIRECT is supported")

@@ -1,4 +1,4 @@
-"""The environment that vLLM runs in: is vLLM there, does the connector know that version, and does it load?"""
+"""The Python environment of vLLM: is vLLM installed, does the connector support its version, and does it load?"""
 
 import json
 import subprocess
@@ -15,14 +15,14 @@ _SHOWN_CHARS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEnvironment:
-    """What the probe found.
+    """Result of the probe.
 
     Attributes:
         vllm: Installed version; empty: none.
-        series: vLLM's first and last major and minor version that the connector is written for, as "0.1 to 0.2"; empty:
-            there is no connector.
-        hashes: vLLM's block hashes that are the same after a restart.
-        problem: Why the connector does not load; empty: it does, or without vLLM it was not tried.
+        series: First and last minor version of vLLM that the connector is written for, as "0.1 to 0.2"; empty: the
+            connector is not installed.
+        hashes: Block hashes of vLLM that are the same after a restart.
+        problem: Why the connector does not load; empty: it loads, or vLLM is missing and it was not tried.
     """
 
     vllm: str = ""
@@ -32,15 +32,15 @@ class EngineEnvironment:
 
 
 def probe_environment(python: Path) -> EngineEnvironment:
-    """Look into an environment by its interpreter. Takes the seconds that importing vLLM takes."""
+    """Probe an environment with its interpreter. Takes as long as the import of vLLM: seconds."""
     source = Path(engine_probe.__file__).read_text(encoding="utf-8")
     try:
-        # In /, since -c puts the working directory first on the path.
+        # In /, because -c puts the working directory first on the path.
         done = subprocess.run(
             [python, "-c", source], cwd="/", capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return EngineEnvironment(problem=f"importing took more than {PROBE_TIMEOUT_S:g} s")
+        return EngineEnvironment(problem=f"the import took more than {PROBE_TIMEOUT_S:g} s")
     except OSError as exc:
         return EngineEnvironment(problem=f"{python} cannot be run: {exc.strerror}")
     try:
@@ -56,18 +56,18 @@ def probe_environment(python: Path) -> EngineEnvironment:
 
 
 def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[Finding]:
-    """Judge it.
+    """Judge an environment.
 
     Args:
         environment: From the probe.
-        python: The interpreter that was named; None: nobody did, and this CLI's own was probed.
+        python: The interpreter that the operator named; None: none, so that of this CLI was probed.
     """
     where = str(python or sys.executable)
     return [_installed(environment, where, named=python is not None), _connector(environment, where)]
 
 
 def supports(series: str, version: str) -> bool:
-    """Return whether a vLLM version is of the series, or between two of them ("0.1 to 0.2")."""
+    """Return whether a vLLM version is in the range of minor versions, like "0.1 to 0.2", or is the one named."""
     first, _, last = series.partition(" to ")
     numbers = version.split(".")[:2]
     if len(numbers) < 2 or not all(number.isdigit() for number in numbers):

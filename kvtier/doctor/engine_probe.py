@@ -1,6 +1,6 @@
-"""Runs in the environment that vLLM runs in, where kvtier may be missing; prints one JSON line.
+"""Runs in the environment of vLLM, where kvtier may be missing; prints one JSON line.
 
-Its text is given to another interpreter, so it imports nothing of ours but what it is asked about.
+Another interpreter runs its text, so it imports nothing of kvtier except the connector that it tests.
 """
 
 import importlib.metadata

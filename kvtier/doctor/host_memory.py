@@ -1,4 +1,4 @@
-"""The host tier's folder, file system and memory."""
+"""Folder, file system and memory of the host tier."""
 
 import os
 import resource
@@ -19,7 +19,7 @@ _LARGER_TMPFS = (
 
 
 def check_host_memory(host: HostConfig) -> list[Finding]:
-    """Check the host tier, whether a daemon runs or not."""
+    """Check the host tier; needs no daemon."""
     has_gpu = any(device.exists() for device in _GPU_DEVICES)
     return [
         check_arena_dir(host.arena_dir),
@@ -39,9 +39,9 @@ def check_arena_dir(folder: Path) -> Finding:
 
 
 def check_shared_arena_dir(folder: Path, daemon_pid: int) -> Finding:
-    """Check that the folder of a daemon elsewhere is here too, as an engine here needs it."""
+    """Check that the folder of a daemon in another container is mounted here, because an engine here needs it."""
     if not is_folder_of(folder, daemon_pid):
-        remedy = "mount it where vLLM runs, under the same path: all KV bytes go through it"
+        remedy = "mount it where vLLM runs, under the same path: all KV bytes pass through it"
         return fail("host.arena_dir", f"the daemon's {folder} is not here, or another folder is", remedy)
     return ok("host.arena_dir", f"the daemon's {folder} is here too")
 
@@ -49,31 +49,33 @@ def check_shared_arena_dir(folder: Path, daemon_pid: int) -> Finding:
 def check_arena_file_system(mount: Mount | None) -> Finding:
     """Judge the file system of the arenas."""
     if mount is None:
-        return skipped("host.file_system", "the kernel does not name the file systems here")
+        return skipped("host.file_system", "the kernel does not list the file systems here")
     found = f"{mount.kind} at {mount.point}"
     if mount.kind not in MEMORY_KINDS:
-        remedy = "set host.arena_dir to a folder on a tmpfs like /dev/shm; elsewhere host memory is written to a disk"
+        remedy = (
+            "set host.arena_dir to a folder on a tmpfs like /dev/shm; other file systems write host memory to a disk"
+        )
         return warn("host.file_system", found, remedy)
     return ok("host.file_system", found)
 
 
 def check_arena_space(host: HostConfig) -> Finding:
-    """Compare `host.bytes` with its file system; what kvtier's own files take counts as free."""
+    """Compare `host.bytes` with its file system; kvtier's own files count as free space."""
     size_bytes, free_bytes = filesystem_bytes(host.arena_dir), available_bytes(host.arena_dir)
     found = f"{format_size(free_bytes)} of {format_size(size_bytes)} for host.bytes = {format_size(host.host_bytes)}"
     if host.host_bytes > size_bytes:
         return fail("host.space", found, f"lower host.bytes, or {_LARGER_TMPFS}")
     if host.host_bytes > free_bytes:
-        return warn("host.space", found, f"free what others keep there, lower host.bytes, or {_LARGER_TMPFS}")
+        return warn("host.space", found, f"free other files there, lower host.bytes, or {_LARGER_TMPFS}")
     return ok("host.space", found)
 
 
 def check_memory(host_bytes: int, memory_bytes: int) -> Finding:
-    """Compare `host.bytes` with the memory that processes here may have."""
+    """Compare `host.bytes` with the memory that processes here may use."""
     found = f"host.bytes = {format_size(host_bytes)} of {format_size(memory_bytes)} of memory"
     if host_bytes > memory_bytes:
         return fail(
-            "host.memory", found, "lower host.bytes, or raise the container's limit: the OOM killer would decide"
+            "host.memory", found, "lower host.bytes, or raise the container's limit: the OOM killer would end processes"
         )
     if host_bytes > COMFORTABLE_RATIO * memory_bytes:
         return warn("host.memory", found, "leave a quarter to vLLM, the page cache and the daemon: lower host.bytes")
@@ -83,7 +85,7 @@ def check_memory(host_bytes: int, memory_bytes: int) -> Finding:
 def check_memlock(host_bytes: int, soft_limit: int, *, has_gpu: bool) -> Finding:
     """Compare `host.bytes` with RLIMIT_MEMLOCK: an engine on a GPU locks the arena's pages for its copies."""
     if not has_gpu:
-        return skipped("host.memlock", "no GPU here, so nobody locks memory")
+        return skipped("host.memlock", "no GPU here, so no process locks memory")
     if soft_limit == resource.RLIM_INFINITY:
         return ok("host.memlock", "unlimited")
     found = f"{format_size(soft_limit)} may be locked by a process started here"

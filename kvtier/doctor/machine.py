@@ -1,4 +1,4 @@
-"""Kernel, limits and clock."""
+"""Kernel, limits and clock of the machine."""
 
 import platform
 import re
@@ -9,17 +9,17 @@ from pathlib import Path
 from kvtier.doctor.report import Finding, fail, ok, warn
 
 MIN_KERNEL = (4, 18)
-"""Of the oldest distributions on whose C library (glibc 2.28) the wheels of grpcio and numpy run."""
+"""Kernel of the oldest distributions whose C library (glibc 2.28) runs the wheels of grpcio and numpy."""
 MIN_OPEN_FILES = 1024
 CLOCK_SLACK_S = 60.0
 
 
 def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[Finding]:
-    """Check what belongs to no folder.
+    """Check kernel, open files and clock.
 
     Args:
-        disk_dir: Of the daemon; None: not known.
-        started_unix_s: When the daemon says that it started; 0: not known.
+        disk_dir: Folder of the daemon; None: not known.
+        started_unix_s: Start time that the daemon reports; 0: not known.
     """
     return [
         check_kernel(platform.system(), platform.release()),
@@ -29,20 +29,20 @@ def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[Fi
 
 
 def check_kernel(system: str, release: str) -> Finding:
-    """Judge the kernel by what `uname` says."""
+    """Judge the kernel by the output of `uname`."""
     found = f"{system} {release}"
     version = re.match(r"(\d+)\.(\d+)", release)
     if system != "Linux" or version is None:
-        return fail("machine.kernel", found, "run kvtier on Linux: arenas and session locks rest on tmpfs and flock")
+        return fail("machine.kernel", found, "run kvtier on Linux: arenas and session locks need tmpfs and flock")
     if (int(version[1]), int(version[2])) < MIN_KERNEL:
         return warn(
-            "machine.kernel", found, "use Linux {}.{} or later; kvtier was not tried on older".format(*MIN_KERNEL)
+            "machine.kernel", found, "use Linux {}.{} or later; kvtier is not tested on older".format(*MIN_KERNEL)
         )
     return ok("machine.kernel", found)
 
 
 def check_open_files(soft_limit: int) -> Finding:
-    """Judge RLIMIT_NOFILE, which the daemon has from whoever starts it."""
+    """Judge RLIMIT_NOFILE, which the daemon inherits from the process that starts it."""
     shown = "unlimited" if soft_limit == resource.RLIM_INFINITY else str(soft_limit)
     if soft_limit != resource.RLIM_INFINITY and soft_limit < MIN_OPEN_FILES:
         remedy = f"raise it to {MIN_OPEN_FILES} or more: ulimit -n, LimitNOFILE= in a unit"
@@ -51,11 +51,11 @@ def check_open_files(soft_limit: int) -> Finding:
 
 
 def check_clock(now_unix_s: float, disk_dir: Path | None, started_unix_s: float) -> Finding:
-    """Compare the wall clock with what was written by it before."""
+    """Compare the wall clock with earlier times that it gave."""
     seen_unix_s = max(started_unix_s, _last_written_unix_s(disk_dir) if disk_dir else 0.0)
     behind_s = seen_unix_s - now_unix_s
     if behind_s > CLOCK_SLACK_S:
-        found = f"the clock is {behind_s:.0f} s behind what kvtier wrote before"
+        found = f"the clock is {behind_s:.0f} s behind the time of kvtier's last write"
         return warn("machine.clock", found, "set it (chronyc, timedatectl): pins with --ttl end by the wall clock")
     return ok("machine.clock", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now_unix_s)))
 

@@ -1,4 +1,4 @@
-"""On what kind of file system a path lies."""
+"""The file system that a path is on."""
 
 import re
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ class Mount:
 
 
 def mount_of(path: Path, table: Path = MOUNT_TABLE) -> Mount | None:
-    """Return the file system on which a path lies, or will lie; None when the kernel does not say.
+    """Return the file system of a path that exists or is to be created; None when the kernel does not list it.
 
-    Source: proc_pid_mountinfo(5). Of mounts at one place the last one covers the others.
+    Source: proc_pid_mountinfo(5). Of several mounts at one point the last one hides the others.
     """
     place = existing_parent(path).resolve()
     try:

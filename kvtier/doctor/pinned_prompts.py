@@ -1,4 +1,4 @@
-"""What became of the promises."""
+"""Pinned prompts: are they durable, and do engines recognize them?"""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ MAX_LISTED = 20
 
 
 def check_pins(prompts: Sequence[PromptStatus] | None) -> list[Finding]:
-    """Return one finding for each pinned prompt that is not durable, up to a number, and one for all others.
+    """Return one finding for each pinned prompt that is not durable, up to `MAX_LISTED`, and one for all others.
 
     Args:
-        prompts: What the daemon knows; None: no daemon answers.
+        prompts: The prompts of the daemon; None: no daemon answers.
     """
     if prompts is None:
         return [skipped("pins.kept", "no daemon answers")]
@@ -28,11 +28,13 @@ def check_pin(prompt: PromptStatus) -> Finding:
     """Say whether a pinned prompt is durable and recognized by the engines that serve its model, and if not, why."""
     name = prompt.name
     if prompt.error:
-        remedy = f"put that right, then `kvtier pin {name}`; or `kvtier unpin {name}`"
+        remedy = f"correct that, then `kvtier pin {name}`; or `kvtier unpin {name}`"
         return warn("pins.kept", f"{name}: an engine cannot recognize it: {prompt.error}", remedy)
     if prompt.num_confirmed < prompt.num_engines:
         found = f"{name}: recognized by {prompt.num_confirmed} of {prompt.num_engines} engines so far"
-        return warn("pins.kept", found, "wait a moment and look again; the engine's log says what it does with pins")
+        return warn(
+            "pins.kept", found, "wait a moment and run this again; the engine's log says what it does with pins"
+        )
     match prompt.state:
         case PromptStatus.DURABLE:
             return ok("pins.kept", name)

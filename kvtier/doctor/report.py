@@ -1,4 +1,4 @@
-"""What a check says, and which checks there are."""
+"""The result of a check, and the list of all checks."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,27 +7,27 @@ CHECKS = {
     "config.file": "the TOML file can be read and has no unknown setting or unusable value",
     "machine.kernel": "Linux, and not older than the wheels kvtier needs",
     "machine.open_files": "enough open files are allowed",
-    "machine.clock": "the wall clock, by which pins end, is not behind what was written before",
-    "socket.folder": "the folder of the socket can be used, and by its owner alone",
+    "machine.clock": "the wall clock, by which pins end, is not behind the time of earlier writes",
+    "socket.folder": "the folder of the socket can be used, by its owner alone",
     "socket.path": "there is a socket where daemon and clients look for it",
     "socket.owner": "the socket is yours: engines and daemon share a uid",
-    "socket.trusted": "no other user listens there, or may put another socket there: else nothing is sent",
-    "socket.others": "no daemon of another user is what you meant",
+    "socket.trusted": "no other user listens there or may replace the socket; otherwise clients send nothing",
+    "socket.others": "no folder of another daemon is in the usual places",
     "daemon.answers": "the daemon answers",
     "daemon.version": "daemon and CLI have the same version",
-    "daemon.engines": "engines are attached, and none is lost with its memory set aside",
-    "daemon.disk_tier": "the disk tier is not switched off",
-    "daemon.damage": "nothing that was read back was damaged",
-    "daemon.metrics": "GET /metrics is answered at the address that metrics.listen names",
+    "daemon.engines": "engines are attached, and none is lost with arena slots in quarantine",
+    "daemon.disk_tier": "the circuit breaker of the disk tier is closed",
+    "daemon.damage": "no chunk that was read was damaged",
+    "daemon.metrics": "the daemon answers GET /metrics at metrics.listen",
     "host.arena_dir": "the folder of the arenas can be used",
     "host.file_system": "the arenas are on a tmpfs",
-    "host.space": "the tmpfs has room for host.bytes",
-    "host.memory": "memory, or the container's limit, holds host.bytes and leaves some for others",
-    "host.memlock": "where there is a GPU: so much memory may be locked",
+    "host.space": "the tmpfs has space for host.bytes",
+    "host.memory": "host.bytes is at most three quarters of memory, or of the container's limit",
+    "host.memlock": "with a GPU: a process may lock host.bytes of memory",
     "disk.dir": "the folder of packs and ledger can be used",
-    "disk.file_system": "it is on a file system that keeps what was fsynced, and locks",
-    "disk.space": "the file system has room for disk.bytes and the daemon's reserve",
-    "disk.direct_reads": "packs can be read past the page cache",
+    "disk.file_system": "it is on a file system that keeps fsynced data and has file locks",
+    "disk.space": "the file system has space for disk.bytes and the daemon's reserve",
+    "disk.direct_reads": "packs can be read with O_DIRECT",
     "vllm.installed": "vLLM is installed in the environment, in a version the connector is written for",
     "vllm.connector": "the connector can be imported there",
     "server.answers": "vLLM answers at the URL, in a version the connector is written for",
@@ -36,11 +36,11 @@ CHECKS = {
     "server.attached": "an engine of it is attached to the daemon",
     "pins.kept": "every pinned prompt is durable; for each that is not, why",
 }
-"""Every check's stable id, and what is good when it says ok."""
+"""The stable id of each check, and what is true when its status is ok."""
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """Result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -54,8 +54,8 @@ class Finding:
 
     Attributes:
         id: One of `CHECKS`.
-        status: `fail`: kvtier does not work so. `warn`: it works, and something is likely not as you want it.
-        found: What is the case.
+        status: `fail`: kvtier does not work like this. `warn`: it works, but probably not as intended.
+        found: The facts.
         remedy: What to do; empty when there is nothing to do.
     """
 
@@ -65,26 +65,26 @@ class Finding:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        """Check what the author of a check could forget."""
+        """Assert that the id is known, and that a remedy is given where one is needed."""
         assert self.id in CHECKS, self.id
         assert bool(self.remedy) == (self.status in (Status.WARN, Status.FAIL)), self
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding without a problem."""
     return Finding(id=check, status=Status.OK, found=found)
 
 
 def warn(check: str, found: str, remedy: str) -> Finding:
-    """Return that it works, but likely not as wanted."""
+    """Return a finding that works, but probably not as intended."""
     return Finding(id=check, status=Status.WARN, found=found, remedy=remedy)
 
 
 def fail(check: str, found: str, remedy: str) -> Finding:
-    """Return that kvtier does not work so."""
+    """Return a finding with which kvtier does not work."""
     return Finding(id=check, status=Status.FAIL, found=found, remedy=remedy)
 
 
 def skipped(check: str, why: str) -> Finding:
-    """Return that there was nothing to check."""
+    """Return a finding of a check that did not run."""
     return Finding(id=check, status=Status.SKIPPED, found=why)

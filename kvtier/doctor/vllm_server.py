@@ -1,4 +1,4 @@
-"""A running vLLM, by what it serves over HTTP."""
+"""A running vLLM, as its HTTP server describes it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,16 +12,16 @@ _CHECKS = ("server.answers", "server.prefix_caching", "server.hash_algorithm", "
 
 
 class VllmServer(Protocol):
-    """What is asked of vLLM. Every method raises KvtierError when nobody answers or vLLM refuses."""
+    """Questions to vLLM. Every method raises KvtierError when no vLLM answers, or vLLM refuses."""
 
     def version(self) -> str:
         """Return vLLM's version."""
 
     def cache_config(self) -> Mapping[str, str]:
-        """Return vLLM's CacheConfig as its metrics show it; empty when they do not."""
+        """Return the CacheConfig of vLLM from its metrics; empty when they do not show it."""
 
     def model_names(self) -> Sequence[str]:
-        """Return what requests may call the models."""
+        """Return the names of models that requests may use."""
 
 
 def check_server(
@@ -31,8 +31,8 @@ def check_server(
 
     Args:
         server: None: no URL was given.
-        environment: What the connector says it supports.
-        status: The daemon's; None: it does not answer.
+        environment: What the connector supports.
+        status: Of the daemon; None: it does not answer.
     """
     if server is None:
         return [skipped(check, "no URL of a vLLM was given: --url") for check in _CHECKS]
@@ -51,7 +51,7 @@ def check_server(
 
 
 def check_server_version(version: str, series: str) -> Finding:
-    """Compare with what the connector is written for."""
+    """Compare the version with those that the connector is written for."""
     if series and not supports(series, version):
         remedy = f"install vLLM {series}, or a kvtier for that vLLM"
         return fail("server.answers", f"vLLM {version}; the connector is written for {series}", remedy)
@@ -59,29 +59,27 @@ def check_server_version(version: str, series: str) -> Finding:
 
 
 def check_prefix_caching(enabled: str) -> Finding:
-    """Judge --enable-prefix-caching, as vLLM's metrics say it."""
+    """Judge --enable-prefix-caching, as the metrics of vLLM show it."""
     if not enabled:
-        return skipped("server.prefix_caching", "vLLM's metrics do not say")
+        return skipped("server.prefix_caching", "vLLM's metrics do not show it")
     if enabled != "True":
-        remedy = "start vLLM with --enable-prefix-caching; the connector refuses to start without"
+        remedy = "start vLLM with --enable-prefix-caching; the connector refuses to start without it"
         return fail("server.prefix_caching", "off", remedy)
     return ok("server.prefix_caching", "on")
 
 
 def check_hash_algorithm(algorithm: str, stable: Sequence[str]) -> Finding:
-    """Judge --prefix-caching-hash-algo; vLLM's environment, where PYTHONHASHSEED stands, cannot be seen from here."""
+    """Judge --prefix-caching-hash-algo; PYTHONHASHSEED is in the environment of vLLM and not visible here."""
     if not algorithm or not stable:
-        return skipped("server.hash_algorithm", "not known" if algorithm else "vLLM's metrics do not say")
+        return skipped("server.hash_algorithm", "not known" if algorithm else "vLLM's metrics do not show it")
     if algorithm not in stable:
-        remedy = (
-            "use --prefix-caching-hash-algo sha256, or make sure that vLLM has a fixed PYTHONHASHSEED at every start"
-        )
-        return warn("server.hash_algorithm", f"{algorithm}, which is seeded anew at every start", remedy)
+        remedy = "use --prefix-caching-hash-algo sha256, or start vLLM with a fixed PYTHONHASHSEED every time"
+        return warn("server.hash_algorithm", f"{algorithm}, which gets a new seed at every start", remedy)
     return ok("server.hash_algorithm", algorithm)
 
 
 def check_attached(model_names: Sequence[str], status: DaemonStatus | None) -> Finding:
-    """Look for an engine of these models among the daemon's sessions."""
+    """Find an engine with these models among the sessions of the daemon."""
     if status is None:
         return skipped("server.attached", "no daemon answers")
     attached = {name for session in status.sessions if not session.quarantined for name in session.model_names}

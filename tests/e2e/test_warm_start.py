@@ -79,7 +79,7 @@ def test_by_hand_after_a_reset(world: World, compare: Comparisons, note: Note) -
     stack, engine = world.stack, world.engine
     forget_gpu(engine)
     answer = json.loads(stack.cli("warm", "important", "small", "--url", engine.url, "--json").stdout)
-    assert [(p["name"], p["fate"], p["cached_tokens"]) for p in answer["prompts"]] == [
+    assert [(p["name"], p["result"], p["cached_tokens"]) for p in answer["prompts"]] == [
         ("important", "warmed", len(IMPORTANT)),
         ("small", "warmed", len(SMALL)),
     ]

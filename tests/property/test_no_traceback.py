@@ -338,7 +338,7 @@ def test_stored_recipes_of_others(text: str) -> None:
 
 def asked(client: VllmClient) -> list[Callable[[], object]]:
     return [
-        client.models, client.version, client.cache_config, client.cache_room, client.num_waiting,
+        client.models, client.version, client.cache_config, client.cache_capacity, client.num_waiting,
         lambda: PinRequest(tokens=client.tokenize_text("m", "x")),
         lambda: PinRequest(tokens=client.tokenize_chat("m", [], None)),
         lambda: client.detokenize("m", [1]),

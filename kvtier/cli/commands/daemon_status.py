@@ -1,4 +1,4 @@
-"""`kvtier status`: the daemon, its tiers, the engines at it."""
+"""`kvtier status`: the daemon, its tiers and its engines."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ def status(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing: for probes, which ask for the exit code")
+        bool, typer.Option("--quiet", "-q", help="Print nothing, for probes that need only the exit code")
     ] = False,
 ) -> None:
     """Show the daemon: tiers, attached engines, namespaces, counters."""
@@ -22,7 +22,7 @@ def status(
         daemon = client.status()
         if as_json and not quiet:
             del daemon.namespaces[:]
-            daemon.namespaces.extend(client.namespaces())  # the same, with their fingerprints
+            daemon.namespaces.extend(client.namespaces())  # the same list, with fingerprints
     if quiet:
         return
     if as_json:

@@ -1,4 +1,4 @@
-"""`kvtier doctor`: what is wrong, and what to do about it. The checks are in `kvtier.doctor`."""
+"""`kvtier doctor`: problems and their remedies. The checks are in `kvtier.doctor`."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from kvtier.cli.options import api_key_option
 from kvtier.cli.output.grid import Column, Grid, Styled
 from kvtier.cli.output.streams import Output
 from kvtier.cli.vllm_api.http_client import VllmClient
-from kvtier.doctor import Finding, Patient, Status, examine
+from kvtier.doctor import Finding, Status, Target, run_checks
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
 
@@ -36,20 +36,20 @@ def doctor(
     api_key: Annotated[str | None, api_key_option()] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Check machine, settings, daemon, vLLM and pins, and say what to do.
+    """Check machine, settings, daemon, vLLM and pins, and print remedies.
 
     Changes nothing, and works without a daemon and without vLLM.
-    Importing vLLM, where it is installed, takes some seconds.
+    The import of vLLM, if installed, takes some seconds.
 
-    Exit codes: 0 nothing failed (there may be warnings), 1 something did.
+    Exit codes: 0 no check failed (there may be warnings), 1 a check failed.
     """
     output = Output(json=as_json)
-    with VllmClient(url, api_key) if url else nullcontext() as server, output.working("looking around ..."):
+    with VllmClient(url, api_key) if url else nullcontext() as server, output.working("running the checks ..."):
         settings = settings_of(context)
-        patient = Patient(
+        target = Target(
             socket=settings.socket, daemon_uid=settings.daemon_uid, config_path=config, python=python, server=server
         )
-        findings = examine(patient)
+        findings = run_checks(target)
     if as_json:
         output.answer([asdict(finding) for finding in findings])
     else:
@@ -60,7 +60,7 @@ def doctor(
 
 
 def findings_table(findings: Iterable[Finding]) -> Grid:
-    """Return one row per finding; what to do stands below what was found."""
+    """Return one row per finding; the remedy stands below it."""
     table = Grid(Column(wraps=True), Column(title="CHECK"), Column(title="WHAT, AND WHAT TO DO", wraps=True))
     for finding in findings:
         style = _STYLES[finding.status]
@@ -76,7 +76,7 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 
 def _named(status: Status, findings: Sequence[Finding]) -> str:
-    """Name the checks of a status that asks for something, so that nobody has to look for them."""
+    """Return the ids of the checks with a status that needs action, as the end of the summary."""
     if status not in (Status.WARN, Status.FAIL):
         return ""
     return f" ({', '.join(dict.fromkeys(finding.id for finding in findings if finding.status is status))})"

@@ -41,7 +41,7 @@ def export(
         str,
         typer.Option(
             metavar="ID",
-            help="If the prompt is in several: which (kvtier show NAME)",
+            help="Which, if the prompt is in several (kvtier show NAME)",
             show_default=False,
             callback=checked_text,
         ),
@@ -54,14 +54,14 @@ def export(
 ) -> None:
     """Write a pinned prompt with its KV cache into a file, for `kvtier import` on another machine.
 
-    The file is a safetensors file. It holds the prompt's text and is made readable for you alone.
+    The file is a safetensors file. It holds the text of the prompt, and only you may read it.
     """
     to_stdout = file == _STANDARD
     if to_stdout and as_json:
-        raise InvalidArgumentError("--json", "with FILE -", "stdout gets the bundle; name a file")
+        raise InvalidArgumentError("--json", "with FILE -", "the bundle goes to stdout; name a file")
     if to_stdout and sys.stdout.isatty():
         raise InvalidArgumentError("FILE", "-", f"stdout is a terminal; redirect it: kvtier export {name} - > FILE")
-    output = Output(json=as_json or to_stdout)  # what is said goes to stderr
+    output = Output(json=as_json or to_stdout)  # messages go to stderr
     if not to_stdout:
         _check_target(file, force=force)
     with settings_of(context).connect() as client:
@@ -69,7 +69,7 @@ def export(
         request = ExportRequest(name=name, namespace_id=namespace, decoded=decoded)
         expected = 0 if decoded else max((binding.disk_bytes for binding in status.bindings), default=0)
         with (
-            _interruptible(output, "what stdout got is no whole bundle" if to_stdout else "nothing was written"),
+            _interruptible(output, "the bundle on stdout is incomplete" if to_stdout else "nothing was written"),
             byte_progress(output, expected) as bar,
         ):
             pieces = bar(client.export(request))
@@ -94,9 +94,9 @@ def import_(
     ] = "never",
     as_json: _Json = False,
 ) -> None:
-    """Pin a prompt from a bundle that `kvtier export` wrote; nothing is computed.
+    """Pin a prompt from a bundle of `kvtier export`; vLLM computes nothing.
 
-    Needs a namespace with the bundle's fingerprint: a vLLM with the same model and settings has attached once.
+    Needs a namespace with the fingerprint of the bundle: a vLLM with the same model and settings has attached once.
     """
     output = Output(json=as_json)
     start = ImportStart(name=name, replace=replace, ttl_s=parse_duration("--ttl", ttl))
@@ -140,10 +140,10 @@ _KINDS = {
 
 
 def _check_target(file: Path, *, force: bool) -> None:
-    """Refuse what a rename would replace and nothing brings back: all but regular files, and these without --force.
+    """Refuse targets that a rename would destroy: all but regular files, and those too without --force.
 
-    A link too, whatever it points to: replacing the link and writing through it are both surprising, so the operator
-    names the file.
+    Any link is refused as well. To replace the link and to write through it are both surprising, so the operator has to
+    name the file.
     """
     try:
         mode = file.lstat().st_mode
@@ -161,14 +161,14 @@ def _check_target(file: Path, *, force: bool) -> None:
 
 
 def _send(pieces: Iterator[bytes]) -> int:
-    """Write to stdout; return how many bytes."""
+    """Write to stdout; return the number of bytes."""
     num_bytes = sum(sys.stdout.buffer.write(data) for data in pieces)
     sys.stdout.buffer.flush()
     return num_bytes
 
 
 def _write(pieces: Iterator[bytes], file: Path, *, force: bool) -> int:
-    """Write through a temporary file beside the target, which is durable and whole when it gets its name."""
+    """Write a temporary file beside the target, fsync it, and rename it to its final name."""
     temp = file.with_name(f".kvtier-export-{os.getpid()}.tmp")
     try:
         with _created(temp) as target:
@@ -177,7 +177,7 @@ def _write(pieces: Iterator[bytes], file: Path, *, force: bool) -> int:
             target.flush()
             os.fsync(target.fileno())
             num_bytes = target.tell()
-        _check_target(file, force=force)  # again: an export takes long
+        _check_target(file, force=force)  # again, because an export takes long
         temp.rename(file)
         fsync_directory(file.absolute().parent)
     except OSError as exc:

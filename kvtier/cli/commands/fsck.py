@@ -1,4 +1,4 @@
-"""`kvtier fsck`: asks the daemon; when there is none, the daemon's own offline check in a process of its own."""
+"""`kvtier fsck`: asks the daemon; without one, runs the offline check of the daemon in a separate process."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ _OFFLINE_CHECK = "kvtier.daemon.offline_check"
 
 def fsck(
     context: typer.Context,
-    repair: Annotated[bool, typer.Option("--repair", help="Put right what can be put right")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair what can be repaired")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Read and verify every stored byte")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Check the directory itself; no daemon may run")] = False,
     state_dir: Annotated[
@@ -36,18 +36,20 @@ def fsck(
 ) -> None:
     """Compare ledger, packs and arenas; with --repair make them agree.
 
-    Asks the running daemon, which serves on meanwhile.
-    When none runs, or with --offline, the state directory that the settings name is checked itself.
-    That directory may not be the one of a daemon named with --socket: if none answers there, nothing is checked.
-    Nothing that reads right is deleted.
+    The running daemon checks itself and serves meanwhile.
+    If none runs, or with --offline, the command checks the state directory that the settings name.
+    That directory may belong to another daemon than --socket names: if none answers there, nothing is checked.
+    No intact chunk is deleted.
 
-    Exit codes: 0 nothing is wrong (any more), 1 something is,
+    Exit codes: 0 nothing is wrong, or all was repaired, 1 something is wrong,
     3 no daemon answers and the directory cannot be checked either.
     """
     output = Output(json=as_json)
     if (state_dir or config) and not offline:
         option = "--state-dir" if state_dir else "--config"
-        raise InvalidArgumentError(option, str(state_dir or config), "is for --offline; the daemon knows its own")
+        raise InvalidArgumentError(
+            option, str(state_dir or config), "is for --offline only; a running daemon knows its own"
+        )
     try:
         checked = _checked_offline(repair, deep, state_dir, config) if offline else _checked(context, repair, deep)
     except KeyboardInterrupt:
@@ -66,7 +68,7 @@ class _Checked:
     """A report.
 
     Attributes:
-        folder: The state directory that was checked offline; None: the daemon checked its own.
+        folder: The state directory of an offline check; None: the daemon checked its own.
     """
 
     report: FsckReport
@@ -87,7 +89,7 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
             )
             raise typer.Exit(EXIT_UNREACHABLE) from error
         Output().warn(
-            f"no daemon answers at {error.address}: checking the state directory of the settings here, offline"
+            f"no daemon answers at {error.address}: checking the state directory of the local settings, offline"
         )
     try:
         return _checked_offline(repair, deep, None, None)
@@ -104,7 +106,7 @@ def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: P
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines()
-        # Of a traceback, too, the last line says what happened.
+        # The last line of a traceback says what happened too.
         Output().fail(said[-1] if said else f"the offline check ended with status {done.returncode}")
         raise typer.Exit(done.returncode if done.returncode > 0 else EXIT_FAILED)
     fields = json.loads(done.stdout)
@@ -114,7 +116,7 @@ def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: P
 
 
 def _finding(fields: dict[str, Any]) -> FsckFinding:
-    # A path may hold bytes that are no UTF-8, for which protobuf has no text.
+    # A path may hold bytes that are not UTF-8, which protobuf refuses.
     shown: dict[str, Any] = {k: printable(value) if isinstance(value, str) else value for k, value in fields.items()}
     return FsckFinding(**shown)
 

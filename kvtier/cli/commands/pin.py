@@ -1,4 +1,4 @@
-"""`kvtier pin`: the command line of it. What happens then is in `flows.pin_flow`."""
+"""`kvtier pin`: its command line. `flows.pin_flow` does the work."""
 
 import math
 import time
@@ -25,7 +25,7 @@ _SOURCE, _VLLM, _PIN = "What to pin (one of)", "vLLM", "How"
 
 @dataclass(frozen=True, kw_only=True)
 class _SourceOptions:
-    """The files named on the command line (`-` is stdin), and what goes with them."""
+    """The files named on the command line (`-` is stdin), and the options that belong to them."""
 
     system: str | None
     messages: str | None
@@ -35,7 +35,7 @@ class _SourceOptions:
     template_kwargs: str | None
 
     def check(self) -> None:
-        """Raise InvalidArgumentError for files that do not go together."""
+        """Raise InvalidArgumentError for options that exclude each other."""
         kinds = {"--system": self.system, "--messages": self.messages, "--text": self.text, "--tokens": self.tokens}
         given = [option for option, path in kinds.items() if path is not None]
         if len(given) > 1:
@@ -65,7 +65,7 @@ class _SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _PinOptions:
-    """The other options, as far as the job needs them."""
+    """The other options that the job needs."""
 
     name: str
     model: str
@@ -131,7 +131,9 @@ def pin(
     ] = "",
     ttl: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="End the pin by itself: 12h, 7d (default: never)", rich_help_panel=_PIN),
+        typer.Option(
+            metavar="TIME", help="End the pin after this time: 12h, 7d (default: never)", rich_help_panel=_PIN
+        ),
     ] = None,
     priority: Annotated[
         int | None,
@@ -148,7 +150,10 @@ def pin(
         bool, typer.Option("--replace", help="Replace another prompt of that name", rich_help_panel=_PIN)
     ] = False,
     no_warm: Annotated[
-        bool, typer.Option("--no-warm", help="Register only; capture when next computed", rich_help_panel=_PIN)
+        bool,
+        typer.Option(
+            "--no-warm", help="Register only; chunks are captured when vLLM next computes them", rich_help_panel=_PIN
+        ),
     ] = False,
     timeout: Annotated[
         float,
@@ -168,7 +173,7 @@ def pin(
     """Pin a prompt: keep its KV cache in host memory and on disk until unpinned.
 
     vLLM turns the source into tokens and computes them once; the daemon keeps the result. FILE may be - for stdin.
-    Without a source, a prompt that is known already is rendered and warmed again from its stored one.
+    Without a source, a known prompt is rendered and warmed again from its stored source.
     """
     source = _SourceOptions(
         system=system,
@@ -231,7 +236,7 @@ def _known(client: AdminClient, name: str) -> PromptStatus:
 
 
 def _stored_job(options: _PinOptions, status: PromptStatus, ttl_s: int) -> PinJob:
-    """Return the job that renders a known prompt again; what is not said anew stays as it was."""
+    """Return the job that renders a known prompt again; options that are not given keep their stored values."""
     recipe = Recipe.from_json(status.recipe_json)
     if recipe.kind is SourceKind.TOKENS:
         raise InvalidArgumentError("NAME", status.name, "was pinned by token ids; give them again with --tokens FILE")
@@ -243,7 +248,7 @@ def _stored_job(options: _PinOptions, status: PromptStatus, ttl_s: int) -> PinJo
         cache_salt=options.cache_salt or status.cache_salt,
         ttl_s=max(1, round(status.expires_unix_s - time.time())) if keep_ttl else ttl_s,
         priority=status.priority if options.priority is None else options.priority,
-        # The template may have changed since: rendering again means to follow it.
+        # The template may have changed since then, and the new rendering follows it.
         replace=True,
         warm=options.warm,
         timeout_s=options.timeout_s,

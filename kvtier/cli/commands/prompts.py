@@ -1,4 +1,4 @@
-"""`kvtier list`, `show`, `unpin` and `evict`: what the daemon knows of prompts, and the end of pins and chunks."""
+"""`kvtier list`, `show`, `unpin` and `evict`: the prompts of the daemon."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -60,7 +60,7 @@ def unpin(context: typer.Context, name: _Name, as_json: _Json = False) -> None:
         output.answer(to_jsonable(status))
         return
     output.say(f"unpinned: {name}")
-    output.say(f"its chunks stay until there is pressure; drop them now with: kvtier evict {name}")
+    output.say(f"its chunks stay until their space is needed; drop them now with: kvtier evict {name}")
 
 
 class _Tier(StrEnum):
@@ -83,16 +83,14 @@ def evict(
             callback=checked_text,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every chunk that no pinned prompt has")] = False,
-    tier: Annotated[
-        _Tier | None, typer.Option(help="Out of this tier only [default: both]", show_default=False)
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Pinned ones too; the pins themselves stay")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All chunks that no pinned prompt has")] = False,
+    tier: Annotated[_Tier | None, typer.Option(help="From this tier only [default: both]", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Pinned chunks too; the pins themselves stay")] = False,
     as_json: _Json = False,
 ) -> None:
     """Drop a prompt's chunks, or all, from host memory and disk.
 
-    A prompt that is not pinned is forgotten with its chunks, unless --tier is given.
+    A prompt that is not pinned is forgotten together with its chunks, unless --tier is given.
     """
     if every == (name is not None):
         raise typer.BadParameter("give the name of a prompt, or --all", param_hint="NAME")

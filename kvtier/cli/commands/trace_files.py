@@ -1,4 +1,4 @@
-"""`kvtier trace`: what the files of a trace folder say, as a table or as one file for a trace viewer."""
+"""`kvtier trace`: summarizes the files of a trace folder as a table, or merges them for a trace viewer."""
 
 import json
 import math
@@ -17,21 +17,23 @@ from kvtier.obs.trace import SUFFIX
 
 Event = dict[str, Any]
 _MAX_US = 1e15
-# Events have some five; with thousands, one within the other, Python's parser fails. `read_json` is four times slower.
+# Events have about five. Python's parser fails on thousands of nested ones; `read_json` is four times slower.
 _MAX_BRACKETS = 100
-_VIEWER = "open it at https://ui.perfetto.dev (it stays on your machine), or at chrome://tracing"
+_VIEWER = "open it at https://ui.perfetto.dev (the file stays on your machine), or at chrome://tracing"
 
 
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What trace.folder names", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder that trace.folder names", show_default=False)
+    ],
     merge: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all spans into one file", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Show where the time of daemon, engines and workers went.
+    """Show how daemon, engines and workers spent their time.
 
-    Spans are written while trace.folder is set (KVTIER_TRACE_FOLDER=DIR, for kvtier-daemon and for vLLM).
+    They write spans while trace.folder is set (KVTIER_TRACE_FOLDER=DIR, for kvtier-daemon and for vLLM).
     """
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
@@ -59,7 +61,7 @@ def trace(
 
 
 def read_trace(path: Path) -> Iterator[Event]:
-    """Yield a file's events; a line that is none, such as a killed process left unfinished, is left out."""
+    """Yield the events of a file; skip other lines, such as an incomplete last line of a killed process."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.count("[") + line.count("{") > _MAX_BRACKETS:
@@ -73,7 +75,7 @@ def read_trace(path: Path) -> Iterator[Event]:
 
 
 def _is_event(event: Event) -> bool:
-    """Return whether an event has what its phase needs, each of its kind."""
+    """Return whether an event has the fields that its phase needs, with valid types."""
     numbers = {"X": ("ts", "dur"), "b": ("ts",), "e": ("ts",)}.get(str(event.get("ph")), ())
     names = (event.get("pid"), event.get("id"))
     return (
@@ -84,7 +86,7 @@ def _is_event(event: Event) -> bool:
 
 
 class Span(NamedTuple):
-    """A stage from its beginning to its end, in microseconds of the machine's monotonic clock."""
+    """One run of a stage, in microseconds of the machine's monotonic clock."""
 
     pid: Any
     stage: str
@@ -93,7 +95,7 @@ class Span(NamedTuple):
 
 
 def spans_of(events: Iterable[Event]) -> Iterator[Span]:
-    """Yield the spans that came to an end."""
+    """Yield the spans that have ended."""
     begun: dict[tuple[Any, ...], float] = {}
     for event in events:
         pid, name, phase = event.get("pid"), event.get("name", ""), event.get("ph")
@@ -107,7 +109,7 @@ def spans_of(events: Iterable[Event]) -> Iterator[Span]:
 
 
 def summarize(events: list[Event]) -> list[dict[str, Any]]:
-    """Return a row for each process and stage, the longest in all first; times in milliseconds."""
+    """Return a row for each process and stage, the largest total first; times in milliseconds."""
     processes = {event.get("pid"): name for event in events if (name := _process_name(event))}
     durations_ms: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans_of(events):

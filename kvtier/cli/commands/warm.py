@@ -1,4 +1,4 @@
-"""`kvtier warm`: the command line of it. What happens then is in `flows.warm_flow`."""
+"""`kvtier warm`: its command line. `flows.warm_flow` does the work."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli.completion import complete_prompt_name
 from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, settings_of
-from kvtier.cli.flows.warm_flow import Fate, Warmed, WarmFlow, WarmPolicy
+from kvtier.cli.flows.warm_flow import Warmed, WarmFlow, WarmPolicy, WarmResult
 from kvtier.cli.options import DEFAULT_URL, MAX_WAIT_S, api_key_option, checked_number, checked_text
 from kvtier.cli.output.streams import Output
 from kvtier.cli.vllm_api.http_client import VllmClient
@@ -29,7 +29,7 @@ def warm(
             callback=checked_text,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All prompts, those whose pin has ended last")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All prompts; those whose pin has ended come last")] = False,
     url: Annotated[str, typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="vLLM's API server")] = DEFAULT_URL,
     api_key: Annotated[str | None, api_key_option()] = None,
     max_ratio: Annotated[
@@ -38,7 +38,7 @@ def warm(
             metavar="RATIO",
             min=0,
             max=1,
-            help="Of vLLM's cache to fill at most; 0: no limit",
+            help="Share of vLLM's cache to fill at most; 0: no limit",
             callback=checked_number,
         ),
     ] = 0.5,
@@ -48,7 +48,7 @@ def warm(
             metavar="SECONDS",
             min=0,
             max=MAX_WAIT_S,
-            help="In all, while requests wait in vLLM; then it gives up",
+            help="Total wait while requests wait in vLLM; after it, no more prompts are warmed",
             callback=checked_number,
         ),
     ] = 60.0,
@@ -58,10 +58,10 @@ def warm(
     ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Bring prompts into vLLM's own cache before anybody asks: by priority, then the newest first.
+    """Load prompts into vLLM's prefix cache before the first request: by priority, then the newest first.
 
-    Each is sent as a completion of one token, which takes what kvtier holds of it into vLLM's blocks; what it does not
-    hold, vLLM computes. To have vLLM do that by itself after a start, set `warm_url`.
+    Each is sent as a completion of one token: vLLM loads the chunks that kvtier holds and computes the others. If vLLM
+    is to do that by itself after each start, set `warm_url`.
     """
     if every and names:
         raise InvalidArgumentError("NAME", names[0], "cannot go with --all")
@@ -78,8 +78,8 @@ def warm(
             output.say("", "interrupted; what was warmed stays in vLLM's cache")
             raise typer.Exit(EXIT_INTERRUPTED) from None
     _answer(flow, done, output)
-    # Without names, it is no failure that a prompt finds no room or was refused before.
-    if any(_is_failure(result, named=bool(names)) for result in done):
+    # Without names, a prompt over the limit or refused before is no failure.
+    if any(_is_failure(each, named=bool(names)) for each in done):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -93,46 +93,48 @@ def _mention(flow: WarmFlow, prompts: list[PromptStatus], policy: WarmPolicy, ou
     if not prompts:
         output.say("no prompts to warm; pin one with: kvtier pin NAME --system FILE")
     if policy.max_ratio and flow.limit_tokens is None:
-        output.warn("vLLM does not say how large its cache is, so --max-ratio has no effect")
+        output.warn("vLLM does not report the size of its cache, so --max-ratio has no effect")
     if unattached := [status.name for status in prompts if status.num_tokens and not status.num_engines]:
         output.warn(f"no vLLM with the kvtier connector is attached for {', '.join(unattached)}: vLLM computes them")
 
 
 def _run(flow: WarmFlow, prompts: list[PromptStatus], output: Output) -> list[Warmed]:
     done = []
-    for result in flow.run(prompts):
-        done.append(result)
-        if result.fate is Fate.WARMED:
-            output.say(f"{result.name}: {_numbers(result)}")
-        elif result.fate is Fate.DUPLICATE:
-            output.say(f"{result.name}: {result.why}")
+    for each in flow.run(prompts):
+        done.append(each)
+        if each.result is WarmResult.WARMED:
+            output.say(f"{each.name}: {_numbers(each)}")
+        elif each.result is WarmResult.DUPLICATE:
+            output.say(f"{each.name}: {each.why}")
         else:
-            output.warn(f"{result.name}: not warmed: {result.why}")
+            output.warn(f"{each.name}: not warmed: {each.why}")
     return done
 
 
-def _numbers(result: Warmed) -> str:
-    cached = "" if result.cached_tokens is None else f", {result.cached_tokens} from a cache"
-    return f"{result.num_tokens} tokens{cached}, {result.seconds:.2f} s"
+def _numbers(each: Warmed) -> str:
+    cached = "" if each.cached_tokens is None else f", {each.cached_tokens} from a cache"
+    return f"{each.num_tokens} tokens{cached}, {each.seconds:.2f} s"
 
 
 def _answer(flow: WarmFlow, done: list[Warmed], output: Output) -> None:
-    warmed = [result for result in done if result.fate is Fate.WARMED]
-    num_tokens, seconds = sum(result.num_tokens for result in warmed), sum(result.seconds for result in warmed)
+    warmed = [each for each in done if each.result is WarmResult.WARMED]
+    num_tokens, seconds = sum(each.num_tokens for each in warmed), sum(each.seconds for each in warmed)
     if output.json:
-        output.answer({"limit_tokens": flow.limit_tokens, "prompts": [asdict(result) for result in done]})
+        output.answer({"limit_tokens": flow.limit_tokens, "prompts": [asdict(each) for each in done]})
     elif done:
-        twins = sum(result.fate is Fate.DUPLICATE for result in done)
-        names = "name" if twins == 1 else "names"
-        others = f" ({twins} other {names} of one of them)" if twins else ""
+        num_same = sum(each.result is WarmResult.DUPLICATE for each in done)
+        names = "name" if num_same == 1 else "names"
+        others = f" ({num_same} other {names} of one of them)" if num_same else ""
         output.say(
-            f"warmed: {len(warmed)} of {len(done) - twins} prompts{others}, {num_tokens} tokens in {seconds:.2f} s"
+            f"warmed: {len(warmed)} of {len(done) - num_same} prompts{others}, {num_tokens} tokens in {seconds:.2f} s"
         )
-        if warmed and all(result.cached_tokens is None for result in warmed):
-            output.say("vLLM says how many tokens came from a cache when started with --enable-prompt-tokens-details")
+        if warmed and all(each.cached_tokens is None for each in warmed):
+            output.say(
+                "vLLM reports how many tokens came from a cache if you start it with --enable-prompt-tokens-details"
+            )
 
 
-def _is_failure(result: Warmed, *, named: bool) -> bool:
-    if result.fate in (Fate.NO_ROOM, Fate.REFUSED):
+def _is_failure(each: Warmed, *, named: bool) -> bool:
+    if each.result in (WarmResult.OVER_LIMIT, WarmResult.REFUSED):
         return named
-    return result.fate not in (Fate.WARMED, Fate.DUPLICATE)
+    return each.result not in (WarmResult.WARMED, WarmResult.DUPLICATE)

@@ -1,1 +1,1 @@
-"""What `pin` and `warm` do, step by step: the daemon and vLLM are asked here, and options are already values."""
+"""The steps of `kvtier pin` and `kvtier warm`: requests to the daemon and to vLLM, and the waits between them."""

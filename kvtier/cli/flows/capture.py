@@ -1,7 +1,7 @@
-"""Has vLLM compute a prompt, as often as it takes until every chunk is durable.
+"""Sends warm requests for a prompt until every chunk is durable.
 
-vLLM offers chunks for storing as it computes or hits them, but not each of them every time (under pressure some are
-skipped), so a warm request is repeated, a bounded number of times, while chunks are missing.
+vLLM offers chunks to store when it computes or hits them, but under pressure it skips some. So the request is repeated,
+a bounded number of times, while chunks are missing.
 """
 
 import threading
@@ -15,7 +15,7 @@ from kvtier.cli.flows.status_feed import StatusFeed
 from kvtier.cli.output.prompt_summary import Summary, summarize
 
 MAX_ROUNDS = 3
-SETTLE_S = 2.0
+IDLE_S = 2.0
 _TICK_S = 0.1
 _HELD_FACTOR = 5
 
@@ -31,21 +31,21 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CapturePolicy:
-    """How long and how often.
+    """Limits of one capture.
 
     Attributes:
-        timeout_s: For everything.
-        max_rounds: Warm requests at most; 0 only waits.
-        settle_s: Without any change for so long after a warm request, what is missing is taken as not coming.
+        timeout_s: For the whole capture.
+        max_rounds: Largest number of warm requests; 0: only wait.
+        idle_s: If nothing changes for this long after a warm request, the missing chunks count as not offered.
     """
 
     timeout_s: float
     max_rounds: int = MAX_ROUNDS
-    settle_s: float = SETTLE_S
+    idle_s: float = IDLE_S
 
 
 class WarmRequest:
-    """One warm request in a thread of its own, which Ctrl-C does not wait for."""
+    """One warm request in a daemon thread, which Ctrl-C does not wait for."""
 
     def __init__(self, send: Callable[[], None]) -> None:
         """Send at once."""
@@ -58,7 +58,7 @@ class WarmRequest:
         """Return whether vLLM has answered.
 
         Raises:
-            KvtierError: vLLM refused or went away.
+            KvtierError: vLLM refused or no longer answers.
         """
         if self._done.is_set() and self._error:
             raise self._error
@@ -68,21 +68,21 @@ class WarmRequest:
         try:
             self._send()
         except Exception as exc:
-            # Whatever it is, `finished` raises it; after Ctrl-C, with the connection closed, nobody asks.
+            # `finished` raises any error; after Ctrl-C the connection is closed and no caller asks.
             self._error = exc
         finally:
             self._done.set()
 
 
 class Capture:
-    """Waits until a prompt is durable, sending warm requests meanwhile."""
+    """Waits until a prompt is durable and sends warm requests meanwhile."""
 
     def __init__(self, policy: CapturePolicy, send: Callable[[], None], clock: Callable[[], float] = time.monotonic):
         """Prepare.
 
         Args:
-            policy: How long and how often.
-            send: Sends one warm request and returns when it is answered.
+            policy: Its limits.
+            send: Sends one warm request and returns when vLLM has answered.
             clock: Monotonic seconds.
         """
         self._policy, self._send, self._clock = policy, send, clock
@@ -93,10 +93,10 @@ class Capture:
     def run(
         self, status: PromptStatus, feed: StatusFeed, on_status: Callable[[PromptStatus], None]
     ) -> tuple[PromptStatus, Outcome]:
-        """Return the last status and how it ended.
+        """Return the last status and the outcome.
 
         Raises:
-            KvtierError: A warm request failed, or the daemon went away.
+            KvtierError: A warm request failed, or the daemon no longer answers.
         """
         deadline_s = self._clock() + self._policy.timeout_s
         while (outcome := self._step(status)) is None:
@@ -125,15 +125,16 @@ class Capture:
         return None
 
     def _worth_another(self, numbers: Summary) -> bool:
-        """Whether the last request is answered, nothing moves, and chunks are missing.
+        """Return whether the last request is answered, nothing changes, and chunks are missing.
 
-        While all of them are held the disk is at work, and another request would not speed it up. But the numbers may
-        hide a missing chunk (see `Summary.missing`), so that is believed for a while only.
+        While the daemon holds all of them, only the disk has work, and another request would not speed it up. But the
+        numbers may hide a missing chunk (see `Summary.missing`), so after `_HELD_FACTOR` times the idle time this asks
+        again.
         """
         assert self._warm is not None
         quiet_s = self._clock() - self._quiet_since_s
-        patience_s = self._policy.settle_s * (1 if numbers.missing else _HELD_FACTOR)
-        return self._warm.finished() and quiet_s > patience_s
+        idle_limit_s = self._policy.idle_s * (1 if numbers.missing else _HELD_FACTOR)
+        return self._warm.finished() and quiet_s > idle_limit_s
 
     def _timed_send(self) -> None:
         self._send()

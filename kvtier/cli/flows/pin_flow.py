@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, replace
 
 from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
-from kvtier.cli.flows.capture import SETTLE_S, Capture, CapturePolicy, Outcome
+from kvtier.cli.flows.capture import IDLE_S, Capture, CapturePolicy, Outcome
 from kvtier.cli.flows.status_feed import StatusFeed
 from kvtier.cli.output.progress import CaptureProgress
 from kvtier.cli.output.prompt_summary import state_meaning, summarize
@@ -29,14 +29,14 @@ class PinJob:
         name: The prompt's name.
         recipe: Its source.
         tokens: Token ids, for a source of that kind.
-        model: As given; empty: the first that vLLM serves.
+        model: Its name; empty: the first that vLLM serves.
         cache_salt: As requests send it.
-        ttl_s: 0: never ends.
+        ttl_s: Until the pin ends; 0: never.
         priority: The higher, the more important.
         replace: Replace a prompt of that name.
-        warm: Have vLLM compute it now.
-        timeout_s: For warming.
-        url: vLLM's base URL as it is shown, see `shown_url`.
+        warm: Let vLLM compute it now.
+        timeout_s: For the capture.
+        url: Base URL of vLLM without secrets, see `shown_url`.
     """
 
     name: str
@@ -53,14 +53,14 @@ class PinJob:
 
 
 class PinFlow:
-    """Runs one job against one daemon and one vLLM."""
+    """Runs one job with one daemon and one vLLM."""
 
-    def __init__(self, client: AdminClient, vllm: VllmClient, output: Output, *, settle_s: float = SETTLE_S) -> None:
-        """Prepare; the caller keeps owning all three."""
-        self._client, self._vllm, self._output, self._settle_s = client, vllm, output, settle_s
+    def __init__(self, client: AdminClient, vllm: VllmClient, output: Output, *, idle_s: float = IDLE_S) -> None:
+        """Prepare; the caller owns and closes all three."""
+        self._client, self._vllm, self._output, self._idle_s = client, vllm, output, idle_s
 
     def run(self, job: PinJob) -> bool:
-        """Pin; True when everything that was asked for has happened.
+        """Pin; return whether every requested step succeeded.
 
         Raises:
             KvtierError: The daemon or vLLM refused, or the daemon is unreachable.
@@ -72,8 +72,8 @@ class PinFlow:
         except VllmUnreachableError as exc:
             return self._pin_without_vllm(job, exc)
         status = self._register(job, served)
-        # From here on the pin stands whatever happens.
-        return self._finish(job, self._bring_in(job, status, served))
+        # From here on the pin stays, also if a later step fails.
+        return self._finish(job, self._confirm_and_capture(job, status, served))
 
     def _served_model(self, wanted: str) -> ServedModel:
         models = self._vllm.models()
@@ -112,12 +112,12 @@ class PinFlow:
         return status
 
     def _pin_without_vllm(self, job: PinJob, problem: VllmUnreachableError) -> bool:
-        """Register what can be registered: token ids need no vLLM, a recipe waits for one.
+        """Register without vLLM: token ids need none, and a recipe is stored until there is one.
 
-        A prompt that is rendered already is never replaced by one that is not.
+        A rendered prompt is never replaced by one that is not rendered.
 
         Raises:
-            VllmUnreachableError: That would be the only thing to do.
+            VllmUnreachableError: Nothing can be registered without vLLM.
         """
         if job.replace and not job.tokens:
             raise problem
@@ -133,11 +133,11 @@ class PinFlow:
             self._output.say("its chunks are captured when a vLLM with the kvtier connector first computes them")
             return True
         self._output.fail(str(problem))
-        self._output.say("The source is kept, not yet turned into tokens. When vLLM runs:")
+        self._output.say("The source is stored, but not yet turned into tokens. When vLLM runs:")
         self._output.say(f"  {_again(job)}")
         return False
 
-    def _bring_in(self, job: PinJob, status: PromptStatus, served: ServedModel) -> PromptStatus:
+    def _confirm_and_capture(self, job: PinJob, status: PromptStatus, served: ServedModel) -> PromptStatus:
         if status.state != PromptStatus.DURABLE:
             status = self._confirm(job, status)
         if status.error:
@@ -147,27 +147,27 @@ class PinFlow:
         return status
 
     def _confirm(self, job: PinJob, status: PromptStatus) -> PromptStatus:
-        """Wait until every engine to which the prompt applies has recognized it."""
+        """Wait until every engine that serves its model has recognized the prompt."""
         started_s = time.monotonic()
         with StatusFeed(self._client, job.name, CONFIRM_TIMEOUT_S) as feed:
             while not (status.error or 0 < status.num_engines == status.num_confirmed):
                 waited_s = time.monotonic() - started_s
-                if waited_s > (CONFIRM_TIMEOUT_S if status.num_engines else self._patience_s(job)):
+                if waited_s > (CONFIRM_TIMEOUT_S if status.num_engines else self._no_engine_timeout_s(job)):
                     return status
                 status = feed.next(_TICK_S) or status
         if not status.error:
             self._output.say(f"confirmed by {status.num_confirmed} of {status.num_engines} attached engines")
         return status
 
-    def _patience_s(self, job: PinJob) -> float:
-        # A connector comes back within 2 s after its daemon did.
+    def _no_engine_timeout_s(self, job: PinJob) -> float:
+        # A connector attaches within 2 s after its daemon has started.
         return NO_ENGINE_TIMEOUT_S if job.warm else 0.0
 
     def _capture(self, job: PinJob, status: PromptStatus, served: ServedModel) -> PromptStatus:
         def send() -> None:
             self._vllm.warm(served.name, job.tokens, job.cache_salt, job.timeout_s)
 
-        policy = CapturePolicy(timeout_s=job.timeout_s, settle_s=self._settle_s)
+        policy = CapturePolicy(timeout_s=job.timeout_s, idle_s=self._idle_s)
         with StatusFeed(self._client, job.name, job.timeout_s + 1) as feed, CaptureProgress(self._output) as progress:
             progress.update(summarize(status))
             status, outcome = Capture(policy, send).run(status, feed, lambda s: progress.update(summarize(s)))
@@ -187,7 +187,7 @@ class PinFlow:
         if status.num_confirmed < status.num_engines:
             self._output.warn(
                 f"{status.num_confirmed} of {status.num_engines} engines have confirmed the pin within "
-                f"{CONFIRM_TIMEOUT_S:g} s; look at vLLM's log, then run: {_again(job)}"
+                f"{CONFIRM_TIMEOUT_S:g} s; read vLLM's log, then run: {_again(job)}"
             )
             return False
         return self._judge(job, status)
@@ -206,27 +206,29 @@ class PinFlow:
 class _NotBoundError(KvtierError):
     """An engine cannot use the prompt."""
 
-    def __init__(self, name: str, said: str) -> None:
+    def __init__(self, name: str, problem: str) -> None:
         super().__init__(
-            f"prompt {name!r} is registered, but vLLM cannot use it: {said}. To remove it: kvtier unpin {name}, "
+            f"prompt {name!r} is registered, but vLLM cannot use it: {problem}. To remove it: kvtier unpin {name}, "
             f"then kvtier evict {name}"
         )
 
 
 def _again(job: PinJob) -> str:
-    # Token ids are not part of the recipe, so the stored source cannot bring them back.
+    # The recipe holds no token ids, so the stored source cannot give them again.
     source = " --tokens FILE" if job.recipe.kind is SourceKind.TOKENS else ""
     return f"kvtier pin {job.name}{source} --url {job.url}"
 
 
 def _explain(outcome: Outcome, job: PinJob, status: PromptStatus) -> str:
     numbers = summarize(status)
-    held = f"{numbers.num_durable_chunks} of {numbers.num_chunks} chunks are on disk"
+    progress = f"{numbers.num_durable_chunks} of {numbers.num_chunks} chunks are on disk"
     if outcome is Outcome.OVER_QUOTA:
-        return f"{held}: {state_meaning(status)}"
+        return f"{progress}: {state_meaning(status)}"
     if outcome is Outcome.TIMED_OUT:
-        return f"{held} after {job.timeout_s:g} s; the rest goes on by itself, watch it with: kvtier show {job.name}"
+        return (
+            f"{progress} after {job.timeout_s:g} s; the rest continues by itself; watch it with: kvtier show {job.name}"
+        )
     return (
-        f"{held}, and vLLM has not offered the rest; they are captured when next computed. If vLLM is busy, run again "
-        f"later: {_again(job)}"
+        f"{progress}, and vLLM has not offered the rest; they are captured when vLLM next computes them. If vLLM "
+        f"is busy, run again later: {_again(job)}"
     )

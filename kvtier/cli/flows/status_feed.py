@@ -1,4 +1,4 @@
-"""A prompt's status as the daemon streams it, read by a thread so that the CLI can wait on other things too."""
+"""The status of a prompt as the daemon streams it; a thread reads it, so that the CLI can do other work."""
 
 import queue
 import threading
@@ -29,15 +29,15 @@ class StatusFeed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the call, and with it the thread."""
+        """End the call and its thread."""
         self._watch.close()
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def next(self, wait_s: float) -> PromptStatus | None:
-        """Return the newest status that has come within `wait_s`, None when none has.
+        """Return the newest status that arrives within `wait_s`, None if none does.
 
         Raises:
-            KvtierError: The daemon went away or refused.
+            KvtierError: The daemon no longer answers, or refused.
         """
         try:
             item = self._items.get(timeout=wait_s)

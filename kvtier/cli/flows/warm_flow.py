@@ -1,8 +1,8 @@
 """`kvtier warm`, step by step: which prompts, in which order, how many of them, and when.
 
-A prompt comes back by the road of every request: a completion of one token, whose prompt is the pinned tokens. vLLM
-takes what kvtier holds of it into its own blocks, and the next request finds it there. Requests of users go first: none
-is sent while vLLM has some waiting.
+To warm a prompt, send a completion of one token with the pinned tokens as prompt. vLLM loads the chunks that kvtier
+holds into its own blocks, and the next request finds them in the prefix cache. Requests of users go first: none is sent
+while requests wait in vLLM.
 """
 
 import time
@@ -20,33 +20,33 @@ from kvtier.errors import PromptUnrenderedError, RenderError
 _TICK_S = 0.2
 
 
-class Fate(StrEnum):
-    """What became of one prompt."""
+class WarmResult(StrEnum):
+    """Result for one prompt."""
 
     WARMED = "warmed"
     DUPLICATE = "same prompt"
     REFUSED = "refused"
-    NO_ROOM = "no room"
+    OVER_LIMIT = "over limit"
     BUSY = "vLLM busy"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """One prompt's outcome.
+    """What happened to one prompt.
 
     Attributes:
         name: Of the prompt.
         num_tokens: Of the prompt.
-        fate: What became of it.
-        why: In words, unless it was warmed.
-        cached_tokens: Tokens that vLLM did not compute; None when it does not say.
-        seconds: That the request took.
+        result: Whether it was warmed, or why not.
+        why: The reason as text, unless it was warmed.
+        cached_tokens: Tokens that vLLM did not compute; None when vLLM does not report them.
+        seconds: Duration of the request.
     """
 
     name: str
     num_tokens: int
-    fate: Fate
+    result: WarmResult
     why: str = ""
     cached_tokens: int | None = None
     seconds: float = 0.0
@@ -54,11 +54,11 @@ class Warmed:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmPolicy:
-    """How much, and how patiently.
+    """Limits of one run.
 
     Attributes:
-        max_ratio: Of vLLM's cache that warm prompts may take; 0: no limit.
-        wait_s: In all, for requests that wait in vLLM.
+        max_ratio: Share of the prefix cache that warm prompts may take; 0: no limit.
+        wait_s: Total time to wait while requests wait in vLLM.
         timeout_s: For one prompt.
     """
 
@@ -68,11 +68,11 @@ class WarmPolicy:
 
 
 class WarmFlow:
-    """Warms prompts, one after the other, from one daemon in one vLLM.
+    """Warms prompts of one daemon in one vLLM, one after the other.
 
     Args:
         clock: Monotonic seconds.
-        sleep: Waits for so many seconds.
+        sleep: Sleeps for this many seconds.
     """
 
     def __init__(
@@ -86,60 +86,60 @@ class WarmFlow:
     ) -> None:
         self._client, self._vllm, self._policy = client, vllm, policy
         self._clock, self._sleep = clock, sleep
-        self._patience_s = policy.wait_s
+        self._wait_left_s = policy.wait_s
         self._models: Sequence[ServedModel] = ()
         self._block_tokens = 1
         self.limit_tokens: int | None = None
 
     def prepare(self) -> None:
-        """Ask vLLM what it serves and how large its cache is; `limit_tokens` is None when there is no limit.
+        """Ask vLLM for its models and the size of its cache; `limit_tokens` is None when there is no limit.
 
         Raises:
-            RenderError: vLLM is not there, or refused.
+            RenderError: vLLM does not answer, or refused.
         """
         self._models = self._vllm.models()
-        room = self._vllm.cache_room()
-        if room is not None:
-            self._block_tokens = room.block_tokens
+        capacity = self._vllm.cache_capacity()
+        if capacity is not None:
+            self._block_tokens = capacity.block_tokens
             if self._policy.max_ratio:
-                self.limit_tokens = int(room.num_tokens * self._policy.max_ratio)
+                self.limit_tokens = int(capacity.num_tokens * self._policy.max_ratio)
 
     def run(self, prompts: Sequence[PromptStatus]) -> Iterator[Warmed]:
-        """Yield what becomes of each prompt, in the order given; `prepare` comes first.
+        """Yield the result of each prompt, in the order given; call `prepare` first.
 
         Raises:
-            KvtierError: Daemon or vLLM went away.
+            KvtierError: The daemon or vLLM no longer answers.
         """
-        left, gave_up = self.limit_tokens, False
+        left, is_busy = self.limit_tokens, False
         warmed_as: dict[object, str] = {}
         for status in prompts:
             if is_refused(status):
-                yield _not_warmed(status, Fate.REFUSED, f"vLLM cannot use it: {status.error}")
+                yield _not_warmed(status, WarmResult.REFUSED, f"vLLM cannot use it: {status.error}")
                 continue
             if refusal := self._refusal(status):
-                yield _not_warmed(status, Fate.FAILED, refusal)
+                yield _not_warmed(status, WarmResult.FAILED, refusal)
                 continue
-            if twin := warmed_as.get(same_request(status)):
-                yield _not_warmed(status, Fate.DUPLICATE, f"the same prompt as {twin}, which was warmed")
+            if first_name := warmed_as.get(same_request(status)):
+                yield _not_warmed(status, WarmResult.DUPLICATE, f"the same prompt as {first_name}, which was warmed")
                 continue
             needed = cache_tokens_taken(status.num_tokens, self._block_tokens)
             if left is not None and needed > left:
                 yield _not_warmed(
-                    status, Fate.NO_ROOM, f"needs {needed} tokens of vLLM's cache, {left} are left for it"
+                    status, WarmResult.OVER_LIMIT, f"needs {needed} tokens of vLLM's cache, {left} are left for it"
                 )
                 continue
-            gave_up = gave_up or not self._is_quiet()
-            if gave_up:
-                yield _not_warmed(status, Fate.BUSY, f"requests waited in vLLM for {self._policy.wait_s:g} s")
+            is_busy = is_busy or not self._wait_until_idle()
+            if is_busy:
+                yield _not_warmed(status, WarmResult.BUSY, f"requests waited in vLLM for {self._policy.wait_s:g} s")
                 continue
             done = self._warm(status)
-            if done.fate is Fate.WARMED:
+            if done.result is WarmResult.WARMED:
                 warmed_as[same_request(status)] = status.name
                 left = left if left is None else left - needed
             yield done
 
     def _refusal(self, status: PromptStatus) -> str:
-        """Return why no request can be made of the prompt, empty when it can."""
+        """Return why the prompt cannot be sent as a request; empty when it can."""
         if status.state == PromptStatus.UNRENDERED:
             return str(PromptUnrenderedError(status.name))
         if model_of(status, self._models) is None:
@@ -163,28 +163,28 @@ class WarmFlow:
         except VllmUnreachableError:
             raise
         except RenderError as exc:
-            return _not_warmed(status, Fate.FAILED, str(exc))
+            return _not_warmed(status, WarmResult.FAILED, str(exc))
         return Warmed(
             name=status.name,
             num_tokens=len(tokens),
-            fate=Fate.WARMED,
+            result=WarmResult.WARMED,
             cached_tokens=cached_tokens,
             seconds=self._clock() - began_s,
         )
 
-    def _is_quiet(self) -> bool:
-        """Wait while vLLM has requests waiting, as long as the patience lasts; say whether it has none."""
+    def _wait_until_idle(self) -> bool:
+        """Wait while requests wait in vLLM, until the total wait time is used up; return whether none waits."""
         while self._vllm.num_waiting():
-            if self._patience_s <= 0:
+            if self._wait_left_s <= 0:
                 return False
             began_s = self._clock()
             self._sleep(_TICK_S)
-            self._patience_s -= self._clock() - began_s
+            self._wait_left_s -= self._clock() - began_s
         return True
 
 
 def model_of(status: PromptStatus, models: Sequence[ServedModel]) -> ServedModel | None:
-    """Return what requests for the prompt name, None when it is not served."""
+    """Return the served model that requests for the prompt name; None when vLLM does not serve it."""
     if status.lora_name:
         return next((model for model in models if model.lora_name == status.lora_name), None)
     base_models = [model for model in models if not model.lora_path]
@@ -193,5 +193,5 @@ def model_of(status: PromptStatus, models: Sequence[ServedModel]) -> ServedModel
     return next((model for model in base_models if status.model in (model.name, model.base)), None)
 
 
-def _not_warmed(status: PromptStatus, fate: Fate, why: str) -> Warmed:
-    return Warmed(name=status.name, num_tokens=status.num_tokens, fate=fate, why=why)
+def _not_warmed(status: PromptStatus, result: WarmResult, why: str) -> Warmed:
+    return Warmed(name=status.name, num_tokens=status.num_tokens, result=result, why=why)

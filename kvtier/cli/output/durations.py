@@ -1,4 +1,4 @@
-"""Durations and moments as people write and read them."""
+"""Durations and points in time, as operators write and read them."""
 
 import re
 import time
@@ -6,7 +6,7 @@ import time
 from kvtier.errors import InvalidArgumentError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-# Of a moment or a length beyond, which no clock of ours has written.
+# For values out of range, which no clock of kvtier writes.
 UNKNOWN = "?"
 _MAX_SECONDS = 1e11
 _MAX_TTL_S = 100 * 365 * 86400
@@ -30,7 +30,7 @@ def parse_duration(field: str, text: str) -> int:
 
 
 def format_duration(seconds: float) -> str:
-    """Return the two largest units at most: "3d 4h", "5m", "12s"."""
+    """Return at most the two largest units: "3d 4h", "5m", "12s"."""
     if not abs(seconds) < _MAX_SECONDS:
         return UNKNOWN
     left = max(0, int(seconds))
@@ -45,12 +45,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_age(unix_s: float) -> str:
-    """Return how long ago a moment was, in its largest unit."""
+    """Return how long ago a point in time was, in the largest unit."""
     return format_duration(time.time() - unix_s).split()[0] if unix_s else "-"
 
 
 def format_expiry(expires_unix_s: float) -> str:
-    """Return in how long a pin ends: "never", "3d", "expired"."""
+    """Return the time until a pin ends: "never", "3d", "expired"."""
     if not expires_unix_s:
         return "never"
     left = expires_unix_s - time.time()
@@ -58,7 +58,7 @@ def format_expiry(expires_unix_s: float) -> str:
 
 
 def format_moment(unix_s: float) -> str:
-    """Return the local time of a moment."""
+    """Return a point in time as local time."""
     if not abs(unix_s) < _MAX_SECONDS:
         return UNKNOWN
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else "-"

@@ -1,4 +1,4 @@
-"""Tables of the CLI. A cell is text, never markup, and is escaped here, wherever it comes from."""
+"""Tables of the CLI. A cell is text, never markup, and is always escaped here."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from kvtier.printable import printable
 
 @dataclass(frozen=True)
 class Styled:
-    """Lines in a style of rich's.
+    """Lines in a style of rich.
 
     Attributes:
         text: One line, or several.
-        style: Name of the style; empty: as the column is.
+        style: Name of the style; empty: that of the column.
     """
 
     text: str | tuple[str, ...]
@@ -31,10 +31,10 @@ class Column:
 
     Attributes:
         title: Its header.
-        right: Numbers stand on the right.
-        wraps: Long words may be broken into several lines; else the other columns give room first.
+        right: Align to the right, as numbers are.
+        wraps: Break long words into several lines; such columns shrink first.
         style: Of its cells.
-        max_width: In characters; None: what the console has.
+        max_width: In characters; None: no limit.
     """
 
     title: str = ""
@@ -48,7 +48,7 @@ class Grid:
     """A table without lines."""
 
     def __init__(self, *columns: Column, gap: int = 1) -> None:
-        """Make an empty one; without any title it has no header."""
+        """Make an empty table; it has a header if a column has a title."""
         has_header = any(column.title for column in columns)
         self._table = Table(
             box=None, show_header=has_header, padding=(0, gap, 0, 0), header_style="bold", pad_edge=False

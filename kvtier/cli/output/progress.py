@@ -1,4 +1,4 @@
-"""Progress bars on a terminal: of capturing a prompt (plain lines elsewhere), and of a bundle's bytes."""
+"""Progress bars on a terminal, for captured chunks (plain lines in a pipe) and for the bytes of a bundle."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _LINE_INTERVAL_S = 5.0
 
 
 class CaptureProgress:
-    """Shows durable chunks of all chunks; a context manager."""
+    """Shows how many of all chunks are durable; a context manager."""
 
     def __init__(self, output: Output) -> None:
         """Draw on the output's console."""
@@ -42,7 +42,7 @@ class CaptureProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the last state on the screen."""
+        """Stop, and leave the last state on the screen."""
         if self._bar:
             self._bar.stop()
 
@@ -80,10 +80,10 @@ def _bar(output: Output) -> Progress:
 
 
 class ByteBar:
-    """Passes pieces on, and shows how many bytes that were."""
+    """Yields pieces unchanged, and shows the number of bytes."""
 
     def __init__(self, bar: Progress | None, total: int) -> None:
-        """Begin at nothing of `total` bytes (0: not known); without a bar nothing is shown."""
+        """Start at 0 of `total` bytes (0: not known); without a bar show nothing."""
         self._bar = bar
         self._task = bar.add_task("bytes", total=total or None) if bar else None
 
@@ -97,7 +97,7 @@ class ByteBar:
 
 @contextmanager
 def byte_progress(output: Output, total: int) -> Iterator[ByteBar]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a bar on a terminal, and nothing in a pipe."""
     if not output.console.is_terminal:
         yield ByteBar(None, total)
         return

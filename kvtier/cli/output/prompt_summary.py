@@ -1,4 +1,4 @@
-"""A prompt's bindings in one line of numbers."""
+"""The numbers and the state of a prompt, summed over its bindings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ _STATE_MEANINGS = {
     PromptStatus.WAITING: "no vLLM with the kvtier connector has recognized it yet",
     PromptStatus.CAPTURING: "chunks are stored as vLLM computes them",
     PromptStatus.DURABLE: "every chunk is on disk and survives kill -9 and reboot",
-    PromptStatus.OVER_QUOTA: "disk.bytes leaves no room; unpin and evict a prompt, or raise it",
+    PromptStatus.OVER_QUOTA: "disk.bytes is used up; unpin and evict a prompt, or raise it",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Numbers over the namespaces that count: those of attached engines, else the last one."""
+    """Sums over the namespaces of attached engines, or of the last namespace if none is attached."""
 
     covered_tokens: int
     num_chunks: int
@@ -37,30 +37,30 @@ class Summary:
 
     @property
     def complete(self) -> bool:
-        """Every chunk is durable, and there is at least one."""
+        """Whether every chunk is durable, and there is at least one."""
         return 0 < self.num_chunks <= self.num_durable_chunks
 
     @property
     def missing(self) -> bool:
-        """Some chunk may be neither in host memory nor on disk.
+        """Whether some chunk may be neither in host memory nor on disk.
 
-        A chunk that is in both hides one that is in neither, so False is a guess that the next status corrects.
+        A chunk that is in both hides one that is in neither, so False is a guess; the next status may correct it.
         """
         return self.num_host_chunks + self.num_durable_chunks < self.num_chunks
 
     @property
     def ratio(self) -> float:
-        """Raw bytes per byte on disk, of the chunks that are there; 0 when none is."""
+        """Raw bytes per byte on disk, of the chunks on disk; 0 without any."""
         return self.durable_raw_bytes / self.disk_bytes if self.disk_bytes else 0.0
 
 
 def state_name(status: PromptStatus) -> str:
-    """Return the state as people read it."""
+    """Return the name of the state."""
     return "refused" if is_refused(status) else _STATE_NAMES.get(status.state, "unknown")
 
 
 def state_meaning(status: PromptStatus) -> str:
-    """Return what the state means, and what to do when it is not the last one."""
+    """Return the meaning of the state, and the next step if there is one."""
     if is_refused(status):
         return "vLLM cannot use it; `error` says why"
     return _STATE_MEANINGS.get(status.state, "").format(name=status.name)

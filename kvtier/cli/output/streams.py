@@ -1,7 +1,7 @@
-"""Where the CLI writes: answers on stdout, warnings on stderr, JSON when asked.
+"""The streams of the CLI: answers go to stdout, warnings to stderr, JSON on request.
 
-What is said may hold text of others, so every line is escaped here (`kvtier.printable`), and nothing is read as rich's
-markup. A line is an argument of its own: a line break within one was written by others.
+A line may quote text from outside, so every line is escaped here (`kvtier.printable`), and rich interprets no markup.
+Each line is one argument: a line break within an argument comes from outside and is escaped too.
 """
 
 import os
@@ -27,7 +27,7 @@ class Output:
     """The two streams of one command.
 
     Attributes:
-        json: The answer is one JSON value on stdout; what is said on the way goes to stderr then.
+        json: The answer is one JSON value on stdout; other lines go to stderr.
     """
 
     json: bool = False
@@ -36,7 +36,7 @@ class Output:
 
     @property
     def console(self) -> Console:
-        """Where progress is shown."""
+        """Console for lines and progress."""
         return self._err if self.json else self._out
 
     def say(self, *lines: str) -> None:
@@ -58,7 +58,7 @@ class Output:
             self.console.print(part if isinstance(part, Grid) else text_of(part))
 
     def working(self, text: str) -> AbstractContextManager[object]:
-        """Show on a terminal that something takes a moment."""
+        """Show a spinner with this text, on a terminal only."""
         return self._err.status(Text(printable(text))) if self._err.is_terminal else nullcontext()
 
     def answer(self, value: Any) -> None:
@@ -68,31 +68,31 @@ class Output:
             text.encode(sys.stdout.encoding or "utf-8")
         except UnicodeEncodeError:
             text = printable_json(value, indent=2, ascii_only=True)
-        print(text, flush=True)  # now, so that a full disk is said as other errors are
+        print(text, flush=True)  # flush now, so that a full disk is reported like other errors
 
 
 def _console(*, stderr: bool) -> Console:
     console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        # rich would fold a table to 80 columns in a pipe, and names with it.
+        # In a pipe rich would fold a table, with its names, to 80 columns.
         console.width = _PIPE_WIDTH
     return console
 
 
 def _write(console: Console, text: Text) -> None:
-    # In a pipe a line stays a line, so that grep and copied commands work; a terminal gets words wrapped.
+    # In a pipe a line stays one line, so that grep and copied commands work; on a terminal words are wrapped.
     console.print(text, soft_wrap=not console.is_terminal)
 
 
 def to_jsonable(message: Message, *, with_recipe: bool = False) -> dict[str, Any]:
     """Return a protobuf message as plain JSON values, every field present.
 
-    protobuf's own JSON form writes 64-bit numbers as strings, which no shell script expects. JSON that a field holds as
-    text becomes values too.
+    protobuf's JSON form writes 64-bit numbers as strings, which shell scripts do not expect. A field with JSON text
+    becomes values too.
 
     Args:
         message: Any message.
-        with_recipe: With a prompt's `recipe`, which has its whole text.
+        with_recipe: Include the `recipe` of a prompt, which has its whole text.
     """
     values = {f.name: _field_value(message, f) for f in message.DESCRIPTOR.fields}
     recipe_json = values.pop("recipe_json", "")
@@ -100,7 +100,7 @@ def to_jsonable(message: Message, *, with_recipe: bool = False) -> dict[str, Any
 
 
 def _json_in(text: Any) -> Any:
-    """Return the value of JSON text, None when it is empty; what is no JSON stays as it is."""
+    """Return the value of JSON text, None when it is empty; other text stays unchanged."""
     try:
         return read_json(text) if text else None
     except JsonError:
@@ -123,5 +123,5 @@ def _scalar(value: Any, descriptor: Any) -> Any:
         return to_jsonable(value)
     if descriptor.enum_type is not None:
         known = descriptor.enum_type.values_by_number.get(value)
-        return known.name if known else value  # a newer daemon knows more of them
+        return known.name if known else value  # a newer daemon may send a value that this CLI does not know
     return value.hex() if isinstance(value, bytes) else value

@@ -1,4 +1,4 @@
-"""What `list`, `show` and `status` look like. Drawn to fit 80 columns."""
+"""The tables of `list`, `show`, `pin` and `status`; they fit 80 columns."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,9 +33,9 @@ def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Sequence[Part]:
 
 
 def prompts_table(prompts: Sequence[PromptStatus], width: int) -> Grid:
-    """Return one row per prompt; an asterisk marks bytes that other prompts' rows count too."""
+    """Return one row per prompt; an asterisk marks bytes that rows of other prompts count too."""
     has_priorities = any(status.priority for status in prompts)
-    # What the other columns leave is for name and model.
+    # Name and model get the width that the other columns leave.
     numbers_width = _NUMBERS_WIDTH + (_PRIORITY_WIDTH if has_priorities else 0)
     model_chars = max(_MIN_MODEL_CHARS, (width - numbers_width) // 2)
     priority_header = ["PRIO>"] if has_priorities else []
@@ -99,7 +99,7 @@ def bindings_table(bindings: Iterable[PromptBinding]) -> Grid:
 
 
 def pin_result(status: PromptStatus) -> Grid:
-    """Return the end of `kvtier pin`: what is held, and where."""
+    """Return what `kvtier pin` prints at its end."""
     numbers = summarize(status)
     rows: dict[str, Cell] = {
         "state": f"{state_name(status)}: {state_meaning(status)}",
@@ -138,7 +138,7 @@ def daemon_details(status: DaemonStatus) -> Sequence[Part]:
 
 
 def sessions_table(sessions: Iterable[SessionStatus]) -> Sequence[Part]:
-    """Return one row per attached engine, or how to attach one."""
+    """Return one row per attached engine, or the way to attach one."""
     rows = list(sessions)
     if not rows:
         first, *others = HOW_TO_ATTACH
@@ -190,7 +190,7 @@ def counters_table(counters: dict[str, int]) -> Grid:
 
 
 def _table(*headers: str) -> Grid:
-    """Return an empty table; a header that ends with > is a number's."""
+    """Return an empty table; a header that ends with > is that of a number."""
     return Grid(*(Column(title=h.removesuffix(">"), right=h.endswith(">"), wraps=h == "NAME") for h in headers))
 
 
@@ -227,13 +227,13 @@ def _shared(numbers: Summary) -> str:
         return ""
     share, whole = format_size(numbers.disk_share_bytes), format_size(numbers.disk_bytes)
     return (
-        f"{numbers.num_shared_chunks} of {numbers.num_chunks} chunks are of other pinned prompts too; its share of the "
-        f"{whole} on disk is {share}"
+        f"{numbers.num_shared_chunks} of {numbers.num_chunks} chunks belong to other pinned prompts too; its share "
+        f"of the {whole} on disk is {share}"
     )
 
 
 def _source(recipe_json: str) -> Cell:
-    """Return the recipe's kind and its beginning; the whole is in --json."""
+    """Return the kind of the recipe and its beginning; --json has all of it."""
     try:
         return _recipe_lines(read_json(recipe_json))
     except (ValueError, AttributeError, TypeError):
@@ -248,7 +248,7 @@ def _recipe_lines(recipe: dict[str, Any]) -> Cell:
         parts.append(f"chat_template_kwargs {printable_json(kwargs)}")
     given = f" with {', '.join(parts)}" if parts else ""
     kind = f"{recipe.get('kind', 'unknown')}{given}"
-    # Its own line breaks, folded once more, would be a ragged column.
+    # Line breaks of the text, folded again, would make a ragged column.
     shown = " ".join(text.split())
     if len(shown) > _PREVIEW_CHARS:
         shown = f"{shown[:_PREVIEW_CHARS]}… ({len(text)} characters)"
@@ -270,7 +270,7 @@ def _prompts(status: DaemonStatus) -> str:
 
 
 def _writes(counters: Mapping[str, int]) -> str:
-    """Return what making chunks durable has cost the device since the daemon started; nothing before the first pack."""
+    """Return the cost of durability on the device since the daemon started; empty before the first pack."""
     num_packs, durable_bytes = counters.get("packs_written", 0), counters.get("durable_raw_bytes", 0)
     if not num_packs or not durable_bytes:
         return ""
@@ -292,5 +292,5 @@ def _compact(num_bytes: int) -> str:
 
 
 def _short_model(model: str, max_chars: int = _MODEL_CHARS) -> str:
-    """Return the end of a long model name: paths differ there."""
+    """Return the end of a long model name, where paths differ."""
     return model if len(model) <= max_chars else "…" + model[1 - max_chars :]

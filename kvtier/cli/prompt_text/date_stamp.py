@@ -1,9 +1,9 @@
-"""Finds today's date in text: a chat template that prints it makes a pin useless tomorrow."""
+"""Finds today's date in text: if a chat template prints it, the pin is useless tomorrow."""
 
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 
-# Not strftime's names, which follow the locale; templates are written in English.
+# strftime's names follow the locale, and templates are written in English.
 _MONTHS = (
     "January", "February", "March", "April", "May", "June", "July",
     "August", "September", "October", "November", "December",
@@ -13,12 +13,12 @@ _MONTHS = (
 def find_date_stamp(text: str, source: str, now: datetime | None = None) -> str | None:
     """Return a spelling of today's date that is in `text` and not in `source`, None when there is none.
 
-    Today is looked for in any time zone: vLLM's machine may be in another one.
+    Covers the date in every time zone, because the machine of vLLM may be in another one.
 
     Args:
-        text: What was rendered.
-        source: What was given; a date that the operator wrote is meant.
-        now: Instead of the clock.
+        text: The rendered prompt.
+        source: The source; a date in it is intended.
+        now: Overrides the clock.
     """
     today = (now or datetime.now(tz=UTC)).date()
     for days in (0, -1, 1):

@@ -1,18 +1,18 @@
-"""From a recipe to the token ids that every request with this prompt starts with. vLLM renders, never we.
+"""Renders a recipe to the token ids that every request with this prompt starts with; vLLM tokenizes.
 
-What a prompt's tokens are depends on what follows it: a template may need a user turn, and BPE merges characters across
-the border. So each recipe is rendered with continuations that differ from their first character on, and the common
-token prefix is the prompt.
+The tokens of a prompt depend on the text after it: a template may need a user turn, and BPE merges characters across
+the boundary. So each recipe is rendered with continuations that differ in their first character, and the common token
+prefix is the prompt.
 
 | recipe | rendered as |
 |---|---|
 | system; messages up to an assistant or system turn | + user "Apricots…", + user "7 quokkas…" |
-| messages up to a user or tool turn | as it is; + assistant "Apricots…", user; + assistant "7 quokkas…", user |
-| text | as it is; + " Apricots…"; + newline and "7 quokkas…" |
+| messages up to a user or tool turn | unchanged; + assistant "Apricots…", user; + assistant "7 quokkas…", user |
+| text | unchanged; + " Apricots…"; + newline and "7 quokkas…" |
 
-Messages that end with a user turn get no second user turn, since many templates demand alternation: what follows them
-is the model's answer, so the generation prompt belongs to the prefix as far as an answer in the history keeps it. A
-request that repeats the messages and one that continues the conversation share exactly this.
+Messages that end with a user turn get no second user turn, because many templates require alternation. The answer of
+the model follows them, so the generation prompt belongs to the prefix as far as an answer in the history keeps it.
+A request that repeats the messages and one that continues the conversation share exactly this prefix.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ from kvtier.cli.prompt_text.sources import Recipe, SourceKind
 from kvtier.cli.vllm_api.http_client import VllmClient
 from kvtier.errors import RenderError
 
-# Letters and digits never share a first token, whatever the vocabulary.
+# A letter and a digit never share a first token, in any vocabulary.
 _PROBES = ("Apricots ripen early.", "7 quokkas nap.")
 _ANSWERED_ROLES = ("user", "tool")
 
 UNSTABLE = (
     "vLLM rendered the same input to different tokens twice: the chat template prints the time or something random. "
-    "Requests will match the pin only up to that place."
+    "Requests match the pin only up to that place."
 )
 
 
@@ -39,8 +39,8 @@ class Rendering:
     """A rendered prompt.
 
     Attributes:
-        tokens: What every request with this prompt starts with.
-        warnings: Why it may not stay that way.
+        tokens: First tokens of every request with this prompt.
+        warnings: Reasons why they may change.
     """
 
     tokens: tuple[int, ...]
@@ -51,15 +51,15 @@ def render(recipe: Recipe, vllm: VllmClient, model: str) -> Rendering:
     """Render a recipe.
 
     Raises:
-        RenderError: vLLM refused or is unreachable, or nothing is common to all continuations.
+        RenderError: vLLM refused or is unreachable, or the continuations have no common prefix.
     """
     variants = _render_variants(recipe, vllm, model)
-    # The first again, and last: time has passed since.
+    # The first variant again, as the last, because time has passed.
     again = _render_first(recipe, vllm, model)
     tokens = common_prefix([*variants, again])
     if not tokens:
         raise RenderError(
-            "the rendered prompt has no token in common with itself when another user turn follows; the chat template "
+            "the rendered prompt shares no first token with itself when another user turn follows; the chat template "
             "does not start with this source, so there is nothing to pin"
         )
     warnings = [UNSTABLE] if again != variants[0] else []
@@ -126,6 +126,6 @@ def _date_stamp(recipe: Recipe, vllm: VllmClient, model: str, tokens: Sequence[i
     try:
         text = vllm.detokenize(model, tokens)
     except RenderError:
-        # Only a courtesy: a server without /detokenize can still be pinned to.
+        # Optional: a pin works with a server that has no /detokenize.
         return None
     return find_date_stamp(text, recipe.source_text())

@@ -1,7 +1,7 @@
-"""What an operator pins: a source read from files, kept as a recipe so that it can be rendered again.
+"""The source of a prompt, read from files and stored as a recipe, so that it can be rendered again.
 
 A recipe is JSON: `{"version": 1, "kind": "system", "content": "You are ...", "tools": [...]}`. One that names
-`chat_template_kwargs` has version 2: a kvtier that did not know them would render other tokens without a word.
+`chat_template_kwargs` has version 2: a kvtier that ignores them would render other tokens without an error.
 """
 
 import json
@@ -26,7 +26,7 @@ _KWARGS_EXAMPLE = """a JSON object like '{"enable_thinking": false}'"""
 
 
 class SourceKind(StrEnum):
-    """How the prompt was given."""
+    """Kind of source."""
 
     SYSTEM = "system"
     MESSAGES = "messages"
@@ -39,10 +39,10 @@ class Recipe:
     """A prompt before rendering.
 
     Attributes:
-        kind: Which of vLLM's inputs it is.
-        content: Text (system, text), a list of messages, or None for token ids, which are kept as tokens.
-        tools: OpenAI tools, passed through as they are.
-        chat_template_kwargs: What requests give their chat template, passed through as it is.
+        kind: Which input of vLLM it is.
+        content: Text (system, text), a list of messages, or None for token ids, which are stored as tokens.
+        tools: OpenAI tools, passed on unchanged.
+        chat_template_kwargs: The kwargs that requests send, passed on unchanged.
     """
 
     kind: SourceKind
@@ -80,7 +80,7 @@ class Recipe:
             )
         except (ValueError, KeyError, TypeError, AttributeError, InvalidArgumentError) as exc:
             raise RenderError(
-                "the stored recipe is not kvtier's; pin again with --system, --messages or --text"
+                "the stored recipe cannot be read; pin again with --system, --messages or --text"
             ) from exc
 
     def messages(self) -> list[Any]:
@@ -90,16 +90,16 @@ class Recipe:
         return list(self.content)
 
     def source_text(self) -> str:
-        """Return all text of the source, to tell it from what a chat template adds."""
+        """Return all text of the source, to distinguish it from text of the chat template."""
         return "\n".join([*_strings(self.content), *_strings(self.tools), *_strings(self.chat_template_kwargs)])
 
 
 def _checked_content(kind: SourceKind, content: Any) -> Any:
-    """Return the content of a stored recipe; of token ids there is none.
+    """Return the content of a stored recipe; token ids have none.
 
     Raises:
-        ValueError: Not what a recipe of the kind has.
-        InvalidArgumentError: Likewise, in one of the messages.
+        ValueError: A recipe of this kind has other content.
+        InvalidArgumentError: A message is invalid.
     """
     if kind is SourceKind.MESSAGES:
         return _checked_messages("content", content)
@@ -120,18 +120,18 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def read_system(path: str, tools: list[Any] | None, kwargs: dict[str, Any] | None = None) -> Recipe:
-    """Read a system prompt. The text is taken as it is: a final newline counts."""
+    """Read a system prompt. The text is not changed: a final newline counts."""
     content = _read_text("--system", path)
     return Recipe(kind=SourceKind.SYSTEM, content=content, tools=tools, chat_template_kwargs=kwargs)
 
 
 def read_plain_text(path: str) -> Recipe:
-    """Read text for the completions API, which no chat template touches."""
+    """Read text for the completions API, which uses no chat template."""
     return Recipe(kind=SourceKind.TEXT, content=_read_text("--text", path))
 
 
 def read_messages(path: str, tools: list[Any] | None, kwargs: dict[str, Any] | None = None) -> Recipe:
-    """Read a list of chat messages, or a whole chat request, of which tools and template kwargs are taken too."""
+    """Read a list of chat messages, or a whole chat request with its tools and template kwargs."""
     value = _read_json("--messages", path)
     if isinstance(value, dict) and "messages" in value:
         if not tools and value.get("tools"):
@@ -151,7 +151,7 @@ def _checked_messages(field: str, value: Any, path: str = "") -> list[Any]:
 
 
 def read_tools(path: str) -> list[Any]:
-    """Read OpenAI tools; what is in them is vLLM's to judge."""
+    """Read OpenAI tools; vLLM checks their content."""
     return _checked_tools("--tools", _read_json("--tools", path), path)
 
 
@@ -166,7 +166,7 @@ def _checked_tools(field: str, value: Any, path: str = "") -> list[Any]:
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """Read chat template kwargs, given as JSON; what is in them is the template's to judge."""
+    """Read chat template kwargs from JSON; the template checks their content."""
     field = "--chat-template-kwargs"
     try:
         return _require_object(field, read_json(text))
@@ -241,7 +241,7 @@ def _read_text(field: str, path: str) -> str:
 
 
 def _read_bytes(path: str) -> bytes:
-    """Read a file or stdin, up to one byte more than a source may have: a device may never end."""
+    """Read a file or stdin, at most one byte more than a source may have: a device may be endless."""
     if path == "-":
         return sys.stdin.buffer.read(MAX_SOURCE_BYTES + 1)
     with Path(path).open("rb") as file:

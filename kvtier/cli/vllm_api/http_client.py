@@ -1,4 +1,4 @@
-"""What the CLI asks of vLLM's API server: models, settings, /tokenize, /detokenize and one-token completions."""
+"""Client of vLLM's API server: models, settings, /tokenize, /detokenize and completions of one token."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ class ServedModel:
     """One entry of GET /v1/models.
 
     Attributes:
-        name: What requests call it.
-        base: The model under a LoRA adapter; for a base model its first name.
-        lora_path: Where the adapter was loaded from; empty for a base model.
+        name: Its name in requests.
+        base: The base model of a LoRA adapter; for a base model its first name.
+        lora_path: Path that vLLM loaded the adapter from; empty for a base model.
     """
 
     name: str
@@ -56,12 +56,12 @@ class ServedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheRoom:
-    """Size of vLLM's own prefix cache.
+class CacheCapacity:
+    """Size of vLLM's prefix cache.
 
     Attributes:
-        num_tokens: That fit.
-        block_tokens: Of one block.
+        num_tokens: Tokens that fit.
+        block_tokens: Tokens of one block.
     """
 
     num_tokens: int
@@ -69,17 +69,17 @@ class CacheRoom:
 
 
 class VllmClient:
-    """vLLM's HTTP API, as far as kvtier needs it; `url` is where it is, as it may be shown.
+    """The part of vLLM's HTTP API that kvtier needs; `url` is its base URL without secrets.
 
-    All methods raise VllmUnreachableError when nobody answers, RenderError when vLLM refuses.
+    All methods raise VllmUnreachableError when no server answers, RenderError when vLLM refuses.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Prepare the connection.
 
         Args:
-            url: Base URL; a trailing /v1 is cut, since /tokenize lies beside it.
-            api_key: Bearer token, if vLLM asks for one.
+            url: Base URL; a trailing /v1 is removed, because /tokenize is beside it.
+            api_key: Bearer token, if vLLM requires one.
 
         Raises:
             InvalidArgumentError: Not an HTTP URL, or a key that no header can hold.
@@ -91,7 +91,7 @@ class VllmClient:
             base_url=base_url,
             headers={"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            # A proxy in the environment cannot reach our loopback; loading CA files for http costs 0.1 s.
+            # A proxy from the environment cannot reach our loopback; to load CA files for http would cost 0.1 s.
             trust_env=base_url.host not in _LOOPBACK,
             verify=base_url.scheme == "https",
         )
@@ -107,11 +107,11 @@ class VllmClient:
         self._http.close()
 
     def models(self) -> list[ServedModel]:
-        """Return what is served: base models first, as vLLM lists them."""
+        """Return the served models: base models first, as vLLM lists them."""
         entries = self._request("GET", "/v1/models").get("data") or []
         if not isinstance(entries, list) or not all(map(_is_model, entries)):
             raise RenderError(f"{self.url}/v1/models did not answer with models; {_NO_VLLM}")
-        # Aliases of one model share its root; engines know the first of them.
+        # Aliases of one model share its root; engines use the first of them.
         first_names: dict[str, str] = {}
         for entry in entries:
             if not entry.get("parent"):
@@ -119,7 +119,7 @@ class VllmClient:
         return [_served_model(entry, first_names) for entry in entries]
 
     def model_names(self) -> list[str]:
-        """Return what requests may call the models."""
+        """Return the names of models that requests may use."""
         return [model.name for model in self.models()]
 
     def version(self) -> str:
@@ -127,7 +127,7 @@ class VllmClient:
         return str(self._request("GET", "/version").get("version", ""))
 
     def cache_config(self) -> dict[str, str]:
-        """Return vLLM's CacheConfig, which stands in the labels of a metric; empty where it does not.
+        """Return vLLM's CacheConfig from the labels of a metric; empty when vLLM does not export it.
 
         Source: `metrics_info` of vLLM 0.32, which writes every value with `str`.
         """
@@ -135,16 +135,16 @@ class VllmClient:
         shown = next((line for line in lines if line.startswith(_CACHE_CONFIG_METRIC)), "")
         return {match[1]: match[2] for match in _LABEL.finditer(shown)}
 
-    def cache_room(self) -> CacheRoom | None:
-        """Return how much vLLM's own cache takes; None when it does not say (--disable-log-stats)."""
+    def cache_capacity(self) -> CacheCapacity | None:
+        """Return the size of vLLM's prefix cache; None when vLLM does not report it (--disable-log-stats)."""
         config = self.cache_config()
         block_tokens, num_blocks = (_number(config.get(name)) for name in ("block_size", "num_gpu_blocks"))
-        # Where several KV groups share the blocks, vLLM knows how many tokens fit; older versions do not say.
+        # If several KV groups share the blocks, only vLLM knows how many tokens fit; older versions do not report it.
         num_tokens = _number(config.get("kv_cache_size_tokens")) or num_blocks * block_tokens
-        return CacheRoom(num_tokens=num_tokens, block_tokens=block_tokens) if num_tokens and block_tokens else None
+        return CacheCapacity(num_tokens=num_tokens, block_tokens=block_tokens) if num_tokens and block_tokens else None
 
     def num_waiting(self) -> int:
-        """Return how many requests wait in vLLM's queues; 0 where it does not say."""
+        """Return how many requests wait in vLLM's queues; 0 when vLLM does not report it."""
         lines = _text(self._send("GET", "/metrics")).splitlines()
         values = [line.rpartition(" ")[2] for line in lines if line.startswith(_WAITING_METRIC)]
         return sum(_number(value.partition(".")[0]) for value in values)
@@ -156,9 +156,9 @@ class VllmClient:
         tools: Sequence[Any] | None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Render messages with the model's chat template, generation prompt included.
+        """Render messages with the chat template of the model, including the generation prompt.
 
-        vLLM puts these kwargs over those that it was started with (`--default-chat-template-kwargs`), as in a request.
+        These kwargs override those of `--default-chat-template-kwargs`, as in a request.
         """
         body: dict[str, Any] = {"model": model, "messages": list(messages), "add_generation_prompt": True}
         body |= {"tools": list(tools)} if tools else {}
@@ -166,7 +166,7 @@ class VllmClient:
         return self._tokenize(body)
 
     def tokenize_text(self, model: str, text: str) -> list[int]:
-        """Tokenize as the completions API does, special tokens included."""
+        """Tokenize as the completions API does, including special tokens."""
         return self._tokenize({"model": model, "prompt": text})
 
     def detokenize(self, model: str, tokens: Sequence[int]) -> str:
@@ -176,10 +176,10 @@ class VllmClient:
     def warm(
         self, model: str, tokens: Sequence[int], cache_salt: str, timeout_s: float, *, request_id: str = ""
     ) -> int | None:
-        """Let vLLM compute or load the tokens: a completion of one token.
+        """Let vLLM compute or load the tokens: request a completion of one token.
 
         Returns:
-            How many tokens it did not compute; None when it does not say (--enable-prompt-tokens-details).
+            Number of tokens that it did not compute; None when it does not report it (--enable-prompt-tokens-details).
         """
         body = warm_body(model, tokens, cache_salt, request_id)
         usage = self._request("POST", "/v1/completions", body, timeout_s).get("usage")
@@ -229,7 +229,7 @@ def _is_token(token: Any) -> bool:
 
 
 def _text(response: httpx.Response) -> str:
-    """Return the body as text, whatever charset its header claims: vLLM speaks UTF-8."""
+    """Return the body as UTF-8, which vLLM sends, and ignore the charset of the header."""
     return response.content.decode("utf-8", errors="replace")
 
 
@@ -252,24 +252,24 @@ def _json_object(response: httpx.Response, url: str) -> dict[str, Any]:
 
 
 def _reason(exc: httpx.TransportError) -> str:
-    # "[Errno 111] Connection refused": the number helps nobody.
+    # "[Errno 111] Connection refused": the number does not help an operator.
     return re.sub(r"^\[Errno -?\d+\] ", "", str(exc)).lower() or type(exc).__name__
 
 
 def _explain(response: httpx.Response, url: str) -> str:
-    said = _server_message(response)
+    message = _server_message(response)
     if response.status_code in (401, 403):
         if "Authorization" in response.request.headers:
-            return f"{url} refuses the API key ({said}); correct --api-key, VLLM_API_KEY or OPENAI_API_KEY"
-        return f"{url} wants an API key ({said}); pass --api-key, or set VLLM_API_KEY or OPENAI_API_KEY"
-    if response.status_code == 404 and "model" not in said.lower():
-        return f"{url} does not exist ({said}); {_NO_VLLM}"
+            return f"{url} refuses the API key ({message}); correct --api-key, VLLM_API_KEY or OPENAI_API_KEY"
+        return f"{url} requires an API key ({message}); pass --api-key, or set VLLM_API_KEY or OPENAI_API_KEY"
+    if response.status_code == 404 and "model" not in message.lower():
+        return f"{url} does not exist ({message}); {_NO_VLLM}"
     if response.status_code == 400 and url.endswith("/tokenize"):
         return (
-            f"vLLM cannot turn this into tokens: {said}. Give it as requests send it: --messages FILE with the turns "
-            "that the chat template wants, or --text FILE where there is no template"
+            f"vLLM cannot turn this into tokens: {message}. Give it as requests send it: --messages FILE with the "
+            "turns that the chat template requires, or --text FILE if there is no template"
         )
-    return f"{url} answered {response.status_code}: {said}"
+    return f"{url} answered {response.status_code}: {message}"
 
 
 def _server_message(response: httpx.Response) -> str:
@@ -278,7 +278,7 @@ def _server_message(response: httpx.Response) -> str:
         error = value.get("error", value)
         said = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError):
-        # A page of HTML says less than the status.
+        # The status says more than a page of HTML.
         text = _text(response)
         said = response.reason_phrase if text.lstrip().startswith("<") else text
     said = " ".join(said.split()) or response.reason_phrase

@@ -103,7 +103,7 @@ class FakeVllm:
         if self.api_key and authorization != f"Bearer {self.api_key}":
             return 401, {"error": "Unauthorized"}
         if path in self.statuses:
-            return self.statuses[path], {"error": {"message": "told to fail", "code": self.statuses[path]}}
+            return self.statuses[path], {"error": {"message": "asked to fail", "code": self.statuses[path]}}
         try:
             return 200, self._routes()[path](body)
         except KeyError:

@@ -348,6 +348,6 @@ def test_a_daemon_that_refuses_is_not_one_that_is_not_there(monkeypatch: pytest.
     monkeypatch.setattr(AdminClient, "status", refuse)
     answer = daemon.ask_daemon(tmp_path / "d.sock", None, ())
     assert (answer.finding.status, answer.status) == (Status.FAIL, None)
-    assert "answers, and refuses" in answer.finding.found
+    assert "answers, but refuses" in answer.finding.found
     assert "larger than max" in answer.finding.found
     assert "start it" not in answer.finding.remedy

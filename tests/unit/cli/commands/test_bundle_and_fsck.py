@@ -266,7 +266,7 @@ def test_fsck_without_a_daemon_checks_the_configured_directory_and_names_it(
     monkeypatch.setenv("COLUMNS", "300")
     result = CliRunner().invoke(app, ["fsck"])
     assert result.exit_code == 0, result.output
-    assert "checking the state directory of the settings here, offline" in result.output
+    assert "checking the state directory of the local settings, offline" in result.output
     assert f"checked offline: {folder}: " in result.output
     assert " packs, 5 chunks" in result.output
     assert json.loads(CliRunner().invoke(app, ["fsck", "--json"]).stdout)["offline_folder"] == str(folder)

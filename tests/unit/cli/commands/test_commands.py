@@ -137,14 +137,14 @@ def test_shared_chunks_are_marked_and_summed_once(prompt: PromptStatus, daemon: 
     assert "*" not in kvtier("list").output
     assert "shared" not in kvtier("show", "support-bot").output
     prompt.bindings[0].num_shared_chunks, prompt.bindings[0].disk_share_bytes = 6500, 17 << 29
-    twin = daemon.prompts["twin"] = PromptStatus.FromString(prompt.SerializeToString())
-    twin.name, twin.priority = "twin", 3
+    second = daemon.prompts["second"] = PromptStatus.FromString(prompt.SerializeToString())
+    second.name, second.priority = "second", 3
     listed = kvtier("list").output
     assert_narrow(listed)
     assert listed.count("17.0G*") == 2
     assert "Each chunk counted once: 17.0 GiB on disk." in " ".join(listed.split())
-    shown = " ".join(kvtier("show", "twin").output.split())
-    assert "shared 6500 of 7715 chunks are of other pinned prompts too" in shown
+    shown = " ".join(kvtier("show", "second").output.split())
+    assert "shared 6500 of 7715 chunks belong to other pinned prompts too" in shown
     assert "its share of the 17.0 GiB on disk is 8.50 GiB" in shown
 
 

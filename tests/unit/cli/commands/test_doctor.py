@@ -78,7 +78,7 @@ def test_a_url_that_is_none_is_wrong_usage(kvtier: Kvtier) -> None:
     assert kvtier("doctor", "--url", "nonsense").exit_code == 2
 
 
-def test_nobody_answers_at_the_url(kvtier: Kvtier) -> None:
+def test_no_server_answers_at_the_url(kvtier: Kvtier) -> None:
     found = findings(kvtier, "--url", "http://127.0.0.1:9", exit_code=1)
     assert found["server.answers"]["status"] == "fail"
     assert found["server.attached"]["status"] == "skipped"

@@ -50,7 +50,7 @@ def refused(kvtier: Kvtier, *arguments: object, exit_code: int, says: str) -> No
     result = kvtier("pin", "bot", *arguments)
     said = " ".join(result.stderr.split())
     assert says in said
-    assert "<html" not in said.lower(), "a page of HTML helps nobody"
+    assert "<html" not in said.lower(), "a page of HTML does not help"
     assert result.exit_code == exit_code, result.output
 
 
@@ -65,7 +65,7 @@ def test_a_file_in_the_socket_s_place(kvtier: Kvtier, tmp_path: Path) -> None:
     refused(kvtier, "--system", "s.txt", exit_code=3, says="(that is not a socket)")
 
 
-def test_nobody_listens_at_the_url(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_no_server_listens_at_the_url(daemon: FakeDaemon, kvtier: Kvtier) -> None:
     says = "no vLLM answers at http://127.0.0.1:9 (connection refused); start `vllm serve` and wait until it is ready"
     refused(kvtier, "--system", "s.txt", "--url", "http://127.0.0.1:9", exit_code=1, says=says)
 
@@ -93,7 +93,7 @@ def test_a_model_that_is_not_served(daemon: FakeDaemon, vllm: FakeVllm, kvtier: 
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ((), "wants an API key (Unauthorized); pass --api-key, or set VLLM_API_KEY or OPENAI_API_KEY"),
+        ((), "requires an API key (Unauthorized); pass --api-key, or set VLLM_API_KEY or OPENAI_API_KEY"),
         (("--api-key", "wrong"), "refuses the API key (Unauthorized); correct --api-key, VLLM_API_KEY or"),
     ],
 )

@@ -47,7 +47,7 @@ def test_system_prompt_all_the_way(attached: FakeDaemon, vllm: FakeVllm, kvtier:
 
 
 def test_template_kwargs_are_kept_and_used_again(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
-    """Pinned before vLLM runs, rendered when it does, and once more with nothing said anew: the same tokens."""
+    """Pinned before vLLM runs, rendered when it does, and once more with no new options: the same tokens."""
     vllm.template = thinking_template
     kwargs = '{"enable_thinking": false}'
     assert kvtier("pin", "bot", "--system", "s.txt", "--chat-template-kwargs", kwargs, "--url", NOBODY).exit_code == 1
@@ -100,7 +100,7 @@ def test_a_source_without_vllm_is_kept_and_rendered_later(attached: FakeDaemon, 
     result = kvtier("pin", "bot", "--url", vllm.url)
     assert result.exit_code == 0, result.output
     assert attached.prompts["bot"].state == PromptStatus.DURABLE
-    assert attached.pins[-1].ttl_s == pytest.approx(86400, abs=60), "a ttl that is not said anew stays"
+    assert attached.pins[-1].ttl_s == pytest.approx(86400, abs=60), "a ttl that is not given again stays"
     assert attached.pins[-1].priority == 7, "nor does a priority change"
     assert kvtier("pin", "bot", "--url", vllm.url, "--priority", "-3").exit_code == 0
     assert attached.pins[-1].priority == -3
@@ -157,7 +157,7 @@ def test_a_failing_warm_request_leaves_the_pin(attached: FakeDaemon, vllm: FakeV
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
     assert result.exit_code == 1
     assert "registered: bot" in result.stdout
-    assert "told to fail" in result.stderr
+    assert "asked to fail" in result.stderr
 
 
 def test_another_prompt_of_that_name(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.flows.warm_flow import Fate, WarmFlow, WarmPolicy, model_of
+from kvtier.cli.flows.warm_flow import WarmFlow, WarmPolicy, WarmResult, model_of
 from kvtier.cli.vllm_api.http_client import ServedModel, VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance
@@ -64,7 +64,7 @@ def test_a_prompt_by_name_as_its_requests_are(pinned: FakeDaemon, vllm: FakeVllm
     assert (body["model"], body["cache_salt"], body["prompt"]) == ("tuned", "pepper", list(range(100)))
     answer = json.loads(result.stdout)
     assert answer["limit_tokens"] == 512
-    assert (answer["prompts"][0]["fate"], answer["prompts"][0]["cached_tokens"]) == ("warmed", None)
+    assert (answer["prompts"][0]["result"], answer["prompts"][0]["cached_tokens"]) == ("warmed", None)
 
 
 def test_what_does_not_fit_is_left_out_and_what_fits_after_it_is_not(
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_left_out_and_what_fits_after_it_is_not(
     """Of 256 tokens `new` takes 128 in whole blocks, `old` would take 160, and then `late` fits."""
     pinned.prompts["old"].num_tokens = 130
     result = kvtier("warm", "--url", vllm.url, "--max-ratio", "0.25")
-    assert result.exit_code == 0, "nobody asked for it by name"
+    assert result.exit_code == 0, "no name was given"
     assert [body["prompt"][0] for body in completions(vllm)] == [1, 2]
     assert "old: not warmed: needs 160 tokens of vLLM's cache, 128 are left for it" in result.output
     named = kvtier("warm", "old", "--url", vllm.url, "--max-ratio", "0.1")
@@ -99,7 +99,7 @@ def test_it_gives_up_while_requests_wait(pinned: FakeDaemon, vllm: FakeVllm, kvt
     assert result.stderr.count("requests waited in vLLM for 0 s") == 3
 
 
-def test_it_waits_in_all_no_longer_than_its_patience(pinned: FakeDaemon, vllm: FakeVllm, tmp_path: Path) -> None:
+def test_it_waits_in_all_no_longer_than_allowed(pinned: FakeDaemon, vllm: FakeVllm, tmp_path: Path) -> None:
     """Each prompt meets requests that wait for 2 s; of 3 s the second prompt has one left."""
     now_s, quiet_at_s = 0.0, 2.0
 
@@ -117,8 +117,8 @@ def test_it_waits_in_all_no_longer_than_its_patience(pinned: FakeDaemon, vllm: F
     with AdminClient(tmp_path / "s") as client, VllmClient(vllm.url) as http:
         flow = WarmFlow(client, http, WarmPolicy(wait_s=3.0), clock=lambda: now_s, sleep=sleep)
         flow.prepare()
-        fates = [done.fate for done in flow.run(by_importance(client.list()))]
-    assert fates == [Fate.WARMED, Fate.BUSY, Fate.BUSY]
+        results = [done.result for done in flow.run(by_importance(client.list()))]
+    assert results == [WarmResult.WARMED, WarmResult.BUSY, WarmResult.BUSY]
     assert now_s == pytest.approx(3.0, abs=0.3)
 
 
@@ -156,7 +156,7 @@ def test_a_refusal_of_one_prompt_does_not_keep_the_others_cold(
     result = kvtier("warm", "--url", vllm.url)
     assert result.exit_code == 1
     assert f"new: not warmed: {vllm.url} serves toy, not another" in " ".join(result.stderr.split())
-    assert result.stderr.count("told to fail") == 2
+    assert result.stderr.count("asked to fail") == 2
 
 
 def test_ended_pins_come_last_and_only_when_asked_for(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
@@ -172,7 +172,7 @@ def test_refused_prompts_and_further_names_of_one_are_not_sent(
     pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier
 ) -> None:
     """They were sent all the same, and it said "warmed: 5 of 5"."""
-    for name in ("twin", "long"):
+    for name in ("second_name", "long"):
         pinned.prompts[name] = PromptStatus.FromString(pinned.prompts["new"].SerializeToString())
         pinned.prompts[name].name = name
     refused = pinned.prompts["long"]
@@ -185,14 +185,14 @@ def test_refused_prompts_and_further_names_of_one_are_not_sent(
     assert "long: not warmed: vLLM cannot use it: the prompt has 9000 tokens, max_model_len is 8192" in said
     assert "warmed: 3 of 4 prompts (1 other name of one of them), 300 tokens in" in said
     answer = json.loads(kvtier("warm", "--url", vllm.url, "--json").stdout)
-    assert sorted(prompt["fate"] for prompt in answer["prompts"]) == ["refused", "same prompt", *["warmed"] * 3]
+    assert sorted(prompt["result"] for prompt in answer["prompts"]) == ["refused", "same prompt", *["warmed"] * 3]
     assert kvtier("warm", "long", "--url", vllm.url).exit_code == 1
 
 
 def test_a_further_name_is_sent_when_the_first_one_failed(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
     pinned.prompts["old"].tokens_digest = pinned.prompts["new"].tokens_digest
     vllm.statuses["/v1/completions"] = 400
-    assert kvtier("warm", "--url", vllm.url).stderr.count("told to fail") == 3
+    assert kvtier("warm", "--url", vllm.url).stderr.count("asked to fail") == 3
 
 
 def test_nothing_to_warm(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:

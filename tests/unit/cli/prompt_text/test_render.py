@@ -149,7 +149,7 @@ def test_lora_entries_name_their_base(client: VllmClient, vllm: FakeVllm) -> Non
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(401, "--api-key"), (404, "base URL of a vLLM server"), (500, "answered 500: told to fail")]
+    ("status", "said"), [(401, "--api-key"), (404, "base URL of a vLLM server"), (500, "answered 500: asked to fail")]
 )
 def test_http_errors_name_the_remedy(client: VllmClient, vllm: FakeVllm, status: int, said: str) -> None:
     vllm.statuses["/v1/models"] = status
@@ -163,7 +163,7 @@ def test_the_api_key_is_sent_and_v1_is_cut(vllm: FakeVllm) -> None:
         assert client.models()[0].name == "toy"
 
 
-def test_nobody_there() -> None:
+def test_no_server_answers() -> None:
     with VllmClient("http://127.0.0.1:9") as client, pytest.raises(VllmUnreachableError, match="vllm serve"):
         client.models()
 
