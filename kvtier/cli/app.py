@@ -15,7 +15,7 @@ from kvtier.cli.commands.pin import pin
 from kvtier.cli.commands.prompts import evict, list_prompts, show, unpin
 from kvtier.cli.commands.trace_files import trace
 from kvtier.cli.commands.warm import warm
-from kvtier.cli.context import ErrorReportingGroup, Settings
+from kvtier.cli.context import ErrorReportingGroup, GlobalOptions
 from kvtier.client.address import DAEMON_UID_VARIABLE, MAX_UID, SOCKET_VARIABLE, default_socket_path
 from kvtier.process import prepare_process
 from kvtier.version import __version__
@@ -66,7 +66,7 @@ def _globals(
 ) -> None:
     source = context.get_parameter_source("socket")
     is_named = source is not None and source.name == "COMMANDLINE"
-    context.obj = Settings(socket=socket or default_socket_path(), daemon_uid=daemon_uid, is_named=is_named)
+    context.obj = GlobalOptions(socket=socket or default_socket_path(), daemon_uid=daemon_uid, is_named=is_named)
 
 
 # In the order in which --help lists them: what a newcomer needs first.

@@ -16,13 +16,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
 
 def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
     """Return the names of prompts with this beginning; none when no daemon answers within a second."""
-    # Completion runs no callback, so there are no Settings yet.
+    # Completion runs no callback, so there are no GlobalOptions yet.
     given = context.find_root().params
     socket, daemon_uid = given.get("socket") or default_socket_path(), given.get("daemon_uid")
     try:
         daemon_uid = default_daemon_uid() if daemon_uid is None else daemon_uid
         with AdminClient(Path(socket), daemon_uid=daemon_uid, timeout_s=_TIMEOUT_S) as client:
             names = [status.name for status in client.list()]
-    except (KvtierError, RuntimeError, ValueError):  # the last two: see `Settings.connect`
+    except (KvtierError, RuntimeError, ValueError):  # the last two: see `GlobalOptions.connect`
         return []
     return [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]

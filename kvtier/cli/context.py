@@ -23,7 +23,7 @@ _USAGE_KINDS = ("InvalidArgumentError",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GlobalOptions:
     """Global options.
 
     Attributes:
@@ -41,10 +41,10 @@ class Settings:
         return AdminClient(self.socket, daemon_uid=self.daemon_uid)
 
 
-def settings_of(context: typer.Context) -> Settings:
+def settings_of(context: typer.Context) -> GlobalOptions:
     """Return the global options of a command's context."""
-    settings = context.find_object(Settings)
-    return settings or Settings(socket=default_socket_path(), daemon_uid=default_daemon_uid())
+    settings = context.find_object(GlobalOptions)
+    return settings or GlobalOptions(socket=default_socket_path(), daemon_uid=default_daemon_uid())
 
 
 def exit_code(error: KvtierError) -> int:

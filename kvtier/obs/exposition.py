@@ -53,7 +53,7 @@ class MetricsServer:
     """
 
     def __init__(self, address: tuple[str, int], read: Read) -> None:
-        self._server = _Server(address, _app(read))
+        self._server = _HttpServer(address, _app(read))
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_STOP_POLL_S,), name="kvtier-metrics", daemon=True
         )
@@ -73,7 +73,7 @@ class MetricsServer:
         self._thread.join()
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _HttpServer(ThreadingMixIn, WSGIServer):
     """A thread per request, so that a silent client does not delay another."""
 
     daemon_threads = True

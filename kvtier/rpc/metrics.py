@@ -1,4 +1,4 @@
-"""The HTTP server of the metrics beside gRPC's: never in the way of anything that an engine waits for."""
+"""The metrics server beside the gRPC server; it never delays an answer to an engine."""
 
 import asyncio
 import logging
@@ -27,11 +27,11 @@ _LOOP_TIMEOUT_S = 5.0
 
 @dataclass
 class MetricsState:
-    """Whether metrics are served: what operators are told.
+    """Whether metrics are served, for `kvtier status` and `kvtier doctor`.
 
     Attributes:
-        url: Where; empty while they are not.
-        problem: Why they are not although an address is named, and what to do.
+        url: Where they are served; empty while they are not.
+        problem: Why the server could not start at the configured address, with the remedy.
     """
 
     url: str = ""
@@ -40,10 +40,10 @@ class MetricsState:
 
 @asynccontextmanager
 async def serving_metrics(config: MetricsConfig, cache: Cache, state: MetricsState) -> AsyncIterator[None]:
-    """Serve for the length of the block, unless metrics are off.
+    """Serve during the block, unless metrics are off.
 
-    An address that cannot be had is logged once, with the remedy, kept in `state`, and not asked for again: to be seen
-    is not worth an engine's cache.
+    If the server cannot listen, the problem is logged once with its remedy and kept in `state`. The daemon does not try
+    again and serves engines without metrics.
     """
     server = None
     if config.listen != OFF:
@@ -63,12 +63,12 @@ async def serving_metrics(config: MetricsConfig, cache: Cache, state: MetricsSta
 
 
 def _start(listen: str, read: "Read") -> "MetricsServer":
-    # Imported here, in a thread, once engines are served: no start waits for it.
+    # Imported here, in a thread and after engines are served, so that no start waits for it.
     from kvtier.obs.exposition import MetricsServer
 
     try:
         return MetricsServer(parse_address(listen), read)
-    except (OSError, UnicodeError) as exc:  # the latter of names that no resolver takes
+    except (OSError, UnicodeError) as exc:  # UnicodeError: a name that no resolver accepts
         why = getattr(exc, "strerror", None) or exc
         remedy = f'name another address, or "{OFF}", or free this one, and restart the daemon'
         problem = f"cannot listen there: {why}; {remedy}"
@@ -76,7 +76,7 @@ def _start(listen: str, read: "Read") -> "MetricsServer":
 
 
 def _reader(cache: Cache) -> "Read":
-    """Return what takes a reading on this loop from another thread."""
+    """Return a function that other threads call to take a reading on this loop."""
     loop = asyncio.get_running_loop()
 
     def take(reading: "Future[Sequence[Family]]") -> None:

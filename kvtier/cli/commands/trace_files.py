@@ -85,7 +85,7 @@ def _is_event(event: Event) -> bool:
     )
 
 
-class Span(NamedTuple):
+class StageSpan(NamedTuple):
     """One run of a stage, in microseconds of the machine's monotonic clock."""
 
     pid: Any
@@ -94,18 +94,18 @@ class Span(NamedTuple):
     ended_us: float
 
 
-def spans_of(events: Iterable[Event]) -> Iterator[Span]:
+def spans_of(events: Iterable[Event]) -> Iterator[StageSpan]:
     """Yield the spans that have ended."""
     begun: dict[tuple[Any, ...], float] = {}
     for event in events:
         pid, name, phase = event.get("pid"), event.get("name", ""), event.get("ph")
         track = (pid, name, event.get("id"))
         if phase == "X":
-            yield Span(pid, name, event["ts"], event["ts"] + event["dur"])
+            yield StageSpan(pid, name, event["ts"], event["ts"] + event["dur"])
         elif phase == "b":
             begun[track] = event["ts"]
         elif phase == "e" and track in begun:
-            yield Span(pid, name, begun.pop(track), event["ts"])
+            yield StageSpan(pid, name, begun.pop(track), event["ts"])
 
 
 def summarize(events: list[Event]) -> list[dict[str, Any]]:

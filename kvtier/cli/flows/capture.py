@@ -20,7 +20,7 @@ _TICK_S = 0.1
 _HELD_FACTOR = 5
 
 
-class Outcome(Enum):
+class CaptureOutcome(Enum):
     """How capturing ended."""
 
     DURABLE = auto()
@@ -92,7 +92,7 @@ class Capture:
 
     def run(
         self, status: PromptStatus, feed: StatusFeed, on_status: Callable[[PromptStatus], None]
-    ) -> tuple[PromptStatus, Outcome]:
+    ) -> tuple[PromptStatus, CaptureOutcome]:
         """Return the last status and the outcome.
 
         Raises:
@@ -101,25 +101,25 @@ class Capture:
         deadline_s = self._clock() + self._policy.timeout_s
         while (outcome := self._step(status)) is None:
             if self._clock() > deadline_s:
-                return status, Outcome.TIMED_OUT
+                return status, CaptureOutcome.TIMED_OUT
             if (newer := feed.next(_TICK_S)) is not None:
                 status = newer
                 self._quiet_since_s = self._clock()
                 on_status(status)
         return status, outcome
 
-    def _step(self, status: PromptStatus) -> Outcome | None:
+    def _step(self, status: PromptStatus) -> CaptureOutcome | None:
         if status.state == PromptStatus.DURABLE:
-            return Outcome.DURABLE
+            return CaptureOutcome.DURABLE
         if status.state == PromptStatus.OVER_QUOTA:
-            return Outcome.OVER_QUOTA
+            return CaptureOutcome.OVER_QUOTA
         numbers = summarize(status)
         if status.bindings and not numbers.num_chunks:
-            return Outcome.INCOMPLETE
+            return CaptureOutcome.INCOMPLETE
         if self._warm is not None and not self._worth_another(numbers):
             return None
         if self._rounds >= self._policy.max_rounds:
-            return Outcome.INCOMPLETE if numbers.missing else None
+            return CaptureOutcome.INCOMPLETE if numbers.missing else None
         self._rounds += 1
         self._warm = WarmRequest(self._timed_send)
         return None

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, replace
 
 from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
-from kvtier.cli.flows.capture import IDLE_S, Capture, CapturePolicy, Outcome
+from kvtier.cli.flows.capture import IDLE_S, Capture, CaptureOutcome, CapturePolicy
 from kvtier.cli.flows.status_feed import StatusFeed
 from kvtier.cli.output.progress import CaptureProgress
 from kvtier.cli.output.prompt_summary import state_meaning, summarize
@@ -171,7 +171,7 @@ class PinFlow:
         with StatusFeed(self._client, job.name, job.timeout_s + 1) as feed, CaptureProgress(self._output) as progress:
             progress.update(summarize(status))
             status, outcome = Capture(policy, send).run(status, feed, lambda s: progress.update(summarize(s)))
-        if outcome is not Outcome.DURABLE:
+        if outcome is not CaptureOutcome.DURABLE:
             self._output.warn(_explain(outcome, job, status))
         return status
 
@@ -219,12 +219,12 @@ def _again(job: PinJob) -> str:
     return f"kvtier pin {job.name}{source} --url {job.url}"
 
 
-def _explain(outcome: Outcome, job: PinJob, status: PromptStatus) -> str:
+def _explain(outcome: CaptureOutcome, job: PinJob, status: PromptStatus) -> str:
     numbers = summarize(status)
     progress = f"{numbers.num_durable_chunks} of {numbers.num_chunks} chunks are on disk"
-    if outcome is Outcome.OVER_QUOTA:
+    if outcome is CaptureOutcome.OVER_QUOTA:
         return f"{progress}: {state_meaning(status)}"
-    if outcome is Outcome.TIMED_OUT:
+    if outcome is CaptureOutcome.TIMED_OUT:
         return (
             f"{progress} after {job.timeout_s:g} s; the rest continues by itself; watch it with: kvtier show {job.name}"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier._pb.cache_pb2 import PromptBinding, PromptStatus
-from kvtier.cli.flows.capture import Capture, CapturePolicy, Outcome
+from kvtier.cli.flows.capture import Capture, CaptureOutcome, CapturePolicy
 from kvtier.cli.flows.status_feed import StatusFeed
 from kvtier.errors import RenderError
 
@@ -39,26 +39,26 @@ class FakeFeed(StatusFeed):
         return self.now_s
 
 
-def capture(feed: FakeFeed, first: PromptStatus, policy: CapturePolicy = POLICY) -> Outcome:
+def capture(feed: FakeFeed, first: PromptStatus, policy: CapturePolicy = POLICY) -> CaptureOutcome:
     return Capture(policy, feed.send, feed.clock).run(first, feed, lambda _: None)[1]
 
 
 def test_what_is_durable_needs_no_request() -> None:
     feed = FakeFeed(lambda _: None)
-    assert capture(feed, status(durable=4, state=PromptStatus.DURABLE)) is Outcome.DURABLE
+    assert capture(feed, status(durable=4, state=PromptStatus.DURABLE)) is CaptureOutcome.DURABLE
     assert feed.sent == 0
 
 
 def test_a_second_request_brings_what_the_first_did_not() -> None:
     feed = FakeFeed(lambda sent: status(durable=4, state=PromptStatus.DURABLE) if sent == 2 else None)
-    assert capture(feed, status(host=2)) is Outcome.DURABLE
+    assert capture(feed, status(host=2)) is CaptureOutcome.DURABLE
     assert feed.sent == 2
     assert feed.now_s >= POLICY.idle_s
 
 
 def test_it_gives_up_after_three_requests() -> None:
     feed = FakeFeed(lambda _: None)
-    assert capture(feed, status(host=2)) is Outcome.INCOMPLETE
+    assert capture(feed, status(host=2)) is CaptureOutcome.INCOMPLETE
     assert feed.sent == 3
     assert feed.now_s < POLICY.timeout_s
 
@@ -66,19 +66,19 @@ def test_it_gives_up_after_three_requests() -> None:
 def test_a_slow_disk_is_waited_for() -> None:
     """All chunks are in host memory: it ends with the time, not with the number of requests."""
     feed = FakeFeed(lambda _: None)
-    assert capture(feed, status(host=4)) is Outcome.TIMED_OUT
+    assert capture(feed, status(host=4)) is CaptureOutcome.TIMED_OUT
     assert feed.now_s > POLICY.timeout_s
 
 
 def test_over_quota_ends_at_once() -> None:
     feed = FakeFeed(lambda _: status(host=2, state=PromptStatus.OVER_QUOTA))
-    assert capture(feed, status()) is Outcome.OVER_QUOTA
+    assert capture(feed, status()) is CaptureOutcome.OVER_QUOTA
     assert feed.sent == 1
 
 
 def test_less_than_a_chunk_is_not_warmed() -> None:
     feed = FakeFeed(lambda _: None)
-    assert capture(feed, status(total=0)) is Outcome.INCOMPLETE
+    assert capture(feed, status(total=0)) is CaptureOutcome.INCOMPLETE
     assert feed.sent == 0
 
 
