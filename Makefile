@@ -11,15 +11,19 @@ PROFILE ?= short
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-restarts chaos clean
 
 help:
-	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored (MODEL=org/name for a real model)"
-	@echo "make bench      kvtier beside vLLM alone, LMCache and vLLM's fs tier, to bench-results/ (PROFILE=smoke|short|long, ARGS=--resume)"
+	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored"
+	@echo "                (MODEL=org/name for a real model)"
+	@echo "make bench      kvtier beside vLLM alone, LMCache and vLLM's fs tier, to bench-results/"
+	@echo "                (PROFILE=smoke|short|long, ARGS=--resume)"
 	@echo "make test       everything: check, test-fast, test-e2e"
-	@echo "make check      ruff, mypy, import-linter, generated code, references and docs"
+	@echo "make check      ruff, mypy, import-linter, generated code and docs, words"
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make test-models the rarer models and setups of vLLM that docs/compatibility.md lists"
-	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon (half a minute each, a minute on a busy machine)"
-	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call, damaged files, every bit of a WAL, the whole service"
+	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
+	@echo "                (half a minute each, a minute on a busy machine)"
+	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
+	@echo "                damaged files, every bit of a WAL, the whole service"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make peers-venv set up .venv-peers: LMCache, for make bench and python -m benchmarks.peers"
 	@echo "make clean      remove .venv, models, caches and bench-results"
@@ -45,8 +49,10 @@ check: venv
 	$(BIN)/lint-imports
 	PYTHON="$(PYTHON)" scripts/gen_proto.sh --check
 	$(BIN)/python scripts/gen_docs.py --check
+	$(BIN)/python scripts/check_words.py
 
-# Properties are tried with the same examples every time: a change is judged by what it changes. Plain pytest tries others.
+# Properties are tried with the same examples every time: a change is judged by what it changes. Plain pytest tries
+# others.
 test-fast: venv
 	$(BIN)/pytest -q -m "not e2e" -n $(E2E_WORKERS) --hypothesis-profile=ci
 
@@ -58,7 +64,8 @@ chaos: venv
 
 test-e2e: venv
 	$(BIN)/pytest -q -m timed tests/e2e
-	$(BIN)/pytest -q -m "e2e and not timed and not models and not restarts" -n $(E2E_WORKERS) --dist loadfile --durations=10 tests/e2e
+	$(BIN)/pytest -q -m "e2e and not timed and not models and not restarts" -n $(E2E_WORKERS) --dist loadfile \
+		--durations=10 tests/e2e
 
 test-models: venv
 	$(BIN)/pytest -q -m models -n $(E2E_WORKERS) --durations=10 tests/e2e
@@ -67,4 +74,5 @@ test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .models .demo bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-peers .models .demo bench-results \
+		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
