@@ -13,7 +13,7 @@ from kvtier.config.units import parse_size
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
-README_TRANSFER_CONFIG = re.search(r"--kv-transfer-config '(\{.*?\})'", (ROOT / "README.md").read_text())
+README_TRANSFER_CONFIG = re.search(r"--kv-transfer-config '(\{.*?\})'", (ROOT / "README.md").read_text(), re.DOTALL)
 _KNOWN_VARIABLES = {variable_of(key) for key in KEYS} | {"KVTIER_CONFIG", "KVTIER_VLLM_URL"}
 
 Mounts = Mapping[PurePosixPath, str]
