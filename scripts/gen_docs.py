@@ -40,7 +40,7 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 |---|---|---|
 | `socket` | as `server.socket` | the daemon's socket |
 | `daemon_uid` | `KVTIER_DAEMON_UID`, else none | the daemon's uid, if neither vLLM's nor root's |
-| `gpu_pin` | `soft` | vLLM's own cache: it evicts pinned blocks last; `hard`: they are held while there is room |
+| `gpu_pin` | `soft` | vLLM evicts pinned blocks last; `hard`: they are held while no request needs the memory |
 | `lookup_timeout_ms` | 250 | longest wait for the daemon's first answer, once; lookups then miss until it answers |
 | `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion or a load is weighed against it |
 | `warm_url` | none | this vLLM's own API server, `http://127.0.0.1:8000`: [warm start](concepts.md#after-a-restart) |
@@ -180,10 +180,10 @@ def decisions() -> str:
     """Return the index of the ADRs: number, title and status, as each says them in its first lines."""
     rows = ""
     for path in sorted((ROOT / "docs" / "adr").glob("0*.md")):
-        head = re.match(r"# (\d+)\. (.+)\n\nStatus: (.+)\n\n", path.read_text())
+        head = re.match(r"# (\d+)\. (.+)\n\nStatus: ((?:.+\n)+)\n", path.read_text())
         if head is None:
             sys.exit(f"{path.relative_to(ROOT)} must begin with '# NUMBER. TITLE', an empty line and 'Status: ...'")
-        rows += f"| [{head[1]}]({path.name}) | {head[2]} | {head[3]} |\n"
+        rows += f"| [{head[1]}]({path.name}) | {head[2]} | {' '.join(head[3].split())} |\n"
     return _DECISIONS + rows
 
 
