@@ -40,7 +40,7 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 |---|---|---|
 | `socket` | as `server.socket` | the daemon's socket |
 | `daemon_uid` | `KVTIER_DAEMON_UID`, else none | the daemon's uid, if neither vLLM's nor root's |
-| `gpu_pin` | `soft` | vLLM evicts pinned blocks last; `hard`: they are held while no request needs the memory |
+| `gpu_pin` | `soft` | vLLM's prefix cache evicts pinned blocks last; `hard`: they are held until a request needs them |
 | `lookup_timeout_ms` | 250 | longest wait for the daemon's first answer, once; lookups then miss until it answers |
 | `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion or a load is weighed against it |
 | `warm_url` | none | this vLLM's own API server, `http://127.0.0.1:8000`: [warm start](concepts.md#after-a-restart) |

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Regenerates kvtier/_pb from proto/. With --check: fails when the committed code differs.
 #
-# protoc is pinned by grpcio-tools 1.76 (protobuf 6): protobuf's runtime takes generated code of its own major version and
-# of the one before, so this code runs under 6.x and 7.x. It lives in an environment of its own, because grpcio-tools wants
-# protobuf below 7 and vLLM's environment has 7.
+# protoc is pinned by grpcio-tools 1.76 (protobuf 6): protobuf's runtime accepts generated code of its own major version
+# and of the one before, so this code runs under 6.x and 7.x. protoc has an environment of its own, because grpcio-tools
+# needs protobuf below 7 and vLLM's environment has 7.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools=.venv-proto
@@ -18,10 +18,14 @@ trap 'rm -rf "$tmp"' EXIT
 sed -i 's/^from kvtier\.v1 import/from kvtier._pb import/' "$tmp"/kvtier/v1/*.py "$tmp"/kvtier/v1/*.pyi
 if [ "${1:-}" = "--check" ]; then
   for file in "$tmp"/kvtier/v1/*; do
-    diff -u "kvtier/_pb/$(basename "$file")" "$file" || { echo "kvtier/_pb is out of date: run scripts/gen_proto.sh" >&2; exit 1; }
+    diff -u "kvtier/_pb/$(basename "$file")" "$file" || {
+      echo "kvtier/_pb is out of date: run scripts/gen_proto.sh" >&2
+      exit 1
+    }
   done
 else
   mkdir -p kvtier/_pb
   cp "$tmp"/kvtier/v1/* kvtier/_pb/
-  [ -f kvtier/_pb/__init__.py ] || printf '"""Code that scripts/gen_proto.sh generates from proto/. Not edited by hand."""\n' > kvtier/_pb/__init__.py
+  [ -f kvtier/_pb/__init__.py ] ||
+    printf '"""Code that scripts/gen_proto.sh generates from proto/. Not edited by hand."""\n' > kvtier/_pb/__init__.py
 fi

