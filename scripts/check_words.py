@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Finds words that a reader would have to decode, and lines beyond 120 columns; scripts/words.toml has the words.
 
-Python and proto files are read whole: names, comments, strings, and a module's own name. In Markdown, code is left out of the search for words,
-because it quotes what is written elsewhere; so are names with underscores in all other files.
+Python and proto files are read whole: names, comments, strings, and a module's own name. In Markdown, code is left out
+of the search for words, because it quotes what is written elsewhere; so are names with underscores in all other files.
 
 scripts/words_baseline.toml says how many findings each folder may still have. The numbers only fall.
 
