@@ -122,6 +122,8 @@ class HostTier(Protocol):
     def reserve(self) -> SlotRef | None:
         """Take one slot to read a chunk into; it is LOADING. Evicts nothing and asks no one for memory.
 
+        Its generation is no one's to know before `begin_load`: the next daemon may give it out again.
+
         Returns:
             None when no slot is FREE and no UNBACKED one affordable.
         """

@@ -44,8 +44,14 @@ class HostRig(Protocol):
     def system_gives(self, num_rows: int) -> None:
         """The file system has memory for so many more rows."""
 
-    def restart(self) -> None:
-        """The daemon is killed, and the next one takes over what it left."""
+    def system_takes(self, num_rows: int) -> None:
+        """The file system takes back the pages of so many more rows, and refuses those of others."""
+
+    def close(self) -> None:
+        """Remove what it has made."""
+
+    def restart(self, *, killed: bool = True) -> None:
+        """The daemon is killed, or stopped and leaves its memory; the next one takes over what it left."""
 
 
 def allocated(rig: HostRig, num_slots: int = 1) -> list[SlotRef]:
@@ -261,6 +267,17 @@ class HostTierContract:
         rig.tier.reclaim(3 * ROW_BYTES, evict=evict)
         assert rig.evictable == (refs[2:] if evict else refs)
         assert rig.tier.usage.num_backed == (1 if evict else 3)
+        check(rig)
+
+    @pytest.mark.parametrize("num_taken", [0, 1])
+    def test_rows_whose_pages_the_system_does_not_take_stay_free(self, rig: HostRig, num_taken: int) -> None:
+        for ref in allocated(rig, 3):
+            rig.tier.release(ref)
+        rig.system_takes(num_taken)
+        rig.tier.reclaim(3 * ROW_BYTES, evict=False)
+        assert rig.tier.usage.num_free == rig.tier.usage.num_backed == 3 - num_taken
+        check(rig)
+        assert len(allocated(rig, 3)) == 3
         check(rig)
 
     def test_a_reclaimed_slot_goes_on_from_its_generation(self, rig: HostRig) -> None:

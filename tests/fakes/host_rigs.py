@@ -1,5 +1,7 @@
 """A host tier between two lives of a daemon, for its contract and its model."""
 
+import errno
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from kvtier.host.arena import Arena
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.host.base import HostTier
 from kvtier.obs.counters import Counters
+from kvtier.pages import PageOps
 from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.memory_host import LastingMemory, MemoryHostTier
 from tests.fakes.scripted_engine import ONE_GROUP
@@ -21,10 +24,11 @@ T = TypeVar("T")
 ROW_BYTES = ONE_GROUP.row_bytes
 
 
-class _Owner:
+class _HostRig:
     """Who evicts, and who is asked for memory."""
 
     tier: HostTier
+    budget: HostBudget
 
     def __init__(self) -> None:
         self.evictable: list[SlotRef] = []
@@ -32,22 +36,23 @@ class _Owner:
 
     def evict(self, num_slots: int) -> int:
         """Release the first of what may be evicted."""
-        evicted, self.evictable = self.evictable[:num_slots], self.evictable[num_slots:]
+        evicted = self.evictable[:num_slots]
+        del self.evictable[:num_slots]
         for ref in evicted:
             self.tier.release(ref)
         return len(evicted)
 
 
-class MemoryHostRig(_Owner):
+class MemoryHostRig(_HostRig):
     """The fake."""
 
     def __init__(self, num_slots: int, num_affordable: int) -> None:
         super().__init__()
         self.memory = LastingMemory()
         self._num_slots, self._limit_bytes = num_slots, num_affordable * ROW_BYTES
-        self._start()
+        self._start(recovering=False)
 
-    def _start(self) -> None:
+    def _start(self, *, recovering: bool) -> None:
         self.budget = HostBudget(self._limit_bytes)
         self.tier = MemoryHostTier(
             ONE_GROUP,
@@ -56,6 +61,7 @@ class MemoryHostRig(_Owner):
             budget=self.budget,
             find_bytes=self.wanted_bytes.append,
             evict=self.evict,
+            recovering=recovering,
         )
 
     def write(self, ref: SlotRef, key: ChunkKey, data: bytes) -> None:
@@ -72,13 +78,34 @@ class MemoryHostRig(_Owner):
         """See HostRig."""
         self.memory.free_rows = num_rows
 
-    def restart(self) -> None:
+    def system_takes(self, num_rows: int) -> None:
         """See HostRig."""
-        self.evictable = []
-        self._start()
+        self.memory.takeable_rows = num_rows
+
+    def restart(self, *, killed: bool = True) -> None:
+        """See HostRig."""
+        self.evictable.clear()
+        self._start(recovering=True)
+
+    def close(self) -> None:
+        """There is nothing to remove."""
 
 
-class ArenaHostRig(_Owner):
+class _Keeping(PageOps):
+    """Takes back the pages of so many rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def punch(self, fd: int, offset: int, length: int) -> None:
+        """Take some, or refuse."""
+        if not self.num_rows:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        self.num_rows -= 1
+        super().punch(fd, offset, length)
+
+
+class ArenaHostRig(_HostRig):
     """The real one, over a real file."""
 
     tier: ArenaTier
@@ -124,11 +151,18 @@ class ArenaHostRig(_Owner):
         """See HostRig."""
         self.tier.arena._pages = LimitedPages(num_rows * ROW_BYTES)
 
-    def restart(self) -> None:
+    def system_takes(self, num_rows: int) -> None:
         """See HostRig."""
-        self.evictable = []
+        self.tier.arena._pages = _Keeping(num_rows)
+
+    def restart(self, *, killed: bool = True) -> None:
+        """See HostRig."""
+        self.evictable.clear()
         path, pages = self.tier.arena.path, self.tier.arena._pages
-        self.tier.arena.close(unlink=False)
+        if killed:
+            self.tier.arena.close(unlink=False)
+        else:
+            self.tier.close(keep=True)
         arena = Arena.reopen(path, ONE_GROUP, pages=pages)
         entries = arena.entries()
         self.budget = HostBudget(self._limit_bytes)

@@ -20,6 +20,7 @@ class LastingMemory:
         marks: Of committed slots: generation and checksum.
         stamps: What an engine says that it wrote, by slot: key and generation.
         free_rows: The system gives as many more.
+        takeable_rows: The system takes back as many more.
     """
 
     rows: dict[int, bytearray] = field(default_factory=dict)
@@ -27,6 +28,7 @@ class LastingMemory:
     marks: dict[int, tuple[int, int]] = field(default_factory=dict)
     stamps: dict[int, tuple[ChunkKey, int]] = field(default_factory=dict)
     free_rows: int = 1 << 30
+    takeable_rows: int = 1 << 30
 
 
 class MemoryHostTier:
@@ -41,10 +43,11 @@ class MemoryHostTier:
         budget: HostBudget,
         find_bytes: Callable[[int], None],
         evict: Callable[[int], int],
+        recovering: bool,
     ) -> None:
         self.layout, self.memory, self._budget = layout, memory, budget
         self._find_bytes, self._evict = find_bytes, evict
-        self._recovering = bool(memory.generations)
+        self._recovering = recovering
         orphan = SlotState.ORPHAN
         self.states = {slot: orphan if slot in memory.rows else SlotState.UNBACKED for slot in range(num_slots)}
         budget.count(layout.row_bytes * len(memory.rows))
@@ -189,6 +192,9 @@ class MemoryHostTier:
         if evict and num_slots > self._num(SlotState.FREE):
             self._evict(num_slots - self._num(SlotState.FREE))
         for slot in [slot for slot, state in self.states.items() if state is SlotState.FREE][:num_slots]:
+            if not self.memory.takeable_rows:
+                return
+            self.memory.takeable_rows -= 1
             self._unback(slot)
 
     async def free_orphans(self, keep_bytes: int) -> FreedOrphans:
