@@ -40,10 +40,6 @@ class Tenant(Protocol):
         """An engine is attached."""
 
     @property
-    def serving(self) -> bool:
-        """An engine that is attached may be asked by users."""
-
-    @property
     def is_idle(self) -> bool:
         """It has an arena that no engine may touch, and nothing is under way in it."""
 

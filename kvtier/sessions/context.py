@@ -22,7 +22,6 @@ class SessionContext:
         tasks: Of its namespace.
         top_up_all: Called when host memory came free: grants it to sessions that are short of credits.
         ended: The stream is gone.
-        has_worked: The engine has asked for something or stored something: users reach it.
     """
 
     session_id: str
@@ -33,4 +32,3 @@ class SessionContext:
     tasks: Tasks
     top_up_all: Callable[[], None]
     ended: bool = False
-    has_worked: bool = False

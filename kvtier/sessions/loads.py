@@ -89,7 +89,6 @@ class Loads:
         if acquire_id in self._leases:
             raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
         yield from _check_unique(keys)
-        self._context.has_worked = True
         if len(self._leases) >= limits.MAX_ACQUIRES or self.num_leases + len(keys) > limits.MAX_LEASED_CHUNKS:
             self._answer_nothing(acquire_id, len(keys))
             return
@@ -113,8 +112,6 @@ class Loads:
             if self._context.ended:
                 return
         yield from self._answer(acquire_id, lease)
-        if plan.leased and not plan.promoting:
-            self._context.resources.traffic.served()
         self._tell_lost(plan)
         ended_s = time.monotonic()
         self._context.resources.timings.acquire.observe(ended_s - began_s)

@@ -22,8 +22,6 @@ from kvtier.tiering.write_back import WriteBack
 
 logger = logging.getLogger(__name__)
 
-STARTING_S = 2.0
-"""vLLM attaches when its KV cache is made, and listens about this much later."""
 _LOCK_POLL_S = 0.1
 
 
@@ -76,7 +74,6 @@ class Session:
         self.loads = Loads(context, promoter)
         self.stores = Stores(context, self.loads, write_back)
         self.attached_unix_s = time.time()
-        self.attached_s = time.monotonic()
         self.bound: set[str] = set()
         self.bind_errors: dict[str, str] = {}
         self.tiers.inventory.add(self.peer)
@@ -90,11 +87,6 @@ class Session:
     def ended(self) -> bool:
         """Its stream is gone; processes of the engine may still touch rows until they release the session's lock."""
         return self._context.ended
-
-    @property
-    def starting(self) -> bool:
-        """Users cannot reach the engine yet, as far as can be told: what matches nothing is computed silently."""
-        return not self._context.has_worked and time.monotonic() < self.attached_s + STARTING_S
 
     @property
     def is_busy(self) -> bool:
@@ -115,7 +107,6 @@ class Session:
         if not least <= prefill_tokens_per_s <= most:
             remedy = f"use {least:g} to {most:g}"
             raise InvalidArgumentError("engine_rates.prefill_tokens_per_s", prefill_tokens_per_s, remedy)
-        self._context.has_worked = True
         self._cost.prefill_tokens_per_s = prefill_tokens_per_s
 
     # What the engine is notified of

@@ -94,7 +94,6 @@ class Stores:
         Raises:
             InvalidArgumentError: A slot was not granted to this session at that generation, or a key is of no group.
         """
-        self._context.has_worked = True
         self._check_groups([key for key, _ in stores])
         for key, ref in stores:
             if self._credits.get(ref.slot) != ref:

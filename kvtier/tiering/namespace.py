@@ -67,10 +67,6 @@ class AttachedEngine(Protocol):
     def ended(self) -> bool:
         """Its stream is gone; processes of the engine may still touch rows."""
 
-    @property
-    def starting(self) -> bool:
-        """Users cannot reach the engine yet, as far as can be told."""
-
     def serves(self, prompt: PromptRow) -> bool:
         """Say whether the engine recognizes the prompt."""
 
@@ -176,11 +172,6 @@ class Namespace:
     def live(self) -> bool:
         """An engine is attached."""
         return any(not session.ended for session in self.sessions)
-
-    @property
-    def serving(self) -> bool:
-        """An engine that is attached may be asked by users."""
-        return any(not session.starting for session in self.sessions if not session.ended)
 
     @property
     def is_idle(self) -> bool:

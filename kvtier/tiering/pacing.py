@@ -6,16 +6,10 @@ from collections.abc import Awaitable, Callable
 
 
 class Traffic:
-    """Reads that a request waits for. Background work starts none of its own beside them. Loop thread only.
+    """Reads that a request waits for. Background work starts none of its own beside them. Loop thread only."""
 
-    Args:
-        now_s: Monotonic clock.
-    """
-
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
+    def __init__(self) -> None:
         self._num_busy = 0
-        self._ended_s = float("-inf")
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -33,19 +27,11 @@ class Traffic:
         """It has nothing such any more."""
         self._num_busy -= 1
         if not self._num_busy:
-            self._ended_s = self._now_s()
             self._quiet.set()
 
-    def served(self) -> None:
-        """A request got chunks that were in memory already."""
-        self._ended_s = self._now_s()
-
-    async def until_quiet(self, for_s: float = 0.0) -> None:
-        """Return when no request waits for the disk, and none got anything for so long: that is being used then."""
+    async def until_quiet(self) -> None:
+        """Return when no request waits for the disk."""
         await self._quiet.wait()
-        while (left_s := self._ended_s + for_s - self._now_s()) > 0:
-            await asyncio.sleep(left_s)
-            await self._quiet.wait()
 
 
 class Pace:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,10 +27,7 @@ OTHER = hello_of("other", weights="2")
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtier.host.preallocation, "_POLL_S", 0.002)
-    monkeypatch.setattr(kvtier.host.preallocation, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(kvtier.host.preallocation, "_STARTING_PAUSE_S", 0.001)
     monkeypatch.setattr(kvtier.host.preallocation, "_RETRY_S", 0.002)
-    monkeypatch.setattr(kvtier.host.preallocation, "_CALM_S", 0.02)
 
 
 @asynccontextmanager
@@ -96,30 +92,6 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("ends_by", ["word of it", "time"])
-def test_rows_are_made_fast_until_an_engine_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: str
-) -> None:
-    """The first prompts of a vLLM that has just started were computed slower: rows were made beside them."""
-    monkeypatch.setattr(kvtier.sessions.session, "STARTING_S", 1000.0)
-    monkeypatch.setattr(kvtier.host.preallocation, "_PAUSE_S", 1000.0)
-    monkeypatch.setattr(kvtier.host.preallocation, "_SLICE_BYTES", ROW_BYTES)
-
-    async def scenario(loop: JumpingLoop) -> None:
-        async with spare_rig(tmp_path) as r:
-            (session,) = r.cache.sessions
-            await settled(r)
-            if ends_by == "time":
-                monkeypatch.setattr(kvtier.sessions.session, "STARTING_S", 0.0)
-            else:
-                session.measured(1000.0)
-            r.namespace.host.reclaim(1 << 30, evict=False)
-            await a_second(loop, r)
-            assert r.namespace.host.usage.num_free <= 1, "the next one after a pause"
-
-    run_with_jumps(scenario)
-
-
 def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path, spare_bytes=SPARE_ROWS * ROW_BYTES) as r:
@@ -137,36 +109,6 @@ def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch:
             assert calls == [1]
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-
-    run_with_jumps(scenario)
-
-
-@pytest.mark.parametrize(("held_up_s", "num_made"), [(0.0, SPARE_ROWS), (0.005, SPARE_ROWS // 2 + 1)])
-def test_rows_are_made_slowly_where_others_need_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_up_s: float, num_made: int
-) -> None:
-    """Half of them at the usual pace, which may be needed at any moment; the rest of them after long pauses."""
-    monkeypatch.setattr(kvtier.host.preallocation, "_SLICE_BYTES", ROW_BYTES)
-    monkeypatch.setattr(kvtier.host.preallocation, "_CROWDED_RATIO", 1.5 if held_up_s else 1e6)
-    monkeypatch.setattr(kvtier.host.preallocation, "_CROWDED_PAUSE_RATIO", 1e6)
-    monkeypatch.setattr(kvtier.host.preallocation, "_MAX_PAUSE_S", 1000.0)
-
-    async def scenario(loop: JumpingLoop) -> None:
-        async with spare_rig(tmp_path) as r:
-            session, _ = await r.session()
-            await settled(r)
-            session.measured(1000.0)
-            back = r.namespace.host.arena.back
-
-            def held_up(slots: Sequence[int]) -> int:
-                time.sleep(held_up_s)
-                return back(slots)
-
-            monkeypatch.setattr(r.namespace.host.arena, "back", held_up)
-            r.namespace.host.reclaim(1 << 30, evict=False)
-            await eventually(lambda: r.namespace.host.usage.num_free >= num_made)
-            await a_second(loop, r)
-            assert r.namespace.host.usage.num_free == num_made
 
     run_with_jumps(scenario)
 
@@ -281,9 +223,8 @@ def test_who_stores_does_not_wait_long_for_them(tmp_path: Path, monkeypatch: pyt
     asyncio.run(scenario())
 
 
-def test_they_are_made_where_promotions_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is never calm, but quiet for moments: below half of them that has to do."""
-    monkeypatch.setattr(kvtier.host.preallocation, "_CALM_S", 1000.0)
+def test_they_are_made_where_promotions_follow_each_other(tmp_path: Path) -> None:
+    """It is quiet for moments: that has to do."""
 
     async def scenario() -> None:
         async with spare_rig(tmp_path) as r:
@@ -317,32 +258,8 @@ def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
             r.namespace.host.reclaim(4 * r.namespace.layout.row_bytes, evict=False)
             await a_second(loop, r)
             assert r.namespace.host.usage.num_free == SPARE_ROWS - 4
-            ended_s = time.monotonic()
             r.resources.traffic.ended()
             await settled(r)
-            assert time.monotonic() - ended_s >= kvtier.host.preallocation._CALM_S, "their engine is at work then"
-
-    run_with_jumps(scenario)
-
-
-def test_hits_in_memory_come_first_while_there_are_many_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of much memory to be made, a part was urgent as long as it was not half of it, and took cores from every hit."""
-    monkeypatch.setattr(kvtier.host.preallocation, "_CALM_S", 1000.0)
-    monkeypatch.setattr(kvtier.host.preallocation, "_URGENT_BYTES", 4 * ROW_BYTES)
-    monkeypatch.setattr(kvtier.host.preallocation, "_SLICE_BYTES", ROW_BYTES)
-
-    async def scenario(loop: JumpingLoop) -> None:
-        async with spare_rig(tmp_path) as r:
-            await settled(r)
-            r.in_host(range(1))
-            session, _ = await r.session()
-            session.loads.acquire(1, keys_of(range(1)))
-            r.namespace.host.reclaim(1 << 30, evict=False)
-            await eventually(lambda: r.namespace.host.usage.num_free == 4)
-            await a_second(loop, r)
-            assert r.namespace.host.usage.num_free == 4
 
     run_with_jumps(scenario)
 
