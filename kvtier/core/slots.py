@@ -124,7 +124,8 @@ class SlotTable:
         self._states: dict[int, SlotState] = {}  # neither FREE nor UNBACKED
         self._pageless: set[int] = set()  # owned, and their owner has not backed them yet
         self._generations: dict[int, int] = {}
-        self._num_orphans = 0
+        self.num_orphans = 0
+        """Slots with pages that a previous daemon left, and that were neither committed nor released since."""
 
     def resume(self, generations: Sequence[int], backed: Iterable[int]) -> None:
         """Take up the slots of an arena that a previous daemon left; only while no slot was ever taken.
@@ -138,7 +139,7 @@ class SlotTable:
         if self._states or self._free or self._unbacked or self._num_untouched != self.num_slots:
             raise ValueError("slots are in use already")
         self._states = dict.fromkeys(backed, SlotState.ORPHAN)
-        self._num_orphans = len(self._states)
+        self.num_orphans = len(self._states)
         self._generations = {slot: generation for slot, generation in enumerate(generations) if generation}
         num_touched = 1 + max([-1, *self._states, *self._generations])
         self.num_slots, self._num_untouched = len(generations), len(generations) - num_touched
@@ -157,28 +158,13 @@ class SlotTable:
         self.num_slots = self._num_untouched = num_slots
         return backed
 
-    @property
-    def num_owned(self) -> int:
-        """Slots that have an owner: neither free nor unbacked."""
-        return len(self._states)
-
-    @property
-    def num_orphans(self) -> int:
-        """Slots with pages that a previous daemon left, and that were neither committed nor released since."""
-        return self._num_orphans
-
     def orphans(self) -> list[SlotRef]:
-        """Return them, in the order of their slots."""
+        """Return those that `num_orphans` counts, in the order of their slots."""
         return [
             SlotRef(slot, self.generation(slot))
             for slot in sorted(self._states)
             if self._states[slot] is SlotState.ORPHAN
         ]
-
-    @property
-    def num_affordable(self) -> int:
-        """Slots that host_bytes allows; an arena that was taken over may have more."""
-        return min(self.num_slots, self._budget.limit_bytes // self.row_bytes)
 
     @property
     def num_free(self) -> int:
@@ -189,11 +175,6 @@ class SlotTable:
     def num_unbacked(self) -> int:
         """Slots without pages."""
         return len(self._unbacked) + self._num_untouched
-
-    @property
-    def num_backed(self) -> int:
-        """Slots whose pages the budget counts."""
-        return self.num_slots - self.num_unbacked
 
     @property
     def num_takable(self) -> int:
@@ -262,7 +243,7 @@ class SlotTable:
             ValueError: It is not sealed, read into, or left by a previous daemon, at this generation.
         """
         self._check_owned(ref, _COMMITTED_FROM)
-        self._num_orphans -= self._states[ref.slot] is SlotState.ORPHAN
+        self.num_orphans -= self._states[ref.slot] is SlotState.ORPHAN
         self._states[ref.slot] = SlotState.HOST
 
     def quarantine(self, ref: SlotRef) -> None:
@@ -280,8 +261,12 @@ class SlotTable:
             now = f"{state.name.lower() if state else 'free'} at generation {self.generation(ref.slot)}"
             raise ValueError(f"slot {ref.slot} at generation {ref.generation} is {now}")
 
-    def release(self, ref: SlotRef) -> None:
-        """Take a slot from its owner: it is free, or unbacked when it never got its pages.
+    def release(self, ref: SlotRef, *, without_pages: bool = False) -> None:
+        """Take a slot from its owner: it is free, or unbacked when it has no pages.
+
+        Args:
+            ref: As it was given out.
+            without_pages: The caller has dropped its pages; else it has none only if it never got them.
 
         Raises:
             ValueError: It has no owner at this generation.
@@ -290,25 +275,13 @@ class SlotTable:
         slot = ref.slot
         if self._on_free is not None:
             self._on_free(slot)
-        self._num_orphans -= self._states.pop(slot) is SlotState.ORPHAN
-        if slot in self._pageless:
+        self.num_orphans -= self._states.pop(slot) is SlotState.ORPHAN
+        if slot in self._pageless or without_pages:
             self._pageless.discard(slot)
             self._unbacked.append(slot)
             self._budget.give_back(self.row_bytes)
         else:
             self._free.append(slot)
-
-    def discard(self, ref: SlotRef) -> None:
-        """Turn an orphan, whose pages the caller has dropped, into an unbacked slot.
-
-        Raises:
-            ValueError: It is none at this generation.
-        """
-        self._check_owned(ref, (SlotState.ORPHAN,))
-        del self._states[ref.slot]
-        self._num_orphans -= 1
-        self._unbacked.append(ref.slot)
-        self._budget.give_back(self.row_bytes)
 
     def take_back_free(self, max_slots: int) -> list[int]:
         """Turn up to `max_slots` free slots into unbacked ones and return them; the caller drops their pages."""
@@ -332,8 +305,8 @@ class SlotTable:
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is in exactly one state."""
-        if self._num_orphans != sum(state is SlotState.ORPHAN for state in self._states.values()):
-            raise AssertionError(f"{self._num_orphans} is not the number of orphans")
+        if self.num_orphans != sum(state is SlotState.ORPHAN for state in self._states.values()):
+            raise AssertionError(f"{self.num_orphans} is not the number of orphans")
         owned: Iterable[int] = self._states
         everywhere = [*owned, *self._free, *self._unbacked]
         if len(everywhere) != len(set(everywhere)):

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ class ArenaTier:
         self.namespace_id, self.layout = namespace_id, layout
         self._budget, self._counters, self._in_thread = budget, counters, in_thread
         self._find_bytes, self._evict = find_bytes, evict
-        self._slots = slots = SlotTable(self._num_possible_slots, layout.row_bytes, budget, self._uncommit)
+        self._slots = slots = SlotTable(_num_possible_slots(budget, layout), layout.row_bytes, budget, self._uncommit)
         # What changes no memory is the slot table's alone.
         self.seal, self.quarantine, self.release = slots.seal, slots.quarantine, slots.release
         self.reserve, self.lacks_pages, self.matches = slots.reserve, slots.lacks_pages, slots.matches
@@ -89,10 +90,6 @@ class ArenaTier:
         if self._arena is None:
             raise ArenaError(f"namespace {self.namespace_id} has no arena yet")
         return self._arena
-
-    @property
-    def _num_possible_slots(self) -> int:
-        return num_slots_within(self._budget.limit_bytes, self.layout.row_bytes, self.layout.num_ranks)
 
     @property
     def needed_bytes(self) -> int:
@@ -141,22 +138,24 @@ class ArenaTier:
 
         The tier is then as it was before its first arena. The caller gives back to the budget what the arena took.
         """
-        if self._arena is None or self.recovering or self._slots.num_owned:
+        if self._arena is None or self.recovering or self.usage.num_owned:
             return None
-        num_bytes, backed = self.usage.held_bytes, self._slots.reset(self._num_possible_slots)
+        num_bytes, backed = self.usage.held_bytes, self._slots.reset(_num_possible_slots(self._budget, self.layout))
         detached = DetachedArena(self._arena, backed, num_bytes)
         self._arena, self._overhead_bytes, self._pages_stay = None, 0, False
         return detached
 
     def close(self, *, keep: bool) -> None:
-        """Unmap the arena, if there is one. What it takes of the budget stays counted: see `usage`.
+        """Unmap the arena, if there is one; the budget counts it no longer. The tier is not used after that.
 
         Args:
             keep: Leave the file to the next daemon. Not if it has fewer slots than a new one would get.
         """
         if self._arena is not None:
-            self._arena.close(unlink=not (keep and self._slots.num_slots >= self._num_possible_slots))
+            is_kept = keep and self._slots.num_slots >= _num_possible_slots(self._budget, self.layout)
+            self._arena.close(unlink=not is_kept)
             self._arena = None
+            self._budget.give_back(self.usage.held_bytes)
 
     # How full it is
 
@@ -167,10 +166,10 @@ class ArenaTier:
         return HostUsage(
             row_bytes=slots.row_bytes,
             num_slots=slots.num_slots,
-            num_affordable=slots.num_affordable,
-            num_owned=slots.num_owned,
+            num_affordable=min(slots.num_slots, self._budget.limit_bytes // slots.row_bytes),
+            num_owned=slots.num_slots - slots.num_free - slots.num_unbacked,
             num_free=slots.num_free,
-            num_backed=slots.num_backed,
+            num_backed=slots.num_slots - slots.num_unbacked,
             num_takable=slots.num_takable,
             num_orphans=slots.num_orphans,
             overhead_bytes=self._overhead_bytes,
@@ -208,7 +207,8 @@ class ArenaTier:
         return refs
 
     async def _take_unbacked(self, num_slots: int) -> list[SlotRef]:
-        refs, problem, num_refused = await self._take_new(num_slots, SlotState.GRANTED, self._back)
+        back = partial(self.back, mapped=False)  # the engine writes them, through a mapping of its own
+        refs, problem, num_refused = await self._take_new(num_slots, SlotState.GRANTED, back)
         self._counters.io_errors_host_back += num_refused
         if problem is not None:
             log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(problem))
@@ -268,15 +268,11 @@ class ArenaTier:
         self.arena.set_generation(ref.slot, ref.generation)
         return self.payload(ref, key)
 
-    def back(self, refs: Sequence[SlotRef]) -> int:
-        """See `HostTier`."""
-        num_backed = self._back(refs)
-        self.arena.populate([ref.slot for ref in refs[:num_backed]])
-        return num_backed
-
-    def _back(self, refs: Sequence[SlotRef]) -> int:
-        """Worker thread: the same for rows that the engine writes, through a mapping of its own."""
+    def back(self, refs: Sequence[SlotRef], *, mapped: bool = True) -> int:
+        """See `HostTier`. Pages that only an engine is to touch need not be mapped here."""
         num_backed = self.arena.back([ref.slot for ref in refs])
+        if mapped:
+            self.arena.populate([ref.slot for ref in refs[:num_backed]])
         for ref in refs[:num_backed]:
             self._slots.mark_backed(ref)
         return num_backed
@@ -317,21 +313,17 @@ class ArenaTier:
             if num_short > 0:
                 self._evict(num_short)
         taken = self._slots.take_back_free(-(-num_bytes // row_bytes))
-        self._slots.keep_free(taken[self._unback(taken) :])
-
-    def _unback(self, slots: Sequence[int]) -> int:
-        """Give the pages of rows back, in order; return of how many. The others keep them, and serve on."""
-        for num_done, slot in enumerate(slots):
+        for num_done, slot in enumerate(taken):
             try:
                 self.arena.unback([slot])
-            except ArenaError as error:
-                self._counters.io_errors_host_release += len(slots) - num_done
+            except ArenaError as error:  # it and the others keep their pages, and serve on
+                self._counters.io_errors_host_release += len(taken) - num_done
                 if not self._pages_stay:
                     log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
                 self._pages_stay = True
-                return num_done
+                self._slots.keep_free(taken[num_done:])
+                return
             self._pages_stay = False
-        return len(slots)
 
     # Orphans
 
@@ -339,7 +331,7 @@ class ArenaTier:
         """See `HostTier`."""
         orphans = self._slots.orphans()
         num_kept = 0
-        for batch in self._batches(orphans[: max(0, keep_bytes) // self.layout.row_bytes]):
+        for batch in _batches(self.layout, orphans[: max(0, keep_bytes) // self.layout.row_bytes]):
             num_backed = await self._in_thread(self._back_orphans, batch)
             for ref in batch[:num_backed]:
                 self._slots.release(ref)
@@ -347,21 +339,17 @@ class ArenaTier:
             if num_backed < len(batch):
                 break
         num_unbacked = 0
-        for batch in self._batches(orphans[num_kept:]):
+        for batch in _batches(self.layout, orphans[num_kept:]):
             try:
                 await self._in_thread(self.arena.unback, [ref.slot for ref in batch])
             except ArenaError as error:  # they stay orphans, and the next start tries again
                 log_event(logger, "left_rows_not_released", level=logging.ERROR, problem=str(error))
                 break
             for ref in batch:
-                self._slots.discard(ref)
+                self._slots.release(ref, without_pages=True)
             num_unbacked += len(batch)
         self.recovering = False  # not before: nothing may close the arena, or give up its pages, meanwhile
         return FreedOrphans(num_free=num_kept, num_unbacked=num_unbacked)
-
-    def _batches(self, refs: Sequence[SlotRef]) -> Iterator[Sequence[SlotRef]]:
-        num_rows = max(1, ORPHAN_BATCH_BYTES // self.layout.row_bytes)
-        return (refs[start : start + num_rows] for start in range(0, len(refs), num_rows))
 
     def _back_orphans(self, refs: Sequence[SlotRef]) -> int:
         """Worker thread: see to it that rows have all their pages, mapped, in order; return how many do.
@@ -373,3 +361,12 @@ class ArenaTier:
         except ArenaError as error:
             log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(error))
             return 0
+
+
+def _num_possible_slots(budget: HostBudget, layout: KVLayout) -> int:
+    return num_slots_within(budget.limit_bytes, layout.row_bytes, layout.num_ranks)
+
+
+def _batches(layout: KVLayout, refs: Sequence[SlotRef]) -> Iterator[Sequence[SlotRef]]:
+    num_rows = max(1, ORPHAN_BATCH_BYTES // layout.row_bytes)
+    return (refs[start : start + num_rows] for start in range(0, len(refs), num_rows))

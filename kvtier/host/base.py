@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState
@@ -14,8 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostUsage:
+class HostUsage(NamedTuple):
     """How full a tier is.
 
     Attributes:
@@ -51,8 +49,7 @@ class HostUsage:
         return self.held_bytes - self.num_free * self.row_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class FreedOrphans:
+class FreedOrphans(NamedTuple):
     """What became of a previous daemon's rows: how many are FREE now, and how many UNBACKED."""
 
     num_free: int

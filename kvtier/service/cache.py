@@ -466,7 +466,6 @@ class Cache:
         self._ending.append(namespace)
         await namespace.close()
         self._ending.remove(namespace)
-        self.resources.budget.give_back(namespace.host.usage.held_bytes)
         self._top_up_all()
 
     # The end

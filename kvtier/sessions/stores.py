@@ -64,10 +64,13 @@ class Stores:
             self._context.tasks.start(f"credits-{self._context.session_id[:8]}", self._top_up())
 
     def _num_short(self) -> int:
+        num_wanted = self._context.hello.store_credits - len(self._credits)
+        if num_wanted <= 0:
+            return 0
         # Idle credits are slots that hold nothing: never more than a share of the arena.
         share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self._write_back.is_behind else 1)
         most = max(1, self._context.tiers.host.usage.num_affordable // share)
-        return max(0, min(self._context.hello.store_credits, most) - len(self._credits))
+        return max(0, min(num_wanted, most - len(self._credits)))
 
     async def _top_up(self) -> None:
         try:

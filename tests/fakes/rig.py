@@ -141,7 +141,7 @@ class Rig:
             slots = self.namespace.host._slots
             ref = slots.take_unbacked(SlotState.GRANTED)
             assert ref is not None
-            self.namespace.host._back([ref])
+            self.namespace.host.back([ref], mapped=False)
             key = chunk_key(number)
             (view,) = self.namespace.host.payload(ref, key)
             view[:] = content(number)

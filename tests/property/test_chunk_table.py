@@ -187,9 +187,8 @@ class ChunkTableMachine(RuleBasedStateMachine):
     @invariant()
     def conserved(self) -> None:
         self.table.check()
-        assert (
-            self.budget.used_bytes == self.slots.num_backed * ROW_BYTES <= max(self.budget.limit_bytes, self.left_bytes)
-        )
+        backed_bytes = (self.slots.num_slots - self.slots.num_unbacked) * ROW_BYTES
+        assert self.budget.used_bytes == backed_bytes <= max(self.budget.limit_bytes, self.left_bytes)
         leased = [chunk for chunks in self.leases.values() for chunk in chunks]
         assert sum(chunk.num_leases for chunk in self.table) == len(leased)
         for chunk in leased:
@@ -232,7 +231,7 @@ class AfterCrashMachine(ChunkTableMachine):
     def give_back_what_is_left(self) -> None:
         for slot in self.left:
             assert self.slots.state(slot) is SlotState.ORPHAN, "nobody got it meanwhile"
-            self.slots.discard(SlotRef(slot, self.slots.generation(slot)))
+            self.slots.release(SlotRef(slot, self.slots.generation(slot)), without_pages=True)
         self.left.clear()
 
     @invariant()
