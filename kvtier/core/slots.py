@@ -6,7 +6,7 @@ in plain code, and because tests of the chunk table run over it without any memo
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -69,8 +69,9 @@ class Slots(Protocol):
         """Raise AssertionError unless every slot is in exactly one state."""
 
 
-_OWNED = frozenset(SlotState) - {SlotState.FREE, SlotState.UNBACKED}
-_COMMITTED_FROM = frozenset({SlotState.SEALING, SlotState.LOADING, SlotState.ORPHAN})
+# Tuples, not sets: an enum's hash is a call in Python, for every chunk.
+_COMMITTED_FROM = (SlotState.SEALING, SlotState.LOADING, SlotState.ORPHAN)
+_OWNED = tuple(state for state in SlotState if state not in (SlotState.FREE, SlotState.UNBACKED))
 
 
 class HostBudget:
@@ -255,11 +256,12 @@ class SlotTable:
         self._check_owned(ref, (SlotState.GRANTED,))
         self._states[ref.slot] = SlotState.QUARANTINED
 
-    def _check_owned(self, ref: SlotRef, states: Collection[SlotState | None]) -> None:
-        state = self._states.get(ref.slot)
-        if state not in states or self.generation(ref.slot) != ref.generation:
-            now = f"{state.name.lower() if state else 'free'} at generation {self.generation(ref.slot)}"
-            raise ValueError(f"slot {ref.slot} at generation {ref.generation} is {now}")
+    def _check_owned(self, ref: SlotRef, states: tuple[SlotState, ...]) -> None:
+        slot, generation = ref
+        state, now = self._states.get(slot), self._generations.get(slot, 0)
+        if state not in states or now != generation:
+            is_now = f"{state.name.lower() if state else 'free'} at generation {now}"
+            raise ValueError(f"slot {slot} at generation {generation} is {is_now}")
 
     def release(self, ref: SlotRef, *, without_pages: bool = False) -> None:
         """Take a slot from its owner: it is free, or unbacked when it has no pages.
