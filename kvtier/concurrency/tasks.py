@@ -2,14 +2,34 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from kvtier.errors import DrainingError
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def shielded(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorator: each call runs to its end. A caller that is cancelled waits for the end, and is cancelled then."""
+
+    @wraps(function)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.create_task(function(*args, **kwargs), name=function.__qualname__)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            while not task.done():
+                with suppress(Exception, asyncio.CancelledError):  # cancelled again it waits too
+                    await asyncio.shield(task)
+            raise
+
+    return call
 
 
 class Tasks:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import asynccontextmanager
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
+from kvtier.concurrency.tasks import shielded
 from kvtier.core.chunks import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
@@ -64,21 +65,39 @@ Announce = Callable[[Sequence[ChunkKey], bool], None]
 
 
 class ChunkIndex:
-    """The only code that changes where chunks lie on disk. Loop thread only.
+    """The only code that changes where the chunks of one namespace lie on disk. `tests/contract` holds it to this.
 
     Nothing else calls `ChunkTable.place` or `unplace`, or the ledger's operations on packs and chunks of a running
-    daemon. Invariants, whenever no method is running:
+    daemon. Loop thread only; what blocks runs in the threads of `resources`.
 
-    1. A chunk has a location in the table if and only if the ledger has a row for it, and both name the same bytes.
-       One exception: a damaged chunk whose row the ledger refused to delete has a row and no location (`reject`).
+    Invariants, whenever no change is being made:
+
+    1. A chunk has a location in the table if and only if the ledger has a row for it, and both are equal. One
+       exception: a damaged chunk whose row the ledger refused to delete has a row and no location (`reject`).
     2. The pack file of every row exists: `record` and `move` come after the file is durable, and a file is unlinked
        after its last row is gone.
-    3. The usage counts every pack file from `record` or `move` on until the file is unlinked.
+    3. The usage counts every pack file from `record` or `move` on until the file is unlinked. A file that cannot be
+       unlinked is logged, counts, and is left to the next start; the change has succeeded all the same.
+    4. `packs` is what the locations in the table add up to.
 
-    The order that keeps them across a crash: file, row, table on the way in; table, row, file on the way out. So a
-    crash leaves pack files without rows, which the next start adopts, and never a row without its file.
+    Order: file, row, table on the way in; table, row, file on the way out. So a crash leaves pack files without rows,
+    which the next start adopts or sweeps, and never a row without its file.
 
-    Changes are made one at a time, under a private lock. Reading the table needs no lock.
+    Changes: `record`, `move`, `drop`, `drop_cheapest`, `drop_packs`, `reject`, a `hold` block and `reconcile` are made
+    one at a time, in the order of the calls, under a private lock. Each looks at places and pins when its turn comes.
+
+    Readers need no lock. During a change they find a chunk where it was, where it will be, or, if it is being dropped,
+    not at all. A file may be unlinked while it is read: compare the location again before you call a chunk damaged.
+
+    Cancellation: a change that was called is made to its end, because a commit cannot be taken back. A caller that is
+    cancelled meanwhile is cancelled after that, and an error of the change is lost then. `chunks_in`, `reconcile` and
+    the start of a `hold` block end at once, with nothing changed.
+
+    Errors: after a LedgerError table, rows, usage and files are as before the call, unless the method says otherwise.
+
+    Engines: what `drop` deletes, and what `record` adds, is the caller's to announce. The index announces what the
+    caller cannot know: what an eviction or a rejection left in no tier, what a refused drop put back, what a repair
+    found.
 
     Args:
         namespace_id: The namespace of all rows.
@@ -133,6 +152,7 @@ class ChunkIndex:
         if whole or not num_lost:  # a pack without rows is for fsck to judge, and takes its space until then
             resources.disk_usage.add(pack_id, file_bytes)
 
+    @shielded
     async def record(self, record: PackRecord) -> None:
         """Commit a new pack: from now on its chunks are read from it, and are durable.
 
@@ -155,7 +175,8 @@ class ChunkIndex:
         """Hold all other changes until the end of the block, so that what was looked at stays true while it is changed.
 
         Only reads of the table and the yielded object may be used in the block: this index's other methods would wait
-        for its end. Packs that lost their last row are unlinked after it.
+        for its end. Packs that lost their last row are unlinked after it, also when the block raises: what it has
+        committed by then stays committed.
         """
         change = IndexChange(self._namespace_id, self._table, self._resources)
         try:
@@ -164,6 +185,7 @@ class ChunkIndex:
         finally:
             await self._unlink(change.emptied)
 
+    @shielded
     async def move(self, record: PackRecord, copied: Mapping[ChunkKey, StoredChunk]) -> int:
         """Commit a pack of copies: a chunk is read from it from now on if it still lies where it was copied from.
 
@@ -172,7 +194,7 @@ class ChunkIndex:
             copied: For each of its chunks, what was copied.
 
         Returns:
-            By how many bytes the pack files shrank; negative if they grew.
+            By how many bytes the pack files shrank, less those that could not be unlinked; negative if they grew.
 
         Raises:
             LedgerError: The ledger refused. The new pack file is unlinked; everything else is as before.
@@ -190,12 +212,11 @@ class ChunkIndex:
         except LedgerError:
             await self._unlink([record.pack_id])
             raise
-        freed_bytes = sum(map(resources.disk_usage.file_bytes, emptied)) - record.file_bytes
-        await self._unlink(emptied)
-        return freed_bytes
+        return await self._unlink(emptied) - record.file_bytes
 
     # Out
 
+    @shielded
     async def drop(
         self,
         keys: Collection[ChunkKey],
@@ -204,31 +225,21 @@ class ChunkIndex:
         unpinned_only: bool = False,
         keep_files: bool = False,
     ) -> Dropped:
-        """Delete chunks from disk. They stop being found at once, or right after a change that is being made.
+        """Delete chunks from disk. They stop being found as soon as the changes before this one are made.
 
         Args:
             keys: What is not on disk is ignored.
             only_at: Ignore what lies elsewhere by now.
             unpinned_only: Ignore what is pinned by now.
-            keep_files: Leave packs that lost their last row where they are.
+            keep_files: Leave packs that lost their last row where they are; they count until someone removes them.
 
         Raises:
-            LedgerError: The ledger refused; the chunks are on disk as before.
+            LedgerError: The ledger refused; the chunks are on disk as before, and engines are notified of that.
         """
-        resources, dropped = self._resources, dict[ChunkKey, StoredChunk]()
         async with self._lock:
-            for key in keys:
-                chunk = self._table.get(key)
-                if chunk is None or chunk.location is None or (only_at and only_at[key] != chunk.location):
-                    continue
-                if unpinned_only and chunk.num_pins:
-                    continue
-                dropped[key] = chunk.location
-                self._table.unplace(key)
-            if not dropped:
-                return Dropped(0, 0)
+            dropped = self._unplace(keys, only_at=only_at, unpinned_only=unpinned_only)
             try:
-                emptied = await resources.in_ledger(resources.ledger.drop_chunks, self._namespace_id, list(dropped))
+                emptied = await self._delete_rows(dropped)
             except LedgerError:
                 for key, stored in dropped.items():
                     self._table.place(key, stored)
@@ -237,6 +248,31 @@ class ChunkIndex:
         if not keep_files:
             await self._unlink(emptied)
         return Dropped(len(dropped), sum(stored.stored_bytes for stored in dropped.values()))
+
+    def _unplace(
+        self,
+        keys: Iterable[ChunkKey],
+        *,
+        only_at: Mapping[ChunkKey, StoredChunk] | None = None,
+        unpinned_only: bool = False,
+    ) -> dict[ChunkKey, StoredChunk]:
+        """Take chunks out of the table, the lock held; return where they lay."""
+        dropped: dict[ChunkKey, StoredChunk] = {}
+        for key in keys:
+            chunk = self._table.get(key)
+            if chunk is None or chunk.location is None or (unpinned_only and chunk.num_pins):
+                continue
+            if only_at is not None and only_at.get(key) != chunk.location:
+                continue
+            dropped[key] = chunk.location
+            self._table.unplace(key)
+        return dropped
+
+    async def _delete_rows(self, keys: Collection[ChunkKey]) -> list[str]:
+        """Return packs that lost their last row."""
+        if not keys:
+            return []
+        return await self._resources.in_ledger(self._resources.ledger.drop_chunks, self._namespace_id, keys)
 
     async def drop_cheapest(self, num_bytes: int) -> int:
         """Delete unpinned chunks of `num_bytes`, the least valuable first; return the stored bytes deleted.
@@ -254,27 +290,29 @@ class ChunkIndex:
         """
         return await self._evict([stored.key for stored in await self.chunks_in(pack_ids)])
 
+    @shielded
     async def _evict(self, keys: Sequence[ChunkKey]) -> int:
         dropped = await self.drop(keys, unpinned_only=True)
         self._resources.counters.disk_evictions += dropped.num_chunks
         self._announce([key for key in keys if not self._table.holds(key)], False)
         return dropped.num_bytes
 
+    @shielded
     async def reject(self, damaged: Mapping[ChunkKey, StoredChunk]) -> None:
         """Delete chunks whose stored bytes are damaged, where they still lie there: they are not served again.
 
-        That holds even if the ledger refuses. Their rows stay then: the next start finds the damage again, unless a new
-        store replaces them first.
+        That holds even if the ledger refuses. Their rows stay then, and keep the pack file: the next start, or a
+        repair, finds the damage again, unless a new store replaces them first.
         """
-        try:
-            await self.drop(list(damaged), only_at=damaged)
-        except LedgerError as error:
-            log_event(logger, "damage_not_recorded", level=logging.ERROR, chunks=len(damaged), problem=str(error))
-            async with self._lock:
-                for key, stored in damaged.items():
-                    if (chunk := self._table.get(key)) is not None and chunk.location == stored:
-                        self._table.unplace(key)
-            self._announce([key for key in damaged if not self._table.holds(key)], False)
+        async with self._lock:
+            dropped = self._unplace(damaged, only_at=damaged)
+            try:
+                emptied = await self._delete_rows(dropped)
+            except LedgerError as error:
+                log_event(logger, "damage_not_recorded", level=logging.ERROR, chunks=len(dropped), problem=str(error))
+                emptied = []
+        self._announce([key for key in dropped if not self._table.holds(key)], False)  # or host memory evicted it since
+        await self._unlink(emptied)
         self._write_again(damaged)
         self.packs.report_hole()
 
@@ -284,7 +322,7 @@ class ChunkIndex:
         """Return what is read from these packs, in the order of the packs and in each by offset.
 
         Looks at the table in slices, so that the loop goes on. Chunks never move into an old pack: what was looked at
-        first can only have become less.
+        first can only have become less. What a drop is deleting is left out, although the ledger may refuse.
         """
         wanted = {pack_id: number for number, pack_id in enumerate(pack_ids)}
         found: list[StoredChunk] = []
@@ -302,7 +340,7 @@ class ChunkIndex:
 
         Args:
             keys: Suspects; each is looked up in the ledger.
-            repair: Make the table follow the ledger.
+            repair: Make the table follow the ledger, and notify engines.
 
         Raises:
             LedgerError: The ledger cannot be read.
@@ -318,7 +356,8 @@ class ChunkIndex:
                     self._table.place(key, row)
                 else:
                     self._table.unplace(key)
-        self._announce([key for key in wrong if not self._table.holds(key)], False)
+        for held in (True, False):
+            self._announce([key for key in wrong if self._table.holds(key) is held], held)
         return len(wrong)
 
     def _location(self, key: ChunkKey) -> StoredChunk | None:
@@ -327,12 +366,16 @@ class ChunkIndex:
 
     # Files
 
-    async def _unlink(self, pack_ids: Iterable[str]) -> None:
+    @shielded
+    async def _unlink(self, pack_ids: Iterable[str]) -> int:
         """Unlink packs that have no row any longer, or set them aside if damage was found in them.
 
-        What cannot be unlinked still counts, and the next start sweeps it.
+        What cannot be unlinked still counts, and the next start sweeps or adopts it.
+
+        Returns:
+            The length of the files that are gone.
         """
-        resources = self._resources
+        resources, freed_bytes = self._resources, 0
         for pack_id in pack_ids:
             is_damaged = pack_id in self.packs.damaged
             remove = resources.disk.quarantine_pack if is_damaged else resources.disk.delete_pack
@@ -341,11 +384,13 @@ class ChunkIndex:
             except TierIOError as error:
                 log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error))
                 continue
+            freed_bytes += resources.disk_usage.file_bytes(pack_id)
             resources.disk_usage.remove(pack_id)
             self.packs.damaged.discard(pack_id)
             if is_damaged:
                 resources.counters.packs_quarantined += 1
                 log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id)
+        return freed_bytes
 
 
 class IndexChange:
@@ -359,6 +404,7 @@ class IndexChange:
         self.emptied: list[str] = []
         self._namespace_id, self._table, self._resources = namespace_id, table, resources
 
+    @shielded
     async def record(self, records: Sequence[PackRecord], *, also: Callable[[Ledger], None] | None = None) -> None:
         """Commit new packs, all in one transaction: from now on their chunks are read from them, and are durable.
 
