@@ -64,7 +64,7 @@ def fill(disk_dir: Path, num_chunks: int) -> list[ChunkKey]:
     keys = [chunk_key(number) for number in range(num_chunks)]
     for first in range(0, num_chunks, CHUNKS_PER_PACK):
         payloads = [_payload(key) for key in keys[first : first + CHUNKS_PER_PACK]]
-        ledger.commit_pack(disk.write_pack(own_id, payloads))
+        ledger.packs.commit_pack(disk.write_pack(own_id, payloads))
     ledger.close()
     return keys
 

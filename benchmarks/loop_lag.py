@@ -159,7 +159,7 @@ def fill(disk_dir: Path, num_pins: int, num_tokens: int) -> list[ChunkKey]:
         for prompt in ledger.load().prompts:
             bound = tuple(keys_of(prompt.name, num_tokens))
             keys += bound
-            ledger.put_binding(
+            ledger.promises.put_binding(
                 BindingRow(pin_id=prompt.pin_id, namespace_id=own_id, keys=bound, covered_tokens=num_tokens)
             )
     ledger.close()

@@ -33,7 +33,7 @@ def fill_with_pins(disk_dir: Path, count: int, tokens_each: int, seed: int = 0) 
         with ledger.together():
             for number in range(count):
                 tokens = random.integers(_FIRST_TOKEN, _LAST_TOKEN, tokens_each).tolist()
-                ledger.put_prompt(_pin(f"many-{seed}-{number}", tuple(tokens)))
+                ledger.promises.put_prompt(_pin(f"many-{seed}-{number}", tuple(tokens)))
     finally:
         ledger.close()
 
@@ -69,7 +69,7 @@ def make_durable(disk_dir: Path) -> int:
             for first in range(0, len(keys), _CHUNKS_PER_PACK):
                 batch = keys[first : first + _CHUNKS_PER_PACK]
                 payloads = [_zeros(key, namespace.layout.payload_bytes(group_idx_of(key))) for key in batch]
-                ledger.commit_pack(packs.write_pack(namespace.namespace_id, payloads))
+                ledger.packs.commit_pack(packs.write_pack(namespace.namespace_id, payloads))
             num_chunks += len(keys)
         return num_chunks
     finally:

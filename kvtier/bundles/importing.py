@@ -116,7 +116,7 @@ class _Import:
         # The pack tier reads its own directory only. The ledger calls the link removed before it is there: whatever
         # happens, the next start sweeps it.
         link = self._cache.config.disk.disk_dir / "packs" / self._spool.path.name
-        await resources.in_ledger(resources.ledger.mark_removed, [link.stem])
+        await resources.in_ledger(resources.ledger.packs.mark_removed, [link.stem])
         await resources.in_io(_link, self._spool.path, link)
         try:
             for batch in in_batches(chunks, [chunk.raw_bytes for chunk in chunks], resources.config.disk.pack_bytes):
@@ -176,5 +176,5 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _put_promise(prompt: PromptRow, binding: BindingRow, ledger: Ledger) -> None:
-    ledger.put_prompt(prompt)
-    ledger.put_binding(binding)
+    ledger.promises.put_prompt(prompt)
+    ledger.promises.put_binding(binding)

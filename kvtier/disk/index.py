@@ -142,7 +142,7 @@ class ChunkIndex:
             log_event(logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=num_lost, file_bytes=file_bytes)
             kept = {chunk.key for chunk in whole}
             lost = [chunk.key for chunk in record.chunks if chunk.key not in kept]
-            for emptied in await resources.in_ledger(resources.ledger.drop_chunks, self._namespace_id, lost):
+            for emptied in await resources.in_ledger(resources.ledger.packs.drop_chunks, self._namespace_id, lost):
                 await resources.in_io(resources.disk.quarantine_pack, emptied)
                 resources.counters.packs_quarantined += file_bytes > 0
             if whole:
@@ -204,7 +204,7 @@ class ChunkIndex:
         moved_from = {key: stored.pack_id for key, stored in copied.items()}
         try:
             async with self._lock:
-                emptied = await resources.in_ledger(resources.ledger.move_chunks, record, moved_from)
+                emptied = await resources.in_ledger(resources.ledger.packs.move_chunks, record, moved_from)
                 for stored in record.chunks:
                     chunk = self._table.get(stored.key)
                     if chunk is not None and chunk.location == copied[stored.key]:
@@ -272,7 +272,7 @@ class ChunkIndex:
         """Return packs that lost their last row."""
         if not keys:
             return []
-        return await self._resources.in_ledger(self._resources.ledger.drop_chunks, self._namespace_id, keys)
+        return await self._resources.in_ledger(self._resources.ledger.packs.drop_chunks, self._namespace_id, keys)
 
     async def drop_cheapest(self, num_bytes: int) -> int:
         """Delete unpinned chunks of `num_bytes`, the least valuable first; return the stored bytes deleted.
@@ -347,7 +347,7 @@ class ChunkIndex:
         """
         resources = self._resources
         async with self._lock:
-            rows = await resources.in_ledger(resources.ledger.find_chunks, self._namespace_id, keys)
+            rows = await resources.in_ledger(resources.ledger.packs.find_chunks, self._namespace_id, keys)
             wrong = [key for key in keys if not _is_same_place(self._location(key), rows.get(key))]
             if not repair:
                 return len(wrong)
@@ -430,11 +430,11 @@ class IndexChange:
 def _commit(ledger: Ledger, records: Sequence[PackRecord], also: Callable[[Ledger], None] | None) -> list[str]:
     """Ledger thread: one transaction; returns packs that lost their last row."""
     if also is None and len(records) == 1:
-        return ledger.commit_pack(records[0])
+        return ledger.packs.commit_pack(records[0])
     with ledger.together():
         if also is not None:
             also(ledger)
-        return [pack_id for record in records for pack_id in ledger.commit_pack(record)]
+        return [pack_id for record in records for pack_id in ledger.packs.commit_pack(record)]
 
 
 def _is_same_place(location: StoredChunk | None, row: StoredChunk | None) -> bool:

@@ -200,7 +200,7 @@ class _OfflineCheck:
             return ledger
         damaged = [copy_id for copy_id, copy in copies.items() if copy.row is None]
         opened = Ledger.open(self._ledger_path)
-        opened.renew_copies(damaged)
+        opened.promises.renew_copies(damaged)
         self._fill(opened)
         for finding in findings:
             if not finding.is_note:
@@ -233,7 +233,7 @@ class _OfflineCheck:
 
 def _catch_up(ledger: Ledger) -> None:
     ledger.catch_up()
-    while ledger.misses_copies:
+    while ledger.promises.misses_copies:
         ledger.catch_up()
 
 
@@ -266,15 +266,15 @@ class LedgerRows:
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""
         keys = [chunk.key for chunk in chunks if self._place.get((record.namespace_id, chunk.key)) == record.pack_id]
-        self._ledger.drop_chunks(record.namespace_id, keys)
+        self._ledger.packs.drop_chunks(record.namespace_id, keys)
         if not record.chunks:
-            self._ledger.drop_pack(record.pack_id)
+            self._ledger.packs.drop_pack(record.pack_id)
         for key in keys:
             del self._place[record.namespace_id, key]
 
     def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
         """See `Rows`. Nothing changes but by the one who repairs."""
-        self._ledger.commit_pack(record)
+        self._ledger.packs.commit_pack(record)
         for chunk in record.chunks:
             self._place[record.namespace_id, chunk.key] = record.pack_id
         return len(record.chunks)

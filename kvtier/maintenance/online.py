@@ -152,7 +152,7 @@ class _OnlineCheck:
         damaged = [finding for finding in findings if finding.code is Code.COPY_DAMAGED]
         if damaged and self._repair:
             resources, ids = self._cache.resources, [finding.subject for finding in damaged]
-            self._on_loop(resources.in_ledger(resources.ledger.renew_copies, ids))
+            self._on_loop(resources.in_ledger(resources.ledger.promises.renew_copies, ids))
             for finding in damaged:
                 finding.mend("set aside; the daemon writes it again")
         for finding in findings:
@@ -299,7 +299,7 @@ class _ServiceRows:
         namespace = self._cache.namespaces.get(record.namespace_id)
         if not record.chunks:
             resources = self._cache.resources
-            await resources.in_ledger(resources.ledger.drop_pack, record.pack_id)
+            await resources.in_ledger(resources.ledger.packs.drop_pack, record.pack_id)
         if namespace is None:
             return
         found = ((chunk.key, _placed_in(namespace, chunk.key, record.pack_id)) for chunk in chunks)

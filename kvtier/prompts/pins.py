@@ -81,7 +81,7 @@ class Pins:
         async with self._changes.lock:
             prompt, old = self._prompts.draft(wish, time.time())
             await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
-            await self._resources.in_ledger(self._resources.ledger.put_prompt, prompt)
+            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
             await self.take_in(prompt, old)
         log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
 
@@ -112,7 +112,7 @@ class Pins:
     async def _unpin(self, prompt: PromptRow) -> None:
         if prompt.pinned:
             unpinned = replace(prompt, pinned=False, expires_unix_s=0.0, priority=0)
-            await self._resources.in_ledger(self._resources.ledger.put_prompt, unpinned)
+            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, unpinned)
             self._prompts.put(unpinned)
             await self._count_pins(unpinned, pinned=False)
             self._announce(unpinned)
@@ -202,7 +202,7 @@ class Pins:
         return EvictionView(**asdict(done))
 
     async def _forget_prompt(self, prompt: PromptRow) -> None:
-        await self._resources.in_ledger(self._resources.ledger.delete_prompt, prompt.name)
+        await self._resources.in_ledger(self._resources.ledger.promises.delete_prompt, prompt.name)
         await self._let_go(prompt)
 
     async def view(self, name: str) -> PromptView:

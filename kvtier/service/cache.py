@@ -415,7 +415,7 @@ class Cache:
             old = self.prompts.binding(pin_id, namespace.namespace_id)
             if old != row:
                 if not namespace.ephemeral:
-                    await self.resources.in_ledger(self.resources.ledger.put_binding, row)
+                    await self.resources.in_ledger(self.resources.ledger.promises.put_binding, row)
                 if prompt.pinned:
                     await self.pins.count(namespace, row.keys, pinned=True)
                     await self.pins.count(namespace, old.keys if old else (), pinned=False)

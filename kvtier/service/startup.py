@@ -50,10 +50,10 @@ async def load_from_disk(
     snapshot = await resources.in_ledger(resources.ledger.load)
     for row in snapshot.namespaces:
         open_namespace(row)
-    removed = await resources.in_ledger(resources.ledger.removed_packs)
+    removed = await resources.in_ledger(resources.ledger.packs.removed_packs)
     swept = await resources.in_io(disk.sweep, removed)
     if removed:
-        await resources.in_ledger(resources.ledger.forget_removed, removed)
+        await resources.in_ledger(resources.ledger.packs.forget_removed, removed)
     on_disk = await resources.in_io(disk.list_packs)
     with collector_off():
         await _load_index(resources, namespaces, snapshot, on_disk)

@@ -201,8 +201,8 @@ class Resources:
     def _sweep(self) -> None:
         """A pack copied, or emptied, by a task that the stop has cancelled would count until the next start."""
         try:
-            unrecorded = self.disk.written_packs() - self.ledger.pack_ids()
-            self.disk.sweep(self.ledger.removed_packs() | unrecorded)
+            unrecorded = self.disk.written_packs() - self.ledger.packs.pack_ids()
+            self.disk.sweep(self.ledger.packs.removed_packs() | unrecorded)
             self.ledger.catch_up()
         except (TierIOError, LedgerError) as error:  # the next start sweeps
             log_event(logger, "not_swept", level=logging.WARNING, problem=str(error))

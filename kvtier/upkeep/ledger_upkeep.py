@@ -35,7 +35,7 @@ class LedgerUpkeep:
         try:
             if resources.ledger.is_behind:
                 await resources.in_ledger(resources.ledger.catch_up)
-            while resources.ledger.misses_copies:
+            while resources.ledger.promises.misses_copies:
                 await resources.in_ledger(resources.ledger.catch_up)
         except LedgerError as error:  # the next turn tries again
             if not self._failed:
@@ -48,9 +48,9 @@ class LedgerUpkeep:
         """Drop the names of removed packs whose files are gone."""
         resources = self._resources
         try:
-            removed = await resources.in_ledger(resources.ledger.removed_packs)
+            removed = await resources.in_ledger(resources.ledger.packs.removed_packs)
             gone = removed - (await resources.in_io(resources.disk.list_packs)).keys()
             if gone:
-                await resources.in_ledger(resources.ledger.forget_removed, gone)
+                await resources.in_ledger(resources.ledger.packs.forget_removed, gone)
         except (LedgerError, TierIOError) as error:
             log_event(logger, "removed_packs_not_forgotten", level=logging.WARNING, problem=str(error))

@@ -14,6 +14,7 @@ from kvtier.disk import index
 from kvtier.disk.index import Dropped
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
 from tests.fakes.chunks import key_of
 from tests.fakes.gates import Gate, failing, gated
 from tests.fakes.index_rig import IndexRig, keys_of, turns
@@ -26,7 +27,7 @@ NUM_TURNS = 8
 
 
 def ledger_refuses(monkeypatch: Patch, method: str, times: int = 1) -> None:
-    failing(monkeypatch, Ledger, method, lambda: LedgerError("disk is full"), times=times)
+    failing(monkeypatch, PackRows, method, lambda: LedgerError("disk is full"), times=times)
 
 
 def tier_refuses(rig: IndexRig, monkeypatch: Patch, method: str = "delete_pack", times: int = 1) -> None:
@@ -160,13 +161,13 @@ class ChunkIndexContract:
 
     def test_a_block_records_packs_and_other_rows_in_one_transaction(self, rig: IndexRig) -> None:
         def also(ledger: Ledger) -> None:
-            ledger.mark_removed(["f" * 32])
+            ledger.packs.mark_removed(["f" * 32])
 
         async def scenario() -> None:
             async with rig.index.hold() as change:
                 await change.record([rig.write(0), rig.write(1)], also=also)
                 assert rig.located.keys() == set(keys_of(0, 1))
-            assert rig.ledger.removed_packs() == {"f" * 32}
+            assert rig.ledger.packs.removed_packs() == {"f" * 32}
 
         asyncio.run(scenario())
 
@@ -177,7 +178,7 @@ class ChunkIndexContract:
             before, usage = rig.located, dict(rig.usage.packs)
 
             def also(ledger: Ledger) -> None:
-                ledger.commit_pack(written[1])
+                ledger.packs.commit_pack(written[1])
                 raise LedgerError("disk is full")
 
             with pytest.raises(LedgerError):
@@ -312,7 +313,7 @@ class ChunkIndexContract:
     def test_a_pack_without_rows_counts(self, rig: IndexRig) -> None:
         async def scenario() -> None:
             pack = rig.write(0)
-            rig.ledger._connection.execute("INSERT INTO packs VALUES (?, 'ns', ?)", (pack.pack_id, pack.file_bytes))
+            rig.ledger._database.connection.execute("INSERT INTO packs VALUES (?, 'ns', ?)", (pack.pack_id, pack.file_bytes))
             await rig.restart()
             assert dict(rig.usage.packs) == {pack.pack_id: pack.file_bytes}
 
@@ -667,7 +668,7 @@ class ChunkIndexContract:
 
         async def scenario() -> None:
             await rig.store(0, 1, 2)
-            with gated(monkeypatch, Ledger, LEDGER_CALLS.get(change, "drop_chunks")) as gate:
+            with gated(monkeypatch, PackRows, LEDGER_CALLS.get(change, "drop_chunks")) as gate:
                 await leave(change(rig), gate)
             await all_ended()
             rig.announce_again()
@@ -758,7 +759,7 @@ class ChunkIndexContract:
             for other in CHANGES:
                 await rig.store(0, 1, seed=1)
                 await rig.store(2, seed=2)
-                with gated(monkeypatch, Ledger, LEDGER_CALLS.get(change, "drop_chunks")) as gate:
+                with gated(monkeypatch, PackRows, LEDGER_CALLS.get(change, "drop_chunks")) as gate:
                     running = [asyncio.create_task(change(rig))]
                     await reached(gate.reached)
                     running.append(asyncio.create_task(other(rig)))

@@ -10,6 +10,7 @@ import pytest
 import kvtier.service.cache
 from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.ledger import Ledger
+from kvtier.ledger.database import Database
 from kvtier.ledger.promise_copies import FOLDER_NAME, Promise, PromiseCopies
 from kvtier.ledger.schema import open_database
 from kvtier.obs.counters import Counters
@@ -112,7 +113,8 @@ class CountedLedger(Ledger):
     def open(cls, path: Path, *, with_copies: bool = True) -> "Ledger":
         """See Ledger."""
         copies = CountedCopies(path.parent / FOLDER_NAME, cls.ops) if with_copies else None
-        return cls(path, CountedConnection(open_database(path), cls.ops), copies)  # type: ignore[arg-type]
+        connection = CountedConnection(open_database(path), cls.ops)
+        return cls(Database(path, connection), copies)  # type: ignore[arg-type]
 
 
 def failing_service(monkeypatch: pytest.MonkeyPatch) -> SharedOps:

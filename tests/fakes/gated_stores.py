@@ -2,17 +2,16 @@
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.base import ChunkPayload, ChunkRead, ReadDone
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError, TierIOError
-from kvtier.ledger import BindingRow, Ledger, PromptRow
+from kvtier.ledger import Ledger
 from tests.fakes.waiting import wait_for
 
 R = TypeVar("R")
@@ -156,42 +155,23 @@ class GatedLedger(Ledger):
 
     faults: Faults
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for rows, name, steps in (
+            (self, "delete_namespace", ()),
+            (self.promises, "put_prompt", ()),
+            (self.promises, "delete_prompt", ()),
+            (self.promises, "put_binding", ()),
+            (self.packs, "commit_pack", ("commit", "committed")),
+            (self.packs, "move_chunks", ("commit", "committed")),
+            (self.packs, "drop_chunks", ("drop", "dropped")),
+        ):
+            setattr(rows, name, self._gated(getattr(rows, name), *steps))
+
     @classmethod
     def under(cls, faults: Faults) -> "type[GatedLedger]":
         """Return a class whose ledgers are under these faults."""
         return type("GatedLedger", (cls,), {"faults": faults})
 
-    def put_prompt(self, row: PromptRow) -> None:
-        """See `Ledger`."""
-        put = super().put_prompt
-        self.faults.of_ledger(lambda: put(row))
-
-    def delete_prompt(self, name: str) -> None:
-        """See `Ledger`."""
-        delete = super().delete_prompt
-        self.faults.of_ledger(lambda: delete(name))
-
-    def put_binding(self, row: BindingRow) -> None:
-        """See `Ledger`."""
-        put = super().put_binding
-        self.faults.of_ledger(lambda: put(row))
-
-    def delete_namespace(self, namespace_id: str) -> None:
-        """See `Ledger`."""
-        delete = super().delete_namespace
-        self.faults.of_ledger(lambda: delete(namespace_id))
-
-    def commit_pack(self, record: PackRecord) -> list[str]:
-        """See `Ledger`."""
-        commit = super().commit_pack
-        return self.faults.of_ledger(lambda: commit(record), "commit", "committed")
-
-    def move_chunks(self, record: PackRecord, moved_from: Mapping[ChunkKey, str]) -> list[str]:
-        """See `Ledger`."""
-        move = super().move_chunks
-        return self.faults.of_ledger(lambda: move(record, moved_from), "commit", "committed")
-
-    def drop_chunks(self, namespace_id: str, keys: Collection[ChunkKey]) -> list[str]:
-        """See `Ledger`."""
-        drop = super().drop_chunks
-        return self.faults.of_ledger(lambda: drop(namespace_id, keys), "drop", "dropped")
+    def _gated(self, change: Callable[..., R], *steps: str) -> Callable[..., R]:
+        return lambda *args: self.faults.of_ledger(lambda: change(*args), *steps)

@@ -106,7 +106,7 @@ class IndexRig:
 
     def _start(self) -> None:
         self.ledger = Ledger.open(self.folder / "ledger.sqlite", with_copies=False)
-        self.ledger._connection.execute("PRAGMA synchronous = OFF")  # no power is cut here
+        self.ledger._database.connection.execute("PRAGMA synchronous = OFF")  # no power is cut here
         self.resources = self._new_resources(self.ledger, self.tier)
         self.usage, self.counters = self.resources.disk_usage, self.resources.counters
         self.announced: dict[ChunkKey, bool] = {}
@@ -140,11 +140,11 @@ class IndexRig:
         self.close()
         self._start()
         self.strays, self.unknown, self.unrecorded = set(), set(), set()
-        removed = self.ledger.removed_packs()
+        removed = self.ledger.packs.removed_packs()
         self.tier.sweep(removed)
-        self.ledger.forget_removed(removed)
+        self.ledger.packs.forget_removed(removed)
         await self.load()
-        for pack_id in self.tier.list_packs().keys() - self.ledger.pack_ids():  # a start adopts what they hold
+        for pack_id in self.tier.list_packs().keys() - self.ledger.packs.pack_ids():  # a start adopts what they hold
             self.tier.delete_pack(pack_id)
         self.announce([chunk.key for chunk in self.table], True)  # which engines ask for when they attach
 

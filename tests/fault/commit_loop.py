@@ -24,21 +24,21 @@ def main(state_dir: Path, seed: int) -> None:
     """Start up as the daemon does, then work until killed."""
     rng = random.Random(seed)
     ledger, tier = Ledger.open(state_dir / "ledger.db"), PackTier(state_dir / "packs")
-    tier.sweep(ledger.removed_packs())
+    tier.sweep(ledger.packs.removed_packs())
     ledger.put_namespace(namespace_row())
     say("ready")
     while True:
         numbers = rng.sample(range(NUM_CHUNKS), 3)
         record = tier.write_pack("ns", [payload_of(number, data_of(number)) for number in numbers])
-        unlink(tier, ledger.commit_pack(record))
+        unlink(tier, ledger.packs.commit_pack(record))
         for number in numbers:
             say(f"held {number}")
         name = f"prompt {seed} {rng.randrange(10**9)}"
-        ledger.put_prompt(prompt_row(name, f"pin of {name}", tokens=range(1000)))
+        ledger.promises.put_prompt(prompt_row(name, f"pin of {name}", tokens=range(1000)))
         say(f"pinned {name}")
         victim = rng.randrange(NUM_CHUNKS)
         say(f"dropping {victim}")
-        unlink(tier, ledger.drop_chunks("ns", [key_of(victim)]))
+        unlink(tier, ledger.packs.drop_chunks("ns", [key_of(victim)]))
 
 
 def unlink(tier: PackTier, pack_ids: list[str]) -> None:

@@ -52,12 +52,17 @@ class CrashingLedger(Ledger):
 
     ops: CrashingOps
 
-    def move_chunks(self, *args: Any) -> list[str]:
-        """See Ledger."""
-        self.ops.step()
-        emptied = super().move_chunks(*args)
-        self.ops.step()
-        return emptied
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        move_chunks = self.packs.move_chunks
+
+        def move(*args: Any) -> list[str]:
+            self.ops.step()
+            emptied = move_chunks(*args)
+            self.ops.step()
+            return emptied
+
+        setattr(self.packs, "move_chunks", move)  # noqa: B010 - mypy would refuse the assignment
 
 
 def content(number: int) -> bytes:
@@ -76,8 +81,8 @@ async def filled(folder: Path) -> dict[bytes, bytes]:
     disk, ledger = PackTier(folder / "disk" / "packs"), Ledger.open(folder / "disk" / "ledger.sqlite")
     ledger.put_namespace(replace(namespace_row(), layout=layout_of(num_ranks=1, useful_bytes=3000)))
     for first in (0, 10, 20):
-        ledger.commit_pack(disk.write_pack("ns", [payload_of(n, content(n)) for n in range(first, first + 6)]))
-        ledger.drop_chunks("ns", [key_of(n) for n in range(first + 2, first + 6)])
+        ledger.packs.commit_pack(disk.write_pack("ns", [payload_of(n, content(n)) for n in range(first, first + 6)]))
+        ledger.packs.drop_chunks("ns", [key_of(n) for n in range(first + 2, first + 6)])
     ledger.close()
     return {key_of(first + n): content(first + n) for first in (0, 10, 20) for n in range(2)}
 

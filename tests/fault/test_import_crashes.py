@@ -15,7 +15,8 @@ import kvtier.disk.index
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
+from kvtier.ledger.promises import Promises
 from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.scripted_engine import ScriptedEngine, config_in, running
 from tests.unit.bundles.test_round_trip import KEYS, attach_once, bundle_of, home, import_
@@ -23,9 +24,9 @@ from tests.unit.bundles.test_round_trip import KEYS, attach_once, bundle_of, hom
 STEPS = [
     (kvtier.bundles.importing, "_link"),
     (PackTier, "rewrite_pack"),
-    (Ledger, "put_prompt"),
-    (Ledger, "put_binding"),
-    (Ledger, "commit_pack"),
+    (Promises, "put_prompt"),
+    (Promises, "put_binding"),
+    (PackRows, "commit_pack"),
     (kvtier.disk.index, "_commit"),
     (PackTier, "delete_pack"),
 ]

@@ -49,7 +49,7 @@ def left_by_a_kill(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
                 sql.execute("VACUUM")
             if folder is folders[1]:
                 Ledger.open(path).close()
-            for module in ("schema", "ledger"):
+            for module in ("schema", "database"):
                 patch.setattr(f"kvtier.ledger.{module}.checkpoint", lambda _: False)
             ledger = Ledger.open(path)
             _promise(ledger, folder)
@@ -67,10 +67,10 @@ def _promise(ledger: Ledger, folder: Path) -> None:
     ledger.put_namespace(row)
     save_namespace(folder, row)
     for number in range(3):
-        ledger.put_prompt(prompt_row(f"p{number}", f"pin-{number}", tokens=range(number)))
-    ledger.put_binding(binding_row("pin-1", own_id))
-    ledger.put_prompt(prompt_row("p2", "pin-2", pinned=False))
-    ledger.delete_prompt("p0")
+        ledger.promises.put_prompt(prompt_row(f"p{number}", f"pin-{number}", tokens=range(number)))
+    ledger.promises.put_binding(binding_row("pin-1", own_id))
+    ledger.promises.put_prompt(prompt_row("p2", "pin-2", pinned=False))
+    ledger.promises.delete_prompt("p0")
 
 
 def _promises(folder: Path) -> tuple[object, object]:
@@ -310,7 +310,7 @@ def test_a_pack_that_was_removed_on_purpose_does_not_come_back(killed: Path, tmp
     async def evict() -> None:
         ledger = Ledger.open(tmp_path / "disk" / "ledger.sqlite")
         for record in ledger.load().packs.values():
-            ledger.drop_pack(record.pack_id)
+            ledger.packs.drop_pack(record.pack_id)
         ledger.close()
 
     async def scenario() -> None:
@@ -321,7 +321,7 @@ def test_a_pack_that_was_removed_on_purpose_does_not_come_back(killed: Path, tmp
     asyncio.run(scenario())
     assert list((tmp_path / "disk" / "packs").glob("*.kvpack")) == []
     ledger = Ledger.open(tmp_path / "disk" / "ledger.sqlite")
-    assert ledger.removed_packs() == set()
+    assert ledger.packs.removed_packs() == set()
     ledger.close()
     assert packs
 

@@ -23,7 +23,7 @@ def ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
     monkeypatch.setattr(schema, "BUSY_TIMEOUT_S", 0.05)
     ledger = Ledger.open(path)
     ledger.put_namespace(namespace_row())
-    ledger.commit_pack(pack_record("p1", range(10)))
+    ledger.packs.commit_pack(pack_record("p1", range(10)))
     yield ledger
     ledger.close()
 
@@ -50,25 +50,25 @@ class FailingConnection:
 
 @pytest.mark.parametrize("fail_at", range(1, 6))  # BEGIN, packs, chunks, empty packs, COMMIT
 def test_any_statement_may_fail(ledger: Ledger, fail_at: int) -> None:
-    before, connection = ledger.load(), ledger._connection
-    ledger._connection = FailingConnection(connection, fail_at)  # type: ignore[assignment]
+    before, connection = ledger.load(), ledger._database.connection
+    ledger._database.connection = FailingConnection(connection, fail_at)  # type: ignore[assignment]
     with pytest.raises(LedgerError, match="disk I/O error; nothing was changed"):
-        ledger.commit_pack(pack_record("p2", range(5, 15)))
-    ledger._connection = connection
+        ledger.packs.commit_pack(pack_record("p2", range(5, 15)))
+    ledger._database.connection = connection
     assert ledger.load() == before
-    ledger.commit_pack(pack_record("p2", range(5, 15)))
+    ledger.packs.commit_pack(pack_record("p2", range(5, 15)))
     assert {name: len(record.chunks) for name, record in ledger.load().packs.items()} == {"p1": 5, "p2": 10}
 
 
 def test_a_full_disk_changes_nothing(ledger: Ledger) -> None:
     before = ledger.load()
-    (pages,) = ledger._connection.execute("PRAGMA page_count").fetchone()
-    ledger._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
+    (pages,) = ledger._database.connection.execute("PRAGMA page_count").fetchone()
+    ledger._database.connection.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(LedgerError, match="full"):
-        ledger.put_prompt(prompt_row(tokens=range(100_000)))
+        ledger.promises.put_prompt(prompt_row(tokens=range(100_000)))
     assert ledger.load() == before
-    ledger._connection.execute(f"PRAGMA max_page_count = {pages + 1000}")
-    ledger.put_prompt(prompt_row(tokens=range(100_000)))
+    ledger._database.connection.execute(f"PRAGMA max_page_count = {pages + 1000}")
+    ledger.promises.put_prompt(prompt_row(tokens=range(100_000)))
     assert ledger.load().prompts == (prompt_row(tokens=range(100_000)),)
 
 
@@ -76,9 +76,9 @@ def test_another_writer_is_waited_for_and_then_named(ledger: Ledger, path: Path)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerError, match="locked"):
-            ledger.put_prompt(prompt_row())
+            ledger.promises.put_prompt(prompt_row())
         other.execute("ROLLBACK")
-    ledger.put_prompt(prompt_row())
+    ledger.promises.put_prompt(prompt_row())
     assert ledger.load().prompts == (prompt_row(),)
 
 
@@ -86,7 +86,7 @@ def test_an_operator_who_reads_does_not_block_writes(ledger: Ledger, path: Path)
     with closing(sqlite3.connect(path, isolation_level=None)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM chunks").fetchone()
-        ledger.put_prompt(prompt_row())
+        ledger.promises.put_prompt(prompt_row())
     assert ledger.load().prompts == (prompt_row(),)
 
 
@@ -95,4 +95,4 @@ def test_a_closed_ledger_says_so(ledger: Ledger) -> None:
     with pytest.raises(LedgerError, match="closed"):
         ledger.load()
     with pytest.raises(LedgerError, match="closed"):
-        ledger.put_prompt(prompt_row())
+        ledger.promises.put_prompt(prompt_row())

@@ -38,7 +38,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(chosen=numbers, seed=seeds, unlinks=st.booleans())
     def store(self, chosen: list[int], seed: int, unlinks: bool) -> None:
-        emptied = self.ledger.commit_pack(self.write(chosen, seed))
+        emptied = self.ledger.packs.commit_pack(self.write(chosen, seed))
         self.model |= {key_of(number): content(number, seed) for number in chosen}
         self.unlink(emptied, unlinks)
 
@@ -48,7 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(chosen=numbers, unlinks=st.booleans())
     def drop(self, chosen: list[int], unlinks: bool) -> None:
-        emptied = self.ledger.drop_chunks("ns", [key_of(number) for number in chosen])
+        emptied = self.ledger.packs.drop_chunks("ns", [key_of(number) for number in chosen])
         for number in chosen:
             self.model.pop(key_of(number), None)
         self.unlink(emptied, unlinks)
@@ -63,14 +63,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.expect_damage(record)
         for chunk in record.chunks:
             del self.model[chunk.key]
-        self.ledger.drop_pack(pack_id)
+        self.ledger.packs.drop_pack(pack_id)
 
     @rule()
     def restart(self) -> None:
         self.ledger.close()
         self.ledger = Ledger.open(self.directory / "ledger.db")
-        self.tier.sweep(removed := self.ledger.removed_packs())
-        self.ledger.forget_removed(removed)
+        self.tier.sweep(removed := self.ledger.packs.removed_packs())
+        self.ledger.packs.forget_removed(removed)
         known = {pack_id: record.file_bytes for pack_id, record in self.ledger.load().packs.items()}
         on_disk = self.tier.list_packs()
         assert {pack_id: on_disk[pack_id] for pack_id in known} == known

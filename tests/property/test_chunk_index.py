@@ -160,7 +160,7 @@ class ChunkIndexMachine(RuleBasedStateMachine):
                     try:
                         await change.record(part)
                     finally:  # a caller that left cannot tell; the ledger can
-                        self.rig.unknown -= self.rig.ledger.pack_ids() | self.rig.usage.packs.keys()
+                        self.rig.unknown -= self.rig.ledger.packs.pack_ids() | self.rig.usage.packs.keys()
 
         before = dict(self.places)
         self.make(fate, Change(run, None), is_eviction=False)
@@ -383,7 +383,7 @@ class ChunkIndexMachine(RuleBasedStateMachine):
 
     def follow_refusals(self, resources: LoopResources) -> None:
         """Damaged chunks whose rows stay, and files that stay: only where something was refused."""
-        rows, packs = self.rig.rows, self.rig.ledger.pack_ids()
+        rows, packs = self.rig.rows, self.rig.ledger.packs.pack_ids()
         unrecorded = rows.keys() - self.rig.located.keys()
         assert unrecorded <= self.rig.unrecorded or resources.was_refused
         self.rig.unrecorded = unrecorded

@@ -42,7 +42,7 @@ def bind_all(disk_dir: Path) -> None:
     )
     for prompt in ledger.load().prompts:
         keys = (chunk_key(f"{prompt.name} 0"), chunk_key(f"{prompt.name} 1"))
-        ledger.put_binding(BindingRow(pin_id=prompt.pin_id, namespace_id=own_id, keys=keys, covered_tokens=32))
+        ledger.promises.put_binding(BindingRow(pin_id=prompt.pin_id, namespace_id=own_id, keys=keys, covered_tokens=32))
     ledger.close()
 
 

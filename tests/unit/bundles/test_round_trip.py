@@ -13,7 +13,8 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError, TierIOError
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
+from kvtier.ledger.promises import Promises
 from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, store_last_apart, unpin, until
@@ -243,9 +244,9 @@ def disk_full() -> TierIOError:
     ("owner", "method", "error"),
     [
         (PackTier, "rewrite_pack", disk_full),
-        (Ledger, "put_prompt", lambda: LedgerError("database or disk is full")),
-        (Ledger, "put_binding", lambda: LedgerError("database or disk is full")),
-        (Ledger, "commit_pack", lambda: LedgerError("database or disk is full")),
+        (Promises, "put_prompt", lambda: LedgerError("database or disk is full")),
+        (Promises, "put_binding", lambda: LedgerError("database or disk is full")),
+        (PackRows, "commit_pack", lambda: LedgerError("database or disk is full")),
     ],
 )
 def test_an_import_that_fails_half_way_leaves_nothing(

@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.errors import LedgerError
 from kvtier.ledger import BindingRow, Ledger, PromptRow
+from kvtier.ledger.database import Database
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id, prompt_id
 from tests.fakes.rows import binding_row, namespace_row, pack_record, prompt_row
 
@@ -27,8 +28,8 @@ def path(tmp_path: Path) -> Path:
 def ledger(path: Path) -> Iterator[Ledger]:
     ledger = Ledger.open(path)
     ledger.put_namespace(namespace_row())
-    ledger.put_prompt(prompt_row())
-    ledger.put_binding(binding_row())
+    ledger.promises.put_prompt(prompt_row())
+    ledger.promises.put_binding(binding_row())
     yield ledger
     ledger.close()
 
@@ -46,20 +47,20 @@ def reopened(ledger: Ledger) -> Ledger:
 def test_each_promise_has_a_copy_that_says_what_the_row_says(ledger: Ledger, path: Path) -> None:
     assert copies_beside(path) == {SUPPORT: prompt_row(), BOUND: binding_row()}
     changed = replace(prompt_row(pinned=False), priority=-3, recipe_json='{"text": "ä\\ud800"}')
-    ledger.put_prompt(changed)
-    ledger.put_binding(binding_row(numbers=()))
+    ledger.promises.put_prompt(changed)
+    ledger.promises.put_binding(binding_row(numbers=()))
     assert copies_beside(path) == {SUPPORT: changed, BOUND: binding_row(numbers=())}
     assert len(list((path.parent / "promises").iterdir())) == 2, "older copies are gone"
     assert {prompt.revision for prompt in ledger.load().prompts} == {copies_beside(path)[SUPPORT].revision}  # type: ignore[union-attr]
 
 
 def test_copies_go_with_their_rows(ledger: Ledger, path: Path) -> None:
-    ledger.put_prompt(prompt_row(pin_id="pin-2"))
+    ledger.promises.put_prompt(prompt_row(pin_id="pin-2"))
     assert copies_beside(path) == {SUPPORT: prompt_row(pin_id="pin-2")}, "another prompt of that name has no bindings"
-    ledger.put_binding(binding_row("pin-2"))
+    ledger.promises.put_binding(binding_row("pin-2"))
     ledger.delete_namespace("ns")
     assert copies_beside(path) == {SUPPORT: prompt_row(pin_id="pin-2")}
-    ledger.delete_prompt("support")
+    ledger.promises.delete_prompt("support")
     assert copies_beside(path) == {}
 
 
@@ -68,8 +69,8 @@ def test_nothing_of_a_transaction_that_fails_is_copied(ledger: Ledger, path: Pat
 
     def fail_at_the_end() -> None:
         with ledger.together():
-            ledger.put_prompt(prompt_row("other", "pin-2"))
-            ledger.commit_pack(pack_record("p", [1], "unknown"))
+            ledger.promises.put_prompt(prompt_row("other", "pin-2"))
+            ledger.packs.commit_pack(pack_record("p", [1], "unknown"))
 
     with pytest.raises(LedgerError):
         fail_at_the_end()
@@ -78,7 +79,7 @@ def test_nothing_of_a_transaction_that_fails_is_copied(ledger: Ledger, path: Pat
 
 @pytest.mark.parametrize("bit", range(8))
 def test_a_copy_that_changed_by_a_bit_anywhere_is_none(ledger: Ledger, path: Path, bit: int) -> None:
-    ledger.put_prompt(prompt_row(tokens=(1,)))
+    ledger.promises.put_prompt(prompt_row(tokens=(1,)))
     copies = PromiseCopies(path.parent / "promises")
     for copy_id, row in copies_beside(path).items():
         (file,) = (path.parent / "promises").glob(f"{copy_id}-*")
@@ -92,7 +93,7 @@ def test_a_copy_that_changed_by_a_bit_anywhere_is_none(ledger: Ledger, path: Pat
 
 
 def test_a_copy_under_the_name_of_another_is_none(ledger: Ledger, path: Path) -> None:
-    ledger.put_prompt(prompt_row("other", "pin-2"))
+    ledger.promises.put_prompt(prompt_row("other", "pin-2"))
     (one,), (other,) = ((path.parent / "promises").glob(f"{prompt_id(name)}-*") for name in ("support", "other"))
     other.write_bytes(one.read_bytes())
     assert copies_beside(path)[prompt_id("other")] is None
@@ -123,11 +124,11 @@ def test_a_database_that_is_new_gets_everything_back(ledger: Ledger, path: Path)
 
 
 def test_an_old_row_is_replaced_and_a_new_one_is_not(ledger: Ledger, path: Path) -> None:
-    ledger.put_prompt(prompt_row("ended", "pin-9"))
+    ledger.promises.put_prompt(prompt_row("ended", "pin-9"))
     backup = path.read_bytes()
-    ledger.delete_prompt("ended")
+    ledger.promises.delete_prompt("ended")
     assert not ledger.is_behind or ledger.catch_up()
-    ledger.put_prompt(prompt_row(pinned=False, tokens=(7,)))
+    ledger.promises.put_prompt(prompt_row(pinned=False, tokens=(7,)))
     ledger.close()
     newer = path.read_bytes()
     path.write_bytes(backup)
@@ -143,11 +144,11 @@ def test_an_old_row_is_replaced_and_a_new_one_is_not(ledger: Ledger, path: Path)
 
 
 def test_a_revision_is_never_given_twice_even_when_the_newest_row_was_deleted(ledger: Ledger, path: Path) -> None:
-    ledger.put_prompt(prompt_row("other", "pin-2"))
+    ledger.promises.put_prompt(prompt_row("other", "pin-2"))
     (revision,) = (row.revision for row in ledger.load().prompts if row.name == "other")
-    ledger.delete_prompt("other")
+    ledger.promises.delete_prompt("other")
     ledger = reopened(ledger)
-    ledger.put_prompt(prompt_row("other", "pin-3"))
+    ledger.promises.put_prompt(prompt_row("other", "pin-3"))
     assert all(row.revision > revision for row in ledger.load().prompts if row.name == "other")
     ledger.close()
 
@@ -180,7 +181,7 @@ def test_bindings_of_a_prompt_that_ended_are_removed(ledger: Ledger, path: Path)
     """A crash between the removal of a prompt's copy and of its bindings'."""
     (copy,) = (path.parent / "promises").glob(f"{BOUND}-*")
     data = copy.read_bytes()
-    ledger.delete_prompt("support")
+    ledger.promises.delete_prompt("support")
     copy.write_bytes(data)
     ledger = reopened(ledger)
     assert not ledger.restore_promises(list)
@@ -202,8 +203,8 @@ def test_a_crash_between_commit_and_copy_leaves_a_row_whose_copy_is_made_up_for(
         raise PowerCutError
 
     for change in (
-        lambda: ledger.put_prompt(prompt_row("new", "pin-2")),
-        lambda: ledger.put_binding(binding_row(numbers=[5])),
+        lambda: ledger.promises.put_prompt(prompt_row("new", "pin-2")),
+        lambda: ledger.promises.put_binding(binding_row(numbers=[5])),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(PromiseCopies, "put", cut)
@@ -211,7 +212,7 @@ def test_a_crash_between_commit_and_copy_leaves_a_row_whose_copy_is_made_up_for(
                 change()
     ledger = reopened(ledger)
     assert not ledger.restore_promises(lambda: [namespace_row()])
-    assert ledger.misses_copies
+    assert ledger.promises.misses_copies
     assert ledger.catch_up()
     assert not ledger.is_behind
     assert copies_beside(path) == {
@@ -226,9 +227,9 @@ def test_a_crash_before_the_row_is_deleted_leaves_the_promise(
     ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "_transaction", lambda _: (_ for _ in ()).throw(PowerCutError))
+        patch.setattr(Database, "transaction", lambda _: (_ for _ in ()).throw(PowerCutError))
         with pytest.raises(PowerCutError):
-            ledger.delete_prompt("support")
+            ledger.promises.delete_prompt("support")
     assert copies_beside(path) == {}
     ledger = reopened(ledger)
     ledger.restore_promises(list)
@@ -247,8 +248,8 @@ def test_a_copy_that_cannot_be_written_is_written_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(step, full)
-        ledger.put_prompt(prompt_row(tokens=(9,)))
-        assert ledger.misses_copies
+        ledger.promises.put_prompt(prompt_row(tokens=(9,)))
+        assert ledger.promises.misses_copies
         with pytest.raises(LedgerError, match="free space there"):
             ledger.catch_up()
     assert ledger.load().prompts == (prompt_row(tokens=(9,)),), "the row is durable"
@@ -265,7 +266,7 @@ def test_a_copy_that_cannot_be_removed_keeps_the_row(
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.unlink", read_only)
         with pytest.raises(LedgerError, match="nothing was changed"):
-            ledger.delete_prompt("support")
+            ledger.promises.delete_prompt("support")
     assert ledger.load().prompts == (prompt_row(),)
     assert copies_beside(path)[SUPPORT] == prompt_row()
 
@@ -274,7 +275,7 @@ def test_of_two_copies_that_a_crash_left_the_newer_one_that_is_whole_counts(ledg
     folder = path.parent / "promises"
     (older,) = folder.glob(f"{SUPPORT}-*")
     data = older.read_bytes()
-    ledger.put_prompt(prompt_row(tokens=(2,)))
+    ledger.promises.put_prompt(prompt_row(tokens=(2,)))
     (newer,) = folder.glob(f"{SUPPORT}-*")
     older.write_bytes(data)
     (folder / "half.json.tmp").write_bytes(b"{")
@@ -291,14 +292,14 @@ def test_of_two_copies_that_a_crash_left_the_newer_one_that_is_whole_counts(ledg
 
 
 def test_many_missing_copies_are_written_a_few_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.ledger.ledger._MAX_COPIES_A_CALL", 2)
+    monkeypatch.setattr("kvtier.ledger.promises._MAX_COPIES_A_CALL", 2)
     ledger = Ledger.open(path, with_copies=False)
     rows: list[PromptRow] = [prompt_row(f"p{number}", f"pin-{number}") for number in range(5)]
     for row in rows:
-        ledger.put_prompt(row)
+        ledger.promises.put_prompt(row)
     ledger = reopened(ledger)
     calls: list[bool] = []
-    while ledger.misses_copies:
+    while ledger.promises.misses_copies:
         calls.append(ledger.catch_up())
     assert calls == [False, False, True]
     assert set(copies_beside(path)) == {prompt_id(row.name) for row in rows}
@@ -311,7 +312,7 @@ def test_the_wal_is_empty_between_commits_and_after_a_reader_has_gone(ledger: Le
     with closing(sqlite3.connect(path, isolation_level=None)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM prompts").fetchone()
-        ledger.put_prompt(prompt_row("other", "pin-2"))
+        ledger.promises.put_prompt(prompt_row("other", "pin-2"))
         assert wal.stat().st_size > 0
         assert ledger.is_behind
         assert not ledger.catch_up()
@@ -320,9 +321,11 @@ def test_the_wal_is_empty_between_commits_and_after_a_reader_has_gone(ledger: Le
 
 
 REMOVALS: dict[str, Callable[[Ledger], object]] = {
-    "dropped chunks": lambda ledger: ledger.drop_chunks("ns", [chunk.key for chunk in pack_record("p1", [1]).chunks]),
-    "a dropped pack": lambda ledger: ledger.drop_pack("p1"),
-    "a pack with the same chunks": lambda ledger: ledger.commit_pack(pack_record("p2", [1])),
+    "dropped chunks": lambda ledger: ledger.packs.drop_chunks(
+        "ns", [chunk.key for chunk in pack_record("p1", [1]).chunks]
+    ),
+    "a dropped pack": lambda ledger: ledger.packs.drop_pack("p1"),
+    "a pack with the same chunks": lambda ledger: ledger.packs.commit_pack(pack_record("p2", [1])),
     "a namespace": lambda ledger: ledger.delete_namespace("ns"),
 }
 
@@ -331,12 +334,12 @@ REMOVALS: dict[str, Callable[[Ledger], object]] = {
 def test_a_pack_that_lost_its_rows_on_purpose_is_remembered_until_its_file_is_gone(
     ledger: Ledger, removal: str
 ) -> None:
-    ledger.commit_pack(pack_record("p1", [1]))
-    assert ledger.removed_packs() == set()
+    ledger.packs.commit_pack(pack_record("p1", [1]))
+    assert ledger.packs.removed_packs() == set()
     REMOVALS[removal](ledger)
-    assert ledger.removed_packs() == {"p1"}
-    ledger.forget_removed(["p1", "unknown"])
-    assert ledger.removed_packs() == set()
+    assert ledger.packs.removed_packs() == {"p1"}
+    ledger.packs.forget_removed(["p1", "unknown"])
+    assert ledger.packs.removed_packs() == set()
 
 
 def test_rows_are_equal_whatever_their_revision(ledger: Ledger) -> None:

@@ -21,10 +21,10 @@ def path(tmp_path: Path) -> Path:
     ledger = Ledger.open(path)
     ledger.put_namespace(namespace_row())
     for number in range(200):
-        ledger.put_prompt(prompt_row(f"prompt {number}", f"pin-{number}", tokens=range(100)))
-    ledger.put_binding(binding_row("pin-0"))
-    ledger.commit_pack(pack_record("p1", range(NUM_CHUNKS)))
-    ledger.commit_pack(pack_record("p2", range(NUM_CHUNKS, NUM_CHUNKS + 3)))
+        ledger.promises.put_prompt(prompt_row(f"prompt {number}", f"pin-{number}", tokens=range(100)))
+    ledger.promises.put_binding(binding_row("pin-0"))
+    ledger.packs.commit_pack(pack_record("p1", range(NUM_CHUNKS)))
+    ledger.packs.commit_pack(pack_record("p2", range(NUM_CHUNKS, NUM_CHUNKS + 3)))
     ledger.close()
     return path
 

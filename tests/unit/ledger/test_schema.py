@@ -76,7 +76,7 @@ def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_damage_in_a_page_is_seen_at_open(path: Path) -> None:
     ledger = Ledger.open(path)
     for number in range(50):
-        ledger.put_prompt(prompt_row(f"prompt {number}", f"pin-{number}", tokens=range(200)))
+        ledger.promises.put_prompt(prompt_row(f"prompt {number}", f"pin-{number}", tokens=range(200)))
     ledger.close()
     content = bytearray(path.read_bytes())
     page = len(content) // 4096 - 2
@@ -99,7 +99,7 @@ def test_damage_in_a_page_is_seen_at_open(path: Path) -> None:
 def test_a_row_that_makes_no_sense_is_said(path: Path, damage: str) -> None:
     ledger = Ledger.open(path)
     ledger.put_namespace(namespace_row())
-    ledger.put_prompt(prompt_row())
+    ledger.promises.put_prompt(prompt_row())
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(damage)
         for table, rows in altered_rows(connection).items():  # as if we had written it so
@@ -115,8 +115,8 @@ def test_a_row_that_makes_no_sense_is_said(path: Path, damage: str) -> None:
 def test_a_row_that_was_changed_is_refused_and_named_until_it_is_given_up(path: Path) -> None:
     ledger = Ledger.open(path)
     ledger.put_namespace(namespace_row())
-    ledger.put_prompt(prompt_row("whole", "pin-1"))
-    ledger.put_prompt(prompt_row("changed", "pin-2"))
+    ledger.promises.put_prompt(prompt_row("whole", "pin-1"))
+    ledger.promises.put_prompt(prompt_row("changed", "pin-2"))
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("UPDATE prompts SET tokens = x'01000000' WHERE name = 'changed'")
         connection.commit()
@@ -209,7 +209,7 @@ def test_a_row_that_was_altered_before_a_migration_is_refused_after_it(tmp_path:
 
 def test_a_priority_that_was_changed_is_refused(path: Path) -> None:
     ledger = Ledger.open(path)
-    ledger.put_prompt(replace(prompt_row(), priority=-7))
+    ledger.promises.put_prompt(replace(prompt_row(), priority=-7))
     assert [prompt.priority for prompt in ledger.load().prompts] == [-7]
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("UPDATE prompts SET priority = 7")

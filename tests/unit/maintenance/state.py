@@ -41,7 +41,7 @@ class State:
         save_namespace(folder, row)
         for number in range(num_packs):
             self.packs.append(self.write_pack(3 * number))
-            ledger.commit_pack(self.packs[-1])
+            ledger.packs.commit_pack(self.packs[-1])
         self.prompt = PromptRow(
             name="p",
             pin_id="1" * 32,
@@ -56,12 +56,12 @@ class State:
             expires_unix_s=0.0,
             priority=7,
         )
-        ledger.put_prompt(self.prompt)
+        ledger.promises.put_prompt(self.prompt)
         keys = tuple(self.data)
-        ledger.put_binding(
+        ledger.promises.put_binding(
             BindingRow(pin_id="1" * 32, namespace_id=NAMESPACE, keys=keys, covered_tokens=48 * num_packs)
         )
-        ledger.mark_removed(["0" * 32])  # no table is empty: damage to any page is damage
+        ledger.packs.mark_removed(["0" * 32])  # no table is empty: damage to any page is damage
         ledger.close()
 
     @property
@@ -94,7 +94,7 @@ class State:
         ledger = Ledger.open(self.ledger_path)
         with ledger.together():
             for name in names:
-                ledger.put_prompt(replace(self.prompt, name=name, pin_id=name))
+                ledger.promises.put_prompt(replace(self.prompt, name=name, pin_id=name))
         ledger.close()
 
     def load(self) -> LedgerSnapshot:

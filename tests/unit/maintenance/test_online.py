@@ -69,11 +69,11 @@ def test_a_daemon_that_stores_and_evicts_is_clean(tmp_path: Path) -> None:
 def test_a_pack_whose_row_is_on_its_way_is_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
-        from kvtier.ledger import Ledger
+        from kvtier.ledger.pack_rows import PackRows
 
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(await pin(stub), KEYS)
-            with gated(monkeypatch, Ledger, "commit_pack") as gate:
+            with gated(monkeypatch, PackRows, "commit_pack") as gate:
                 await engine.store(KEYS)
                 await reached(gate.reached)
                 assert list((config.disk.disk_dir / "packs").glob("*.kvpack"))

@@ -9,7 +9,8 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier.concurrency.tasks import Tasks
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
+from kvtier.ledger.promises import Promises
 from tests.fakes.gates import Gate, gated
 from tests.fakes.operator import pin, prompt_of, reached, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -43,7 +44,7 @@ def test_a_replacement_whose_caller_left_is_complete(tmp_path: Path, monkeypatch
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
             old = await pin(stub)
-            with gated(monkeypatch, Ledger, "put_prompt") as gate:
+            with gated(monkeypatch, Promises, "put_prompt") as gate:
                 wish = cache_pb2.PinRequest(name="p", tokens=range(100, 180), replace=True)
                 await leave(stub.Pin(wish), gate, monkeypatch)
 
@@ -70,7 +71,7 @@ def test_an_eviction_whose_caller_left_is_complete(tmp_path: Path, monkeypatch: 
 
             await until(on_disk)
             await unpin(stub)
-            with gated(monkeypatch, Ledger, "drop_chunks") as gate:
+            with gated(monkeypatch, PackRows, "drop_chunks") as gate:
                 await leave(stub.Evict(cache_pb2.EvictRequest(name="p")), gate, monkeypatch)
 
             async def forgotten() -> bool:

@@ -10,7 +10,7 @@ import pytest
 from kvtier.disk.base import ChunkPayload, checksum_of
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import LedgerError
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
 from kvtier.service.cache import Cache
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import reached
@@ -179,10 +179,10 @@ def test_a_drop_that_comes_while_the_move_is_recorded_finds_the_new_place(
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             await holey(r, 0, num_left=2)
-            with gated(monkeypatch, Ledger, "move_chunks") as gate:
+            with gated(monkeypatch, PackRows, "move_chunks") as gate:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
-                failing(monkeypatch, Ledger, "drop_chunks", lambda: LedgerError("disk is full"), times=1)
+                failing(monkeypatch, PackRows, "drop_chunks", lambda: LedgerError("disk is full"), times=1)
                 drop = asyncio.create_task(r.namespace.index.drop(keys_of([0])))
                 await asyncio.sleep(0)
                 gate.open()
@@ -246,7 +246,7 @@ def test_a_move_that_the_ledger_refuses_leaves_no_copy(tmp_path: Path, monkeypat
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             old = await holey(r, 0)
-            failing(monkeypatch, Ledger, "move_chunks", lambda: LedgerError("disk is full"), times=1)
+            failing(monkeypatch, PackRows, "move_chunks", lambda: LedgerError("disk is full"), times=1)
             assert not await compacted(r)
             assert list(r.tier.packs) == [old]
             assert r.counters.compactions_failed == 1
@@ -351,7 +351,7 @@ def test_a_whole_pack_of_small_chunks_is_not_rewritten_after_every_start(tmp_pat
         session = await cache.attach(hello_of("engine"), ListPeer())
         namespace = cache.namespaces[session.namespace_id]
         record = cache.resources.disk.write_pack(namespace.namespace_id, payloads)
-        await cache.resources.in_ledger(cache.resources.ledger.commit_pack, record)
+        await cache.resources.in_ledger(cache.resources.ledger.packs.commit_pack, record)
         await cache.close()
         estimated = reserve_bytes(namespace.namespace_id, [(chunk.key, chunk.stored_bytes) for chunk in record.chunks])
         assert estimated < record.chunks[0].offset, "this pack does look as if rewriting it would give something back"

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
 from kvtier.prompts.pins import Pins
 from tests.fakes.gates import begun, failing, gated
 from tests.fakes.operator import evict, make_durable, pin, reached, status_of, unpin, until
@@ -32,7 +32,7 @@ def test_a_chunk_that_becomes_durable_meanwhile_goes_too(
                 return (await status_of(stub)).disk.num_chunks == 1
 
             await until(on_disk)
-            with gated(monkeypatch, Ledger, "commit_pack") as gate:
+            with gated(monkeypatch, PackRows, "commit_pack") as gate:
                 await engine.store(KEYS[1:2])
                 await reached(gate.reached)
                 if not force:

@@ -114,7 +114,7 @@ def test_a_pack_whose_chunks_lost_their_rows_takes_room(tmp_path: Path) -> None:
         pack = PackRecord(pack_id="a" * 32, namespace_id=namespace_id, file_bytes=6000, chunks=())
         (config.disk.disk_dir / "packs" / f"{pack.pack_id}.kvpack").write_bytes(content(0))
         await cache.resources.in_ledger(
-            cache.resources.ledger._connection.execute,
+            cache.resources.ledger._database.connection.execute,
             "INSERT INTO packs VALUES (?, ?, ?)",
             ("a" * 32, namespace_id, 6000),
         )

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 import kvtier.prompts.pins
-from kvtier.ledger import Ledger, PromptRow
+from kvtier.ledger import PromptRow
+from kvtier.ledger.promises import Promises
 from kvtier.prompts.book import PinWish
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import gated
@@ -121,7 +122,7 @@ def test_a_pin_that_comes_while_an_old_one_expires_stands(
             await r.cache.pins.pin(PinWish(name="p", tokens=(1, 2, 3), ttl_s=60))
             clock.unix_s += 100
             expiring = asyncio.create_task(r.cache.pins.expire())
-            with gated(monkeypatch, Ledger, "put_prompt") as gate:
+            with gated(monkeypatch, Promises, "put_prompt") as gate:
                 pinning = asyncio.create_task(r.cache.pins.pin(again))
                 await reached(gate.reached)
                 loop.jump(MINUTE_S)

@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.bundles import importing
 from kvtier.disk import index
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
 from kvtier.maintenance.online import _ServiceRows
 from kvtier.prompts.book import PinWish
 from tests.fakes.gates import gated
@@ -72,7 +72,7 @@ def test_a_drop_that_meets_a_pack_being_recorded_drops_what_the_pack_says(
                 await reached(writing.reached)
                 imported = MemoryTier.write_pack(r.tier, r.namespace.namespace_id, [payload(0)])
                 await r.namespace.index.record(imported)
-                with gated(monkeypatch, Ledger, "commit_pack") as recording:
+                with gated(monkeypatch, PackRows, "commit_pack") as recording:
                     writing.open()
                     await reached(recording.reached)
                     dropping = asyncio.create_task(r.namespace.index.drop(keys_of([0])))

@@ -12,7 +12,8 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.errors import ArenaError, LedgerError, TierIOError
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
+from kvtier.ledger.promises import Promises
 from tests.fakes.gates import failing
 from tests.fakes.operator import evict, make_durable, pack_of, pin, prompt_of, status_of, store_last_apart, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
@@ -36,7 +37,7 @@ def test_promotion_outlives_a_ledger_that_cannot_forget_damage(tmp_path: Path, m
         pack.write_bytes(pack.read_bytes()[:-10])
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(engine.welcome.pins[0].pin_id, KEYS)
-            failing(monkeypatch, Ledger, "drop_chunks", disk_full, times=1)
+            failing(monkeypatch, PackRows, "drop_chunks", disk_full, times=1)
             assert sorted(await engine.acquire(1, KEYS[4:])) == []
             assert sorted(await engine.acquire(2, KEYS[:4])) == [0, 1, 2, 3]
             await engine.wait_held(KEYS[4:], held=False)
@@ -55,7 +56,7 @@ def test_an_eviction_that_the_ledger_refused_can_be_tried_again(
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await make_durable(stub, engine, KEYS)
-            failing(monkeypatch, Ledger, "drop_chunks", disk_full, times=1)
+            failing(monkeypatch, PackRows, "drop_chunks", disk_full, times=1)
             with pytest.raises(grpc.aio.AioRpcError, match="disk is full"):
                 await evict(stub, force=True)
             assert (await evict(stub, force=True)).disk_bytes > 0
@@ -105,7 +106,7 @@ def test_a_binding_that_the_ledger_refuses_ends_the_session_with_the_reason(
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
-            failing(monkeypatch, Ledger, "put_binding", disk_full, times=1)
+            failing(monkeypatch, Promises, "put_binding", disk_full, times=1)
             with pytest.raises(grpc.aio.AioRpcError, match="disk is full"):
                 await engine.bind(await pin(stub), KEYS)
 
@@ -143,7 +144,7 @@ def test_pins_expire_after_a_refusal_of_the_ledger(tmp_path: Path, monkeypatch: 
         config = config_in(tmp_path)
         async with running(config) as stub:
             await pin(stub, ttl_s=1)
-            failing(monkeypatch, Ledger, "put_prompt", disk_full, times=2)
+            failing(monkeypatch, Promises, "put_prompt", disk_full, times=2)
 
             async def ended() -> bool:
                 return not (await prompt_of(stub)).pinned

@@ -9,7 +9,7 @@ import pytest
 
 import kvtier.tiering.write_back
 from kvtier.errors import LedgerError
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import failing
 from tests.fakes.operator import reached
@@ -237,7 +237,7 @@ def test_a_ledger_that_refuses_leaves_no_pack_behind(tmp_path: Path, monkeypatch
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             r.in_host(range(2))
-            failing(monkeypatch, Ledger, "commit_pack", lambda: LedgerError("database is locked"), times=2)
+            failing(monkeypatch, PackRows, "commit_pack", lambda: LedgerError("database is locked"), times=2)
             r.namespace.write_back.add(keys_of(range(2)))
             await r.namespace.write_back.flush()
             assert len(r.tier.written) == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import LedgerError
-from kvtier.ledger import Ledger
+from kvtier.ledger.pack_rows import PackRows
 from kvtier.maintenance.online import _ServiceRows
 from kvtier.tiering.command_eviction import EvictTier
 from kvtier.tiering.damage import drop_damaged
@@ -20,7 +20,7 @@ ALL = 1 << 20
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, Ledger, "drop_chunks", lambda: LedgerError("database or disk is full"), times=1)
+    failing(monkeypatch, PackRows, "drop_chunks", lambda: LedgerError("database or disk is full"), times=1)
 
 
 def check(r: Rig, held: dict[bytes, bool]) -> None:
@@ -72,7 +72,7 @@ def test_what_stays_on_disk_because_the_ledger_refuses_is_held_again(
             if meanwhile is forget:
                 r.table.evict(chunk_key(0))
             refuse(monkeypatch)
-            with gated(monkeypatch, Ledger, "drop_chunks") as gate:
+            with gated(monkeypatch, PackRows, "drop_chunks") as gate:
                 dropping = asyncio.create_task(r.cache.pins.evict_all(force=True, tier=EvictTier.DISK))
                 await reached(gate.reached)
                 meanwhile(r)
@@ -93,7 +93,7 @@ def test_what_a_repair_could_not_drop_is_held_again(tmp_path: Path, monkeypatch:
             pack_id = await r.on_disk([0])
             record = r.resources.ledger.load().packs[pack_id]
             refuse(monkeypatch)
-            with gated(monkeypatch, Ledger, "drop_chunks") as gate:
+            with gated(monkeypatch, PackRows, "drop_chunks") as gate:
                 rows = _ServiceRows(r.cache, lambda coroutine: coroutine.close())
                 dropping = asyncio.create_task(rows._drop(record, record.chunks))
                 await reached(gate.reached)

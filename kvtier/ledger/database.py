@@ -1,0 +1,82 @@
+"""One SQLite connection and its transactions: WAL mode, synchronous=FULL, and an empty WAL between commits."""
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvtier.errors import LedgerError
+from kvtier.ledger.schema import checkpoint
+
+
+class Database:
+    """The opened database of a ledger. Blocks; one thread at a time.
+
+    Attributes:
+        path: The file.
+        connection: For reads, and for statements inside `transaction`.
+        wal_is_empty: What was committed is in the file itself. May be read from any thread.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self.connection = connection
+        self.wal_is_empty = False
+        self._is_together = False
+        self._after_commit: list[Callable[[], None]] = []
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Make the statements of the block one durable transaction, or a part of the one that `together` began.
+
+        Raises:
+            LedgerError: SQLite refused; nothing was changed.
+        """
+        if self._is_together:
+            yield self.connection
+            return
+        self._after_commit.clear()
+        try:
+            self.connection.execute("BEGIN IMMEDIATE")
+            yield self.connection
+            self.connection.execute("COMMIT")
+        except BaseException as exc:
+            with suppress(sqlite3.Error):
+                self.connection.execute("ROLLBACK")
+            if isinstance(exc, sqlite3.Error):
+                raise LedgerError(f"{self.path}: {exc}; nothing was changed") from exc
+            raise
+        if not checkpoint(self.connection):
+            self.wal_is_empty = False
+        for call in self._after_commit:
+            call()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make the transactions inside the block one: all of them, or none."""
+        with self.transaction():
+            self._is_together = True
+            try:
+                yield
+            finally:
+                self._is_together = False
+
+    def after_commit(self, call: Callable[[], None]) -> None:
+        """Call this when the transaction that is open now is durable; never if it is rolled back."""
+        self._after_commit.append(call)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Translate SQLite's errors of the block.
+
+        Raises:
+            LedgerError: The database cannot be read.
+        """
+        try:
+            yield self.connection
+        except sqlite3.Error as exc:
+            raise LedgerError(f"cannot read the ledger {self.path}: {exc}") from exc
+
+    def empty_wal(self) -> None:
+        """Move what is in the WAL into the file, unless another connection reads."""
+        self.wal_is_empty = checkpoint(self.connection)

@@ -1,0 +1,153 @@
+"""Rows of packs and chunks: what lies where on disk, and which files are to be removed.
+
+The rules that make a crash harmless: a pack's file is durable before `commit_pack`, and is unlinked after its rows are
+gone. So a row always has its file. A file without a row is either named in `removed_packs`, and unlinked, or a pack
+that the ledger does not know (yet, or any longer), and adopted (`upkeep/orphans.py`).
+"""
+
+import sqlite3
+from collections.abc import Collection, Iterable, Mapping
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.ledger.database import Database
+from kvtier.ledger.loading import find_chunks
+from kvtier.ledger.rows import encode_checksum
+
+
+class PackRows:
+    """Packs and their chunks in the ledger: one transaction for each method, durable on return.
+
+    Changing methods raise LedgerError for any refusal of SQLite, and then have changed nothing.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def find_chunks(self, namespace_id: str, keys: Iterable[ChunkKey]) -> dict[ChunkKey, StoredChunk]:
+        """Return the rows of these chunks, as far as they have one.
+
+        Raises:
+            LedgerError: The database cannot be read.
+        """
+        with self._database.reading() as sql:
+            return find_chunks(sql, namespace_id, keys)
+
+    def pack_ids(self) -> set[str]:
+        """Return the packs that have a row.
+
+        Raises:
+            LedgerError: The database cannot be read.
+        """
+        return self._pack_ids("packs")
+
+    def removed_packs(self) -> set[str]:
+        """Return the packs whose rows were dropped on purpose and whose files may still exist.
+
+        Raises:
+            LedgerError: The database cannot be read.
+        """
+        return self._pack_ids("removed_packs")
+
+    def _pack_ids(self, table: str) -> set[str]:
+        with self._database.reading() as sql:
+            return {pack_id for (pack_id,) in sql.execute(f"SELECT pack_id FROM {table}")}
+
+    def mark_removed(self, pack_ids: Iterable[str]) -> None:
+        """Files of these names are not to outlive the process: the next start sweeps them."""
+        with self._database.transaction() as sql:
+            sql.executemany("INSERT OR IGNORE INTO removed_packs VALUES (?)", ((pack_id,) for pack_id in pack_ids))
+
+    def forget_removed(self, pack_ids: Iterable[str]) -> None:
+        """These files are gone."""
+        with self._database.transaction() as sql:
+            sql.executemany("DELETE FROM removed_packs WHERE pack_id = ?", ((pack_id,) for pack_id in pack_ids))
+
+    def commit_pack(self, record: PackRecord) -> list[str]:
+        """Record a pack that is durable on disk. A chunk that an older pack holds too is read from this one now.
+
+        Returns:
+            Packs left without chunks, whose rows are gone: the caller unlinks them.
+
+        Raises:
+            LedgerError: The ledger has no such namespace, or has the pack already.
+        """
+        with self._database.transaction() as sql:
+            _insert_pack(sql, record)
+            sql.executemany(
+                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (_chunk_columns(record.namespace_id, chunk) for chunk in record.chunks),
+            )
+            return _delete_empty_packs(sql)
+
+    def move_chunks(self, record: PackRecord, moved_from: Mapping[ChunkKey, str]) -> list[str]:
+        """Record a pack that is durable on disk and holds copies; a row is taken over only if it is what was copied.
+
+        What was dropped, or stored again elsewhere, while it was copied stays as it is.
+
+        Args:
+            record: The new pack.
+            moved_from: For each of its chunks, the pack that it was copied from.
+
+        Returns:
+            Packs left without chunks, whose rows are gone: the caller unlinks them. The new one may be among them.
+
+        Raises:
+            LedgerError: The ledger has no such namespace, or has the pack already.
+        """
+        with self._database.transaction() as sql:
+            _insert_pack(sql, record)
+            sql.executemany(
+                "UPDATE chunks SET pack_id = ?, offset = ?, stored_bytes = ?, raw_bytes = ?, codec = ?, checksum = ?"
+                " WHERE namespace_id = ? AND key = ? AND pack_id = ?",
+                (
+                    (*_chunk_columns(record.namespace_id, chunk)[2:], record.namespace_id, chunk.key, old_pack_id)
+                    for chunk in record.chunks
+                    if (old_pack_id := moved_from.get(chunk.key)) is not None
+                ),
+            )
+            return _delete_empty_packs(sql)
+
+    def drop_chunks(self, namespace_id: str, keys: Collection[ChunkKey]) -> list[str]:
+        """Forget chunks; unknown ones are fine.
+
+        Returns:
+            Packs left without chunks, whose rows are gone: the caller unlinks them.
+        """
+        with self._database.transaction() as sql:
+            sql.executemany(
+                "DELETE FROM chunks WHERE namespace_id = ? AND key = ?", ((namespace_id, key) for key in keys)
+            )
+            return _delete_empty_packs(sql)
+
+    def drop_pack(self, pack_id: str) -> None:
+        """Forget a pack with its chunks; an unknown one is fine."""
+        with self._database.transaction() as sql:
+            sql.execute("INSERT OR IGNORE INTO removed_packs SELECT pack_id FROM packs WHERE pack_id = ?", (pack_id,))
+            sql.execute("DELETE FROM packs WHERE pack_id = ?", (pack_id,))
+
+
+def _insert_pack(sql: sqlite3.Connection, record: PackRecord) -> None:
+    sql.execute("INSERT INTO packs VALUES (?, ?, ?)", (record.pack_id, record.namespace_id, record.file_bytes))
+
+
+def _chunk_columns(namespace_id: str, chunk: StoredChunk) -> tuple[object, ...]:
+    return (
+        namespace_id,
+        chunk.key,
+        chunk.pack_id,
+        chunk.offset,
+        chunk.stored_bytes,
+        chunk.raw_bytes,
+        chunk.codec,
+        encode_checksum(chunk.checksum),
+    )
+
+
+def _delete_empty_packs(sql: sqlite3.Connection) -> list[str]:
+    rows = sql.execute(
+        "DELETE FROM packs WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.pack_id = packs.pack_id)"
+        " RETURNING pack_id"
+    ).fetchall()
+    sql.executemany("INSERT OR IGNORE INTO removed_packs VALUES (?)", rows)
+    return [pack_id for (pack_id,) in rows]
