@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from kvtier.core.chunk import Chunk, L
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 
 SLICE_CHUNKS = 512
@@ -55,15 +55,15 @@ class Planning(Generic[L]):
     hit is found from the end. When no slot can be freed the answer is cut there: an acquire never waits for slots,
     so two prompts larger than the free arena cannot block each other.
 
-    Host-resident chunks are leased first, so that making room for the rest cannot evict them. Without `from_disk` (the
-    disk tier is off) what is only there is not held.
+    Host-resident chunks are leased first, so that freeing slots for the rest cannot evict them. Without `from_disk`
+    (the disk tier is off) what is only there is not held.
 
     Args:
         table: The namespace's chunks.
         layout: Its groups.
         keys: In prefix order within each group.
         from_disk: The disk tier may be read.
-        find_room: Asked for so many slots before they are taken.
+        find_capacity: Called with the number of slots that are taken next.
 
     Attributes:
         plan: The answer so far; complete when `steps` has ended.
@@ -76,11 +76,11 @@ class Planning(Generic[L]):
         keys: Sequence[ChunkKey],
         *,
         from_disk: bool = True,
-        find_room: Callable[[int], None] = lambda num_slots: None,
+        find_capacity: Callable[[int], None] = lambda num_slots: None,
     ) -> None:
         self.plan: AcquirePlan[L] = AcquirePlan()
         self._table, self._layout, self._keys, self._from_disk = table, layout, keys, from_disk
-        self._find_room = find_room
+        self._find_capacity = find_capacity
         self._on_disk: list[tuple[int, Chunk[L]]] = []
         self._prefix_groups = {group.group_idx for group in layout.groups if not group.window_chunks}
         self._ended: set[int] = set()
@@ -103,7 +103,7 @@ class Planning(Generic[L]):
         if not in_order:
             leased = {index: plan.leased[index] for index in sorted(plan.leased)}
             plan.leased.clear()
-            plan.leased.update(leased)  # the same mapping: whose lease it is drops from it what fails meanwhile
+            plan.leased.update(leased)  # the same mapping: the lease's owner drops from it what fails meanwhile
             plan.promoting.sort()
         plan.num_missed = num_keys - len(plan.leased)
         used = by_importance(self._layout, list(plan.leased.values()))
@@ -123,13 +123,13 @@ class Planning(Generic[L]):
                 continue
             # `chunk.held`, spelled out: the properties were a third of an Acquire of thousands.
             if chunk is not None and (
-                (host is not None and not host.promoting and not host.doomed)
+                (host is not None and not host.promoting and not host.eviction_pending)
                 or (chunk.location is not None and (from_disk or host is not None))
             ):
                 if host is None:
                     self._on_disk.append((index, chunk))
                     continue
-                host.num_leases += 1  # `table.lease`, spelled out
+                host.num_leases += 1  # `HostChunks.lease`, spelled out
                 plan.leased[index] = chunk
                 if host.promoting:
                     plan.promoting.append(index)
@@ -140,21 +140,21 @@ class Planning(Generic[L]):
     def _lease_from_disk(self, start: int) -> bool:
         """Reserve slots for some of what was only on disk when it was looked at; False when there are no more slots."""
         plan, table, part = self.plan, self._table, self._on_disk[start : start + SLICE_CHUNKS]
-        self._find_room(len(part))
-        num_short = len(part) - table.slots.num_takable
+        self._find_capacity(len(part))
+        num_short = len(part) - table.host.slots.num_takable
         if num_short > 0:
-            evicted = table.make_room(num_short)
+            evicted = table.host.evict_cheapest(num_short)
             plan.num_evicted += evicted.num_slots
             plan.lost += evicted.lost
         for number, (index, chunk) in enumerate(part, start):
             if chunk.host is None:
                 if chunk.location is None:
                     continue  # it went while others had their turn
-                if table.begin_promotion(chunk.key) is None:
+                if table.host.begin_promotion(chunk.key) is None:
                     plan.num_without_slot = len(self._on_disk) - number
                     return False
                 plan.promotions.append(chunk.key)
-            table.lease(chunk)
+            table.host.lease(chunk)
             plan.leased[index] = chunk
             if chunk.promoting:
                 plan.promoting.append(index)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvtier.core.eviction import Entry
+from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 
 L = TypeVar("L")
@@ -16,11 +17,11 @@ class HostCopy(Entry):
     Attributes:
         slot: Its arena slot.
         promoting: The slot is not readable yet.
-        worth: Seconds of computing saved per byte of host memory, as it was appraised when it was queued.
+        worth: Seconds of computing saved per byte of host memory, as the cost model said when it was queued.
         num_leases: Leases on the slot, over all sessions.
-        spilling: It waits for, or is in, a pack being written: not evictable.
-        volatile: It will not reach disk (quota, ephemeral namespace): evictable all the same.
-        doomed: An operator evicted it while it could not be dropped: it goes when nothing protects it any more.
+        writing_back: It waits for, or is in, a pack being written: not evictable.
+        memory_only: It will not reach disk (quota, ephemeral namespace): evictable all the same.
+        eviction_pending: It was to be evicted while something protected it: it is evicted when nothing does.
         checksum: xxh3_64 of the payload; 0 until it is readable.
     """
 
@@ -28,9 +29,9 @@ class HostCopy(Entry):
     promoting: bool = False
     worth: float = 0.0
     num_leases: int = 0
-    spilling: bool = False
-    volatile: bool = False
-    doomed: bool = False
+    writing_back: bool = False
+    memory_only: bool = False
+    eviction_pending: bool = False
     checksum: int = 0
 
 
@@ -66,14 +67,14 @@ class Chunk(Entry, Generic[L]):
         return self.host is not None and not self.host.promoting
 
     @property
-    def spilling(self) -> bool:
+    def writing_back(self) -> bool:
         """It waits for, or is in, a pack being written."""
-        return self.host is not None and self.host.spilling
+        return self.host is not None and self.host.writing_back
 
     @property
-    def doomed(self) -> bool:
-        """It leaves host memory when nothing protects it any more."""
-        return self.host is not None and self.host.doomed
+    def eviction_pending(self) -> bool:
+        """It leaves host memory when nothing protects it any longer."""
+        return self.host is not None and self.host.eviction_pending
 
     @property
     def num_leases(self) -> int:
@@ -85,12 +86,28 @@ class Chunk(Entry, Generic[L]):
         """It is in some tier."""
         # Spelled out instead of `readable`: lookups ask this of thousands of chunks.
         host = self.host
-        return self.location is not None or (host is not None and not host.promoting and not host.doomed)
+        return self.location is not None or (host is not None and not host.promoting and not host.eviction_pending)
 
     @property
     def evictable(self) -> bool:
         """Its slot may be taken away."""
         host = self.host
-        if host is None or host.promoting or host.num_leases or host.spilling:
+        if host is None or host.promoting or host.num_leases or host.writing_back:
             return False
-        return self.location is not None or host.volatile or host.doomed or not self.num_pins
+        return self.location is not None or host.memory_only or host.eviction_pending or not self.num_pins
+
+
+class Chunks(dict[ChunkKey, Chunk[L]]):
+    """All chunks of one namespace by key; a chunk is in it while it is held, being promoted, or pinned."""
+
+    def ensure(self, key: ChunkKey) -> Chunk[L]:
+        """Return the chunk; a new one when nothing is known of it."""
+        chunk = self.get(key)
+        if chunk is None:
+            chunk = self[key] = Chunk(key)
+        return chunk
+
+    def forget_if_idle(self, chunk: Chunk[L]) -> None:
+        """Drop the chunk if it is in no tier and no prompt pins it."""
+        if not chunk.num_pins and chunk.host is None and chunk.location is None:
+            self.pop(chunk.key, None)

@@ -1,23 +1,23 @@
-"""Chunks of one namespace on disk: where each lies, what that adds up to, which ordinary one is dropped first."""
+"""Chunks of one namespace on disk: where each lies, what that adds up to, which unpinned one is dropped first."""
 
 from collections.abc import Callable, Iterable
 from typing import Generic
 
 from kvtier.core.chunk import Chunk, HostCopy, L
-from kvtier.core.eviction import Appraiser, EvictionClock, EvictionQueue
+from kvtier.core.eviction import CostModel, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 
 
 class DiskChunks(Generic[L]):
     """What a chunk table knows of the disk. Loop thread only; decides, does no I/O.
 
-    Ordinary chunks are queued for eviction, pinned ones never leave the disk.
+    Unpinned chunks are queued for eviction, pinned ones never leave the disk.
 
     Args:
-        appraiser: What chunks are worth.
+        cost_model: What chunks are worth.
         clock: Shared by those who compete for the disk.
         chunks: All chunks of the table.
-        on_move: Told of every change of a chunk's place: the old one and the new one, None for nowhere.
+        on_move: Called at every change of a chunk's place: the old one and the new one, None for nowhere.
 
     Attributes:
         num_chunks: Chunks on disk.
@@ -29,25 +29,25 @@ class DiskChunks(Generic[L]):
 
     def __init__(
         self,
-        appraiser: Appraiser[L],
+        cost_model: CostModel[L],
         clock: EvictionClock,
         chunks: Callable[[], Iterable[Chunk[L]]],
         on_move: Callable[[L | None, L | None], None] | None,
     ) -> None:
         self.num_chunks = self.num_bytes = self.pinned_bytes = self.promised_bytes = 0
-        self._appraiser = appraiser
+        self._cost_model = cost_model
         self._chunks = chunks
         self._on_move = on_move
         self._queue = EvictionQueue(clock, self._worth, chunks)
 
     @property
-    def num_ordinary(self) -> int:
+    def num_unpinned(self) -> int:
         """Chunks that may be dropped."""
         return len(self._queue)
 
     @property
     def lowest_value(self) -> float | None:
-        """Value of the ordinary chunk that would go first, None when there is none."""
+        """Value of the unpinned chunk that would go first, None when there is none."""
         return self._queue.lowest()
 
     def place(self, chunk: Chunk[L], location: L | None) -> None:
@@ -65,7 +65,7 @@ class DiskChunks(Generic[L]):
         self._enqueue(chunk)
 
     def _account(self, chunk: Chunk[L], location: L, sign: int) -> None:
-        stored_bytes = self._appraiser.stored_bytes(location)
+        stored_bytes = self._cost_model.stored_bytes(location)
         self.num_chunks += sign
         self.num_bytes += sign * stored_bytes
         if chunk.num_pins:
@@ -80,8 +80,8 @@ class DiskChunks(Generic[L]):
     def needed_bytes(self, chunk: Chunk[L]) -> int:
         """Return what the chunk takes on disk, or may take when it comes there."""
         if chunk.location is None:
-            return self._appraiser.payload_bytes(chunk.key)
-        return self._appraiser.stored_bytes(chunk.location)
+            return self._cost_model.payload_bytes(chunk.key)
+        return self._cost_model.stored_bytes(chunk.location)
 
     def _promised_bytes(self, chunk: Chunk[L]) -> int:
         return chunk.num_pins * self.needed_bytes(chunk) if chunk.num_pins else 0
@@ -103,17 +103,17 @@ class DiskChunks(Generic[L]):
 
     def _worth(self, chunk: Chunk[L]) -> float:
         assert chunk.location is not None
-        return self._appraiser.disk_worth(chunk.key, chunk.location)
+        return self._cost_model.disk_worth(chunk.key, chunk.location)
 
     def _stored_bytes(self, chunk: Chunk[L]) -> int:
-        return 0 if chunk.location is None else self._appraiser.stored_bytes(chunk.location)
+        return 0 if chunk.location is None else self._cost_model.stored_bytes(chunk.location)
 
     def use_all(self, chunks: Iterable[Chunk[L]], *, num_uses: int) -> None:
         """Queued chunks, which are not readable in host memory, were hit; see `EvictionQueue.use_all`."""
         self._queue.use_all(chunks, num_uses=num_uses)
 
     def frequency(self, chunk: Chunk[L]) -> int:
-        """Return how often an ordinary chunk was used, 0 for others."""
+        """Return how often an unpinned chunk was used, 0 for others."""
         return self._queue.frequency(chunk)
 
     def left_host(self, chunk: Chunk[L], copy: HostCopy) -> None:
@@ -123,7 +123,7 @@ class DiskChunks(Generic[L]):
         self._queue.unpark(chunk)
 
     def take_cheapest(self, num_bytes: int) -> list[ChunkKey]:
-        """Choose ordinary chunks of `num_bytes` in all, or what there is; the caller drops them from disk at once.
+        """Choose unpinned chunks of `num_bytes` in all, or what there is; the caller drops them from disk at once.
 
         The cheapest to lose first. What is in host memory, or on its way there, is in use: it is chosen only when
         nothing else is left.
@@ -140,7 +140,7 @@ class DiskChunks(Generic[L]):
         self._queue.check()
         on_disk = [chunk for chunk in self._chunks() if chunk.location is not None]
         if {chunk for chunk in on_disk if not chunk.num_pins} != {chunk for chunk in self._chunks() if chunk.queued}:
-            raise AssertionError("ordinary chunks on disk and their eviction queue disagree")
+            raise AssertionError("unpinned chunks on disk and their eviction queue disagree")
         pinned_bytes = sum(self._stored_bytes(chunk) for chunk in on_disk if chunk.num_pins)
         counted = (self.num_chunks, self.num_bytes, self.pinned_bytes)
         if counted != (len(on_disk), sum(self._stored_bytes(chunk) for chunk in on_disk), pinned_bytes):

@@ -4,8 +4,8 @@
 
 The chunk of the lowest value goes first, and the clock rises to that value. So recency counts without timestamps (what
 was used long ago has a low clock in it), frequency ages (the clock catches up with it), and a chunk that is dear to
-compute or small outlives others of equal use. A flood of prompts that nobody repeats evicts itself: its chunks enter at
-`clock + worth`, below everything that was used twice since.
+compute or small outlives others of equal use. A flood of prompts that are not repeated evicts itself: its chunks enter
+at `clock + worth`, below everything that was used twice since.
 
 The clock is shared by the queues of all namespaces of one tier, so that their values can be compared.
 
@@ -37,7 +37,7 @@ _MIN_FRONT = 64
 _NO_LIMIT_YET = (-math.inf, 0)
 
 
-class Appraiser(Protocol[L_contra]):
+class CostModel(Protocol[L_contra]):
     """Says what chunks of a namespace cost to compute and to hold. Called on the loop thread; quick."""
 
     def host_worth(self, key: ChunkKey) -> float:
@@ -57,23 +57,23 @@ class Appraiser(Protocol[L_contra]):
         ...
 
 
-class EqualWorth:
+class EqualCosts:
     """Every chunk costs the same in every respect."""
 
     def host_worth(self, key: ChunkKey) -> float:
-        """See `Appraiser`."""
+        """See `CostModel`."""
         return 1.0
 
     def disk_worth(self, key: ChunkKey, location: object) -> float:
-        """See `Appraiser`."""
+        """See `CostModel`."""
         return 1.0
 
     def stored_bytes(self, location: object) -> int:
-        """See `Appraiser`."""
+        """See `CostModel`."""
         return 1
 
     def payload_bytes(self, key: ChunkKey) -> int:
-        """See `Appraiser`."""
+        """See `CostModel`."""
         return 2
 
 
@@ -87,7 +87,7 @@ class EvictionClock:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What a queue knows of one of its chunks. Whoever keeps the chunk keeps it; only the queue changes it.
+    """What a queue knows of one of its chunks. The chunk itself keeps it; only the queue changes it.
 
     Attributes:
         key: The chunk's key.
@@ -175,7 +175,7 @@ class EvictionQueue(Generic[E]):
         return 0 if entry.order is None else entry.frequency
 
     def remove(self, entry: E) -> None:
-        """Let a chunk of this queue go; one that is in no queue is left as it is."""
+        """Remove a chunk of this queue; one that is in no queue is left as it is."""
         if entry.order is not None:
             entry.order = None
             self._parked.discard(entry)
@@ -226,7 +226,7 @@ class EvictionQueue(Generic[E]):
             self._bound_front()
 
     def _bound_front(self) -> None:
-        """Give up a front with more stale tuples than chunks; the next one is made when it is needed."""
+        """Drop a front with more stale tuples than chunks; the next one is made when it is needed."""
         if len(self._front) > self._num_entries + _MIN_FRONT:
             self._front, self._limit = [], _NO_LIMIT_YET
 

@@ -190,7 +190,9 @@ class Recovery:
             location = chunk.location if chunk is not None else None
             if not is_intact or (location is not None and location.checksum != row.checksum):
                 self._reject(namespace, [row.ref.slot])
-            elif namespace.layout.row_bytes <= free_bytes and namespace.table.adopt(row.key, row.ref, row.checksum):
+            elif namespace.layout.row_bytes <= free_bytes and namespace.table.host.adopt(
+                row.key, row.ref, row.checksum
+            ):
                 free_bytes -= namespace.layout.row_bytes
                 self._counters.slots_adopted += 1
                 namespace.recovered(row.key)

@@ -118,7 +118,7 @@ class _OnlineCheck:
             num_packs=len(files.packs),
             num_chunks=sum(len(record.chunks) for record in ledger.packs.values()),
             verified_bytes=verifier.verified_bytes,
-            num_arena_slots=sum(namespace.table.num_host for namespace in list(self._cache.namespaces.values())),
+            num_arena_slots=sum(namespace.table.host.num_chunks for namespace in list(self._cache.namespaces.values())),
         )
 
     def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -117,7 +117,7 @@ def namespace_status(namespace: Namespace, *, with_fingerprint: bool = False) ->
     return pb.NamespaceStatus(
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,
-        num_host_chunks=namespace.table.num_host,
+        num_host_chunks=namespace.table.host.num_chunks,
         num_disk_chunks=namespace.table.disk.num_chunks,
         disk_bytes=namespace.table.disk.num_bytes,
         row_bytes=namespace.layout.row_bytes,

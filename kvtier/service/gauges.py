@@ -30,12 +30,12 @@ def _read_host(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) ->
     budget = cache.resources.budget
     gauges.host_used_bytes, gauges.host_limit_bytes = budget.used_bytes, budget.limit_bytes
     for namespace in namespaces:
-        num_pinned, row_bytes = namespace.table.num_pinned_host, namespace.layout.row_bytes
-        num_ordinary = namespace.table.num_host - num_pinned
+        num_pinned, row_bytes = namespace.table.host.queues.num_pinned, namespace.layout.row_bytes
+        num_unpinned = namespace.table.host.num_chunks - num_pinned
         gauges.host_pinned_chunks += num_pinned
-        gauges.host_ordinary_chunks += num_ordinary
+        gauges.host_ordinary_chunks += num_unpinned
         gauges.host_pinned_bytes += num_pinned * row_bytes
-        gauges.host_ordinary_bytes += num_ordinary * row_bytes
+        gauges.host_ordinary_bytes += num_unpinned * row_bytes
 
 
 def _read_disk(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) -> None:
@@ -45,8 +45,8 @@ def _read_disk(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) ->
     gauges.disk_reading_off, gauges.disk_writing_off = not health.readable, not health.writable
     for namespace in namespaces:
         disk, spiller = namespace.table.disk, namespace.write_back
-        gauges.disk_ordinary_chunks += disk.num_ordinary
-        gauges.disk_pinned_chunks += disk.num_chunks - disk.num_ordinary
+        gauges.disk_ordinary_chunks += disk.num_unpinned
+        gauges.disk_pinned_chunks += disk.num_chunks - disk.num_unpinned
         gauges.disk_ordinary_bytes += disk.num_bytes - disk.pinned_bytes
         gauges.disk_pinned_bytes += disk.pinned_bytes
         gauges.promotion_queue_chunks += namespace.promoter.num_waiting

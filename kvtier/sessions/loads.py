@@ -94,7 +94,7 @@ class Loads:
             return
         tiers, began_s = self._context.tiers, time.monotonic()
         from_disk, find_room = self._context.resources.disk_health.readable, tiers.host.ensure_takable
-        planning = Planning(tiers.table, tiers.layout, keys, from_disk=from_disk, find_room=find_room)
+        planning = Planning(tiers.table, tiers.layout, keys, from_disk=from_disk, find_capacity=find_room)
         plan = planning.plan
         lease = self._leases[acquire_id] = _Lease(began_s, plan.leased)
         num_wanted = 0
@@ -244,7 +244,7 @@ class Loads:
         chunk = lease.chunks.pop(index, None)
         if chunk is None:
             return
-        self._context.tiers.table.unlease(chunk)
+        self._context.tiers.table.host.unlease(chunk)
         if index in lease.pending:
             lease.settle(index)
             self._promoter.left(self, acquire_id, chunk.key)

@@ -44,4 +44,4 @@ def differing_namespaces(
 
 
 def _holds_chunks(namespace: Namespace) -> bool:
-    return namespace.table.num_host > 0 or namespace.table.disk.num_chunks > 0
+    return namespace.table.host.num_chunks > 0 or namespace.table.disk.num_chunks > 0

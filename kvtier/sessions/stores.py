@@ -158,7 +158,7 @@ class Stores:
             tiers.host.release(ref)
             counters.stores_refused_stamp += checksum is None
             return False
-        if tiers.table.commit_store(key, ref, checksum):
+        if tiers.table.host.commit_store(key, ref, checksum):
             counters.stores_committed += 1
             counters.stored_bytes += tiers.payload_bytes(key)
         # Thrown away in favour of a copy that was evicted and is leased still, or that may fail to be promoted.

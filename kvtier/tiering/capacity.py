@@ -66,7 +66,7 @@ class Capacity:
         if other is asker or other.namespace_id in spent or not other.host.usage.num_backed:
             return False
         # Slots that an engine of the asker is to write into are no use to one that has to read.
-        return not other.live or not asker.table.num_host or _host_rank(other) < _host_rank(asker)
+        return not other.live or not asker.table.host.num_chunks or _host_rank(other) < _host_rank(asker)
 
     async def find_disk_room(self, num_bytes: int) -> None:
         """Drop ordinary chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
@@ -107,7 +107,7 @@ class Capacity:
                 namespace,
             )
             for namespace in self._namespaces.values()
-            if namespace.table.disk.num_ordinary
+            if namespace.table.disk.num_unpinned
             for pack_id in namespace.index.packs
         ]
         packs.sort(key=lambda each: each[:3])
@@ -121,7 +121,7 @@ class Capacity:
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
         """Drop about `num_bytes` in the namespace that gives way first; in steps, since values change as chunks go."""
-        holders = [namespace for namespace in self._namespaces.values() if namespace.table.disk.num_ordinary]
+        holders = [namespace for namespace in self._namespaces.values() if namespace.table.disk.num_unpinned]
         if not holders:
             return 0
         return await min(holders, key=self._disk_rank).index.drop_cheapest(min(num_bytes, _DROP_BYTES))
@@ -148,12 +148,12 @@ class Capacity:
         spent: set[str] = set()
         while excess_bytes > 0:
             holders = [each for each in self._namespaces.values() if each.namespace_id not in spent]
-            holders = [each for each in holders if each.table.lowest_host_value is not None]
+            holders = [each for each in holders if each.table.host.queues.lowest_value is not None]
             if not holders:
                 break
             holder = min(holders, key=lambda each: (each.live, _host_rank(each)))
             num_slots = max(1, excess_bytes // holder.layout.row_bytes // _MIN_STEP_SHARE)
-            freed = holder.tiers.evict_rows(num_slots, ordinary_only=True)
+            freed = holder.tiers.evict_rows(num_slots, unpinned_only=True)
             if not freed:
                 spent.add(holder.namespace_id)
             num_freed += freed
@@ -200,7 +200,7 @@ def _first(
 
 def _host_rank(namespace: Namespace) -> tuple[bool, float]:
     """Return what its next chunk to leave host memory is worth: pinned ones come after all ordinary ones."""
-    ordinary, pinned = namespace.table.lowest_host_value, namespace.table.lowest_pinned_host_value
+    ordinary, pinned = namespace.table.host.queues.lowest_value, namespace.table.host.queues.lowest_pinned_value
     if ordinary is not None:
         return False, ordinary
     return True, float("inf") if pinned is None else pinned

@@ -53,7 +53,7 @@ def _evict_from_host(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> N
     leaving = []
     for key in keys:
         chunk = tiers.table.get(key)
-        if chunk is not None and chunk.readable and not chunk.spilling and (chunk.location or not chunk.num_pins):
+        if chunk is not None and chunk.readable and not chunk.writing_back and (chunk.location or not chunk.num_pins):
             leaving.append(key)
     _doom(tiers, leaving, done)
     tiers.inventory.announce([key for key in leaving if not tiers.table.holds(key)], held=False)
@@ -80,7 +80,7 @@ async def _evict_from_both(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted
 
 
 def _doom(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> None:
-    num_freed = sum(tiers.table.doom(key) for key in keys)
+    num_freed = sum(tiers.table.host.evict_when_unprotected(key) for key in keys)
     done.host_bytes += num_freed * tiers.layout.row_bytes
     tiers.counters.host_evictions += num_freed
 

@@ -42,6 +42,10 @@ def drop_damaged(tiers: Tiers, damaged: Sequence[StoredChunk]) -> Coroutine[Any,
         chunks=len(current),
         packs=sorted({stored.pack_id for stored in current.values()}),
     )
-    in_host = [key for key in current if (chunk := table.get(key)) is not None and chunk.readable and not chunk.doomed]
+    in_host = [
+        key
+        for key in current
+        if (chunk := table.get(key)) is not None and chunk.readable and not chunk.eviction_pending
+    ]
     tiers.inventory.announce([key for key in current if key not in in_host], held=False)
     return tiers.index.reject(current)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.disk.base import StoredChunk
 from kvtier.disk.index import ChunkIndex
@@ -41,19 +41,19 @@ class RecomputeCost:
         self._payload_bytes = {group_idx: layout.payload_bytes(group_idx) for group_idx in layout.group_indexes()}
 
     def host_worth(self, key: ChunkKey) -> float:
-        """See `core.eviction.Appraiser`."""
+        """See `core.eviction.CostModel`."""
         return self._seconds(key) / self._row_bytes
 
     def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
-        """See `core.eviction.Appraiser`."""
+        """See `core.eviction.CostModel`."""
         return self._seconds(key) / max(1, location.stored_bytes)
 
     def stored_bytes(self, location: StoredChunk) -> int:
-        """See `core.eviction.Appraiser`."""
+        """See `core.eviction.CostModel`."""
         return location.stored_bytes
 
     def payload_bytes(self, key: ChunkKey) -> int:
-        """See `core.eviction.Appraiser`."""
+        """See `core.eviction.CostModel`."""
         return self._payload_bytes.get(group_idx_of(key), 0)
 
     def _seconds(self, key: ChunkKey) -> float:
@@ -194,7 +194,7 @@ class Namespace:
         """Evict what is in host memory while the namespace is idle; say whether nothing is left there."""
         while self.is_idle and self.tiers.evict_rows(_EVICTED_AT_ONCE):  # noqa: ASYNC110 - no waiting: turns for others
             await asyncio.sleep(0)
-        return not self.table.num_host
+        return not self.table.host.num_chunks
 
     def arena_changed(self) -> None:
         """Its arena was opened, or closed: what could not be read for want of one is read, or is left on disk."""

@@ -223,7 +223,7 @@ class Promoter:
             chunk = tiers.table.get(key)
             if chunk is None or chunk.slot is not None or chunk.location is None:
                 continue
-            if not self._has_room() or tiers.table.begin_promotion(key) is None:
+            if not self._has_room() or tiers.table.host.begin_promotion(key) is None:
                 self._background.clear()
                 break
             if read := self._read_of(key):
@@ -349,7 +349,7 @@ class Promoter:
         assert chunk is not None
         self._rate.moved(read.stored.raw_bytes, self._now_s())
         askers = self._askers.pop(read.key, {})
-        tiers.table.complete_promotion(read.key, read.stored.checksum)
+        tiers.table.host.complete_promotion(read.key, read.stored.checksum)
         if chunk.location is None and chunk.held:  # dropped from disk while it was read, and told to be lost
             self._write_again([read.key])
             tiers.inventory.announce([read.key], held=True)
@@ -371,7 +371,7 @@ class Promoter:
     def _fail(self, key: ChunkKey, told: "_Told | None" = None) -> None:
         now = _Told() if told is None else told
         self._queue.discard(key)
-        self._tiers.table.fail_promotion(key)
+        self._tiers.table.host.fail_promotion(key)
         for asker, index in self._askers.pop(key, {}).items():
             now.failed(asker, index)
         if told is None:

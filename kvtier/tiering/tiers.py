@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.index import ChunkIndex
@@ -37,14 +37,14 @@ class Tiers:
         """Return the uncompressed length of a chunk."""
         return self.layout.payload_bytes(group_idx_of(key))
 
-    def evict_rows(self, num_slots: int, *, ordinary_only: bool = False) -> int:
+    def evict_rows(self, num_slots: int, *, unpinned_only: bool = False) -> int:
         """Evict up to `num_slots` chunks from host memory, the least valuable first; return how many rows came free.
 
         Args:
             num_slots: As many as are evictable.
-            ordinary_only: Spare the chunks of pinned prompts, which otherwise go last.
+            unpinned_only: Spare the chunks of pinned prompts, which otherwise go last.
         """
-        evicted = self.table.make_room(num_slots, ordinary_only=ordinary_only)
+        evicted = self.table.host.evict_cheapest(num_slots, unpinned_only=unpinned_only)
         self.counters.host_evictions += evicted.num_slots
         self.inventory.announce(evicted.lost, held=False)
         return evicted.num_slots

@@ -97,14 +97,14 @@ class WriteBack:
         for key in keys:
             chunk = self._tiers.table.get(key)
             host = chunk.host if chunk is not None else None
-            if chunk is None or host is None or host.promoting or host.doomed or chunk.location is not None:
+            if chunk is None or host is None or host.promoting or host.eviction_pending or chunk.location is not None:
                 continue
-            if host.spilling:
+            if host.writing_back:
                 if chunk.num_pins and key in self._ordinary:
                     del self._ordinary[key]
                     self._queue_pinned(key)
             elif self._is_ephemeral:
-                host.volatile = True
+                host.memory_only = True
             else:
                 self._queue(chunk, host)
         self._start()
@@ -112,10 +112,10 @@ class WriteBack:
     def _queue(self, chunk: Chunk[StoredChunk], host: HostCopy) -> None:
         num_bytes = self._tiers.payload_bytes(chunk.key)
         if not chunk.num_pins and self._num_bytes + num_bytes > self.max_queued_bytes:
-            host.volatile = True
+            host.memory_only = True
             self._pass_over(chunk.key)
             return
-        host.spilling, host.volatile = True, False
+        host.writing_back, host.memory_only = True, False
         if chunk.num_pins:
             self._queue_pinned(chunk.key)
         else:
@@ -153,7 +153,7 @@ class WriteBack:
     def _end_spilling(self, chunks: Iterable[Chunk[StoredChunk]]) -> None:
         for chunk in chunks:
             if chunk.host is not None:
-                chunk.host.spilling = False
+                chunk.host.writing_back = False
             self._count_bytes(-self._tiers.payload_bytes(chunk.key))
 
     def _start(self) -> None:
@@ -255,7 +255,7 @@ class WriteBack:
             del queue[key]
             chunk = self._tiers.table.get(key)
             assert chunk is not None
-            assert chunk.spilling, "nothing takes a slot from a chunk that is spilling"
+            assert chunk.writing_back, "nothing takes a slot from a chunk that is spilling"
             batch.append(chunk)
             num_bytes += self._tiers.payload_bytes(key)
         if queue is self._pinned:
@@ -330,7 +330,7 @@ class WriteBack:
         unwanted: list[ChunkKey] = []
         for stored in record.chunks:
             chunk = tiers.table.get(stored.key)
-            if chunk is None or chunk.doomed:
+            if chunk is None or chunk.eviction_pending:
                 unwanted.append(stored.key)
         self._end_spilling(batch)
         self._refused.difference_update(chunk.key for chunk in batch)
@@ -339,7 +339,7 @@ class WriteBack:
         except LedgerError as error:
             log_event(logger, "evicted_chunks_stay", level=logging.ERROR, chunks=len(unwanted), problem=str(error))
         for chunk in batch:
-            tiers.table.settle(chunk.key)
+            tiers.table.host.protection_ended([chunk.key])
         log_event(logger, "pack_written", pack=record.pack_id, chunks=len(record.chunks), bytes=record.file_bytes)
         self._take_up()
         self._on_evictable()
@@ -358,14 +358,14 @@ class WriteBack:
         self._end_spilling(batch)
         for chunk in batch:
             if chunk.host is not None:
-                chunk.host.volatile = True
+                chunk.host.memory_only = True
             if chunk.num_pins:  # of ordinary ones nobody waits for it, and they would be remembered for ever
                 self._refused.add(chunk.key)
-            self._tiers.table.settle(chunk.key)
+            self._tiers.table.host.protection_ended([chunk.key])
         self._on_evictable()
 
     def _requeue(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
-        again = [chunk for chunk in batch if chunk.spilling]
+        again = [chunk for chunk in batch if chunk.writing_back]
         self._pinned = {chunk.key: None for chunk in again if chunk.num_pins} | self._pinned
         self._ordinary = {chunk.key: None for chunk in again if not chunk.num_pins} | self._ordinary
 
@@ -374,5 +374,5 @@ class WriteBack:
         self._resources.counters.host_chunks_damaged += len(batch)
         self._end_spilling(batch)
         for chunk in batch:
-            self._tiers.table.doom(chunk.key)
+            self._tiers.table.host.evict_when_unprotected(chunk.key)
         self._tiers.inventory.announce([chunk.key for chunk in batch], held=False)

@@ -313,7 +313,8 @@ class ChunkIndexContract:
     def test_a_pack_without_rows_counts(self, rig: IndexRig) -> None:
         async def scenario() -> None:
             pack = rig.write(0)
-            rig.ledger._database.connection.execute("INSERT INTO packs VALUES (?, 'ns', ?)", (pack.pack_id, pack.file_bytes))
+            connection = rig.ledger._database.connection
+            connection.execute("INSERT INTO packs VALUES (?, 'ns', ?)", (pack.pack_id, pack.file_bytes))
             await rig.restart()
             assert dict(rig.usage.packs) == {pack.pack_id: pack.file_bytes}
 

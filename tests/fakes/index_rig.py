@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from kvtier.concurrency.pool import Pool
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
 from kvtier.core.stored import PackRecord, StoredChunk
@@ -204,12 +204,12 @@ class IndexRig:
             assert ref is not None
             self.slots.mark_backed(ref)
         assert self.slots.seal(ref)
-        self.table.commit_store(key_of(number), ref, 1)
+        self.table.host.commit_store(key_of(number), ref, 1)
         self.announce(keys_of(number), True)
 
     def out_of_host(self, number: int) -> None:
         """Evict a chunk from host memory."""
-        assert self.table.evict(key_of(number))
+        assert self.table.host.evict(key_of(number))
         if not self.table.holds(key_of(number)):
             self.announce(keys_of(number), False)
 

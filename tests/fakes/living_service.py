@@ -302,5 +302,5 @@ def _is_quiet(namespace: Namespace) -> bool:
         or promoter._background
         or promoter._askers
         or namespace.tasks._tasks
-        or any(chunk.spilling for chunk in namespace.table)
+        or any(chunk.writing_back for chunk in namespace.table)
     )

@@ -146,7 +146,7 @@ class Rig:
             (view,) = self.namespace.host.payload(ref, key)
             view[:] = content(number)
             assert self.namespace.host.seal(ref)
-            assert self.table.commit_store(key, ref, checksum_of([view]))
+            assert self.table.host.commit_store(key, ref, checksum_of([view]))
             keys.append(key)
         return keys
 

@@ -208,7 +208,7 @@ class Life:
         """Evict a prompt that is not pinned: its name goes too."""
         prompt = self.model.some(lambda prompt: prompt.pinned is False)
         if prompt is not None:
-            prompt.doomed = True
+            prompt.removal_pending = True
             self.model.evicted(prompt.places)
             await self.stub.Evict(cache_pb2.EvictRequest(name=prompt.name), timeout=DEADLINE_S)
             del self.model.prompts[prompt.name]
@@ -292,9 +292,11 @@ async def _check_promises(life: Life) -> None:
     model = life.model
     listed = {status.name: status for status in (await life.stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts}
     assert listed.keys() <= model.prompts.keys()
-    model.prompts = {name: prompt for name, prompt in model.prompts.items() if not prompt.doomed or name in listed}
+    model.prompts = {
+        name: prompt for name, prompt in model.prompts.items() if not prompt.removal_pending or name in listed
+    }
     for prompt in model.prompts.values():
-        prompt.doomed = False
+        prompt.removal_pending = False
         if prompt.pin_id is None:
             continue  # never acknowledged
         status = listed[prompt.name]

@@ -24,7 +24,7 @@ class Prompt:
         pin_id: As acknowledged; None while no answer has come.
         pinned: Whether the promise stands; None: asked for a change, and no answer has come.
         durable: The daemon said so, and nobody has evicted it since.
-        doomed: Somebody asked to forget it, and no answer has come.
+        removal_pending: An operator asked to forget it, and no answer has come.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Prompt:
     pin_id: str | None = None
     pinned: bool | None = None
     durable: bool = False
-    doomed: bool = False
+    removal_pending: bool = False
 
     @property
     def places(self) -> set[Place]:

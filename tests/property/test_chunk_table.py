@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.core.acquire import plan_acquire
 from kvtier.core.chunk import Chunk
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
 from tests.fakes.scripted_engine import chunk_key
@@ -70,7 +70,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         had_slot = chunk is not None and chunk.slot is not None
         assert self.slots.seal(ref)
         assert not self.slots.seal(ref), "a slot is sealed once"
-        assert self.table.commit_store(key, ref, 1) is not had_slot
+        assert self.table.host.commit_store(key, ref, 1) is not had_slot
 
     @precondition(lambda self: self.granted)
     @rule()
@@ -107,9 +107,9 @@ class ChunkTableMachine(RuleBasedStateMachine):
         for key in plan.promotions:
             if key[0] % 4:
                 self.slots.mark_backed(self.table.get(key).slot)  # type: ignore[union-attr,arg-type]
-                self.table.complete_promotion(key, 1)
+                self.table.host.complete_promotion(key, 1)
             else:
-                dropped = self.table.fail_promotion(key)
+                dropped = self.table.host.fail_promotion(key)
                 assert dropped == 1
         leased = [chunk for chunk in plan.leased.values() if chunk.slot is not None]
         if leased:
@@ -120,19 +120,19 @@ class ChunkTableMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         for chunk in self.leases.pop(data.draw(st.sampled_from(sorted(self.leases)))):
-            self.table.unlease(chunk)
+            self.table.host.unlease(chunk)
 
-    @rule(num_slots=st.integers(1, 3), ordinary_only=st.booleans())
-    def make_room(self, num_slots: int, ordinary_only: bool) -> None:
+    @rule(num_slots=st.integers(1, 3), unpinned_only=st.booleans())
+    def evict_cheapest(self, num_slots: int, unpinned_only: bool) -> None:
         evictable = [chunk.key for chunk in self.table if chunk.evictable]
-        ordinary = [key for key in evictable if key not in self.pinned]
-        pinned_before = self.table.num_pinned_host
-        evicted = self.table.make_room(num_slots, ordinary_only=ordinary_only)
-        assert evicted.num_slots == min(num_slots, len(ordinary if ordinary_only else evictable))
+        unpinned = [key for key in evictable if key not in self.pinned]
+        pinned_before = self.table.host.queues.num_pinned
+        evicted = self.table.host.evict_cheapest(num_slots, unpinned_only=unpinned_only)
+        assert evicted.num_slots == min(num_slots, len(unpinned if unpinned_only else evictable))
         assert not self.pinned & set(evicted.lost), "what is pinned and not on disk is not evicted"
         assert not any(self.table.holds(key) for key in evicted.lost)
-        num_pinned_gone = pinned_before - self.table.num_pinned_host
-        assert num_pinned_gone == evicted.num_slots - min(num_slots, len(ordinary)), "pinned ones go last"
+        num_pinned_gone = pinned_before - self.table.host.queues.num_pinned
+        assert num_pinned_gone == evicted.num_slots - min(num_slots, len(unpinned)), "pinned ones go last"
 
     @rule(key=any_key)
     def unpin(self, key: bytes) -> None:
@@ -151,34 +151,34 @@ class ChunkTableMachine(RuleBasedStateMachine):
         self.table.use(self.table.known(keys), hit=hit)
 
     @rule(key=any_key)
-    def begin_spill(self, key: bytes) -> None:
+    def begin_write_back(self, key: bytes) -> None:
         chunk = self.table.get(key)
         if chunk is not None and chunk.host is not None and chunk.readable and chunk.location is None:
-            chunk.host.spilling = True
+            chunk.host.writing_back = True
 
     @rule(key=any_key)
-    def end_spill(self, key: bytes) -> None:
+    def end_write_back(self, key: bytes) -> None:
         chunk = self.table.get(key)
-        if chunk is not None and chunk.host is not None and chunk.spilling:
+        if chunk is not None and chunk.host is not None and chunk.writing_back:
             self.table.place(key, "pack")
             self.durable.add(key)
-            chunk.host.spilling = False
-            self.table.settle(key)
+            chunk.host.writing_back = False
+            self.table.host.protection_ended([key])
 
     @rule(num_chunks=st.integers(1, 3))
     def drop_cheapest(self, num_chunks: int) -> None:
-        num_ordinary = len(self.durable - self.pinned)
+        num_unpinned = len(self.durable - self.pinned)
         unused = {key for key in self.durable - self.pinned if self.table.get(key).slot is None}  # type: ignore[union-attr]
         dropped = self.table.disk.take_cheapest(num_chunks)
-        assert len(dropped) == min(num_chunks, num_ordinary), "pinned ones never leave the disk"
+        assert len(dropped) == min(num_chunks, num_unpinned), "pinned ones never leave the disk"
         assert len(set(dropped) & unused) == min(num_chunks, len(unused)), "what is in use goes last"
         for key in dropped:
             self.table.unplace(key)
             self.durable.discard(key)
 
     @rule(key=any_key)
-    def doom(self, key: bytes) -> None:
-        self.table.doom(key)
+    def evict_when_unprotected(self, key: bytes) -> None:
+        self.table.host.evict_when_unprotected(key)
 
     @rule(num_slots=st.integers(1, 3))
     def give_back(self, num_slots: int) -> None:
@@ -222,7 +222,7 @@ class AfterCrashMachine(ChunkTableMachine):
         chunk = self.table.get(key)
         wanted = chunk is not None and chunk.slot is None and right_generation
         ref = SlotRef(slot, self.slots.generation(slot) + (not right_generation))
-        assert self.table.adopt(key, ref, 1) is wanted
+        assert self.table.host.adopt(key, ref, 1) is wanted
         if wanted:
             self.left.discard(slot)
 

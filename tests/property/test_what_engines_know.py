@@ -67,7 +67,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         async def stored() -> None:
             for number in chosen:
                 if not self.rig.namespace.host.num_takable:
-                    self.rig.namespace.tiers.evict_rows(1, ordinary_only=True)
+                    self.rig.namespace.tiers.evict_rows(1, unpinned_only=True)
                 if self.rig.namespace.host.num_takable and not self.rig.table.holds(keys_of([number])[0]):
                     for ref in await self.rig.namespace.host.allocate(1):
                         assert self.rig.namespace.host.seal(ref)
@@ -114,7 +114,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     @rule(num_slots=st.integers(1, NUM_CHUNKS))
     def evict_from_memory(self, num_slots: int) -> None:
-        self.rig.namespace.tiers.evict_rows(num_slots, ordinary_only=True)
+        self.rig.namespace.tiers.evict_rows(num_slots, unpinned_only=True)
 
     @rule(force=st.booleans(), tier=st.sampled_from(EvictTier))
     def evict_by_command(self, force: bool, tier: EvictTier) -> None:

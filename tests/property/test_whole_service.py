@@ -168,7 +168,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
             return
         if tier is not EvictTier.HOST:
             self.model.evicted(prompt.places)
-        prompt.doomed = prompt.doomed or (tier is EvictTier.ANY and not prompt.pinned)
+        prompt.removal_pending = prompt.removal_pending or (tier is EvictTier.ANY and not prompt.pinned)
         prompts = self.model.prompts
 
         async def evicted() -> None:
@@ -190,7 +190,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         if tier is not EvictTier.HOST:
             for prompt in self.model.prompts.values():
                 prompt.durable = prompt.durable and not force
-                prompt.doomed = prompt.doomed or (tier is EvictTier.ANY and not prompt.pinned)
+                prompt.removal_pending = prompt.removal_pending or (tier is EvictTier.ANY and not prompt.pinned)
         prompts = self.model.prompts
 
         prompts = self.model.prompts
@@ -402,19 +402,24 @@ class WholeServiceMachine(RuleBasedStateMachine):
             return
         for prompt in list(self.model.prompts.values()):
             self.learn(prompt)
-            if prompt.pinned and not prompt.doomed and not self.is_busy(prompt.name) and self.is_durable(prompt):
+            if (
+                prompt.pinned
+                and not prompt.removal_pending
+                and not self.is_busy(prompt.name)
+                and self.is_durable(prompt)
+            ):
                 prompt.durable = True
 
     def learn(self, prompt: Prompt) -> None:
         """Take over what became of changes that were asked for, and have ended."""
-        if self.is_busy(prompt.name) or not (prompt.doomed or prompt.pinned is None):
+        if self.is_busy(prompt.name) or not (prompt.removal_pending or prompt.pinned is None):
             return
         row = {prompt.name: prompt for prompt in self.service.cache.prompts}.get(prompt.name)
         if row is None or row.pin_id != prompt.pin_id:
-            assert prompt.doomed
+            assert prompt.removal_pending
             del self.model.prompts[prompt.name]
         else:
-            prompt.doomed, prompt.pinned = False, row.pinned
+            prompt.removal_pending, prompt.pinned = False, row.pinned
 
     def is_durable(self, prompt: Prompt) -> bool:
         space_id = namespace_id(fingerprint_of(prompt.space))
@@ -425,9 +430,11 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def keep_promises(self) -> None:
         """A start: compare what it found with what was promised, and learn what had been asked for."""
         found = {prompt.name: prompt for prompt in self.service.cache.prompts}
-        self.model.prompts = {name: p for name, p in self.model.prompts.items() if not p.doomed or name in found}
+        self.model.prompts = {
+            name: p for name, p in self.model.prompts.items() if not p.removal_pending or name in found
+        }
         for prompt in self.model.prompts.values():
-            prompt.doomed = False
+            prompt.removal_pending = False
             row = found[prompt.name]
             if prompt.pinned is None:
                 prompt.pin_id, prompt.pinned = row.pin_id, row.pinned

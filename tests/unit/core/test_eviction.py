@@ -8,7 +8,7 @@ from operator import attrgetter
 import pytest
 
 from kvtier.core.acquire import plan_acquire
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
@@ -57,16 +57,16 @@ def store(table: ChunkTable[str], keys: list[ChunkKey]) -> list[ChunkKey]:
     """Commit chunks as a session does, the last first; return what was lost for them."""
     lost: list[ChunkKey] = []
     for key in reversed(keys):
-        slots = table.slots
+        slots = table.host.slots
         assert isinstance(slots, SlotTable)
         ref = slots.take(SlotState.GRANTED) or slots.take_unbacked(SlotState.GRANTED)
         if ref is None:
-            lost += table.make_room(1).lost
+            lost += table.host.evict_cheapest(1).lost
             ref = slots.take(SlotState.GRANTED)
         assert ref is not None
         slots.mark_backed(ref)
         assert slots.seal(ref)
-        table.commit_store(key, ref, 0)
+        table.host.commit_store(key, ref, 0)
     return lost
 
 
@@ -138,7 +138,7 @@ def test_the_head_of_a_prompt_outlives_its_tail() -> None:
     store(table, keys[:3])
     store(table, keys[3:])
     table.use(table.known(keys), hit=False)
-    assert table.make_room(4).lost == keys[:1:-1]
+    assert table.host.evict_cheapest(4).lost == keys[:1:-1]
 
 
 def test_an_acquire_makes_the_head_outlive_the_tail_and_windows_outlive_both() -> None:
@@ -146,8 +146,8 @@ def test_an_acquire_makes_the_head_outlive_the_tail_and_windows_outlive_both() -
     keys = [key_of(n) for n in range(3)] + [key_of(n, 1) for n in range(1, 3)]
     store(table, keys)
     for chunk in plan_acquire(table, layout, keys).leased.values():
-        table.unlease(chunk)
-    assert table.make_room(5).lost == [keys[2], keys[1], keys[0], keys[4], keys[3]]
+        table.host.unlease(chunk)
+    assert table.host.evict_cheapest(5).lost == [keys[2], keys[1], keys[0], keys[4], keys[3]]
 
 
 def test_pinned_chunks_leave_host_memory_last() -> None:
@@ -158,9 +158,9 @@ def test_pinned_chunks_leave_host_memory_last() -> None:
     table.place(pinned[0], "pack")
     for _ in range(20):
         table.use(table.known(ordinary))
-    assert table.make_room(2, ordinary_only=True).lost == ordinary[::-1]
-    assert table.make_room(2, ordinary_only=True).num_slots == 0
-    assert table.make_room(2).num_slots == 1, "of the pinned ones only what is on disk"
+    assert table.host.evict_cheapest(2, unpinned_only=True).lost == ordinary[::-1]
+    assert table.host.evict_cheapest(2, unpinned_only=True).num_slots == 0
+    assert table.host.evict_cheapest(2).num_slots == 1, "of the pinned ones only what is on disk"
     assert table.holds(pinned[0])
     assert table.holds(pinned[1])
     table.check()
@@ -173,8 +173,8 @@ def test_what_is_in_host_memory_is_dropped_from_disk_last() -> None:
     store(table, keys)
     for key in keys:
         table.place(key, "pack")
-    table.doom(keys[3])
-    table.doom(keys[2])
+    table.host.evict_when_unprotected(keys[3])
+    table.host.evict_when_unprotected(keys[2])
     assert table.disk.take_cheapest(2) == [keys[3], keys[2]]
     assert set(table.disk.take_cheapest(2)) == set(keys[:2])
 
@@ -187,8 +187,8 @@ def test_uses_in_host_memory_count_on_disk_afterwards() -> None:
     table.place(cold, "pack")
     table.use(table.known([hot]))
     table.use(table.known([hot]))
-    table.doom(hot)
-    table.doom(cold)
+    table.host.evict_when_unprotected(hot)
+    table.host.evict_when_unprotected(cold)
     assert table.disk.take_cheapest(1) == [cold]
 
 
@@ -197,8 +197,8 @@ def test_a_promotion_that_fails_is_no_use_of_what_is_on_disk() -> None:
     old, young = key_of(1), key_of(2)
     table.place(old, "pack")
     table.place(young, "pack")
-    assert table.begin_promotion(old) is not None
-    table.fail_promotion(old)
+    assert table.host.begin_promotion(old) is not None
+    table.host.fail_promotion(old)
     assert table.disk.take_cheapest(1) == [old]
 
 

@@ -121,7 +121,7 @@ def test_the_longest_unused_gives_way_and_its_prompt_comes_back(folder: Path) ->
             assert all(view.state.name == "DURABLE" for view in views)
             again = await attached(cache, "m0")
             assert again.namespace is namespaces[0]
-            await eventually(lambda: namespaces[0].table.num_host == len(KEYS))  # without anybody asking
+            await eventually(lambda: namespaces[0].table.host.num_chunks == len(KEYS))  # without anybody asking
             await again.acquire(KEYS)
             assert again.num_read == len(KEYS), "the right bytes, at once"
             await gone(cache, again)
@@ -143,7 +143,7 @@ def test_what_is_not_written_yet_stays(folder: Path, monkeypatch: pytest.MonkeyP
             await gone(cache, engine)
             with pytest.raises(ArenaFullError, match="1 models have an arena, as many as"):
                 await attached(cache, "two")
-            assert namespace.table.num_host == len(KEYS)
+            assert namespace.table.host.num_chunks == len(KEYS)
             assert cache.resources.disk.write_pack == original
             writable.set()
             await eventually(lambda: not namespace.write_back.queued_bytes)
@@ -279,7 +279,7 @@ def test_an_engine_that_comes_back_while_its_arena_is_emptied_keeps_it(
             await gone(cache, one)
             closing = asyncio.create_task(cache.arenas._close(namespace))
             await asyncio.sleep(0)
-            assert namespace.table.num_host == len(KEYS) - 1, "on its way"
+            assert namespace.table.host.num_chunks == len(KEYS) - 1, "on its way"
             namespace.sessions.append(one.session)
             assert not await closing
             assert namespace.host.is_open

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.arena_format import SlotEntry, key_tag_of, mark_of
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
 from kvtier.host.recovery import OrphanRow, index_by_tag, read_orphan_rows
 from tests.fakes.chunks import key_of, layout_of
@@ -116,13 +116,13 @@ def test_adopted_chunks_are_evicted_before_those_used_since_and_the_least_valuab
     table, _, budget = resumed()
     for key in KEYS[:3]:
         table.place(key, "pack")
-    assert table.adopt(KEYS[0], SlotRef(0, 7), 1)
-    assert table.adopt(KEYS[1], SlotRef(2, 5), 1)
-    assert not table.adopt(KEYS[1], SlotRef(3, 0), 1), "the chunk has a slot"
-    assert not table.adopt(KEYS[3], SlotRef(3, 0), 1), "nobody knows the chunk"
-    assert not table.adopt(KEYS[2], SlotRef(3, 1), 1), "another generation"
+    assert table.host.adopt(KEYS[0], SlotRef(0, 7), 1)
+    assert table.host.adopt(KEYS[1], SlotRef(2, 5), 1)
+    assert not table.host.adopt(KEYS[1], SlotRef(3, 0), 1), "the chunk has a slot"
+    assert not table.host.adopt(KEYS[3], SlotRef(3, 0), 1), "nobody knows the chunk"
+    assert not table.host.adopt(KEYS[2], SlotRef(3, 1), 1), "another generation"
     table.check()
-    table.make_room(1)
+    table.host.evict_cheapest(1)
     assert table.get(KEYS[1]).slot is None  # type: ignore[union-attr]
     assert table.get(KEYS[0]).slot == SlotRef(0, 7)  # type: ignore[union-attr]
     assert budget.used_bytes == 3 * 4096
@@ -135,7 +135,7 @@ def test_whoever_frees_a_slot_takes_its_mark_away() -> None:
     ref = slots.take_unbacked(SlotState.SEALING)
     assert ref is not None
     slots.mark_backed(ref)
-    table.commit_store(KEYS[0], ref, 1)
+    table.host.commit_store(KEYS[0], ref, 1)
     assert freed == []
-    table.evict(KEYS[0])
+    table.host.evict(KEYS[0])
     assert freed == [ref.slot]

@@ -78,10 +78,10 @@ def test_what_leaves_host_memory_and_disk_is_counted_once_and_where_it_was(tmp_p
             await made.on_disk(range(10, 12))
             session, _ = await made.session()
             await at_rest(made.resources)
-            num_before = made.table.num_host
+            num_before = made.table.host.num_chunks
             session.loads.acquire(1, keys_of([10, 11]))
-            assert made.counters.host_evictions == num_before - made.table.num_host > 0
-            await eventually(lambda: made.table.num_host == 2 + num_before - made.counters.host_evictions)
+            assert made.counters.host_evictions == num_before - made.table.host.num_chunks > 0
+            await eventually(lambda: made.table.host.num_chunks == 2 + num_before - made.counters.host_evictions)
             session.loads.release(1, None)
             await made.cache.pins.evict_all(force=False, tier=EvictTier.ANY)
             assert made.counters.disk_evictions == 2
@@ -125,7 +125,7 @@ def test_a_chunk_that_lost_its_place_on_disk_while_it_was_promoted_is_told_to_be
                 await made.namespace.index.drop_cheapest(12_000)  # two of three: the pack stays, and is read
                 lost = [key for key, held in peer.held.items() if not held]
                 assert len(lost) == 2
-            await eventually(lambda: made.table.num_host == 3)
+            await eventually(lambda: made.table.host.num_chunks == 3)
             assert [made.table.holds(key) and peer.held[key] for key in lost] == [True, True]
 
     asyncio.run(scenario())

@@ -232,7 +232,7 @@ def test_an_evicted_host_copy_is_promoted_from_the_new_pack(tmp_path: Path) -> N
             with r.tier.holding("rewrite_pack") as gate:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
-                assert r.table.make_room(2).lost == []
+                assert r.table.host.evict_cheapest(2).lost == []
             assert await compaction
             session.loads.acquire(2, keys_of([0, 1]))
             await eventually(lambda: peer.num_ready(2) == 2)

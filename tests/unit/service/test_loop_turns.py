@@ -16,7 +16,7 @@ import pytest
 import kvtier.concurrency.turns
 import kvtier.core.acquire
 from kvtier.concurrency.turns import SLICE_KEYS, in_turns
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import QuotaExceededError
 from kvtier.prompts.book import PinWish

@@ -39,7 +39,7 @@ class FakeNamespace:
     @property
     def table(self) -> Any:
         num_bytes = self.num_chunks * CHUNK_BYTES
-        disk = SimpleNamespace(num_ordinary=self.num_chunks, lowest_value=self.value, num_bytes=num_bytes)
+        disk = SimpleNamespace(num_unpinned=self.num_chunks, lowest_value=self.value, num_bytes=num_bytes)
         return SimpleNamespace(disk=disk)
 
     @property

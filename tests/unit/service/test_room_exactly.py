@@ -43,10 +43,10 @@ def test_another_namespace_loses_what_is_short_and_no_more(
                 asker.host.release(ref)
             r.in_host(range(NUM_ROWS - num_rows_of(r.resources.budget.used_bytes)))
             assert not r.resources.budget.free_bytes
-            num_before = r.table.num_host
+            num_before = r.table.host.num_chunks
             assert len(await asker.host.allocate(num_wanted)) == num_wanted
             short_rows = max(0, num_wanted - num_free) * layout.row_bytes // ROW_BYTES
-            assert num_before - r.table.num_host == r.counters.host_evictions == short_rows
+            assert num_before - r.table.host.num_chunks == r.counters.host_evictions == short_rows
             assert r.counters.store_credits_short == 0
 
     asyncio.run(scenario())
@@ -62,10 +62,10 @@ def test_an_acquire_asks_for_the_rows_of_what_is_only_on_disk(tmp_path: Path, nu
             for ref in await other.tiers.host.allocate(num_free):
                 other.tiers.host.release(ref)
             r.in_host(range(NUM_ROWS - num_rows_of(r.resources.budget.used_bytes)))
-            num_before = giver.table.num_host
+            num_before = giver.table.host.num_chunks
             other.tiers.host.ensure_takable(num_wanted)
             assert other.tiers.host.num_takable == max(num_wanted, num_free)
-            assert num_before - giver.table.num_host == max(0, num_wanted - num_free)
+            assert num_before - giver.table.host.num_chunks == max(0, num_wanted - num_free)
 
     asyncio.run(scenario())
 

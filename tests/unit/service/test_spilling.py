@@ -66,7 +66,7 @@ def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tm
             with r.tier.holding("write_pack") as gate:
                 spiller.add(keys_of(range(5)))
                 await reached(gate.reached)
-                assert [r.chunk(n).spilling for n in range(5)] == [True] * 3 + [False] * 2
+                assert [r.chunk(n).writing_back for n in range(5)] == [True] * 3 + [False] * 2
                 assert r.chunk(4).evictable
                 assert r.counters.chunks_not_spilled == 2
                 assert not spiller.is_behind
@@ -75,11 +75,11 @@ def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tm
                 assert r.counters.spill_queue_bytes == 8 * 6000
                 r.table.pin(keys_of([4]))
                 spiller.add(keys_of([4]))  # pinned later: it is a promise now
-                assert r.chunk(4).spilling
+                assert r.chunk(4).writing_back
             await spiller.flush()
             assert all(r.location(n) is not None for n in range(10, 15))
             assert r.location(4) is not None
-            assert not r.chunk(4).host.volatile
+            assert not r.chunk(4).host.memory_only
             r.check()
 
     asyncio.run(scenario())
@@ -97,7 +97,7 @@ def test_what_was_passed_over_is_spilled_when_the_disk_has_caught_up(tmp_path: P
                 spiller.add(keys_of(range(8)))
                 await reached(gate.reached)
                 assert r.counters.chunks_not_spilled == 5
-                assert r.table.evict(keys_of([7])[0]), "it may go meanwhile"
+                assert r.table.host.evict(keys_of([7])[0]), "it may go meanwhile"
             await spiller.flush()
             assert all(r.location(n) is not None for n in range(7))
             assert not spiller._passed_over
@@ -330,7 +330,7 @@ def test_one_bad_sector_does_not_switch_the_disk_off(tmp_path: Path) -> None:
                 session.loads.acquire(acquire_id, keys_of(range(8)))
                 await eventually(lambda: len(peer.missed.get(acquire_id, [])) == 4)  # noqa: B023
                 session.loads.release(acquire_id, None)
-                r.table.make_room(8)
+                r.table.host.evict_cheapest(8)
             assert not r.resources.disk_health.latched
 
     asyncio.run(scenario())
@@ -365,20 +365,20 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
-            unknown, wanted, on_disk, both, promoting, lost, doomed, queued = range(8)
+            unknown, wanted, on_disk, both, promoting, lost, leaving, queued = range(8)
             good = [10 + number for number in range(9)]
             session, _ = await r.session()
             await r.on_disk([on_disk, both, promoting, lost])
-            r.in_host([both, doomed, queued, *good])
+            r.in_host([both, leaving, queued, *good])
             r.table.pin(keys_of([wanted]))
-            session.loads.acquire(1, keys_of([doomed]))
-            r.table.doom(keys_of([doomed])[0])
+            session.loads.acquire(1, keys_of([leaving]))
+            r.table.host.evict_when_unprotected(keys_of([leaving])[0])
             r.namespace.write_back.add(keys_of([queued]))
             with r.tier.stepping():
                 session.loads.acquire(2, keys_of([promoting, lost]))
                 await eventually(lambda: bool(r.tier.asked))
                 await r.namespace.index.drop(keys_of([lost]))
-                each = (unknown, wanted, on_disk, both, promoting, lost, doomed, queued)
+                each = (unknown, wanted, on_disk, both, promoting, lost, leaving, queued)
                 r.namespace.write_back.add(keys_of(number for pair in zip(good, each, strict=False) for number in pair))
                 r.namespace.write_back.add(keys_of(good[-1:]))
                 await r.namespace.write_back.flush()

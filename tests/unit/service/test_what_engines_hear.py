@@ -50,7 +50,7 @@ def test_what_was_in_memory_only_is_gone_even_when_the_ledger_refuses(
 
 
 def lose_from_memory(r: Rig) -> None:
-    r.namespace.tiers.evict_rows(1, ordinary_only=True)
+    r.namespace.tiers.evict_rows(1, unpinned_only=True)
 
 
 def forget(r: Rig) -> None:
@@ -70,7 +70,7 @@ def test_what_stays_on_disk_because_the_ledger_refuses_is_held_again(
             r.in_host([0])
             await r.on_disk([0])
             if meanwhile is forget:
-                r.table.evict(chunk_key(0))
+                r.table.host.evict(chunk_key(0))
             refuse(monkeypatch)
             with gated(monkeypatch, PackRows, "drop_chunks") as gate:
                 dropping = asyncio.create_task(r.cache.pins.evict_all(force=True, tier=EvictTier.DISK))

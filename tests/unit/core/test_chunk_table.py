@@ -1,6 +1,6 @@
 """Which chunks may leave host memory."""
 
-from kvtier.core.chunks import ChunkTable
+from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
 
 KEY = b"k" * 36
@@ -15,9 +15,9 @@ def test_a_chunk_in_host_memory_only_that_nobody_pins_is_evictable() -> None:
     assert ref is not None
     slots.mark_backed(ref)
     assert slots.seal(ref)
-    assert table.commit_store(KEY, ref, checksum=1)
+    assert table.host.commit_store(KEY, ref, checksum=1)
     table.place(KEY, "pack")
     table.unpin([KEY])
     table.unplace(KEY)
-    assert table.make_room(1).lost == [KEY]
+    assert table.host.evict_cheapest(1).lost == [KEY]
     assert slots.num_free == 1

@@ -1,0 +1,135 @@
+"""Chunks of one namespace: where each is held, and who pins it.
+
+A chunk is *held* while it is readable in an arena slot, on disk, or both. A lease keeps its slot from eviction; a pin
+keeps it from being dropped altogether. Of pinned chunks only what is on disk (or was refused by the disk for good) is
+evicted from host memory, so eviction never loses a promise. And it is evicted only when no unpinned chunk can be; which
+of several goes first is decided by `core.eviction`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic
+
+from kvtier.core.chunk import Chunk, Chunks, L
+from kvtier.core.disk_chunks import DiskChunks
+from kvtier.core.eviction import CostModel, EqualCosts, EvictionClock
+from kvtier.core.host_chunks import HostChunks
+from kvtier.core.host_queues import HostQueues
+from kvtier.core.layout import ChunkKey
+from kvtier.core.slots import Slots
+
+
+class ChunkTable(Generic[L]):
+    """All chunks of one namespace. Loop thread only; decides, does no I/O.
+
+    Args:
+        slots: Of the namespace's arena: its host tier.
+        cost_model: What its chunks are worth; all the same by default.
+        host_clock: Shared by the tables whose chunks compete for host memory.
+        disk_clock: Shared by those that compete for the disk.
+        on_move: Called at every change of a chunk's place on disk: the old one and the new one, None for nowhere.
+
+    Attributes:
+        host: Its half that knows host memory.
+        disk: Its half that knows the disk.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        cost_model: CostModel[L] | None = None,
+        host_clock: EvictionClock | None = None,
+        disk_clock: EvictionClock | None = None,
+        on_move: Callable[[L | None, L | None], None] | None = None,
+    ) -> None:
+        cost_model = cost_model or EqualCosts()
+        self._chunks: Chunks[L] = Chunks()
+        self.disk = DiskChunks(cost_model, disk_clock or EvictionClock(), self._chunks.values, on_move)
+        queues = HostQueues(cost_model, host_clock or EvictionClock())
+        self.host = HostChunks(slots, queues, self._chunks, self.disk)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def get(self, key: ChunkKey) -> Chunk[L] | None:
+        """Return the chunk, None when nothing is known of it."""
+        return self._chunks.get(key)
+
+    def get_all(self, keys: Iterable[ChunkKey]) -> Iterator[Chunk[L] | None]:
+        """Yield what `get` returns for each key; quicker than calling it for each."""
+        return map(self._chunks.get, keys)
+
+    def known(self, keys: Iterable[ChunkKey]) -> list[Chunk[L]]:
+        """Return the chunks of those keys of which something is known, in their order."""
+        return [chunk for chunk in self.get_all(keys) if chunk is not None]
+
+    def __iter__(self) -> Iterator[Chunk[L]]:
+        return iter(self._chunks.values())
+
+    def keys(self) -> list[ChunkKey]:
+        """Return the keys of all chunks, as a list of their own."""
+        return list(self._chunks)
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Say whether the chunk is in some tier."""
+        chunk = self._chunks.get(key)
+        return chunk is not None and chunk.held
+
+    def pin(self, keys: Iterable[ChunkKey]) -> None:
+        """Count one more pinned prompt for each key."""
+        for key in keys:
+            chunk = self._chunks.ensure(key)
+            self.disk.count_pin(chunk, 1)
+            if chunk.num_pins == 1:
+                self.host.queues.move(chunk)
+                self.disk.pinned(chunk)
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> None:
+        """Count one pinned prompt less for each key."""
+        for key in keys:
+            chunk = self._chunks[key]
+            self.disk.count_pin(chunk, -1)
+            if not chunk.num_pins:
+                self.host.queues.move(chunk)
+                self.disk.unpinned(chunk)
+            self._chunks.forget_if_idle(chunk)
+
+    def use(self, chunks: Sequence[Chunk[L]], *, hit: bool = True) -> None:
+        """Chunks of one prompt were used; the first of them are to outlive the last, without which they still serve.
+
+        Args:
+            chunks: Of this table, in prefix order.
+            hit: Count a use; else recency only.
+        """
+        in_host: list[Chunk[L]] = []
+        on_disk: list[Chunk[L]] = []
+        for chunk in reversed(chunks):
+            host = chunk.host
+            if host is not None and not host.promoting:
+                in_host.append(chunk)
+            elif chunk.queued:
+                on_disk.append(chunk)
+        num_uses = 1 if hit else 0
+        self.host.queues.use_all(in_host, num_uses=num_uses)
+        self.disk.use_all(on_disk, num_uses=num_uses)
+
+    def place(self, key: ChunkKey, location: L) -> None:
+        """The chunk lies on disk at `location` now."""
+        chunk = self._chunks.ensure(key)
+        self.disk.place(chunk, location)
+        if chunk.num_pins and chunk.host is not None:
+            self.host.queues.unpark(chunk, chunk.host)
+
+    def unplace(self, key: ChunkKey) -> None:
+        """The chunk is not on disk any longer."""
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self.disk.place(chunk, None)
+            self._chunks.forget_if_idle(chunk)
+
+    def check(self) -> None:
+        """Raise AssertionError unless chunks, slots and eviction queues agree."""
+        self.host.check()
+        self.disk.check()
+        for chunk in self:
+            if chunk.num_leases < 0 or chunk.num_pins < 0:
+                raise AssertionError(f"chunk {chunk.key.hex()} has impossible counts")
