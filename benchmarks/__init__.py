@@ -1,1 +1,1 @@
-"""Programs that run kvtier against a real vLLM: the demo, and what the end-to-end tests share with it."""
+"""Commands that measure kvtier: each module, and each package with a `__main__`, is one; README.md lists them."""

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from benchmarks.machine import machine_line, spread
-from benchmarks.trained import prompt_kv, trained_model
+from benchmarks.harness.trained_model import prompt_kv, trained_model
+from benchmarks.measuring.machine import machine_line, spread
 from kvtier.disk.codecs import Codec, CodecChooser, codec_by_name, default_codecs
 from kvtier.disk.codecs.compiled import compile_kernels
 from kvtier.disk.codecs.planes import HUFFMAN_ONLY

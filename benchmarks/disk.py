@@ -33,7 +33,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import machine_line, read_buffer, spread
+from benchmarks.measuring.machine import machine_line, spread
+from benchmarks.measuring.machine_rates import read_buffer
 from kvtier.core.stored import PackRecord
 from kvtier.disk.base import ChunkPayload, ChunkRead, checksum_of
 from kvtier.disk.codecs import codec_by_name

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
     from vllm.v1.request import Request, RequestStatus
 
-from benchmarks.machine import machine_line
+from benchmarks.measuring.machine import machine_line
 from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 from kvtier_connector.gpu_pins.policy import Policy

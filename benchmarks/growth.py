@@ -22,8 +22,8 @@ from typing import Any
 
 import xxhash
 
-from benchmarks.machine import machine_line, spread
-from benchmarks.processes import Daemon
+from benchmarks.harness.daemon import Daemon
+from benchmarks.measuring.machine import machine_line, spread
 from kvtier.config import DaemonConfig, DiskConfig, HostConfig, MetricsConfig, ServerConfig
 from kvtier.config.model import OFF
 from kvtier.core.fingerprint import namespace_id

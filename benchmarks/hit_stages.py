@@ -22,14 +22,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.machine import fast_dtype, machine_line
-from benchmarks.many_pins import wait_durable
-from benchmarks.models import SERVED, cached_model
-from benchmarks.peers.asking import forget_device_cache, greet
-from benchmarks.peers.files import drop_page_cache
-from benchmarks.processes import Daemon, Engine, EngineOptions, StartError, interrupt_on_signals, run_cli, wait_attached
-from benchmarks.suite.tables import table
-from benchmarks.usage import cpu_of, pids_of, titled, waited_s
+from benchmarks.harness.daemon import Daemon, run_cli, wait_attached
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.model_specs import SERVED
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import StartError, interrupt_on_signals
+from benchmarks.measuring.chat_requests import forget_device_cache, greet
+from benchmarks.measuring.machine import fast_dtype, machine_line
+from benchmarks.measuring.many_pins import wait_durable
+from benchmarks.measuring.process_usage import cpu_of, pids_of, titled, waited_s
+from benchmarks.measuring.storage import drop_page_cache
+from benchmarks.measuring.tables import table
 from kvtier.cli.commands.trace_files import read_trace, spans_of
 from kvtier.client.warm_requests import warm_body
 

@@ -19,7 +19,7 @@ import httpx
 import prometheus_client
 
 from benchmarks.growth import FINGERPRINT, LAYOUT, SilentPeer, config_of
-from benchmarks.machine import machine_line
+from benchmarks.measuring.machine import machine_line
 from kvtier.obs.exposition import MetricsServer
 from kvtier.obs.timings import Timings
 from kvtier.service import Cache, EngineHello

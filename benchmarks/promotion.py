@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import machine_line, read_buffer, spread
+from benchmarks.measuring.machine import machine_line, spread
+from benchmarks.measuring.machine_rates import read_buffer
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.disk.base import ChunkRead

@@ -14,14 +14,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.machine import fast_dtype, machine_line, spread
-from benchmarks.models import cached_model
-from benchmarks.peers.asking import ask, forget_device_cache, greet, question
-from benchmarks.peers.systems import OFF_DEVICE_CONFIG, KVTier
-from benchmarks.processes import Engine, EngineOptions, interrupt_on_signals
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import interrupt_on_signals
+from benchmarks.measuring.chat_requests import ask, forget_device_cache, greet, question
+from benchmarks.measuring.machine import fast_dtype, machine_line, spread
+from benchmarks.measuring.sized_prompts import SystemPrompt, make_prompt
+from benchmarks.measuring.tables import table
 from benchmarks.suite.profiles import BLOCK_TOKENS, PROFILES
-from benchmarks.suite.tables import table
-from benchmarks.suite.texts import SystemPrompt, make_prompt
+from benchmarks.systems.kvtier_system import OFF_DEVICE_CONFIG, KVTier
 
 SHAPE = PROFILES["long"].matrices[0]
 Samples = dict[tuple[str, str, int], list[float]]

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 
 import pytest
 
-from benchmarks.machine import machine_line
+from benchmarks.measuring.machine import machine_line
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.transfer_job import ArenaSpec
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, hashes_of

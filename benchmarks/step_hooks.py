@@ -20,14 +20,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.bench_serve import BenchServe, BenchServeClient, TrafficError
-from benchmarks.machine import fast_dtype, machine_line
-from benchmarks.peers.asking import greet
-from benchmarks.peers.systems import KVTier, KVTierAll, LMCache, SetupError, System, VLLMTiering, path_with_benchmarks
-from benchmarks.peers.timed_connector import CONNECTOR_VARIABLE, FOLDER_VARIABLE, IDLE_S
-from benchmarks.processes import Engine, Process, interrupt_on_signals, run_cli, running, say
-from benchmarks.serving_cost import WARM_SEED, engine_options
-from benchmarks.suite.tables import table
+from benchmarks.harness.daemon import run_cli
+from benchmarks.harness.engine import Engine
+from benchmarks.harness.process import Process, interrupt_on_signals, running, say
+from benchmarks.measuring.chat_requests import greet
+from benchmarks.measuring.machine import fast_dtype, machine_line
+from benchmarks.measuring.tables import table
+from benchmarks.serving_cost.bench_serve import BenchServe, BenchServeClient, TrafficError
+from benchmarks.serving_cost.server_options import WARM_SEED, engine_options
+from benchmarks.systems.kvtier_system import KVTier, KVTierAll
+from benchmarks.systems.lmcache_system import LMCache
+from benchmarks.systems.system import SetupError, System, path_with_benchmarks
+from benchmarks.systems.timed_connector import CONNECTOR_VARIABLE, FOLDER_VARIABLE, IDLE_S
+from benchmarks.systems.vllm_systems import VLLMTiering
 
 STEP, REQUEST = "build_connector_meta", "update_state_after_alloc"
 """Called once for each step, and for each request."""
@@ -170,7 +175,7 @@ def timed(engine: Engine, connector: str, folder: Path) -> Engine:
     at = engine.argv.index(name) + 1
     config = json.loads(engine.argv[at]) | {
         "kv_connector": "TimedConnector",
-        "kv_connector_module_path": "benchmarks.peers.timed_connector",
+        "kv_connector_module_path": "benchmarks.systems.timed_connector",
     }
     variables = {
         CONNECTOR_VARIABLE: connector,

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
-from benchmarks.machine import machine_line, spread
+from benchmarks.measuring.machine import machine_line, spread
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena

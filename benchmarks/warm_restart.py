@@ -19,8 +19,8 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.machine import machine_line, spread
-from benchmarks.processes import Daemon
+from benchmarks.harness.daemon import Daemon
+from benchmarks.measuring.machine import machine_line, spread
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig

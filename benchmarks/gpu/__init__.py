@@ -1,1 +1,1 @@
-"""Measurements on a GPU: `python -m benchmarks.gpu`."""
+"""`python -m benchmarks.gpu`: times to first token and idle cost, measured on a GPU."""

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.copies import measure_copies
-from benchmarks.gpu.serving import Plan, measure_first_tokens, measure_idle
-from benchmarks.machine import hardware
+from benchmarks.gpu.first_tokens import Plan, measure_first_tokens, measure_idle
+from benchmarks.measuring.machine import hardware
 
 SECTIONS = ("copies", "first-token", "idle")
 

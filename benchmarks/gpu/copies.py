@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from benchmarks.machine import spread
+from benchmarks.measuring.machine import spread
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena

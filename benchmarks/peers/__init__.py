@@ -1,1 +1,1 @@
-"""kvtier beside its peers: time to first token after a restart, and bytes on disk. Run `python -m benchmarks.peers`."""
+"""`python -m benchmarks.peers`: time to first token after a restart, and bytes on disk, beside the peers."""

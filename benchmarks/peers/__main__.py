@@ -21,13 +21,18 @@ from pathlib import Path
 import httpx
 import openai
 
-from benchmarks.machine import fast_dtype, machine_line
-from benchmarks.models import DEMO, TINY, ModelSpec, cached_model
-from benchmarks.peers.files import is_in_memory
-from benchmarks.peers.measure import Results, measure_frame, measure_restarts, store
-from benchmarks.peers.report import table
-from benchmarks.peers.systems import OFF_DEVICE_CONFIG, PEER_VENVS, SYSTEMS, SetupError, System, VLLMAlone
-from benchmarks.processes import EngineOptions, StartError, interrupt_on_signals, say
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import DEMO, TINY, ModelSpec
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import StartError, interrupt_on_signals, say
+from benchmarks.measuring.machine import fast_dtype, machine_line
+from benchmarks.measuring.storage import is_in_memory
+from benchmarks.peers.restart_table import table
+from benchmarks.peers.restarts_in_turns import Results, measure_frame, measure_restarts, store
+from benchmarks.systems.all_systems import SYSTEMS
+from benchmarks.systems.kvtier_system import OFF_DEVICE_CONFIG
+from benchmarks.systems.system import PEER_VENVS, SetupError, System
+from benchmarks.systems.vllm_systems import VLLMAlone
 
 SMALL = ModelSpec(
     num_layers=8, hidden=512, intermediate=1024, num_heads=8, num_kv_heads=4, vocab_size=8192, max_positions=8192

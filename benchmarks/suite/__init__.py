@@ -1,1 +1,1 @@
-"""One benchmark of everything, beside the peers, from raw samples to tables and pictures. Run it with `make bench`."""
+"""`make bench`: kvtier beside the peers in every situation, from raw samples to tables and charts."""

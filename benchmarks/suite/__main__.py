@@ -21,19 +21,24 @@ import grpc
 import httpx
 import openai
 
-from benchmarks.machine import fast_dtype, hardware, versions
-from benchmarks.models import SERVED, cached_model
-from benchmarks.peers.files import is_in_memory
-from benchmarks.peers.systems import OFF_DEVICE_CONFIG, SYSTEMS, KVTierAll, SetupError, System, VLLMAlone
-from benchmarks.processes import EngineOptions, StartError, interrupt_on_signals, say
-from benchmarks.records import Records, RecordsError
-from benchmarks.suite import service
-from benchmarks.suite.floor import device_rates, memcpy_rates
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import SERVED
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import StartError, interrupt_on_signals, say
+from benchmarks.measuring.machine import fast_dtype, hardware, versions
+from benchmarks.measuring.machine_rates import device_rates, memcpy_rates
+from benchmarks.measuring.samples import Records, RecordsError
+from benchmarks.measuring.storage import is_in_memory
+from benchmarks.suite import daemon_growth
 from benchmarks.suite.load import LoadRun
 from benchmarks.suite.matrix import MatrixRun, first_line
 from benchmarks.suite.plots import draw_plots
 from benchmarks.suite.profiles import BLOCK_TOKENS, PROFILES, LoadShape, MatrixShape, Profile
 from benchmarks.suite.report import report
+from benchmarks.systems.all_systems import SYSTEMS
+from benchmarks.systems.kvtier_system import OFF_DEVICE_CONFIG, KVTierAll
+from benchmarks.systems.system import SetupError, System
+from benchmarks.systems.vllm_systems import VLLMAlone
 
 ALL_SYSTEMS: dict[str, type[System]] = {"alone": VLLMAlone, "kvtier-all": KVTierAll, **SYSTEMS}
 DEFAULT_SYSTEMS = ("alone", "kvtier", "lmcache", "vllm-fs")
@@ -115,13 +120,13 @@ class Plan:
         if shape is None or "kvtier" not in self.systems:
             return
         mib, rounds = shape.service_mib, shape.rounds
-        yield Case(name="moved", measure=partial(service.bytes_moved, mib))
+        yield Case(name="moved", measure=partial(daemon_growth.bytes_moved, mib))
         for count in shape.pins:
-            yield Case(name=f"pins/{count}", measure=partial(service.pins, count, rounds))
+            yield Case(name=f"pins/{count}", measure=partial(daemon_growth.pins, count, rounds))
         for count in shape.sessions:
-            yield Case(name=f"sessions/{count}", measure=partial(service.sessions, count))
+            yield Case(name=f"sessions/{count}", measure=partial(daemon_growth.sessions, count))
         for count in shape.chunks:
-            yield Case(name=f"chunks/{count}", measure=partial(service.chunks, count, rounds))
+            yield Case(name=f"chunks/{count}", measure=partial(daemon_growth.chunks, count, rounds))
 
     def _options(self, model: Path, pool_blocks: int, max_model_len: int) -> EngineOptions:
         return EngineOptions(

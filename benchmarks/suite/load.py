@@ -10,13 +10,14 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.peers.asking import ask, greet, question
-from benchmarks.peers.systems import System
-from benchmarks.processes import Engine, Process, wait_until
+from benchmarks.harness.engine import Engine
+from benchmarks.harness.process import Process, wait_until
+from benchmarks.measuring.chat_requests import ask, greet, question
+from benchmarks.measuring.process_usage import cpu_s
+from benchmarks.measuring.sized_prompts import SystemPrompt, make_prompt
 from benchmarks.suite.profiles import LoadShape
-from benchmarks.suite.texts import SystemPrompt, make_prompt
 from benchmarks.suite.traffic import Traffic, plan
-from benchmarks.usage import cpu_s
+from benchmarks.systems.system import System
 
 UNDISTURBED, KILLED = "undisturbed", "server killed in the middle"
 HALF_TIMEOUT_S = 180

@@ -16,13 +16,14 @@ from pathlib import Path
 import httpx
 import openai
 
-from benchmarks.peers.asking import ask, forget_device_cache, greet, question
-from benchmarks.peers.files import allocated_bytes, drop_page_cache
-from benchmarks.peers.systems import System
-from benchmarks.processes import Engine, Process
+from benchmarks.harness.engine import Engine
+from benchmarks.harness.process import Process
+from benchmarks.measuring.chat_requests import ask, forget_device_cache, greet, question
+from benchmarks.measuring.process_usage import cpu_s, memory_of, pids_of
+from benchmarks.measuring.sized_prompts import SystemPrompt, make_prompt
+from benchmarks.measuring.storage import allocated_bytes, drop_page_cache
 from benchmarks.suite.profiles import BLOCK_TOKENS, MatrixShape
-from benchmarks.suite.texts import SystemPrompt, make_prompt
-from benchmarks.usage import cpu_s, memory_of, pids_of
+from benchmarks.systems.system import System
 
 FLOOD_RATIO = 1.3
 # Of other prompts than those that are asked: they share no first word.

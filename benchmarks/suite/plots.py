@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.chart import Bar, draw_chart
-from benchmarks.records import Records, Row
+from benchmarks.measuring.bar_chart import Bar, draw_chart
+from benchmarks.measuring.samples import Records, Row
+from benchmarks.measuring.tables import chosen, distinct, percentile, sources, values
 from benchmarks.suite.load import UNDISTURBED
 from benchmarks.suite.matrix import Condition
-from benchmarks.suite.tables import chosen, distinct, percentile, sources, values
 
 COLORS = {"vLLM alone": "#a3adbd", "kvtier": "#34d399", "LMCache fs": "#f97352", "vLLM fs tier": "#60a5fa"}
 OTHER_COLOR = "#c084fc"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from benchmarks.models import DEMO, SERVED, ModelSpec
+from benchmarks.harness.model_specs import DEMO, SERVED, ModelSpec
 
 BLOCK_TOKENS = 32
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from benchmarks.records import Records
+from benchmarks.measuring.samples import Records
+from benchmarks.suite.report_growth import service_tables
 from benchmarks.suite.report_load import load_tables
 from benchmarks.suite.report_matrix import matrix_tables
-from benchmarks.suite.report_service import service_tables
 
 
 def report(records: Records, not_measured: Sequence[str] = ()) -> str:

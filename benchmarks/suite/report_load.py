@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.machine import spread
-from benchmarks.records import Records, Row
+from benchmarks.measuring.machine import spread
+from benchmarks.measuring.samples import Records, Row
+from benchmarks.measuring.tables import chosen, distinct, percentile, table
 from benchmarks.suite.load import KILLED
-from benchmarks.suite.tables import chosen, distinct, percentile, table
 
 HEADER = (
     "system",

@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.machine import spread
-from benchmarks.models import ModelSpec
-from benchmarks.peers.systems import VLLMAlone
-from benchmarks.records import Records, Row
+from benchmarks.harness.model_specs import ModelSpec
+from benchmarks.measuring.machine import spread
+from benchmarks.measuring.samples import Records, Row
+from benchmarks.measuring.tables import chosen, distinct, milliseconds, sources, table, values
 from benchmarks.suite.matrix import Condition
 from benchmarks.suite.profiles import BLOCK_TOKENS, PROFILES
-from benchmarks.suite.tables import chosen, distinct, milliseconds, sources, table, values
+from benchmarks.systems.vllm_systems import VLLMAlone
 
 MIB = 2**20
 # LMCache keeps whole chunks of 256 tokens, so three quarters of 1,000; how much a hit brought has its own column.

@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.peers.asking import question
-from benchmarks.processes import Engine
+from benchmarks.harness.engine import Engine
+from benchmarks.measuring.chat_requests import question
+from benchmarks.measuring.sized_prompts import SystemPrompt
 from benchmarks.suite.profiles import LoadShape
-from benchmarks.suite.texts import SystemPrompt
 
 TIMEOUT_S = 60.0
 _NO_ANSWER = httpx.ReadTimeout.__name__

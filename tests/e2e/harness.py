@@ -15,7 +15,9 @@ from typing import Any
 
 import openai
 
-from benchmarks.processes import CliResult, Daemon, Engine, EngineOptions, run_cli, wait_until
+from benchmarks.harness.daemon import CliResult, Daemon, run_cli
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.admin import AdminClient
 

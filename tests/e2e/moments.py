@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.processes import Engine, wait_until
+from benchmarks.harness.engine import Engine
+from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import SessionStatus
 from tests.e2e.harness import Stack, Tokens
 from tests.e2e.traffic import HANG_S, Client

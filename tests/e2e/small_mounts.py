@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from benchmarks.processes import Process, wait_until
+from benchmarks.harness.process import Process, wait_until
 
 _UNSHARE = ("unshare", "--mount", "--propagation=private", "sh", "-c")
 _BLOCK_BYTES = 4096

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from benchmarks.models import TINY, cached_model
-from benchmarks.processes import Engine, EngineOptions
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import EVICTING, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens
 

@@ -2,8 +2,9 @@
 
 import random
 
-from benchmarks.models import TINY, cached_model
-from benchmarks.processes import EngineOptions
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
 from tests.e2e.conftest import Note
 from tests.e2e.harness import PATIENT, ask_all, running_stack, tokens
 

@@ -11,8 +11,10 @@ from signal import SIGCONT, SIGSTOP
 
 import pytest
 
-from benchmarks.models import TINY, cached_model
-from benchmarks.processes import EngineOptions, wait_until
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import wait_until
 from kvtier._pb.cache_pb2 import PromptStatus
 from tests.e2e.conftest import Note
 from tests.e2e.harness import Stack, ask, forget_gpu, running_stack, tokens

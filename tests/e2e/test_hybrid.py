@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.models import TINY_HYBRID, cached_model
-from benchmarks.processes import EngineOptions
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import TINY_HYBRID
+from benchmarks.harness.models import cached_model
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import PATIENT, Stack, ask, ask_all, flood, forget_gpu, own_hit, running_stack, tokens
 

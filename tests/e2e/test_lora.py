@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models import TINY, cached_model, make_lora_adapter
-from benchmarks.processes import EngineOptions
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model, make_lora_adapter
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import PATIENT, Stack, ask, forget_gpu, own_hit, running_stack, tokens
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.models import TINY, cached_model
-from benchmarks.processes import Engine, EngineOptions, wait_until
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.harness import PATIENT, Stack, running_stack, tokens
 from tests.e2e.moments import session_of, standing_credits, stop_while, storing_again

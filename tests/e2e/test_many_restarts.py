@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from benchmarks.models import TINY, cached_model
-from benchmarks.processes import Engine, EngineOptions, wait_until
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import PATIENT, Answer, Stack, ask, own_hit, running_stack, tokens

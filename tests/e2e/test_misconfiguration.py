@@ -3,8 +3,9 @@
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.models import TINY, cached_model
-from benchmarks.processes import EngineOptions
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
 from tests.e2e.harness import running_stack
 
 CASES: dict[str, dict[str, Any]] = {

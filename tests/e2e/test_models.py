@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.models import (
-    TINY,
-    TINY_CONV,
-    TINY_EXPERTS,
-    TINY_LATENT,
-    TINY_WINDOW,
-    ModelSpec,
-    cached_model,
-)
-from benchmarks.processes import EngineOptions
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import TINY, TINY_CONV, TINY_EXPERTS, TINY_LATENT, TINY_WINDOW, ModelSpec
+from benchmarks.harness.models import cached_model
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import PATIENT, Stack, ask, forget_gpu, own_hit, running_stack, tokens
 

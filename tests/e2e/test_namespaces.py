@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models import TINY, ModelSpec, make_model
-from benchmarks.processes import Engine, EngineOptions, wait_until
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.model_specs import TINY, ModelSpec
+from benchmarks.harness.models import make_model
+from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import EVICTING, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens

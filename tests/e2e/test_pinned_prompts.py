@@ -13,9 +13,11 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionToolParam
 
-from benchmarks.models import TINY, cached_model
-from benchmarks.processes import Engine, EngineOptions, wait_until
-from benchmarks.prompts import system_prompt
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import wait_until
+from benchmarks.harness.prompts import system_prompt
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import EVICTING, Answer, Stack, ask, ask_all, flood, forget_gpu, own_hit, running_stack, tokens

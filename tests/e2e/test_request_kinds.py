@@ -17,8 +17,10 @@ import openai
 import pytest
 from openai.types import Completion
 
-from benchmarks.models import TINY, make_model
-from benchmarks.processes import Engine, EngineOptions, wait_until
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import make_model
+from benchmarks.harness.process import wait_until
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import (
     ANSWER_TOKENS,

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
-from benchmarks.models import TINY, cached_model
-from benchmarks.processes import EngineOptions, wait_until
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import TINY
+from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import wait_until
 from tests.e2e.harness import PATIENT, ask, forget_gpu, running_stack, tokens
 
 PREFIX = tokens(1, 320)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from benchmarks.processes import Engine, wait_until
+from benchmarks.harness.engine import Engine
+from benchmarks.harness.process import wait_until
 from tests.e2e.harness import Answer, Tokens, ask, forget_gpu, own_hit
 
 # On a busy machine a request takes seconds, and so does what the tests note. Only a hang fails.

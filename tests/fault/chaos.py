@@ -27,7 +27,7 @@ from tests.fakes.operator import until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key
 from tests.fault.chaos_model import SPACES, Model, Prompt
 
-COMMAND = "from benchmarks.tuned_daemon import main; main()"
+COMMAND = "from benchmarks.harness.tuned_daemon import main; main()"
 MAX_PINNED = 60
 START_DEADLINE_S = 60.0
 """More than for an answer: on a busy machine Python and gRPC alone took ten seconds."""

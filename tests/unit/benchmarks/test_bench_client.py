@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_serve import RATES, TIMES, BenchServe, BenchServeClient, TrafficError
+from benchmarks.serving_cost.bench_serve import RATES, TIMES, BenchServe, BenchServeClient, TrafficError
 
 ANSWERS = """
 import sys

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.gpu.model import kv_bytes_per_token, write_model
-from benchmarks.gpu.serving import Samples, ask, forget
-from benchmarks.gpu.systems import Connector, ServerOptions
+from benchmarks.gpu.dummy_model import kv_bytes_per_token, write_model
+from benchmarks.gpu.first_tokens import Samples, ask, forget
+from benchmarks.gpu.gpu_servers import Connector, ServerOptions
 
 
 def answer(request: httpx.Request) -> httpx.Response:

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from benchmarks.growth import FINGERPRINT, LAYOUT
-from benchmarks.many_pins import fill_with_pins, make_durable
+from benchmarks.measuring.many_pins import fill_with_pins, make_durable
 from kvtier._pb import cache_pb2
 from kvtier.core.fingerprint import namespace_id
 from kvtier.ledger import BindingRow, Ledger, NamespaceRow

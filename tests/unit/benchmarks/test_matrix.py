@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.peers.asking import Answer
-from benchmarks.peers.files import BytesRead
+from benchmarks.measuring.chat_requests import Answer
+from benchmarks.measuring.process_usage import BytesRead
+from benchmarks.measuring.sized_prompts import SystemPrompt
 from benchmarks.suite import matrix
 from benchmarks.suite.matrix import Condition, MatrixRun
 from benchmarks.suite.profiles import PROFILES
-from benchmarks.suite.texts import SystemPrompt
 
 ANSWER = Answer(
     ttft_s=0.1,

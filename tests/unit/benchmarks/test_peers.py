@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.asking import Answer, question
-from benchmarks.peers.files import BytesRead, allocated_bytes, drop_page_cache, is_in_memory, snapshot
-from benchmarks.peers.measure import Results, Start, is_hit, question_numbers
-from benchmarks.peers.report import HEADER, table
-from benchmarks.peers.systems import SYSTEMS, Ending
+from benchmarks.measuring.chat_requests import Answer, question
+from benchmarks.measuring.process_usage import BytesRead
+from benchmarks.measuring.storage import allocated_bytes, drop_page_cache, is_in_memory, snapshot
+from benchmarks.peers.restart_table import HEADER, table
+from benchmarks.peers.restarts_in_turns import Results, Start, is_hit, question_numbers
+from benchmarks.systems.all_systems import SYSTEMS
+from benchmarks.systems.system import Ending
 
 READER = "import sys, pathlib; len(pathlib.Path(sys.argv[1]).read_bytes()); print('read', flush=True); sys.stdin.read()"
 MIB = 2**20

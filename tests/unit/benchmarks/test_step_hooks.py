@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks import step_hooks
-from benchmarks.peers import timed_connector
-from benchmarks.processes import Engine, EngineOptions
+from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.step_hooks import Call, Cost, costs
+from benchmarks.systems import timed_connector
 
 WHOLE = """
 import json, os, sys, time
-from benchmarks.peers import timed_connector
+from benchmarks.systems import timed_connector
 cls = timed_connector.TimedConnector
 assert cls.__name__ == "TimedConnector" and cls is timed_connector.TimedConnector
 assert "build_prom_metrics" not in vars(cls), "class methods stay as they are"
@@ -75,7 +75,7 @@ def test_only_the_connector_is_another(tmp_path: Path) -> None:
     before, after = json.loads(engine.argv[at]), json.loads(other.argv[at])
     assert after == before | {
         "kv_connector": "TimedConnector",
-        "kv_connector_module_path": "benchmarks.peers.timed_connector",
+        "kv_connector_module_path": "benchmarks.systems.timed_connector",
     }
     port = engine.argv.index("--port") + 1
     assert other.argv[port] == str(other.port)

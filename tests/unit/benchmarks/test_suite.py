@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_serve import BenchServe
-from benchmarks.records import Records
-from benchmarks.serving_cost_report import ALONE, KVTIER
-from benchmarks.serving_cost_report import report as cost_report
+from benchmarks.measuring.samples import Records
+from benchmarks.measuring.sized_prompts import SystemPrompt
+from benchmarks.measuring.tables import percentile
+from benchmarks.serving_cost.bench_serve import BenchServe
+from benchmarks.serving_cost.cost_report import ALONE, KVTIER
+from benchmarks.serving_cost.cost_report import report as cost_report
 from benchmarks.suite.__main__ import DEFAULT_SYSTEMS, Plan
 from benchmarks.suite.load import KILLED, UNDISTURBED
 from benchmarks.suite.matrix import Condition
 from benchmarks.suite.plots import draw_plots
 from benchmarks.suite.profiles import PROFILES, LoadShape
 from benchmarks.suite.report import report
-from benchmarks.suite.tables import percentile
-from benchmarks.suite.texts import SystemPrompt
 from benchmarks.suite.traffic import Traffic, plan
 
 SETUP = {"hardware": "2 x CPU", "versions": "kvtier 1", "profile": "short", "dtype": "bfloat16"}

@@ -73,7 +73,7 @@ def daemon(folder: Path, listen: str) -> Iterator[Served]:
     flags_given += ["--host-bytes=1MiB", f"--metrics-listen={listen}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.tuned_daemon", *flags_given],
+        [sys.executable, "-m", "benchmarks.harness.tuned_daemon", *flags_given],
         stderr=subprocess.PIPE,
         text=True,
         env=environment | {"TUNED_DISK_PACK_LINGER_S": "0.01", "TUNED_DISK_RESERVE_BYTES": "0"},

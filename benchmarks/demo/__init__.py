@@ -1,0 +1,1 @@
+"""`make demo`: the story of one pinned system prompt, as a table and a chart."""

@@ -1,0 +1,249 @@
+"""Times to first token by where a prompt's KV comes from, and what a connector that has nothing to do costs."""
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.gpu.dummy_model import VOCAB_SIZE, kv_bytes_per_token, write_model
+from benchmarks.gpu.gpu_servers import Connector, GpuDaemon, Server, ServerOptions
+from benchmarks.harness.process import wait_until
+from benchmarks.measuring.machine import spread
+
+ANSWER_TOKENS = 4
+SETTLE_S = 1.0
+QUESTION_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        shape: Of the model.
+        prompt_lengths: Tokens.
+        num_prompts: Of each length; each is asked once per stage, so that many samples a stage has.
+        load_requests: Of the load that finds nothing kept.
+        load_concurrency: At once.
+        extra_args: For vLLM.
+    """
+
+    shape: str
+    prompt_lengths: tuple[int, ...]
+    num_prompts: int
+    load_requests: int
+    load_concurrency: int
+    extra_args: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """Seconds to the first token, and prompt tokens that were not computed, by (system, stage, length)."""
+
+    ttft_s: dict[tuple[Connector, str, int], list[float]] = field(default_factory=dict)
+    cached: dict[tuple[Connector, str, int], list[int]] = field(default_factory=dict)
+
+    def report(self, lengths: tuple[int, ...]) -> None:
+        """Print medians, spread and ratios to cold and to OffloadingConnector."""
+        stages = list(dict.fromkeys(stage for _, stage, _ in self.ttft_s))
+        for length in lengths:
+            print(f"\nprompt of {length} tokens, seconds to the first token: median (min..max)")
+            cold = statistics.median(self.ttft_s[Connector.NONE, "cold", length])
+            for stage in stages:
+                peers = self.ttft_s.get((Connector.OFFLOADING, stage, length))
+                for system in Connector:
+                    if (values := self.ttft_s.get((system, stage, length))) is None:
+                        continue
+                    median = statistics.median(values)
+                    beside = f", {median / statistics.median(peers):.2f} of OffloadingConnector" if peers else ""
+                    cached = min(self.cached[system, stage, length])
+                    print(
+                        f"{stage:22} {system.value:20} {spread(values, 's', 3)}, {median / cold:.3f} of cold{beside}; "
+                        f"at least {cached} tokens not computed"
+                    )
+
+
+def measure_first_tokens(folder: Path, plan: Plan) -> Samples:
+    """Measure every stage of every system."""
+    samples = Samples()
+    for connector in Connector:
+        _measure_system(folder / connector.name.lower(), plan, connector, samples)
+    return samples
+
+
+def _measure_system(folder: Path, plan: Plan, connector: Connector, samples: Samples) -> None:
+    prompts = {
+        length: [_tokens(f"{length} {number}", length) for number in range(plan.num_prompts)]
+        for length in plan.prompt_lengths
+    }
+    host_bytes = _room(plan)
+    daemon = GpuDaemon(folder / "daemon", host_bytes, 2 * host_bytes, stores_all=True)
+    options = _options(folder, plan, connector, daemon.socket, host_bytes)
+
+    def ask_all(server: Server, stage: str) -> None:
+        for length, of_length in prompts.items():
+            for number, prompt in enumerate(of_length):
+                seconds, cached = ask(server, [*prompt, *_tokens(f"{stage} {number}", QUESTION_TOKENS)])
+                samples.ttft_s.setdefault((connector, stage, length), []).append(seconds)
+                samples.cached.setdefault((connector, stage, length), []).append(cached)
+
+    with daemon:
+        with Server(options, folder / "vllm.log") as server:
+            greet(server)
+            ask_all(server, "cold")
+            ask_all(server, "GPU hit")
+            if connector is Connector.NONE:
+                return
+            time.sleep(SETTLE_S)
+            forget(server)
+            ask_all(server, "host hit")
+            if connector is Connector.KVTIER:
+                _pin(daemon, server, prompts)
+                daemon.cli("evict", "--all", "--tier", "host", "--force")
+                forget(server)
+                ask_all(server, "disk hit")
+        with Server(options, folder / "vllm-2.log") as server:
+            greet(server)
+            ask_all(server, "restart of vLLM")
+            if connector is Connector.KVTIER:
+                daemon.kill()
+                daemon.start()
+                wait_until(lambda: _attached(server), 60, "vLLM to attach again")
+                forget(server)
+                ask_all(server, "kill -9 of the daemon")
+
+
+def _pin(daemon: GpuDaemon, server: Server, prompts: dict[int, list[list[int]]]) -> None:
+    """Have every prompt on disk."""
+    for length, of_length in prompts.items():
+        for number, prompt in enumerate(of_length):
+            path = daemon.home / f"{length}-{number}.json"
+            path.write_text(json.dumps(prompt))
+            daemon.cli("pin", path.stem, "--tokens", str(path), "--url", str(server.http.base_url))
+
+
+def measure_idle(folder: Path, plan: Plan, num_rounds: int) -> None:
+    """Print throughput and inter-token latency while no prompt comes twice.
+
+    kvtier stores pinned prompts only, and there are none; OffloadingConnector stores all that it is offered.
+    """
+    tokens_per_s: dict[Connector, list[float]] = {each: [] for each in Connector}
+    itl_ms: dict[Connector, list[float]] = {each: [] for each in Connector}
+    for number in range(num_rounds):
+        for connector in Connector:  # they take turns
+            home = folder / f"{connector.name.lower()}-{number}"
+            daemon = GpuDaemon(home / "daemon", _room(plan), 2**30, stores_all=False)
+            options = _options(home, plan, connector, daemon.socket, _room(plan))
+            with daemon, Server(options, home / "vllm.log") as server:
+                greet(server)
+                rate, latency = asyncio.run(_load(server, plan))
+                tokens_per_s[connector].append(rate)
+                itl_ms[connector].append(latency)
+    print(f"\n{plan.load_requests} requests, {plan.load_concurrency} at once, {num_rounds} rounds: median (min..max)")
+    alone_rate, alone_itl = (statistics.median(each[Connector.NONE]) for each in (tokens_per_s, itl_ms))
+    for connector in Connector:
+        rate, itl = (statistics.median(each[connector]) for each in (tokens_per_s, itl_ms))
+        print(
+            f"{connector.value:20} {spread(tokens_per_s[connector], 'tokens/s', 0)} ({rate / alone_rate:.3f}), "
+            f"{spread(itl_ms[connector], 'ms')} between tokens ({itl / alone_itl:.3f})"
+        )
+
+
+def ask(server: Server, prompt: list[int]) -> tuple[float, int]:
+    """Send one prompt; return the seconds to its first token, and how many of its tokens were not computed."""
+    body = {"model": "model", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    began_s, first_s, cached = time.perf_counter(), 0.0, 0
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        for event in _events(answer.iter_lines()):
+            if event["choices"] and not first_s:
+                first_s = time.perf_counter() - began_s
+            details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens") or cached
+    return first_s, cached
+
+
+def greet(server: Server) -> None:
+    """Have lazy imports and compilations paid for, at both kinds of step."""
+    ask(server, _tokens("greeting", 2048))
+    ask(server, _tokens("greeting", 2048))
+
+
+def forget(server: Server) -> None:
+    """Empty vLLM's own prefix cache."""
+
+    def emptied() -> bool:
+        # vLLM answers 200 also when it could not, because blocks are still being stored.
+        answer = server.http.post("/reset_prefix_cache").raise_for_status()
+        return not answer.content or bool(answer.json().get("success", True))
+
+    wait_until(emptied, 60, "vLLM to empty its prefix cache")
+
+
+async def _load(server: Server, plan: Plan) -> tuple[float, float]:
+    """Return output tokens per second, and the mean milliseconds between tokens."""
+    turns = asyncio.Semaphore(plan.load_concurrency)
+    gaps: list[float] = []
+    num_tokens = 0
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal num_tokens
+        body = {"model": "model", "prompt": _tokens(f"load {number}", 512), "max_tokens": 128, "ignore_eos": True}
+        async with turns, client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            last_s = 0.0
+            async for line in answer.aiter_lines():
+                for event in _events([line]):
+                    now_s = time.perf_counter()
+                    if last_s and event["choices"]:
+                        gaps.append(now_s - last_s)
+                    last_s = now_s
+                    num_tokens += bool(event["choices"])
+
+    began_s = time.perf_counter()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.http.base_url, timeout=600, limits=limits) as client:
+        await asyncio.gather(*(one(client, number) for number in range(plan.load_requests)))
+    return num_tokens / (time.perf_counter() - began_s), 1000 * statistics.mean(gaps)
+
+
+def _attached(server: Server) -> bool:
+    lines = server.http.get("/metrics").text.splitlines()
+    return any("kvtier_connector_attached{" in line and line.endswith(" 1.0") for line in lines)
+
+
+def _options(folder: Path, plan: Plan, connector: Connector, socket: Path, host_bytes: int) -> ServerOptions:
+    model = folder / "model"
+    write_model(model, plan.shape)
+    return ServerOptions(
+        model=model,
+        connector=connector,
+        socket=socket,
+        host_bytes=host_bytes,
+        max_model_len=max(plan.prompt_lengths) + 1024,
+        extra_args=plan.extra_args,
+    )
+
+
+def _room(plan: Plan) -> int:
+    """Return the bytes of all prompts, and a quarter more."""
+    return 5 * sum(plan.prompt_lengths) * plan.num_prompts * kv_bytes_per_token(plan.shape) // 4 + 2**30
+
+
+def _tokens(seed: str, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data != line and data != "[DONE]":
+            yield json.loads(data)

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: real processes under our control, small models, tokenizer and prompts."""

@@ -1,0 +1,119 @@
+"""A real kvtier-daemon with state and arena of its own, and the `kvtier` CLI against it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from benchmarks.harness.process import BIN, Process, wait_until
+from benchmarks.harness.scraping import sum_of_samples
+
+_TUNED_COMMAND = (sys.executable, "-m", "benchmarks.harness.tuned_daemon")
+
+
+class Daemon(Process):
+    """A kvtier-daemon with its state, arena and socket in `home`. Starts again on the same state."""
+
+    command: Sequence[str] = (str(BIN / "kvtier-daemon"),)
+
+    def __init__(self, home: Path, *, host_bytes: str = "1GiB", settings: Mapping[str, str] | None = None) -> None:
+        """Only remembers what to run; `settings` are further KVTIER_* and TUNED_* variables."""
+        self.home = home
+        self.socket = home / "daemon.sock"
+        self.disk_dir = home / "state"
+        self.arena_dir = Path(tempfile.mkdtemp(prefix="kvtier-", dir="/dev/shm"))
+        env = {
+            "KVTIER_SOCKET": str(self.socket),
+            "KVTIER_HOST_ARENA_DIR": str(self.arena_dir),
+            "KVTIER_HOST_BYTES": host_bytes,
+            "KVTIER_DISK_DIR": str(self.disk_dir),
+            "KVTIER_DISK_BYTES": "4GiB",
+            "KVTIER_METRICS_LISTEN": "127.0.0.1:0",
+            **(settings or {}),
+        }
+        super().__init__("kvtier-daemon", self.command, env, home / "daemon.log")
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        self._num_logged = len(self.log_text())
+        is_tuned = any(name.startswith("TUNED_") for name in self._env)
+        self.argv = list(_TUNED_COMMAND if is_tuned else self.command)
+        super().start()
+        self.ready_s = self.wait_ready(self._answers, timeout_s=15)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
+        announced = "metrics_served url="
+        wait_until(lambda: announced in self.log_text()[self._num_logged :], 10, "the daemon to serve metrics")
+        url = self.log_text().rpartition(announced)[2].split()[0]
+        return sum_of_samples(httpx.get(url).raise_for_status().text, name, labels)
+
+    def set_variable(self, name: str, value: str) -> None:
+        """Change a variable for the next start."""
+        self._env[name] = value
+
+    def lose_memory(self) -> None:
+        """What a reboot does beside ending it: the arenas are gone, and the packs are not in the page cache."""
+        assert not self.is_running, f"{self.name} runs"
+        for path in self.arena_dir.glob("*"):
+            path.unlink()
+        for path in self.disk_dir.rglob("*.kvpack"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _answers(self) -> bool:
+        probe = socket.socket(socket.AF_UNIX)
+        try:
+            probe.connect(str(self.socket))
+        except OSError:
+            return False
+        else:
+            return True
+        finally:
+            probe.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it and remove its arena."""
+        super().__exit__(kind, error, trace)
+        shutil.rmtree(self.arena_dir, ignore_errors=True)
+
+
+def wait_attached(daemon: Daemon, num_engines: int = 1, timeout_s: float = 60) -> None:
+    """Wait until so many engines have a session.
+
+    Raises:
+        TimeoutError: They have not.
+    """
+
+    def attached() -> bool:
+        return daemon.metric("kvtier_sessions", state="attached") == num_engines
+
+    wait_until(attached, timeout_s, f"{num_engines} engine(s) to be attached")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CliResult:
+    """What one run of the CLI gave."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_cli(socket_path: Path, *args: str, timeout_s: float = 120) -> CliResult:
+    """Run the `kvtier` CLI against the daemon of this socket."""
+    env = {**os.environ, "KVTIER_SOCKET": str(socket_path), "NO_COLOR": "1", "COLUMNS": "120"}
+    done = subprocess.run(
+        [str(BIN / "kvtier"), *args], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    return CliResult(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)

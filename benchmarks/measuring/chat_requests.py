@@ -1,0 +1,113 @@
+"""Questions to a running vLLM: time to first token, cached tokens, logprobs, and what processes read for the answer."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import openai
+
+from benchmarks.harness.engine import Engine
+from benchmarks.harness.process import Process, wait_until
+from benchmarks.harness.prompts import QUESTIONS, system_prompt
+from benchmarks.measuring.process_usage import BytesRead
+
+ANSWER_TOKENS = 8
+# Beyond any cold prompt here: only a vLLM that hangs takes longer.
+ANSWER_TIMEOUT_S = 180
+PINNED_VARIANT = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer of vLLM.
+
+    Attributes:
+        ttft_s: Until the first generated token arrived.
+        cached_tokens: Prompt tokens that vLLM did not compute, as the API says.
+        by_source: The same by where they came from, as vLLM's /metrics say; sources without tokens are left out.
+        tokens: Generated tokens.
+        logprobs: One per generated token.
+        read: What the system's processes read for it.
+    """
+
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    by_source: dict[str, int]
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    read: BytesRead
+
+
+def question(number: int) -> str:
+    """Return a question; other numbers differ from the first word on, so that no cache has more than the prompt."""
+    return f"{number + 1000} is my reference. {QUESTIONS[number % len(QUESTIONS)]}"
+
+
+def forget_device_cache(engine: Engine) -> None:
+    """Empty vLLM's own prefix cache, as other prompts would in time.
+
+    Raises:
+        TimeoutError: vLLM kept blocks in use.
+    """
+
+    def emptied() -> bool:
+        # vLLM answers 200 also when it could not, because blocks are still being stored.
+        return bool(engine.http.post("/reset_prefix_cache").raise_for_status().json()["success"])
+
+    wait_until(emptied, 30, "vLLM to empty its prefix cache")
+
+
+def greet(engine: Engine) -> None:
+    """Send a short request, so that the first one that is measured pays for no lazy imports."""
+    ask(engine, [], [{"role": "user", "content": "Hello!"}])
+
+
+def ask_pinned(engine: Engine, processes: Sequence[Process], number: int, variant: int = PINNED_VARIANT) -> Answer:
+    """Ask question `number` behind the long system prompt `variant`."""
+    messages = [
+        {"role": "system", "content": system_prompt(variant)},
+        {"role": "user", "content": question(number)},
+    ]
+    return ask(engine, processes, messages)
+
+
+def ask(engine: Engine, processes: Sequence[Process], messages: Sequence[dict[str, str]]) -> Answer:
+    """Ask through the openai client, streaming, greedily; count what `processes` and their children read meanwhile."""
+    groups = {process.pid for process in processes}
+    sources = engine.cached_by_source()
+    read = BytesRead.by_groups(groups)
+    ttft_s, usage = 0.0, None
+    tokens: list[str] = []
+    logprobs: list[float] = []
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=ANSWER_TIMEOUT_S, max_retries=0) as client:
+        start_s = time.perf_counter()
+        stream = client.chat.completions.create(
+            model="model",
+            messages=messages,
+            max_tokens=ANSWER_TOKENS,
+            temperature=0,
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        for event in stream:
+            usage = event.usage or usage
+            content = event.choices[0].logprobs.content if event.choices and event.choices[0].logprobs else None
+            if content and not tokens:
+                ttft_s = time.perf_counter() - start_s
+            tokens += [each.token for each in content or ()]
+            logprobs += [each.logprob for each in content or ()]
+    assert usage is not None, "vLLM sent no usage"
+    details = usage.prompt_tokens_details
+    after = engine.cached_by_source()
+    return Answer(
+        ttft_s=ttft_s,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        by_source={source: after[source] - sources[source] for source in after if after[source] > sources[source]},
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        read=BytesRead.by_groups(groups) - read,
+    )

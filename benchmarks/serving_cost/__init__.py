@@ -1,0 +1,1 @@
+"""`python -m benchmarks.serving_cost`: what it costs requests that kvtier is there."""

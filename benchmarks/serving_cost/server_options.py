@@ -1,0 +1,23 @@
+"""How the vLLM of every server that is compared is run, but for its connector."""
+
+from benchmarks.harness.engine import EngineOptions
+from benchmarks.harness.model_specs import SERVED
+from benchmarks.harness.models import cached_model
+
+POOL_BLOCKS = 288
+BLOCK_TOKENS = 32
+MAX_MODEL_LEN = 4096
+WARM_SEED = 1_000_000
+
+
+def engine_options(dtype: str, omp_cpus: str) -> EngineOptions:
+    """Return how every side's vLLM is run, but for its connector."""
+    return EngineOptions(
+        model=str(cached_model("served", SERVED)),
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_TOKENS,
+        pool_blocks=POOL_BLOCKS,
+        max_batched_tokens=MAX_MODEL_LEN,
+        dtype=dtype,
+        extra_env={"VLLM_CPU_OMP_THREADS_BIND": omp_cpus} if omp_cpus else {},
+    )
