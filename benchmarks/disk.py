@@ -33,15 +33,16 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.measuring.daemon_fixtures import bf16_noise
 from benchmarks.measuring.machine import machine_line, spread
-from benchmarks.measuring.machine_rates import read_buffer
+from benchmarks.measuring.machine_rates import read_direct
+from benchmarks.measuring.storage import drop_page_cache
 from kvtier.core.stored import PackRecord
 from kvtier.disk.base import ChunkPayload, ChunkRead, checksum_of
 from kvtier.disk.codecs import codec_by_name
 from kvtier.disk.codecs.compiled import compile_kernels
 from kvtier.disk.codecs.words import NUMPY, WordKernels, use_kernels
 from kvtier.disk.files import page_cache
-from kvtier.disk.packs.pack_spans import SPAN_BYTES
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, TierIOError
 
@@ -120,7 +121,7 @@ def measure_reads(case: Case, num_runs: int, kernels: Mapping[str, WordKernels],
     steps = ("decode", "both", "cold", "warm")
     rates: dict[str, dict[str, list[float]]] = {name: {step: [] for step in steps} for name in kernels}
     for run in range(num_runs + 1):
-        seconds = {"device": _cold(case, lambda: _read_device(case), pause_s)}
+        seconds = {"device": _cold(case, lambda: read_direct(case.paths), pause_s)}
         names = list(kernels)
         for name in names if run % 2 else reversed(names):
             use_kernels(kernels[name])
@@ -178,11 +179,7 @@ def measure_writes(folder: Path, num_runs: int) -> None:
 
 
 def _payload(generator: np.random.Generator, kind: str, number: int, num_bytes: int) -> ChunkPayload:
-    if kind == "noise":
-        data = generator.bytes(num_bytes)
-    else:  # bf16: the upper half of a float32, rounded
-        bits = generator.standard_normal(num_bytes // 2, dtype=np.float32).view(np.uint32)
-        data = ((bits + 0x8000) >> 16).astype(np.uint16).tobytes()
+    data = generator.bytes(num_bytes) if kind == "noise" else bf16_noise(generator, num_bytes)
     view = memoryview(data)
     key = number.to_bytes(32, "big") + bytes(4)
     return ChunkPayload(key=key, segments=[view], checksum=checksum_of([view]))
@@ -200,17 +197,13 @@ def _arena(path: Path, num_bytes: int) -> memoryview:
     return memory
 
 
-def _cold(case: Case, step: Callable[[], None], pause_s: float) -> float:
+def _cold(case: Case, step: Callable[[], object], pause_s: float) -> float:
     """Return the seconds of a step, after a pause, on packs that are not in the page cache."""
+    drop_page_cache(case.tier.directory)
     for path in case.paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            length = os.fstat(fd).st_size
-            resident_bytes = page_cache.resident_bytes(fd, 0, length)
-        finally:
-            os.close(fd)
+        with path.open("rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            resident_bytes = page_cache.resident_bytes(file.fileno(), 0, length)
         if resident_bytes > length / 100:
             raise SystemExit(f"{path}: {resident_bytes} of {length} bytes are still in the page cache")
     time.sleep(pause_s)
@@ -236,7 +229,7 @@ def _both(case: Case, in_memory: Sequence[memoryview], pause_s: float) -> float:
     _cold(case, lambda: None, pause_s)
     began_s = time.monotonic()
     begin.set()
-    _read_device(case)
+    read_direct(case.paths)
     read_s = time.monotonic()
     process.join(60)
     if process.exitcode != 0:
@@ -262,17 +255,6 @@ def _read_tier(case: Case) -> None:
     case.tier.read_chunks(case.reads, done, lambda: False)
     if len(seen) != len(case.reads):
         raise SystemExit(f"{len(seen)} of {len(case.reads)} chunks were read")
-
-
-def _read_device(case: Case) -> None:
-    with read_buffer(SPAN_BYTES) as buffer:
-        for path in case.paths:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            try:
-                for offset in range(0, os.fstat(fd).st_size, SPAN_BYTES):
-                    os.preadv(fd, [buffer], offset)
-            finally:
-                os.close(fd)
 
 
 def _stored_in_memory(path: Path) -> memoryview:
@@ -315,7 +297,7 @@ def _timed_files(folder: Path, payloads: Sequence[ChunkPayload]) -> float:
     return seconds
 
 
-def _timed(step: Callable[[], None]) -> float:
+def _timed(step: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     step()
     return time.perf_counter() - began_s

@@ -23,11 +23,11 @@ from typing import Any
 import xxhash
 
 from benchmarks.harness.daemon import Daemon
+from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT, STATE, config_over
 from benchmarks.measuring.machine import machine_line, spread
-from kvtier.config import DaemonConfig, DiskConfig, HostConfig, MetricsConfig, ServerConfig
-from kvtier.config.model import OFF
+from kvtier.config import DaemonConfig
 from kvtier.core.fingerprint import namespace_id
-from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.core.layout import ChunkKey
 from kvtier.disk.base import ChunkPayload
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger, NamespaceRow
@@ -35,14 +35,9 @@ from kvtier.service import Cache, EngineHello
 from kvtier.tiering.namespace import Namespace
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running
 
-LAYOUT = KVLayout(
-    num_ranks=1, rank_bytes=4096, num_writers=1, groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=64),)
-)
-FINGERPRINT = {"weights": "1"}
 CHUNKS_PER_PACK = 1000
 LOOKUP_KEYS = 2000
 HEADER = ("chunks", "exec to ready", "resident", "index bytes a chunk", "lookup of 2,000", "over gRPC")
-STATE = "state"  # as `Daemon` names it
 
 
 class SilentPeer:
@@ -84,16 +79,6 @@ def start_times(home: Path, rounds: int) -> tuple[list[float], int]:
             status = Path(f"/proc/{daemon.pid}/status").read_text()
             resident = int(status.split("VmRSS:")[1].split()[0]) * 1024
     return seconds, resident
-
-
-def config_of(home: Path, arena: Path) -> DaemonConfig:
-    """Return a configuration over the same state."""
-    return DaemonConfig(
-        server=ServerConfig(socket=home / "g.sock", drain_timeout_s=1),
-        host=HostConfig(arena_dir=arena, host_bytes=256 << 20),
-        disk=DiskConfig(disk_dir=home / STATE, disk_bytes=1 << 30),
-        metrics=MetricsConfig(listen=OFF),
-    )
 
 
 async def index_bytes(config: DaemonConfig) -> int:
@@ -194,7 +179,7 @@ def measure(num_chunks: int, rounds: int) -> Samples:
         home = Path(name)
         keys = fill(home / STATE, num_chunks)
         ready, resident = start_times(home, rounds)
-        config = config_of(home, Path(arena))
+        config = config_over(home, Path(arena))
         few = keys[:: num_chunks // LOOKUP_KEYS][:LOOKUP_KEYS] if num_chunks >= LOOKUP_KEYS else []
         return Samples(
             num_chunks=num_chunks,

@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 import prometheus_client
 
-from benchmarks.growth import FINGERPRINT, LAYOUT, SilentPeer, config_of
+from benchmarks.growth import SilentPeer
+from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT, config_over
 from benchmarks.measuring.machine import machine_line
 from kvtier.obs.exposition import MetricsServer
 from kvtier.obs.timings import Timings
@@ -51,7 +52,7 @@ def observations(rounds: int) -> list[str]:
 
 async def reading(home: Path, arena: Path, rounds: int) -> list[str]:
     """Return a row for a reading on the loop per number of namespaces, and one for a whole scrape."""
-    cache, rows = await Cache.open(config_of(home, arena)), []
+    cache, rows = await Cache.open(config_over(home, arena)), []
     num_attached = 0
     for num_namespaces in NAMESPACES:
         for number in range(num_attached, num_namespaces):

@@ -14,36 +14,25 @@ the pages of as many rows of a new arena. Rows of a full arena keep their pages,
 
 import argparse
 import asyncio
-import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.measuring.daemon_fixtures import KVEngine, one_group
 from benchmarks.measuring.machine import machine_line, spread
-from benchmarks.measuring.machine_rates import read_buffer
+from benchmarks.measuring.machine_rates import read_direct
+from benchmarks.measuring.storage import drop_page_cache
 from kvtier._pb import engine_pb2 as pb
-from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.disk.base import ChunkRead
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.host.arena import Arena
 from kvtier.ledger import Ledger
 from tests.fakes.operator import pin
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
-
-ALIGNMENT = 4096
-
-
-class Engine(ScriptedEngine):
-    """Resources what looks like KV."""
-
-    def payload(self, key: ChunkKey, seed: int = 0) -> bytes:
-        """Return bf16 values of a normal distribution."""
-        generator = np.random.default_rng(int.from_bytes(key[:8], "big"))
-        floats = generator.standard_normal(self.layout.rank_bytes // 2, dtype=np.float32)
-        return (floats.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
 def main() -> None:
@@ -60,17 +49,12 @@ def main() -> None:
 
 async def run(folder: Path, num_chunks: int, chunk_bytes: int, num_runs: int) -> None:
     """Measure and print."""
-    layout = KVLayout(
-        num_ranks=1,
-        rank_bytes=chunk_bytes,
-        num_writers=1,
-        groups=(GroupLayout(group_idx=0, chunk_tokens=32, useful_bytes=chunk_bytes),),
-    )
+    layout = one_group(chunk_bytes, chunk_tokens=32)
     config = config_in(folder, host_bytes=2 * num_chunks * chunk_bytes, scrub_bytes_per_s=0, compact_bytes_per_s=0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as arena_dir:
         object.__setattr__(config.host, "arena_dir", Path(arena_dir))
         keys = [chunk_key(number) for number in range(num_chunks)]
-        async with running(config) as stub, Engine(config, layout) as engine:
+        async with running(config) as stub, KVEngine(config, layout) as engine:
             await engine.bind(await pin(stub, tokens=32 * num_chunks), keys)
             await engine.store(keys)
             await wait_durable(stub, "p")
@@ -81,13 +65,16 @@ async def run(folder: Path, num_chunks: int, chunk_bytes: int, num_runs: int) ->
             for name in ("O_DIRECT read", "decode", "pages", "cold", "cold, first chunk", "warm", "warm, first chunk")
         }
         for round_number in range(num_runs + 1):
-            drop_cache(packs)
+            drop_page_cache(config.disk.disk_dir)
             found = {"O_DIRECT read": read_direct(packs)}
             found["decode"] = decode(config.disk.disk_dir, keys, chunk_bytes)
             found["pages"] = make_pages(Path(arena_dir), layout, num_chunks)
             for name in ("cold", "warm"):
-                warm_or_drop(packs, warm=name == "warm")
-                async with running(config), Engine(config, layout) as engine:
+                if name == "warm":
+                    read_all(packs)
+                else:
+                    drop_page_cache(config.disk.disk_dir)
+                async with running(config), KVEngine(config, layout) as engine:
                     found[name], found[f"{name}, first chunk"] = await promote(engine, keys)
             for name, value in found.items():
                 if round_number:  # the first round warms code and memory
@@ -121,26 +108,6 @@ async def promote(engine: ScriptedEngine, keys: Sequence[ChunkKey]) -> tuple[flo
     return time.perf_counter() - began_s, first_s
 
 
-def read_direct(packs: Sequence[Path]) -> float:
-    """Return the seconds that reading the files past the page cache takes."""
-    longest = max(path.stat().st_size for path in packs)
-    with read_buffer(-(-longest // ALIGNMENT) * ALIGNMENT) as buffer:
-        view = memoryview(buffer)
-        view[::ALIGNMENT] = bytes(len(view[::ALIGNMENT]))  # pages
-        began_s = time.perf_counter()
-        for path in packs:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            try:
-                offset = 0
-                while (got := os.preadv(fd, [view[offset:]], offset)) and got % ALIGNMENT == 0:
-                    offset += got
-            finally:
-                os.close(fd)
-        seconds = time.perf_counter() - began_s
-        view.release()
-    return seconds
-
-
 def decode(disk_dir: Path, keys: Sequence[ChunkKey], chunk_bytes: int) -> float:
     """Return the seconds that one thread takes to decode and verify all chunks out of the page cache."""
     ledger = Ledger.open(disk_dir / "ledger.sqlite")
@@ -149,7 +116,7 @@ def decode(disk_dir: Path, keys: Sequence[ChunkKey], chunk_bytes: int) -> float:
     into = np.ones(len(keys) * chunk_bytes, dtype=np.uint8)
     views = [into.data[n * chunk_bytes : (n + 1) * chunk_bytes] for n in range(len(keys))]
     reads = [ChunkRead(chunk=places[key], into=[view]) for key, view in zip(keys, views, strict=True)]
-    warm_or_drop(sorted((disk_dir / "packs").glob("*.kvpack")), warm=True)
+    read_all((disk_dir / "packs").glob("*.kvpack"))
     errors: list[object] = []
     began_s = time.perf_counter()
     PackTier(disk_dir / "packs").read_chunks(reads, lambda _, error: errors.append(error), lambda: False)
@@ -169,24 +136,10 @@ def make_pages(arena_dir: Path, layout: KVLayout, num_slots: int) -> float:
     return seconds
 
 
-def warm_or_drop(packs: Sequence[Path], *, warm: bool) -> None:
-    """Bring the files into the page cache, or out of it."""
-    if warm:
-        for path in packs:
-            path.read_bytes()
-    else:
-        drop_cache(packs)
-
-
-def drop_cache(packs: Sequence[Path]) -> None:
-    """Have the kernel forget the files' pages."""
+def read_all(packs: Iterable[Path]) -> None:
+    """Bring the files into the page cache."""
     for path in packs:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        path.read_bytes()
 
 
 if __name__ == "__main__":

@@ -1,131 +1,188 @@
-"""Store and load between vLLM's KV blocks and the arena, beside memcpy of the same bytes in the same run.
+"""Store and load between vLLM's KV blocks and the arena, beside the fastest copy of the same bytes in the same run.
 
-usage: python -m benchmarks.transfer [--layers 16] [--page-kib 64] [--chunks 96] [--runs 9]
+usage: python -m benchmarks.transfer [--device cuda] [--shapes 16x64] [--chunks 96] [--runs 9]
 
-The worker is the real one (copy thread, session lock, generations, stamps), the arena is a real file in /dev/shm, the
-blocks lie scattered in CPU tensors of vLLM's shape. memcpy copies the same number of bytes between two warm buffers in
-one call: the physical limit. Store, load and memcpy take turns, so that drift of the machine hits all three.
+The worker is the real one (session lock, generations, page locks, stamps) and the arena is a real file in /dev/shm; the
+blocks lie scattered in tensors of vLLM's shape. The limit beside it is one memcpy between two warm buffers, or on a GPU
+one copy of pinned memory in the same direction. A rate is bytes by the time from submit to stamp. All steps take turns,
+so that drift of the machine affects all of them.
 """
 
 import argparse
 import ctypes
 import random
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
+from benchmarks.measuring.daemon_fixtures import one_group
 from benchmarks.measuring.machine import machine_line, spread
 from kvtier.core.arena_format import key_tag_of
-from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers import WorkerLayout, page_places
-from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 
 SHM = Path("/dev/shm")
+LOCK_TIMEOUT_S = 120.0
+# LAYERSxKIB of a page; on a GPU: Llama-3-8B by layer, small pages, blocks across layers.
+SHAPES = {"cpu": "16x64,32x16,8x32", "cuda": "32x64,32x16,1x2048"}
+NUM_CHUNKS = {"cpu": 96, "cuda": 512}
+LIMITS = {"store": "copy out", "load": "copy in"}
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--page-kib", type=int, default=64)
-    parser.add_argument("--chunks", type=int, default=96)
-    parser.add_argument("--runs", type=int, default=9)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as folder:
-        run(Path(folder), options.layers, options.page_kib * 1024, options.chunks, options.runs)
+class Rig:
+    """Blocks, an arena and the worker between them, and buffers for the limit.
 
+    Args:
+        folder: For the arena.
+        page_bytes: What a block has of each layer.
+    """
 
-def run(folder: Path, num_layers: int, page_bytes: int, num_chunks: int, num_runs: int) -> None:
-    """Measure one shape."""
-    num_bytes = num_layers * page_bytes * num_chunks
-    caches = _caches(num_layers, page_bytes, num_blocks=4 * num_chunks)
-    layout = KVLayout(
-        num_ranks=1,
-        rank_bytes=num_layers * page_bytes,
-        num_writers=1,
-        groups=(GroupLayout(group_idx=0, chunk_tokens=32, useful_bytes=num_layers * page_bytes),),
-    )
-    arena = Arena.create(folder, layout, num_chunks)
-    arena.back(range(num_chunks))
-    lock = SessionLock.create(folder, "benchmark")
-    worker = KVTierCPUWorker(
-        WorkerLayout(
+    def __init__(self, folder: Path, device: torch.device, num_layers: int, page_bytes: int, num_chunks: int) -> None:
+        chunk_bytes = num_layers * page_bytes
+        self.num_bytes, self.num_chunks, self._device = chunk_bytes * num_chunks, num_chunks, device
+        caches = _caches(device, num_layers, page_bytes, num_blocks=4 * num_chunks)
+        self._arena = Arena.create(folder, one_group(chunk_bytes), num_chunks)
+        self._arena.back(range(num_chunks))
+        self._keys = [index.to_bytes(32, "big") + bytes(4) for index in range(num_chunks)]
+        for slot in range(num_chunks):
+            self._arena.set_generation(slot, 1)
+        self._lock = SessionLock.create(folder, "benchmark")
+        self._spec = ArenaSpec(
+            req_id="benchmark",
+            arena_id=self._arena.geometry.arena_id,
+            arena_path=str(self._arena.path),
+            lock_path=str(self._lock.path),
+            useful_bytes=(chunk_bytes,),
+            chunks=tuple(ArenaChunk(key_tag_of(key), slot, 1, 0) for slot, key in enumerate(self._keys)),
+        )
+        block_ids = random.Random(0).sample(range(4 * num_chunks), num_chunks)
+        self._blocks = GPULoadStoreSpec(block_ids, group_sizes=[num_chunks], block_indices=[0])
+        layout = WorkerLayout(
             region=0,
-            rank_bytes=layout.rank_bytes,
+            rank_bytes=chunk_bytes,
             blocks_per_chunk=1,
             group_positions={0: 0},
             pages=page_places(caches, 1),
-        ),
-        caches,
-    )
-    keys = [index.to_bytes(32, "big") + bytes(4) for index in range(num_chunks)]
-    for slot in range(num_chunks):
-        arena.set_generation(slot, 1)
-    spec = ArenaSpec(
-        req_id="benchmark",
-        arena_id=arena.geometry.arena_id,
-        arena_path=str(arena.path),
-        lock_path=str(lock.path),
-        useful_bytes=(layout.rank_bytes,),
-        chunks=tuple(ArenaChunk(key_tag_of(key), slot, 1, 0) for slot, key in enumerate(keys)),
-    )
-    block_ids = random.Random(0).sample(range(4 * num_chunks), num_chunks)
-    blocks = GPULoadStoreSpec(block_ids, group_sizes=[num_chunks], block_indices=[0])
-    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
-    steps: dict[str, Callable[[int], None]] = {
-        "memcpy": lambda _: _memcpy(target, source),
-        "store": lambda job: _wait(worker, job, worker.submit_store(job, blocks, spec)),
-        "load": lambda job: _wait(worker, job, worker.submit_load(job, spec, blocks)),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in steps}
-    for job in range(num_runs + 1):
-        for number, (name, step) in enumerate(steps.items()):
-            began_s = time.perf_counter()
-            step(3 * job + number)
-            if job:  # the first round warms pages and caches
-                rates[name].append(num_bytes / (time.perf_counter() - began_s) / 1e9)
-    assert not worker.take_failed_loads()
-    assert all(arena.stamps_agree(slot, key, 1) for slot, key in enumerate(keys))
-    worker.shutdown()
-    arena.close(unlink=True)
-    print(machine_line())
-    shape = f"{num_chunks} chunks x {num_layers} layers x {page_bytes // 1024} KiB"
-    print(f"{shape} = {num_bytes / 2**20:.0f} MiB, {num_runs} runs")
+        )
+        self._worker: KVTierWorker = make_worker(layout, caches)
+        self._num_jobs = 0
+        self._host = torch.ones(self.num_bytes, dtype=torch.int8, pin_memory=device.type == "cuda")
+        self._other = torch.ones(self.num_bytes, dtype=torch.int8, device=device)
+
+    def steps(self) -> dict[str, Callable[[], None]]:
+        """Return what takes turns."""
+        if self._device.type == "cuda":
+            out, back = (lambda: self._copy(self._host, self._other)), (lambda: self._copy(self._other, self._host))
+            return {"copy out": out, "store": self._store, "copy in": back, "load": self._load}
+        return {"memcpy": self._memcpy, "store": self._store, "load": self._load}
+
+    def seconds(self, step: Callable[[], None]) -> float:
+        """Return the seconds until a step is complete."""
+        self._synchronize()
+        began_s = time.perf_counter()
+        step()
+        self._synchronize()
+        return time.perf_counter() - began_s
+
+    def wait_locked(self) -> str:
+        """Return in words how long page-locking took, counted from the end of the first jobs."""
+        locked = getattr(self._worker, "_arena", None)
+        if not isinstance(locked, LockedArena):
+            return "none: this worker needs none"
+        began_s = time.perf_counter()
+        while locked.num_locked < self.num_chunks and time.perf_counter() - began_s < LOCK_TIMEOUT_S:
+            time.sleep(0.001)
+        return f"{locked.num_locked} of {self.num_chunks}, the last after {time.perf_counter() - began_s:.2f} s"
+
+    def close(self) -> None:
+        """Check that everything was copied, and remove the arena."""
+        assert not self._worker.take_failed_loads()
+        assert all(self._arena.stamps_agree(slot, key, 1) for slot, key in enumerate(self._keys))
+        self._worker.shutdown()
+        self._arena.close(unlink=True)
+
+    def _store(self) -> None:
+        self._num_jobs += 1
+        self._finish(self._worker.submit_store(self._num_jobs, self._blocks, self._spec))
+
+    def _load(self) -> None:
+        self._num_jobs += 1
+        self._finish(self._worker.submit_load(self._num_jobs, self._spec, self._blocks))
+
+    def _finish(self, accepted: bool) -> None:
+        assert accepted
+        self._worker.wait({self._num_jobs})
+        self._worker.get_finished()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def _memcpy(self) -> None:
+        ctypes.memmove(self._other.data_ptr(), self._host.data_ptr(), self.num_bytes)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def measure(device: torch.device, num_layers: int, page_kib: int, num_chunks: int, num_runs: int) -> None:
+    """Measure one shape and print it."""
+    with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as folder:
+        rig = Rig(Path(folder), device, num_layers, page_kib * 1024, num_chunks)
+        steps = rig.steps()
+        rates: dict[str, list[float]] = {name: [] for name in steps}
+        for run in range(num_runs + 1):
+            for name, step in steps.items():
+                seconds = rig.seconds(step)
+                if run:  # the first round warms pages and caches
+                    rates[name].append(rig.num_bytes / seconds / 1e9)
+            if not run:
+                locked = rig.wait_locked()
+        rig.close()
+    shape = f"{num_chunks} chunks x {num_layers} layers x {page_kib} KiB"
+    print(f"\n{shape} = {rig.num_bytes / 2**20:.0f} MiB, {num_runs} runs; rows page-locked: {locked}")
+    _print_rates(rates)
+
+
+def _print_rates(rates: Mapping[str, Sequence[float]]) -> None:
     for name, values in rates.items():
-        ratios = [value / limit for value, limit in zip(values, rates["memcpy"], strict=True)]
-        print(f"{name:7} {spread(values, 'GB/s'):32} ratio to memcpy {spread(ratios)}")
+        limit = "memcpy" if "memcpy" in rates else LIMITS.get(name, name)
+        ratios = [value / best for value, best in zip(values, rates[limit], strict=True)]
+        print(f"{name:8} {spread(values, 'GB/s'):32} ratio to {limit} {spread(ratios)}")
 
 
-def _caches(num_layers: int, page_bytes: int, num_blocks: int) -> CanonicalKVCaches:
-    tensors = [torch.randint(-128, 127, (num_blocks, page_bytes), dtype=torch.int8) for _ in range(num_layers)]
+def _caches(device: torch.device, num_layers: int, page_bytes: int, num_blocks: int) -> CanonicalKVCaches:
+    tensors = [
+        torch.randint(-128, 127, (num_blocks, page_bytes), dtype=torch.int8, device=device) for _ in range(num_layers)
+    ]
     return CanonicalKVCaches(
         tensors=[CanonicalKVCacheTensor(tensor=tensor, page_size_bytes=page_bytes) for tensor in tensors],
         group_data_refs=[[CanonicalKVCacheRef(tensor_idx=i, page_size_bytes=page_bytes) for i in range(num_layers)]],
     )
 
 
-def _memcpy(target: "np.ndarray[Any, Any]", source: "np.ndarray[Any, Any]") -> None:
-    ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
-
-
-def _wait(worker: KVTierCPUWorker, job: int, accepted: bool) -> None:
-    assert accepted
-    worker.wait({job})
-    worker.get_finished()
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--shapes", help=f"LAYERSxKIB of a page; default: {SHAPES['cpu']}; cuda: {SHAPES['cuda']}")
+    parser.add_argument("--chunks", type=int, help="default: 96; cuda: 512")
+    parser.add_argument("--runs", type=int, default=9)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: torch finds no GPU here; without the flag the CPU's worker is measured")
+    device = torch.device(options.device)
+    print(machine_line() + (f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""))
+    for shape in (options.shapes or SHAPES[options.device]).split(","):
+        num_layers, page_kib = map(int, shape.split("x"))
+        measure(device, num_layers, page_kib, options.chunks or NUM_CHUNKS[options.device], options.runs)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from pathlib import Path
 import grpc
 
 from benchmarks.harness.daemon import Daemon
+from benchmarks.measuring.daemon_fixtures import config_for_engine, one_group
 from benchmarks.measuring.machine import machine_line, spread
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import channel_target
-from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
-from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.core.layout import ChunkKey, KVLayout
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key
 
 ADOPTED, PREWARMED, ON_DEMAND = "arena taken over", "disk, in the background", "disk, when asked for"
@@ -45,12 +45,7 @@ def main() -> None:
 
 async def run(home: Path, num_chunks: int, chunk_bytes: int, num_rounds: int) -> None:
     """Measure one prompt."""
-    layout = KVLayout(
-        num_ranks=1,
-        rank_bytes=chunk_bytes,
-        num_writers=1,
-        groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=chunk_bytes),),
-    )
+    layout = one_group(chunk_bytes)
     keys = [chunk_key(number) for number in range(num_chunks)]
     settings = {"TUNED_HOST_PREWARM": "false", "KVTIER_DISK_BYTES": str(3 * num_chunks * chunk_bytes)}
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -73,7 +68,7 @@ async def store(daemon: Daemon, layout: KVLayout, keys: Sequence[ChunkKey]) -> N
     async with grpc.aio.insecure_channel(channel_target(daemon.socket)) as channel:
         stub = cache_pb2_grpc.CacheServiceStub(channel)
         pin = await stub.Pin(cache_pb2.PinRequest(name="p", tokens=range(16 * len(keys))))
-        async with ScriptedEngine(config_of(daemon), layout) as engine:
+        async with ScriptedEngine(config_for_engine(daemon), layout) as engine:
             await engine.bind(pin.pin_id, keys)
             await engine.store(keys)
         await wait_status(stub, lambda status: status.disk.num_chunks == len(keys))
@@ -90,7 +85,7 @@ async def restart(daemon: Daemon, layout: KVLayout, keys: Sequence[ChunkKey], si
     times = {"answers": time.monotonic() - began_s}
     async with grpc.aio.insecure_channel(channel_target(daemon.socket)) as channel:
         stub = cache_pb2_grpc.CacheServiceStub(channel)
-        async with ScriptedEngine(config_of(daemon), layout, store_credits=1) as engine:
+        async with ScriptedEngine(config_for_engine(daemon), layout, store_credits=1) as engine:
             await engine.acquire(1, keys[:1])
             times["first chunk"] = time.monotonic() - began_s
             if side != ON_DEMAND:
@@ -110,15 +105,6 @@ async def wait_status(stub: cache_pb2_grpc.CacheServiceStub, reached: Callable[[
     async with asyncio.timeout(STUCK_S):
         while not reached(await stub.GetStatus(cache_pb2.GetStatusRequest())):  # noqa: ASYNC110 - another process
             await asyncio.sleep(POLL_S)
-
-
-def config_of(daemon: Daemon) -> DaemonConfig:
-    """What a scripted engine wants to know of a daemon: its socket."""
-    return DaemonConfig(
-        server=ServerConfig(socket=daemon.socket),
-        host=HostConfig(arena_dir=daemon.arena_dir, host_bytes=0),
-        disk=DiskConfig(disk_dir=daemon.disk_dir, disk_bytes=0),
-    )
 
 
 if __name__ == "__main__":

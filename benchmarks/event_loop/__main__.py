@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.event_loop.daemon_calls import LONG_KEYS, LONG_TOKENS, TOO_MANY_KEYS, Asking, config_of, fill
 from benchmarks.event_loop.timed_daemon import TIMEOUT_S, Turn, daemon
-from benchmarks.growth import FINGERPRINT, STATE
+from benchmarks.measuring.daemon_fixtures import FINGERPRINT, STATE
 from benchmarks.measuring.machine import machine_line, spread
 from kvtier.client.admin import AdminClient
 from kvtier.config import DaemonConfig

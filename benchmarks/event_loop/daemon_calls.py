@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.event_loop.timed_daemon import TIMEOUT_S
-from benchmarks.growth import FINGERPRINT, LAYOUT, STATE
+from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT, STATE
 from benchmarks.measuring.many_pins import fill_with_pins, make_durable
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb

@@ -5,16 +5,15 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from benchmarks.gpu.dummy_model import VOCAB_SIZE, kv_bytes_per_token, write_model
-from benchmarks.gpu.gpu_servers import Connector, GpuDaemon, Server, ServerOptions
-from benchmarks.harness.process import wait_until
+from benchmarks.gpu.gpu_servers import Connector, GpuDaemon, GpuEngine, ServerOptions
+from benchmarks.harness.daemon import wait_attached
+from benchmarks.measuring.chat_requests import forget_device_cache, streamed_event
 from benchmarks.measuring.machine import spread
 
 ANSWER_TOKENS = 4
@@ -83,11 +82,11 @@ def _measure_system(folder: Path, plan: Plan, connector: Connector, samples: Sam
         length: [_tokens(f"{length} {number}", length) for number in range(plan.num_prompts)]
         for length in plan.prompt_lengths
     }
-    host_bytes = _room(plan)
+    host_bytes = _host_bytes(plan)
     daemon = GpuDaemon(folder / "daemon", host_bytes, 2 * host_bytes, stores_all=True)
     options = _options(folder, plan, connector, daemon.socket, host_bytes)
 
-    def ask_all(server: Server, stage: str) -> None:
+    def ask_all(server: GpuEngine, stage: str) -> None:
         for length, of_length in prompts.items():
             for number, prompt in enumerate(of_length):
                 seconds, cached = ask(server, [*prompt, *_tokens(f"{stage} {number}", QUESTION_TOKENS)])
@@ -95,38 +94,38 @@ def _measure_system(folder: Path, plan: Plan, connector: Connector, samples: Sam
                 samples.cached.setdefault((connector, stage, length), []).append(cached)
 
     with daemon:
-        with Server(options, folder / "vllm.log") as server:
+        with GpuEngine(options, folder / "vllm.log") as server:
             greet(server)
             ask_all(server, "cold")
             ask_all(server, "GPU hit")
             if connector is Connector.NONE:
                 return
             time.sleep(SETTLE_S)
-            forget(server)
+            forget_device_cache(server)
             ask_all(server, "host hit")
             if connector is Connector.KVTIER:
                 _pin(daemon, server, prompts)
                 daemon.cli("evict", "--all", "--tier", "host", "--force")
-                forget(server)
+                forget_device_cache(server)
                 ask_all(server, "disk hit")
-        with Server(options, folder / "vllm-2.log") as server:
+        with GpuEngine(options, folder / "vllm-2.log") as server:
             greet(server)
             ask_all(server, "restart of vLLM")
             if connector is Connector.KVTIER:
                 daemon.kill()
                 daemon.start()
-                wait_until(lambda: _attached(server), 60, "vLLM to attach again")
-                forget(server)
+                wait_attached(daemon)
+                forget_device_cache(server)
                 ask_all(server, "kill -9 of the daemon")
 
 
-def _pin(daemon: GpuDaemon, server: Server, prompts: dict[int, list[list[int]]]) -> None:
+def _pin(daemon: GpuDaemon, server: GpuEngine, prompts: dict[int, list[list[int]]]) -> None:
     """Have every prompt on disk."""
     for length, of_length in prompts.items():
         for number, prompt in enumerate(of_length):
             path = daemon.home / f"{length}-{number}.json"
             path.write_text(json.dumps(prompt))
-            daemon.cli("pin", path.stem, "--tokens", str(path), "--url", str(server.http.base_url))
+            daemon.cli("pin", path.stem, "--tokens", str(path), "--url", server.url)
 
 
 def measure_idle(folder: Path, plan: Plan, num_rounds: int) -> None:
@@ -139,9 +138,9 @@ def measure_idle(folder: Path, plan: Plan, num_rounds: int) -> None:
     for number in range(num_rounds):
         for connector in Connector:  # they take turns
             home = folder / f"{connector.name.lower()}-{number}"
-            daemon = GpuDaemon(home / "daemon", _room(plan), 2**30, stores_all=False)
-            options = _options(home, plan, connector, daemon.socket, _room(plan))
-            with daemon, Server(options, home / "vllm.log") as server:
+            daemon = GpuDaemon(home / "daemon", _host_bytes(plan), 2**30, stores_all=False)
+            options = _options(home, plan, connector, daemon.socket, _host_bytes(plan))
+            with daemon, GpuEngine(options, home / "vllm.log") as server:
                 greet(server)
                 rate, latency = asyncio.run(_load(server, plan))
                 tokens_per_s[connector].append(rate)
@@ -156,14 +155,14 @@ def measure_idle(folder: Path, plan: Plan, num_rounds: int) -> None:
         )
 
 
-def ask(server: Server, prompt: list[int]) -> tuple[float, int]:
+def ask(server: GpuEngine, prompt: list[int]) -> tuple[float, int]:
     """Send one prompt; return the seconds to its first token, and how many of its tokens were not computed."""
     body = {"model": "model", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     began_s, first_s, cached = time.perf_counter(), 0.0, 0
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
-        for event in _events(answer.iter_lines()):
+        for event in filter(None, map(streamed_event, answer.iter_lines())):
             if event["choices"] and not first_s:
                 first_s = time.perf_counter() - began_s
             details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
@@ -171,24 +170,13 @@ def ask(server: Server, prompt: list[int]) -> tuple[float, int]:
     return first_s, cached
 
 
-def greet(server: Server) -> None:
+def greet(server: GpuEngine) -> None:
     """Have lazy imports and compilations paid for, at both kinds of step."""
     ask(server, _tokens("greeting", 2048))
     ask(server, _tokens("greeting", 2048))
 
 
-def forget(server: Server) -> None:
-    """Empty vLLM's own prefix cache."""
-
-    def emptied() -> bool:
-        # vLLM answers 200 also when it could not, because blocks are still being stored.
-        answer = server.http.post("/reset_prefix_cache").raise_for_status()
-        return not answer.content or bool(answer.json().get("success", True))
-
-    wait_until(emptied, 60, "vLLM to empty its prefix cache")
-
-
-async def _load(server: Server, plan: Plan) -> tuple[float, float]:
+async def _load(server: GpuEngine, plan: Plan) -> tuple[float, float]:
     """Return output tokens per second, and the mean milliseconds between tokens."""
     turns = asyncio.Semaphore(plan.load_concurrency)
     gaps: list[float] = []
@@ -200,7 +188,7 @@ async def _load(server: Server, plan: Plan) -> tuple[float, float]:
         async with turns, client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
             last_s = 0.0
             async for line in answer.aiter_lines():
-                for event in _events([line]):
+                if event := streamed_event(line):
                     now_s = time.perf_counter()
                     if last_s and event["choices"]:
                         gaps.append(now_s - last_s)
@@ -209,21 +197,16 @@ async def _load(server: Server, plan: Plan) -> tuple[float, float]:
 
     began_s = time.perf_counter()
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.http.base_url, timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
         await asyncio.gather(*(one(client, number) for number in range(plan.load_requests)))
     return num_tokens / (time.perf_counter() - began_s), 1000 * statistics.mean(gaps)
-
-
-def _attached(server: Server) -> bool:
-    lines = server.http.get("/metrics").text.splitlines()
-    return any("kvtier_connector_attached{" in line and line.endswith(" 1.0") for line in lines)
 
 
 def _options(folder: Path, plan: Plan, connector: Connector, socket: Path, host_bytes: int) -> ServerOptions:
     model = folder / "model"
     write_model(model, plan.shape)
     return ServerOptions(
-        model=model,
+        model=str(model),
         connector=connector,
         socket=socket,
         host_bytes=host_bytes,
@@ -232,7 +215,7 @@ def _options(folder: Path, plan: Plan, connector: Connector, socket: Path, host_
     )
 
 
-def _room(plan: Plan) -> int:
+def _host_bytes(plan: Plan) -> int:
     """Return the bytes of all prompts, and a quarter more."""
     return 5 * sum(plan.prompt_lengths) * plan.num_prompts * kv_bytes_per_token(plan.shape) // 4 + 2**30
 
@@ -240,10 +223,3 @@ def _room(plan: Plan) -> int:
 def _tokens(seed: str, num_tokens: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(2, VOCAB_SIZE) for _ in range(num_tokens)]
-
-
-def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        data = line.removeprefix("data: ")
-        if data != line and data != "[DONE]":
-            yield json.loads(data)

@@ -1,9 +1,8 @@
-"""What is compared: vLLM alone, vLLM's OffloadingConnector, and kvtier, each as its own processes."""
+"""What is compared on a GPU: vLLM alone, vLLM's OffloadingConnector, and kvtier, each as its own processes."""
 
 import enum
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,18 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.daemon import Daemon
-from benchmarks.harness.process import Process, free_port
+from benchmarks.harness.engine import Engine, EngineOptions
+from benchmarks.harness.process import Process
 
 # The machine may have vLLM and kvtier on its path only, without their console scripts.
 _VLLM = "import sys; from vllm.entrypoints.cli.main import main; sys.argv[0] = 'vllm'; main()"
 _KVTIER = "import sys; from kvtier.cli.app import main; sys.argv[0] = 'kvtier'; main()"
 START_TIMEOUT_S = 600.0
+ANSWER_TIMEOUT_S = 600.0
 
 
 class Connector(enum.Enum):
-    """Who keeps KV outside of the GPU."""
+    """What keeps KV outside of the GPU."""
 
     NONE = "vLLM alone"
     OFFLOADING = "OffloadingConnector"
@@ -28,33 +29,31 @@ class Connector(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """How to run `vllm serve`.
+class ServerOptions(EngineOptions):
+    """How to run `vllm serve` on a GPU.
 
     Attributes:
-        model: A folder of `write_model`.
-        connector: Who keeps KV.
         socket: Of kvtier's daemon.
-        host_bytes: Room in host memory.
-        max_model_len: Tokens.
-        extra_args: For vLLM.
+        host_bytes: Host memory for KV.
     """
 
-    model: Path
     connector: Connector
     socket: Path
     host_bytes: int
-    max_model_len: int
-    extra_args: Sequence[str] = ()
 
     def argv(self, port: int) -> list[str]:
         """Return the command line."""
-        argv = [sys.executable, "-c", _VLLM, "serve", str(self.model), "--served-model-name", "model"]
+        argv = [sys.executable, "-c", _VLLM, "serve", self.model, "--served-model-name", "model"]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
         argv += ["--max-model-len", str(self.max_model_len), "--enable-prompt-tokens-details"]
         if (transfer := self._transfer()) is not None:
             argv += ["--kv-transfer-config", json.dumps(transfer)]
         return [*argv, *self.extra_args]
+
+    def env(self) -> dict[str, str]:
+        """Return the environment variables that it needs beside ours."""
+        quiet = dict.fromkeys(("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1")
+        return {**quiet, "PYTHONHASHSEED": "0"}
 
     def _transfer(self) -> dict[str, Any] | None:
         match self.connector:
@@ -73,32 +72,17 @@ class ServerOptions:
                 }
 
 
-class Server(Process):
-    """A `vllm serve`."""
+class GpuEngine(Engine):
+    """A `vllm serve` that may take minutes to start, and to answer."""
 
     def __init__(self, options: ServerOptions, log_path: Path) -> None:
         """Only remembers what to run."""
-        self.port = free_port()
-        env = {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONHASHSEED": "0",
-        }
-        super().__init__(options.connector.value, options.argv(self.port), env, log_path)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=600)
+        super().__init__(options, log_path)
+        self.http.timeout = httpx.Timeout(ANSWER_TIMEOUT_S)
 
-    def start(self) -> None:
-        """Start it and wait until it answers."""
-        super().start()
-        self.wait_ready(self._answers, START_TIMEOUT_S)
-
-    def _answers(self) -> bool:
-        try:
-            return self.http.get("/health", timeout=5).status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
+    def wait_started(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until it answers /health."""
+        super().wait_started(timeout_s)
 
 
 class GpuDaemon(Daemon):
@@ -118,7 +102,7 @@ class GpuDaemon(Daemon):
         """Run the kvtier CLI against it.
 
         Raises:
-            AssertionError: It failed; the message is the end of what it said.
+            AssertionError: It failed; the message is the end of what it printed.
         """
         argv = [sys.executable, "-c", _KVTIER, *arguments]
         log_path = self.home / "cli.log"

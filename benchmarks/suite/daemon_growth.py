@@ -13,16 +13,14 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.growth import FINGERPRINT, LAYOUT, STATE
 from benchmarks.growth import measure as measure_chunks
 from benchmarks.harness.daemon import Daemon
+from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT, STATE, KVEngine, config_for_engine, one_group
 from benchmarks.measuring.many_pins import fill_with_pins
 from benchmarks.measuring.process_usage import cpu_s, memory_of
-from benchmarks.promotion import Engine as KVEngine
-from benchmarks.warm_restart import config_of
 from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import channel_target
-from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
+from kvtier.core.layout import ChunkKey
 from tests.fakes.operator import pin
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, wait_durable
 
@@ -65,7 +63,7 @@ async def _pin_times(daemon: Daemon, num_pins: int, number: int) -> dict[str, ob
     async with grpc.aio.insecure_channel(channel_target(daemon.socket), options=BIG_MESSAGES) as channel:
         stub = cache_pb2_grpc.CacheServiceStub(channel)
         began_s = time.perf_counter()
-        async with ScriptedEngine(config_of(daemon), LAYOUT, fingerprint=FINGERPRINT) as engine:
+        async with ScriptedEngine(config_for_engine(daemon), LAYOUT, fingerprint=FINGERPRINT) as engine:
             for _ in range(num_pins - len(engine.welcome.pins)):
                 await engine.receive("pin_added")
             attach_s = time.perf_counter() - began_s
@@ -93,7 +91,7 @@ async def _session_times(daemon: Daemon, num_sessions: int) -> dict[str, object]
         stub = cache_pb2_grpc.CacheServiceStub(channel)
         pin_id = await pin(stub, tokens=16 * SESSION_CHUNKS)
         engines = [
-            ScriptedEngine(config_of(daemon), LAYOUT, fingerprint=FINGERPRINT, engine_id=f"engine-{number}")
+            ScriptedEngine(config_for_engine(daemon), LAYOUT, fingerprint=FINGERPRINT, engine_id=f"engine-{number}")
             for number in range(num_sessions)
         ]
         for engine in engines:
@@ -129,8 +127,7 @@ def bytes_moved(num_mib: int, add: Add) -> None:
 
 
 async def _move(daemon: Daemon, num_mib: int, add: Add) -> None:
-    group = GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=CHUNK_BYTES)
-    layout = KVLayout(num_ranks=1, rank_bytes=CHUNK_BYTES, num_writers=1, groups=(group,))
+    layout = one_group(CHUNK_BYTES)
     keys = [chunk_key(number) for number in range(num_mib * MIB // CHUNK_BYTES)]
     used_s = 0.0
 
@@ -142,7 +139,7 @@ async def _move(daemon: Daemon, num_mib: int, add: Add) -> None:
     async with grpc.aio.insecure_channel(channel_target(daemon.socket)) as channel:
         stub = cache_pb2_grpc.CacheServiceStub(channel)
         pin_id = await pin(stub, tokens=16 * len(keys))
-        async with KVEngine(config_of(daemon), layout) as engine:
+        async with KVEngine(config_for_engine(daemon), layout) as engine:
             await engine.bind(pin_id, keys)
             used_s = cpu_s({daemon.pid})
             await engine.store(keys)
@@ -155,7 +152,7 @@ async def _move(daemon: Daemon, num_mib: int, add: Add) -> None:
     daemon.stop()
     daemon.lose_memory()
     daemon.start()
-    async with KVEngine(config_of(daemon), layout) as engine:
+    async with KVEngine(config_for_engine(daemon), layout) as engine:
         used_s = cpu_s({daemon.pid})
         assert len(await engine.acquire(1, keys)) == len(keys)
         note("load from disk")

@@ -5,7 +5,6 @@ they answer.
 """
 
 import asyncio
-import json
 import random
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.engine import Engine
-from benchmarks.measuring.chat_requests import question
+from benchmarks.measuring.chat_requests import question, streamed_event
 from benchmarks.measuring.sized_prompts import SystemPrompt
 from benchmarks.suite.profiles import LoadShape
 
@@ -131,7 +130,7 @@ class Traffic:
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 response.raise_for_status()
                 async for line in response.aiter_lines():
-                    event = _event(line)
+                    event = streamed_event(line)
                     if event.get("choices") and event["choices"][0]["delta"].get("content"):
                         arrivals.append(time.perf_counter())
                     usage = event.get("usage") or usage
@@ -146,12 +145,3 @@ class Traffic:
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             error=error or ("" if arrivals else "no token came"),
         )
-
-
-def _event(line: str) -> dict[str, Any]:
-    """Return what a line of the event stream says, nothing for one that says nothing."""
-    data = line.removeprefix("data: ")
-    if data == line or data == "[DONE]":
-        return {}
-    event: dict[str, Any] = json.loads(data)
-    return event

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from benchmarks.gpu.dummy_model import kv_bytes_per_token, write_model
-from benchmarks.gpu.first_tokens import Samples, ask, forget
+from benchmarks.gpu.first_tokens import Samples, ask
 from benchmarks.gpu.gpu_servers import Connector, ServerOptions
+from benchmarks.measuring.chat_requests import forget_device_cache
 
 
 def answer(request: httpx.Request) -> httpx.Response:
@@ -27,7 +28,7 @@ def test_an_answer_is_timed_and_its_cached_tokens_are_read() -> None:
     server: Any = SimpleNamespace(http=http)
     seconds, cached = ask(server, [5, 6])
     assert (seconds > 0, cached) == (True, 7)
-    forget(server)
+    forget_device_cache(server)
 
 
 def test_the_report_compares_with_cold_and_with_vllms_own_connector(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,9 +54,7 @@ def test_the_model_has_llamas_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("connector", Connector)
 def test_each_system_is_started_with_its_connector(connector: Connector) -> None:
-    options = ServerOptions(
-        model=Path("/m"), connector=connector, socket=Path("/s"), host_bytes=2**30, max_model_len=1024
-    )
+    options = ServerOptions(model="/m", connector=connector, socket=Path("/s"), host_bytes=2**30, max_model_len=1024)
     argv = options.argv(8000)
     assert ("--kv-transfer-config" in argv) == (connector is not Connector.NONE)
     assert ("KVTierConnector" in argv[-1]) == (connector is Connector.KVTIER)

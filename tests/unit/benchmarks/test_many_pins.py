@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from benchmarks.growth import FINGERPRINT, LAYOUT
+from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT
 from benchmarks.measuring.many_pins import fill_with_pins, make_durable
 from kvtier._pb import cache_pb2
 from kvtier.core.fingerprint import namespace_id
