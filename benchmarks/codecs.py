@@ -2,10 +2,10 @@
 
 usage: python -m benchmarks.codecs [--steps 300] [--chunks 12] [--blocks 8] [--rounds 15]
 
-GB/s are payload bytes by CPU time of the one thread that works; codecs and data sets take turns in every round, so
-that drift of the machine hits all of them. The bound: each byte position of a value coded by the frequencies of its own
-bytes in that chunk, at no cost for telling them. A chunk is `--blocks` blocks of 32 tokens, each (layers, 2, tokens,
-heads, dim).
+GB/s are payload bytes by CPU time of the one thread that works. Codecs and data sets take turns in every round, so that
+drift of the machine affects all of them. The bound: each byte position of a value is coded by the frequencies of its
+bytes in that chunk, and the table of frequencies costs nothing. A chunk is `--blocks` blocks of 32 tokens, each
+(layers, 2, tokens, heads, dim).
 """
 
 import argparse

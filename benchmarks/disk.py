@@ -2,22 +2,21 @@
 
 usage: python -m benchmarks.disk [--folder DIR] [--mib 256] [--runs 9] [--pause 0.3]
 
-All sides take turns in one run, so that drift of the machine hits all of them. The limits of a read are measured with
-the tier's own span size and one thread, as the tier reads:
+All sides take turns in one run, so that drift of the machine affects all of them. The limits of a read are measured
+with the tier's own span size and one thread, as the tier reads:
 
-- `device`: O_DIRECT reads of the same packs, end to end, into one aligned buffer, decoding nothing;
-- `decode`: the stored bytes, in memory already, decoded and verified into the same arena rows, in one thread;
-- `both`: `device` and `decode` at once, each in a process of its own, until the later one ends. They share nothing but
-  the machine: what a reader that overlaps both could reach here.
+- `device`: O_DIRECT reads of the same packs, end to end, into one aligned buffer, without decoding;
+- `decode`: the stored bytes, already in memory, decoded and verified into the same arena rows, in one thread;
+- `both`: `device` and `decode` at the same time in two processes, until the later one ends. They share only the
+  machine: this is what a reader that overlaps both could reach here.
 
 Where chunks are decoded, all but `device` is measured with numpy's kernels and with the compiled ones, in turns.
 
-The aim of a cold read is 0.8 of min(device x ratio, decode); how near it comes to `both` is printed beside that. Cold
-means: fsynced, dropped from the page cache (POSIX_FADV_DONTNEED), and mincore found at most 1 % of the bytes resident;
-a run that was not cold is an error. The cache of the device itself, or of the host of a virtual machine, is beyond
-reach: it serves `device` and `cold` alike.
-All rates are payload bytes per second, except `device`, which is stored bytes. A throttled disk gives more to whoever
-comes after a pause: so there is one before each `device`, `both` and `cold`.
+The aim of a cold read is 0.8 of min(device x ratio, decode); its ratio to `both` is printed beside that. Cold means:
+fsynced, dropped from the page cache (POSIX_FADV_DONTNEED), and mincore found at most 1 % of the bytes resident; a run
+that was not cold is an error. The script cannot empty the cache of the device itself, or of the host of a virtual
+machine; it serves `device` and `cold` alike. All rates are payload bytes per second, except `device`, which is stored
+bytes. A throttled disk is faster after a pause, so there is one before each `device`, `both` and `cold`.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
 usage: python -m benchmarks.gpu_pins [--running 64] [--steps 400]
 
-vLLM's own KVCacheManager does what a step does with blocks: every running request gets room for one more token, and one
-request ends for each that is admitted with a prompt of its own. Both sides do the same in turns, one of them with pins,
-called as the connector calls them. Thread CPU time. `policy` is these calls alone; the difference of the sides has the
-noise of all the rest in it. P pinned blocks, F free ones; vLLM takes 2 F blocks at least, so that each pinned block has
-come near the head of the queue and was moved.
+vLLM's KVCacheManager does what a step does with blocks: every running request gets a slot for one more token, and one
+request ends for each that is admitted with a prompt of its own. Two pools do the same in turns; one has pins, called as
+the connector calls them. Thread CPU time. `policy` is these calls alone; the difference of the pools includes the noise
+of everything else. P pinned blocks, F free ones; vLLM takes at least 2 F blocks, so that each pinned block has come
+near the head of the queue and was moved.
 """
 
 import argparse
@@ -44,7 +44,7 @@ NUM_PINNED = (100, 1000, 10_000)
 
 
 @dataclass
-class Samples:
+class StepTimes:
     """Seconds of thread CPU time per step.
 
     Attributes:
@@ -60,8 +60,8 @@ class Samples:
     num_moved: int = 0
 
 
-class Side:
-    """A pool, running requests, and pins or none.
+class BlockPool:
+    """A pool of blocks, running requests, and pins or none.
 
     Args:
         num_pinned: Blocks that are pinned and that vLLM has; None: without the policy.
@@ -75,7 +75,7 @@ class Side:
         self._hasher: Any = get_request_block_hasher(BLOCK_TOKENS, hash_function)
         self._manager = manager_of(num_free + num_running * (PROMPT_BLOCKS + 4) + 1)
         self._ids = itertools.count(1)
-        self.samples = Samples()
+        self.samples = StepTimes()
         self._pinned = PinnedBlocks()
         self._stats = ConnectorStats()
         self._policy: Policy | None = None
@@ -164,7 +164,7 @@ class Side:
 
 
 def manager_of(num_blocks: int) -> KVCacheManager:
-    """Return vLLM's manager of so many blocks; the memory they name does not exist."""
+    """Return vLLM's manager of this many blocks; the memory they name does not exist."""
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
     size = spec.page_size_bytes * num_blocks
     tensor = KVCacheTensor(size=size, layers=["layer"], layer_stride=size, block_stride=spec.page_size_bytes)
@@ -174,10 +174,10 @@ def manager_of(num_blocks: int) -> KVCacheManager:
     return KVCacheManager(config, max_model_len=10**6, scheduler_block_size=BLOCK_TOKENS, hash_block_size=BLOCK_TOKENS)
 
 
-def measure(num_pinned: int, num_free: int, num_running: int, min_steps: int) -> tuple[Samples, Samples]:
-    """Run both sides, in turns; return the samples without and with."""
+def measure(num_pinned: int, num_free: int, num_running: int, min_steps: int) -> tuple[StepTimes, StepTimes]:
+    """Run both pools in turns; return the times without and with pins."""
     tokens = list(range(num_pinned * BLOCK_TOKENS))
-    sides = (Side(None, num_free, num_running, tokens), Side(num_pinned, num_free, num_running, tokens))
+    sides = (BlockPool(None, num_free, num_running, tokens), BlockPool(num_pinned, num_free, num_running, tokens))
     without, with_pins = (side.samples for side in sides)
     while len(without.whole) < min_steps or without.num_taken < 2 * num_free:
         for side in sides:
@@ -185,7 +185,7 @@ def measure(num_pinned: int, num_free: int, num_running: int, min_steps: int) ->
     return without, with_pins
 
 
-def row(num_pinned: int, ratio: float, num_free: int, without: Samples, with_pins: Samples) -> str:
+def row(num_pinned: int, ratio: float, num_free: int, without: StepTimes, with_pins: StepTimes) -> str:
     """Return a row of the table."""
     difference = statistics.median(with_pins.whole) - statistics.median(without.whole)
     moves = with_pins.num_moved / with_pins.num_taken

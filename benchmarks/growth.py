@@ -2,10 +2,10 @@
 
 usage: python -m benchmarks.growth [--chunks 1000,10000,100000] [--rounds 7]
 
-Real packs and a real ledger of chunks of 64 bytes (what counts here is their number). Start-up is that of a real
+Real packs and a real ledger of chunks of 64 bytes (only their number matters here). Start-up is that of a real
 kvtier-daemon, from exec to its first answer; an empty one beside it shows what the interpreter and gRPC take. The index
 is what the service's memory grows by (tracemalloc). Lookups are Acquires of 2,000 keys: in the service (the call alone,
-thread CPU time and wall time), and as a round trip over gRPC.
+wall time), and as a round trip over gRPC.
 """
 
 import argparse
@@ -41,7 +41,7 @@ HEADER = ("chunks", "exec to ready", "resident", "index bytes a chunk", "lookup 
 
 
 class SilentPeer:
-    """An engine that listens to nothing."""
+    """An engine that ignores every message."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_args: None
@@ -118,7 +118,7 @@ async def lookup_times(config: DaemonConfig, keys: Sequence[ChunkKey], rounds: i
 
 
 async def _all_readable(namespace: Namespace, keys: Sequence[ChunkKey]) -> None:
-    while True:  # the bare service has nobody to tell: the peer is silent
+    while True:  # the silent peer ignores what the service sends: poll
         chunks = [namespace.table.get(key) for key in keys]
         if all(chunk is not None and chunk.readable for chunk in chunks):
             return
@@ -140,12 +140,12 @@ async def round_trips(config: DaemonConfig, keys: Sequence[ChunkKey], rounds: in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
-    """What was measured with so many chunks.
+class GrowthSamples:
+    """What was measured with this many chunks.
 
     Attributes:
         index_bytes: What the service's memory grew by.
-        lookup_s: In the service; empty with fewer chunks than a lookup asks for.
+        lookup_s: In the service; empty with fewer chunks than a lookup has.
         round_trip_s: The same over gRPC.
     """
 
@@ -173,7 +173,7 @@ def _with_p90(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.2f} ms (p90 {statistics.quantiles(seconds, n=10)[-1] * 1e3:.2f})"
 
 
-def measure(num_chunks: int, rounds: int) -> Samples:
+def measure(num_chunks: int, rounds: int) -> GrowthSamples:
     """Measure one number of chunks."""
     with tempfile.TemporaryDirectory(prefix="kvg-") as name, tempfile.TemporaryDirectory(dir="/dev/shm") as arena:
         home = Path(name)
@@ -181,7 +181,7 @@ def measure(num_chunks: int, rounds: int) -> Samples:
         ready, resident = start_times(home, rounds)
         config = config_over(home, Path(arena))
         few = keys[:: num_chunks // LOOKUP_KEYS][:LOOKUP_KEYS] if num_chunks >= LOOKUP_KEYS else []
-        return Samples(
+        return GrowthSamples(
             num_chunks=num_chunks,
             ready_s=ready,
             resident=resident,

@@ -1,13 +1,13 @@
-"""One prompt from a tier to the first token, stage by stage: where a hit's time goes.
+"""One prompt from a tier to the first token, stage by stage: where the time of a hit goes.
 
 usage: python -m benchmarks.hit_stages [--tier disk] [--tokens 3008] [--rounds 6]
 
-A real vLLM and daemon, both writing spans. From disk: first everything is restarted, with memory and page cache gone,
-and the prompt is asked for. Then, each round, it is dropped from vLLM's cache (from disk: from host memory and page
-cache too) and asked for again, and once more for vLLM's own hit. For each request a row: when each stage began and
-ended, in ms after the request was sent. Stages of one kind are put together, from the first one's beginning to the last
-one's end; in brackets how many there were and the longest. Then what each process did meanwhile: CPU time, and time in
-which its threads were ready to run and had no core.
+A real vLLM and daemon, both writing spans. First everything is restarted with memory and page cache emptied, and the
+prompt is requested from disk. Then each round evicts it from vLLM's prefix cache (for `--tier disk` also from host
+memory and page cache), requests it, and requests it once more for a prefix-cache hit. Each request has a row: when each
+stage began and ended, in ms after the request was sent. Stages of one kind are combined, from the beginning of the
+first to the end of the last; in brackets their number and the longest. The last table has what each process did during
+the requests: CPU time, and time in which its threads were ready to run and had no core.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SPANS_S = 2.0
 Span = tuple[str, float, float]
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """A request: where its prefix came from, when it was sent and answered, and per process seconds of CPU and of
     waiting for a core, summed over threads."""
 
@@ -53,8 +53,8 @@ class Asked(NamedTuple):
     processes: Mapping[str, tuple[float, float]]
 
 
-class Bench:
-    """The stack, and the spans of what was asked."""
+class HitRun:
+    """vLLM and daemon, and the spans of the requests."""
 
     def __init__(self, home: Path, num_tokens: int) -> None:
         self._home, self._random = home, random.Random(1)
@@ -94,27 +94,27 @@ class Bench:
         wait_durable(self.daemon, 1)
 
     def forget(self, engine: Engine, tier: str) -> None:
-        """Leave the prompt in host memory and on disk, or only there."""
+        """Leave the prompt in host memory and on disk, or only on disk."""
         forget_device_cache(engine)
         if tier == "disk":
             self._cli("evict", NAME, "--tier", "host")
             drop_page_cache(self.daemon.disk_dir)
 
     def processes(self, engine: Engine) -> dict[str, list[int]]:
-        """Return the processes that a request concerns, by what they are."""
+        """Return the processes that work on a request, by their role."""
         daemon = list(pids_of([self.daemon.pid]))
         core, worker = (titled(engine.pid, f"VLLM::{name}") for name in ("EngineCore", "Worker"))
         api = sorted({*pids_of([engine.pid])} - {*core, *worker})
         return {"daemon": daemon, "vLLM's API server": api, "EngineCore": core, "Worker": worker}
 
-    def watched(self, engine: Engine, source: str) -> Asked:
-        """Ask; return what the processes did meanwhile, too."""
+    def watched(self, engine: Engine, source: str) -> Request:
+        """Ask, and measure what the processes did meanwhile."""
         processes = self.processes(engine)
         before = {name: (cpu_of(pids), waited_s(pids)) for name, pids in processes.items()}
         window = self.ask(engine, source)
         after = {name: (cpu_of(pids), waited_s(pids)) for name, pids in processes.items()}
         changes = {name: (cpu - before[name][0], wait - before[name][1]) for name, (cpu, wait) in after.items()}
-        return Asked(source, window, changes)
+        return Request(source, window, changes)
 
     def ask(self, engine: Engine, source: str) -> tuple[float, float]:
         """Ask a new question; return when it was sent and answered."""
@@ -159,13 +159,13 @@ def _cell(spans: Sequence[Span], zero_s: float) -> str:
     return f"{first:.0f}..{last:.0f}{more}"
 
 
-def shares(asked: Sequence[Asked]) -> str:
+def shares(requests: Sequence[Request]) -> str:
     """Return a table of what the processes did during requests of each kind: medians."""
-    kinds = dict.fromkeys(each.source for each in asked)
-    names = dict.fromkeys(name for each in asked for name in each.processes)
+    kinds = dict.fromkeys(each.source for each in requests)
+    names = dict.fromkeys(name for each in requests for name in each.processes)
     rows = []
     for kind in kinds:
-        of_kind = [each for each in asked if each.source == kind]
+        of_kind = [each for each in requests if each.source == kind]
         cells = []
         for name in names:
             cpu, wait = (1e3 * statistics.median(each.processes[name][field] for each in of_kind) for field in (0, 1))
@@ -184,9 +184,9 @@ def main() -> None:
     options = parser.parse_args()
     interrupt_on_signals()
     windows: list[tuple[str, tuple[float, float]]] = []
-    asked: list[Asked] = []
+    requests: list[Request] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-hit-") as home:
-        bench = Bench(Path(home), options.tokens)
+        bench = HitRun(Path(home), options.tokens)
         with bench.daemon:
             with bench.engine() as engine:
                 bench.pin(engine)
@@ -197,14 +197,14 @@ def main() -> None:
                 windows.append(("everything restarted: disk", bench.ask(engine, "disk")))
                 for number in range(options.rounds):
                     bench.forget(engine, options.tier)
-                    for title, source in ((options.tier, options.tier), ("own hit", "device")):
-                        asked.append(bench.watched(engine, source))
-                        windows.append((f"{title}, {number + 1}", asked[-1].window))
+                    for title, source in ((options.tier, options.tier), ("prefix-cache hit", "device")):
+                        requests.append(bench.watched(engine, source))
+                        windows.append((f"{title}, {number + 1}", requests[-1].window))
                 spans = bench.spans()
     print(machine_line())
     print(table(("request", *STAGES, "answered"), [row(title, window, spans) for title, window in windows]))
     print("\nms of CPU + ms of waiting for a core, over all threads, medians without the request after the restart:\n")
-    print(shares(asked))
+    print(shares(requests))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 usage: python -m benchmarks.metrics_cost [--rounds 15]
 
-An observation is measured in CPU time of this thread, kvtier's beside prometheus_client's, in turns; a reading
-likewise, over namespaces without chunks, since it counts none. A scrape is wall time over HTTP of a server in this
-process.
+An observation is measured in CPU time of this thread, kvtier's and prometheus_client's in turns. A reading is measured
+likewise, over namespaces without chunks, because it counts no chunks. A scrape is wall time over HTTP to a server in
+this process.
 """
 
 import argparse

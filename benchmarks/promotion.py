@@ -3,13 +3,13 @@
 usage: python -m benchmarks.promotion [--chunks 94] [--chunk-kib 2048] [--runs 7] [--folder DIR]
 
 Each round restarts the daemon (host memory is empty, rows have no pages yet), attaches an engine and times one Acquire
-until its last chunk is readable: once with the packs' pages dropped from the page cache (cold), once with them in it
-(warm). The plain side reads the pack files with O_DIRECT into one buffer, and then has one thread decode and verify
-every chunk out of the page cache into memory that has its pages: what has to be done at least, one after the other,
-without a daemon. All take turns. The payload is bf16 of a normal distribution.
+until its last chunk is readable: once with the packs dropped from the page cache (cold), once with them in it (warm).
+The plain side reads the pack files with O_DIRECT into one buffer, and then one thread decodes and verifies every chunk
+from the page cache into memory that has its pages: the least work without a daemon, one step after the other. All take
+turns. The payload is bf16 of a normal distribution.
 
-`pages` is what a promotion into new rows has to do as well and the plain side has not: one thread allocates and maps
-the pages of as many rows of a new arena. Rows of a full arena keep their pages, and no promotion pays for them.
+A promotion into new rows also has to make `pages`, which the plain side does not: one thread allocates and maps the
+pages of as many rows of a new arena. Rows of a full arena keep their pages, so later promotions do not pay for them.
 """
 
 import argparse

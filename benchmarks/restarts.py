@@ -1,10 +1,11 @@
-"""What a restart costs a hit: host and own hits by turns, before and after restarts of vLLM, and after the daemon's.
+"""What a restart costs a hit: host and prefix-cache hits in turns, before and after restarts of vLLM and the daemon.
 
 usage: python -m benchmarks.restarts [--rounds 3]
 
-A vLLM that was just started answers its own hits at another speed than one that has served, and each vLLM process has a
-speed of its own: a host hit after a restart is compared to own hits of the same process. All answers are streamed; each
-prompt is asked behind an emptied cache of vLLM's (from host memory), and at once again (its own hit).
+A vLLM that was just started answers prefix-cache hits at another speed than one that has served, and each vLLM process
+has a speed of its own. So a host hit after a restart is compared with prefix-cache hits of the same process. All
+answers are streamed. Each prompt is sent after vLLM's prefix cache was emptied (from host memory), and at once again
+(its prefix-cache hit).
 """
 
 import argparse
@@ -28,7 +29,7 @@ SHAPE = PROFILES["long"].matrices[0]
 Samples = dict[tuple[str, str, int], list[float]]
 
 
-class Bench:
+class RestartRun:
     """The system, and what was measured."""
 
     def __init__(self, system: KVTier, prompts: Sequence[SystemPrompt], rounds: int) -> None:
@@ -37,7 +38,7 @@ class Bench:
         self.samples: Samples = defaultdict(list)
 
     def run(self) -> None:
-        """Go through two restarts of vLLM and one of the daemon."""
+        """Measure before and after two restarts of vLLM and one of the daemon."""
         with self._system.server() as servers:
             with self._system.engine() as engine:
                 greet(engine)
@@ -101,12 +102,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvtier-restarts-") as home:
         system = KVTier(Path(home) / "kvtier", engine_options, SHAPE.host_gib)
         try:
-            bench = Bench(system, prompts, options.rounds)
+            bench = RestartRun(system, prompts, options.rounds)
             bench.run()
         finally:
             system.clean_up()
     print(machine_line())
-    header = ("asked in", "tokens", "host hit ms", "own hit ms", "difference ms", "the first three, host / own")
+    header = (
+        "answered by",
+        "tokens",
+        "host hit ms",
+        "prefix-cache hit ms",
+        "difference ms",
+        "first three, host / prefix",
+    )
     print(table(header, list(rows(bench.samples))))
 
 

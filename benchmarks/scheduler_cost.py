@@ -4,8 +4,8 @@ usage: python -m benchmarks.scheduler_cost [--rounds 200] [--pins 0,100,10000]
 
 vLLM's OffloadingConnectorScheduler runs underneath in both columns, driven through the calls of one request's life as
 the scheduler makes them (stand-ins for requests and blocks: tests/unit/connector/harness.py). `vLLM` has a manager that
-knows nothing and answers MISS; `kvtier` is the real one, with its session played by the benchmark, so that no I/O is
-counted. Thread CPU time; the two take turns in one run.
+holds no chunk and answers MISS; `kvtier` is the real one. The benchmark plays its session, so no I/O is counted. Thread
+CPU time; the two take turns in one run.
 """
 
 import argparse
@@ -42,7 +42,7 @@ HOST = pb.ChunkResidency.HOST
 
 
 class NothingHeld(OffloadingManager):
-    """A manager that does nothing: what is left is vLLM's own cost."""
+    """A manager that does nothing: the rest is vLLM's own cost."""
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         return LookupResult.MISS
@@ -68,7 +68,7 @@ class StoresAll(NothingHeld):
         pass
 
 
-class Side:
+class ConnectorSide:
     """One connector and the calls on it.
 
     Args:
@@ -98,8 +98,7 @@ class Side:
         self.num_stored = 0  # chunks that the last request stored
 
     def give_credits(self) -> None:
-        """Give slots for one whole prompt, a quarter of the standing credits being kept from ordinary chunks."""
-        stores = self.scheduler.manager._slots
+
         num_missing = 2 * (PROMPT_CHUNKS + QUESTION_CHUNKS) - len(stores._credits)
         slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(num_missing)]
         self.scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
@@ -129,7 +128,7 @@ class Side:
 
 
 class _Silent:
-    """Stands where kvtier's manager would, so that the harness's calls cost nothing on vLLM's side."""
+    """Replaces kvtier's manager, so that the harness's calls cost nothing on vLLM's side."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_args: None
@@ -153,7 +152,10 @@ def main() -> None:
     print(f"prompt of {PROMPT_CHUNKS} + {QUESTION_CHUNKS} chunks; medians of {rounds} rounds, thread CPU time")
     with pytest.MonkeyPatch.context() as patch:
         for num_pins in pins:
-            sides = {"vLLM": Side(patch, num_pins=0, ours=False), "kvtier": Side(patch, num_pins=num_pins, ours=True)}
+            sides = {
+                "vLLM": ConnectorSide(patch, num_pins=0, ours=False),
+                "kvtier": ConnectorSide(patch, num_pins=num_pins, ours=True),
+            }
             _print(f"{num_pins} pins: request that matches no pin", _requests(sides, rounds, "other"))
             _print(f"{num_pins} pins: step with {NUM_RUNNING} running requests", _steps(sides, rounds))
         ours = {"kvtier": sides["kvtier"]}
@@ -161,8 +163,11 @@ def main() -> None:
             title = f"{num_pins} pins: request restored from the host tier"
             _print(title, _requests(ours, rounds, f"pin{num_pins // 2}", hit=True))
         for num_held in (1000, 200_000):
-            sides = {"vLLM": Side(patch, ours=False), "kvtier": Side(patch, ours=True, num_held=num_held)}
-            storing = {"vLLM": Side(patch, ours=False, num_held=num_held), "kvtier": sides["kvtier"]}
+            sides = {
+                "vLLM": ConnectorSide(patch, ours=False),
+                "kvtier": ConnectorSide(patch, ours=True, num_held=num_held),
+            }
+            storing = {"vLLM": ConnectorSide(patch, ours=False, num_held=num_held), "kvtier": sides["kvtier"]}
             title = f"all, {num_held} held: "
             _print(title + "nothing matches, no slots", _requests(sides, rounds, "other"))
             _print(title + "94 chunks restored", _requests({"kvtier": sides["kvtier"]}, rounds, "held", hit=True))
@@ -170,12 +175,12 @@ def main() -> None:
 
 
 def _requests(
-    sides: dict[str, Side], rounds: int, name: str, *, hit: bool = False, store: bool = False
+    sides: dict[str, ConnectorSide], rounds: int, name: str, *, hit: bool = False, store: bool = False
 ) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds):
         for label, side in sides.items():
-            # Of stored prompts each is another one: the second would find its chunks on their way.
+            # Each stored prompt is new: a repeated one would find its chunks being stored.
             request = side.request(name or f"new{number}-")
             if store and label == "kvtier":
                 side.give_credits()
@@ -187,7 +192,7 @@ def _requests(
     return samples
 
 
-def _steps(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+def _steps(sides: dict[str, ConnectorSide], rounds: int) -> dict[str, list[float]]:
     running: dict[str, list[Any]] = {}
     for label, side in sides.items():
         running[label] = [side.request("other") for _ in range(NUM_RUNNING)]

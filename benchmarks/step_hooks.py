@@ -2,10 +2,10 @@
 
 usage: python -m benchmarks.step_hooks [--runs 5] [--omp-cpus 0]
 
-Whole servers beside each other tell 5 % apart at best. Here a clock is around each call that vLLM makes of its
-connector, in the scheduler's process and in the worker's, under the traffic of `serving_cost --store all`; the servers
-take turns. Reported per step and per request: how long the calls took, and the calling thread's CPU time. The clock
-itself takes about a microsecond per call; what connectors do in threads of their own is not in it.
+A comparison of whole servers resolves differences of 5 % at best. Here a clock runs around each call that vLLM makes of
+its connector, in the scheduler's process and in the worker's, under the traffic of `serving_cost --store all`; the
+servers take turns. Reported per step and per request: how long the calls took, and the calling thread's CPU time. The
+clock itself takes about a microsecond per call; what connectors do in threads of their own is not included.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class TimedServer:
     """A server whose connector is timed.
 
     Attributes:
@@ -79,7 +79,7 @@ class Side:
 
 
 class Cost(NamedTuple):
-    """What a run took, in microseconds: of the clock, and of the calling thread's CPU time."""
+    """What a run took, in microseconds of wall time and of the calling thread's CPU time."""
 
     wall_us: float
     cpu_us: float
@@ -101,7 +101,7 @@ def costs(processes: Sequence[Sequence[Call]]) -> dict[str, Cost]:
     return {name: Cost(*values) for name, values in taken.items()}
 
 
-class Bench:
+class HookRun:
     """The servers and their turns."""
 
     def __init__(self, arguments: argparse.Namespace, home: Path) -> None:
@@ -126,7 +126,7 @@ class Bench:
                 ("vLLM fs tier", VLLMTiering, "OffloadingConnector"),
                 ("LMCache", LMCache, "LMCacheMPConnector"),
             ]
-            sides: list[Side] = []
+            sides: list[TimedServer] = []
             for name, kind, connector in kinds:
                 try:
                     sides.append(self._start(name, kind, connector, stack))
@@ -141,7 +141,7 @@ class Bench:
                 say(f"run {number + 1} of {self._arguments.runs}")
         return {side.name: found[side.name] for side in sides}
 
-    def _start(self, name: str, kind: type[System], connector: str, stack: ExitStack) -> Side:
+    def _start(self, name: str, kind: type[System], connector: str, stack: ExitStack) -> TimedServer:
         say(f"starting {name}")
         number = len(list(self._home.glob("side-*")))
         folder = self._home / f"calls-{number}"
@@ -152,12 +152,12 @@ class Bench:
         engine = timed(system.engine(), connector, folder)
         stack.enter_context(engine)
         greet(engine)
-        side = Side(name=name, system=system, engine=engine, processes=[*servers, engine], folder=folder)
+        side = TimedServer(name=name, system=system, engine=engine, processes=[*servers, engine], folder=folder)
         for process in side.processes:
             process.pause()
         return side
 
-    def _turn(self, side: Side, client: BenchServeClient, number: int) -> dict[str, Cost]:
+    def _turn(self, side: TimedServer, client: BenchServeClient, number: int) -> dict[str, Cost]:
         with running(side.processes):
             if isinstance(side.system, KVTierAll):
                 evicted = run_cli(side.system.daemon.socket, "evict", "--all")
@@ -215,7 +215,7 @@ def main() -> None:
     arguments = parser.parse_args()
     interrupt_on_signals()
     with tempfile.TemporaryDirectory(prefix="step-hooks-") as home:
-        found = Bench(arguments, Path(home)).run()
+        found = HookRun(arguments, Path(home)).run()
     print(machine_line())
     print(f"medians (min..max) of {arguments.runs} runs\n")
     print(report(found))

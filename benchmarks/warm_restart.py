@@ -1,12 +1,12 @@
-"""From kill -9 to host hits: a daemon that takes over its arena, beside one that has to read the disk, in one run.
+"""From kill -9 to host hits: a daemon that recovers its arena, beside one that has to read the disk, in one run.
 
 usage: python -m benchmarks.warm_restart [--chunks 512] [--chunk-mib 2] [--rounds 5]
 
 A real daemon, a scripted engine and incompressible chunks of one pinned prompt. Each round kills the daemon and starts
-it again, by turns: with the arena as it was left, and, as after a reboot, with the arena gone and the packs out of the
-page cache (once promoted in the background, once when asked for). Times are from the daemon's start: until it answers,
-until an engine that attaches then has leased the first chunk, until all chunks are in memory without anybody asking for
-them, and until the engine has leased all.
+it again, in turns: with its arena still there; and, as after a reboot, with the arena gone and the packs dropped from
+the page cache (once prefetched in the background, once read on request). Times count from the daemon's start: until it
+answers, until an engine that attaches then has leased the first chunk, until all chunks are in memory without a
+request, and until the engine has leased all of them.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from kvtier.client.address import channel_target
 from kvtier.core.layout import ChunkKey, KVLayout
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key
 
-ADOPTED, PREWARMED, ON_DEMAND = "arena taken over", "disk, in the background", "disk, when asked for"
+RECOVERED, PREFETCHED, ON_DEMAND = "arena recovered", "disk, prefetched", "disk, on request"
 POLL_S = 0.005
 STUCK_S = 120
 
@@ -52,7 +52,7 @@ async def run(home: Path, num_chunks: int, chunk_bytes: int, num_rounds: int) ->
     with Daemon(home, host_bytes=str(num_chunks * chunk_bytes * 5 // 4), settings=settings) as daemon:
         await store(daemon, layout, keys)
         for number in range(num_rounds + 1):
-            for side in (ADOPTED, PREWARMED, ON_DEMAND):
+            for side in (RECOVERED, PREFETCHED, ON_DEMAND):
                 times = await restart(daemon, layout, keys, side)
                 for what, elapsed_s in times.items():
                     if number:  # the first round warms the machine
@@ -75,11 +75,11 @@ async def store(daemon: Daemon, layout: KVLayout, keys: Sequence[ChunkKey]) -> N
 
 
 async def restart(daemon: Daemon, layout: KVLayout, keys: Sequence[ChunkKey], side: str) -> dict[str, float]:
-    """Kill, start, and time what the engine gets; return seconds by what."""
+    """Kill and start the daemon, and time what an engine gets; return seconds by event."""
     daemon.kill()
-    if side != ADOPTED:
+    if side != RECOVERED:
         daemon.lose_memory()
-    daemon.set_variable("TUNED_HOST_PREWARM", "true" if side == PREWARMED else "false")
+    daemon.set_variable("TUNED_HOST_PREWARM", "true" if side == PREFETCHED else "false")
     began_s = time.monotonic()
     await asyncio.to_thread(daemon.start)
     times = {"answers": time.monotonic() - began_s}
@@ -101,7 +101,7 @@ async def restart(daemon: Daemon, layout: KVLayout, keys: Sequence[ChunkKey], si
 
 
 async def wait_status(stub: cache_pb2_grpc.CacheServiceStub, reached: Callable[[cache_pb2.DaemonStatus], bool]) -> None:
-    """Wait until the daemon's status is so."""
+    """Wait until the daemon's status fulfils a condition."""
     async with asyncio.timeout(STUCK_S):
         while not reached(await stub.GetStatus(cache_pb2.GetStatusRequest())):  # noqa: ASYNC110 - another process
             await asyncio.sleep(POLL_S)

@@ -1,11 +1,11 @@
-"""The longest turn of the daemon's event loop while operators and engines ask, with many and with long pins.
+"""The longest turn of the daemon's event loop while operators and engines make calls, with many and with long pins.
 
 usage: python -m benchmarks.event_loop [--rounds 3] [--pins 10000x512,100x65536]
 
-A real daemon over gRPC, in a process of its own, whose loop notes how long each turn takes, from one wait for events
-to the next: as long do all engines wait for an answer. Every pin is bound and durable, with chunks of 64 bytes (what
-counts here is their number). CPU is that of the loop's thread, so a machine on which others compute makes it no longer;
-wall time is beside it.
+A real daemon over gRPC, in a process of its own, whose loop records how long each turn takes, from one wait for events
+to the next: during a turn all engines wait. Every pin is bound and durable, with chunks of 64 bytes (only their number
+matters here). CPU is that of the loop's thread, so other processes on the machine do not change it; wall time is
+printed beside it.
 """
 
 import argparse
@@ -16,18 +16,17 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.event_loop.daemon_calls import LONG_KEYS, LONG_TOKENS, TOO_MANY_KEYS, Asking, config_of, fill
+from benchmarks.event_loop.daemon_calls import LONG_KEYS, LONG_TOKENS, TOO_MANY_KEYS, DaemonCalls, config_of, fill
 from benchmarks.event_loop.timed_daemon import TIMEOUT_S, Turn, daemon
 from benchmarks.measuring.daemon_fixtures import FINGERPRINT, STATE
 from benchmarks.measuring.machine import machine_line, spread
 from kvtier.client.admin import AdminClient
-from kvtier.config import DaemonConfig
 
 _SETTLE_S = 0.1  # the turn in which the answer was sent ends
 
 
-async def measure(longest: Callable[[], Turn], config: DaemonConfig, asking: Asking, rounds: int) -> list[str]:
-    """Return a row for each thing that is asked."""
+async def measure(longest: Callable[[], Turn], calls: DaemonCalls, rounds: int) -> list[str]:
+    """Return a row for each call."""
     turns: dict[str, list[Turn]] = {}
     seconds: dict[str, list[float]] = {}
 
@@ -42,28 +41,28 @@ async def measure(longest: Callable[[], Turn], config: DaemonConfig, asking: Ask
     async def nothing() -> None:
         await asyncio.sleep(1)
 
-    await asking.export()
+    await calls.export()
     for number in range(rounds):
         await timed("nothing", nothing)
-        await timed("list", asking.list_prompts)
-        await timed("status", asking.status)
-        await timed("show", asking.show)
-        async with asking.attached(engine_id="first") as engine:  # for whom pins count against the quota
-            await timed("pin, 512 tokens", partial(asking.pin, 512))
-            await timed("unpin", asking.unpin)
-            await timed("pin, 65,536 tokens", partial(asking.pin, LONG_TOKENS))
-            await timed("bind, 4,096 keys", partial(asking.bind, engine))
-            await timed("unpin a bound one, 4,096 keys", asking.unpin)
-            await timed("import", asking.import_bundle)
-            await timed("attach", asking.attach)
+        await timed("list", calls.list_prompts)
+        await timed("status", calls.status)
+        await timed("show", calls.show)
+        async with calls.attached(engine_id="first") as engine:  # pins count against its quota
+            await timed("pin, 512 tokens", partial(calls.pin, 512))
+            await timed("unpin", calls.unpin)
+            await timed("pin, 65,536 tokens", partial(calls.pin, LONG_TOKENS))
+            await timed("bind, 4,096 keys", partial(calls.bind, engine))
+            await timed("unpin a bound one, 4,096 keys", calls.unpin)
+            await timed("import", calls.import_bundle)
+            await timed("attach", calls.attach)
             fingerprint = {**FINGERPRINT, "number": str(number)}
-            await timed("attach, another namespace", partial(asking.attach, fingerprint=fingerprint))
+            await timed("attach, another namespace", partial(calls.attach, fingerprint=fingerprint))
             for num_keys in (4096, LONG_KEYS):
                 place = "from memory" if number else "from disk"
-                await timed(f"acquire, {num_keys:,} keys {place}", partial(asking.acquire, engine, num_keys))
-                await timed(f"touch, {num_keys:,} keys", partial(asking.touch, engine, num_keys))
+                await timed(f"acquire, {num_keys:,} keys {place}", partial(calls.acquire, engine, num_keys))
+                await timed(f"touch, {num_keys:,} keys", partial(calls.touch, engine, num_keys))
         for kind in ("acquire", "touch"):
-            await timed(f"{kind}, {TOO_MANY_KEYS:,} keys", partial(asking.too_many, kind))
+            await timed(f"{kind}, {TOO_MANY_KEYS:,} keys", partial(calls.too_many, kind))
     return [
         f"| {name} | {spread([1e3 * turn.cpu_s for turn in turns[name]], digits=1)} "
         f"| {spread([1e3 * turn.wall_s for turn in turns[name]], digits=1)} | {spread(seconds[name])} |"
@@ -84,9 +83,10 @@ def main() -> None:
             home = Path(name)
             keys, config = fill(home / STATE, num_pins, num_tokens), config_of(home)
             with daemon(config) as longest, AdminClient(config.server.socket, timeout_s=TIMEOUT_S) as client:
-                rows = asyncio.run(measure(longest, config, Asking(config, client, num_pins, keys), options.rounds))
+                calls = DaemonCalls(config, client, num_pins, keys)
+                rows = asyncio.run(measure(longest, calls, options.rounds))
         print(f"\n{num_pins:,} pins of {num_tokens:,} tokens\n")
-        print("| asked | longest turn, ms CPU | ms wall | seconds until answered |\n|---|---|---|---|")
+        print("| call | longest turn, ms CPU | ms wall | seconds until answered |\n|---|---|---|---|")
         print("\n".join(rows), flush=True)
 
 

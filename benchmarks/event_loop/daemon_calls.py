@@ -1,4 +1,4 @@
-"""Everything that operators and engines ask of a daemon, one call each, and the pins that it has meanwhile."""
+"""The calls that operators and engines make of one daemon, and the durable pins that it holds meanwhile."""
 
 import asyncio
 import hashlib
@@ -29,7 +29,7 @@ TOO_MANY_KEYS = 1_500_000
 
 
 def config_of(home: Path) -> DaemonConfig:
-    """Return a daemon's settings over a folder in memory: how fast a disk is, does not matter here."""
+    """Return a daemon's settings over a folder in memory: the speed of a disk does not matter here."""
     (home / "arena").mkdir(mode=0o700, exist_ok=True)
     return DaemonConfig(
         server=ServerConfig(socket=home / "d.sock", drain_timeout_s=1),
@@ -66,8 +66,8 @@ def fill(disk_dir: Path, num_pins: int, num_tokens: int) -> list[ChunkKey]:
     return keys
 
 
-class Asking:
-    """Everything that is asked of one daemon. Each method is one thing, done once."""
+class DaemonCalls:
+    """The calls that are measured; each method makes one."""
 
     def __init__(self, config: DaemonConfig, client: AdminClient, num_pins: int, keys: Sequence[ChunkKey]) -> None:
         self._config, self._client, self._num_pins, self._keys = config, client, num_pins, keys
@@ -132,7 +132,7 @@ class Asking:
         await engine.barrier()
 
     async def too_many(self, kind: str) -> None:
-        """An engine that sends more than any prompt has; its session may end by that."""
+        """Send more keys than any prompt has; the daemon may end the session."""
         keys = [number.to_bytes(36, "big") for number in range(1, 1 + TOO_MANY_KEYS)]
         message = pb.Touch(keys=keys) if kind == "touch" else pb.Acquire(acquire_id=1, keys=keys)
         async with ScriptedEngine(self._config, LAYOUT, fingerprint=FINGERPRINT) as engine:

@@ -1,4 +1,4 @@
-"""A daemon in a process of its own whose event loop notes its longest turn."""
+"""A daemon in a process of its own whose event loop records its longest turn."""
 
 import asyncio
 import multiprocessing
@@ -26,7 +26,7 @@ class Turn:
 
 
 class TurnTimer(selectors.DefaultSelector):
-    """A loop's selector that knows how long the loop was away from it."""
+    """A loop's selector that measures how long the loop was away from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class TurnTimer(selectors.DefaultSelector):
 
 
 def run_daemon(config: DaemonConfig, pipe: Connection) -> None:
-    """Serve until the pipe says so; answer everything else in it with the longest turn since the last question."""
+    """Serve until the pipe sends False; answer True with the longest turn since the last answer."""
     timer = TurnTimer()
 
     async def served() -> None:
@@ -74,14 +74,14 @@ def run_daemon(config: DaemonConfig, pipe: Connection) -> None:
 
 @contextmanager
 def daemon(config: DaemonConfig) -> Iterator[Callable[[], Turn]]:
-    """Run a daemon; yield what returns its longest turn since the last call."""
+    """Run a daemon; yield a function that returns its longest turn since it was last called."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_daemon, args=(config, theirs))
     process.start()
     try:
         if not ours.poll(TIMEOUT_S):
-            raise TimeoutError("the daemon does not start")
+            raise TimeoutError(f"the daemon did not start within {TIMEOUT_S:g} s")
         ours.recv()
 
         def longest() -> Turn:

@@ -17,7 +17,7 @@ from benchmarks.measuring.chat_requests import forget_device_cache, streamed_eve
 from benchmarks.measuring.machine import spread
 
 ANSWER_TOKENS = 4
-SETTLE_S = 1.0
+STORE_WAIT_S = 1.0
 QUESTION_TOKENS = 32
 
 
@@ -28,7 +28,7 @@ class Plan:
     Attributes:
         shape: Of the model.
         prompt_lengths: Tokens.
-        num_prompts: Of each length; each is asked once per stage, so that many samples a stage has.
+        num_prompts: Of each length; each is sent once per stage, so this is the number of samples.
         load_requests: Of the load that finds nothing kept.
         load_concurrency: At once.
         extra_args: For vLLM.
@@ -100,7 +100,7 @@ def _measure_system(folder: Path, plan: Plan, connector: Connector, samples: Sam
             ask_all(server, "GPU hit")
             if connector is Connector.NONE:
                 return
-            time.sleep(SETTLE_S)
+            time.sleep(STORE_WAIT_S)
             forget_device_cache(server)
             ask_all(server, "host hit")
             if connector is Connector.KVTIER:
@@ -120,7 +120,7 @@ def _measure_system(folder: Path, plan: Plan, connector: Connector, samples: Sam
 
 
 def _pin(daemon: GpuDaemon, server: GpuEngine, prompts: dict[int, list[list[int]]]) -> None:
-    """Have every prompt on disk."""
+    """Bring every prompt to disk."""
     for length, of_length in prompts.items():
         for number, prompt in enumerate(of_length):
             path = daemon.home / f"{length}-{number}.json"
@@ -171,7 +171,7 @@ def ask(server: GpuEngine, prompt: list[int]) -> tuple[float, int]:
 
 
 def greet(server: GpuEngine) -> None:
-    """Have lazy imports and compilations paid for, at both kinds of step."""
+    """Run both kinds of step once, so that lazy imports and compilations are not measured."""
     ask(server, _tokens("greeting", 2048))
     ask(server, _tokens("greeting", 2048))
 

@@ -76,7 +76,7 @@ class GpuEngine(Engine):
     """A `vllm serve` that may take minutes to start, and to answer."""
 
     def __init__(self, options: ServerOptions, log_path: Path) -> None:
-        """Only remembers what to run."""
+        """Prepare; `start` runs it."""
         super().__init__(options, log_path)
         self.http.timeout = httpx.Timeout(ANSWER_TIMEOUT_S)
 
@@ -91,7 +91,7 @@ class GpuDaemon(Daemon):
     command = (sys.executable, "-m", "kvtier.daemon.main")
 
     def __init__(self, home: Path, host_bytes: int, disk_bytes: int, *, stores_all: bool) -> None:
-        """Only remembers what to run."""
+        """Prepare; `start` runs it."""
         settings = {
             "KVTIER_DISK_BYTES": str(disk_bytes),
             "KVTIER_CACHE_STORE": "all" if stores_all else "pinned",

@@ -25,7 +25,7 @@ class Daemon(Process):
     command: Sequence[str] = (str(BIN / "kvtier-daemon"),)
 
     def __init__(self, home: Path, *, host_bytes: str = "1GiB", settings: Mapping[str, str] | None = None) -> None:
-        """Only remembers what to run; `settings` are further KVTIER_* and TUNED_* variables."""
+        """Prepare; `settings` are further KVTIER_* and TUNED_* variables."""
         self.home = home
         self.socket = home / "daemon.sock"
         self.disk_dir = home / "state"
@@ -61,7 +61,7 @@ class Daemon(Process):
         self._env[name] = value
 
     def lose_memory(self) -> None:
-        """What a reboot does beside ending it: the arenas are gone, and the packs are not in the page cache."""
+        """Do what a reboot does to an ended daemon: remove its arenas, drop its packs from the page cache."""
         assert not self.is_running, f"{self.name} runs"
         for path in self.arena_dir.glob("*"):
             path.unlink()
@@ -89,7 +89,7 @@ class Daemon(Process):
 
 
 def wait_attached(daemon: Daemon, num_engines: int = 1, timeout_s: float = 60) -> None:
-    """Wait until so many engines have a session.
+    """Wait until this many engines have a session.
 
     Raises:
         TimeoutError: They have not.

@@ -89,7 +89,7 @@ class Engine(Process):
     """A `vllm serve` on a free port of loopback."""
 
     def __init__(self, options: EngineOptions, log_path: Path) -> None:
-        """Only remembers what to run."""
+        """Prepare; `start` runs it."""
         self.options = options
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -106,7 +106,7 @@ class Engine(Process):
         self.wait_started()
 
     def launch(self) -> None:
-        """Start it only."""
+        """Start it without waiting."""
         super().start()
 
     def wait_started(self, timeout_s: float = 240.0) -> None:

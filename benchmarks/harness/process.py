@@ -16,9 +16,9 @@ BIN = Path(sys.executable).parent
 POLL_S = 0.02
 KILL_TIMEOUT_S = 10
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The kernel sends SIGTERM to what we start when the thread that started it ends, so a kill -9 of us ends it too (but
-# for vLLM 0.32 while it starts: it overhears the signal). A launcher asks for that, because a preexec_fn would fork
-# this process with gRPC's threads in it.
+# The kernel sends SIGTERM to a child when the thread that started it ends, so a kill -9 of us ends it too (except
+# vLLM 0.32 during its start, which ignores the signal). A launcher asks the kernel for that, because a preexec_fn would
+# fork this process with gRPC's threads in it.
 _END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
 
@@ -41,7 +41,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 def free_port() -> int:
-    """Return a TCP port on loopback that nobody listens on now."""
+    """Return a TCP port on loopback that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """Have the first signal that ends a program raise KeyboardInterrupt, so that all that was started is ended too."""
+    """Make the first signal that ends a program raise KeyboardInterrupt, so that `with` ends all processes."""
     for each in _ENDS:
         signal.signal(each, _raise_interrupt)
 
@@ -82,13 +82,13 @@ class Process:
     """
 
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
-        """Only remembers what to run; see `start`."""
+        """Prepare; `start` runs it."""
         self.name, self.argv, self.log_path = name, list(argv), log_path
         self._env: dict[str, str] = {**os.environ, **env}
         self._popen: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        """Start; what does not come up, or is interrupted while it does, is ended."""
+        """Start it; if that fails or is interrupted, end it."""
         try:
             self.start()
         except BaseException:
@@ -119,7 +119,7 @@ class Process:
         return None if self._popen is None else self._popen.poll()
 
     def start(self) -> None:
-        """Start it; does not wait until it is ready. It ends with the calling thread at the latest."""
+        """Start it without waiting until it is ready. It ends at the latest with the calling thread."""
         assert not self.is_running, f"{self.name} runs already"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
@@ -133,7 +133,7 @@ class Process:
             )
 
     def stop(self, grace_s: float = 20.0) -> None:
-        """Ask the leader to end (SIGTERM), then kill what is left of the group."""
+        """Send SIGTERM to the leader, wait `grace_s`, then kill the rest of the group."""
         if self._popen is None:
             return
         if self.is_running:
@@ -171,11 +171,11 @@ class Process:
         self._popen.send_signal(number)
 
     def pause(self) -> None:
-        """Stop the whole group where it is (SIGSTOP): it keeps its memory and uses no CPU."""
+        """Stop the whole group (SIGSTOP): it keeps its memory and uses no CPU."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the whole group go on."""
+        """Continue the whole group after `pause`."""
         os.killpg(self.pid, signal.SIGCONT)
 
     def log_text(self) -> str:
@@ -203,7 +203,7 @@ class Process:
 
 @contextmanager
 def running(processes: Sequence[Process]) -> Iterator[None]:
-    """Let paused processes run for the length of the block; name servers before those that use them."""
+    """Resume paused processes for the length of the block; name servers before those that use them."""
     for process in processes:
         process.resume()
     try:

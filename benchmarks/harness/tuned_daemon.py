@@ -1,4 +1,4 @@
-"""kvtier-daemon with fields of its configuration that are no settings: tests and benchmarks vary them, users do not.
+"""kvtier-daemon with other values for configuration fields that users cannot set; tests and benchmarks vary them.
 
     TUNED_DISK_PACK_LINGER_S=0.01 python -m benchmarks.harness.tuned_daemon [options of kvtier-daemon]
 

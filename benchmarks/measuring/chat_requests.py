@@ -1,4 +1,4 @@
-"""Questions to a running vLLM: time to first token, cached tokens, logprobs, and what processes read for the answer."""
+"""Chat requests to a running vLLM: time to first token, cached tokens, logprobs, and what processes read meanwhile."""
 
 import json
 import time
@@ -18,6 +18,8 @@ ANSWER_TOKENS = 8
 ANSWER_TIMEOUT_S = 180
 EMPTY_TIMEOUT_S = 60
 PINNED_VARIANT = 0
+
+Messages = Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,11 @@ class Answer:
     logprobs: tuple[float, ...]
     read: BytesRead
 
+    @property
+    def served_by(self) -> str:
+        """The sources that supplied tokens, most first."""
+        return " + ".join(sorted(self.by_source, key=lambda source: -self.by_source[source])) or "computed"
+
 
 def question(number: int) -> str:
     """Return a question; other numbers differ from the first word on, so that no cache has more than the prompt."""
@@ -48,7 +55,7 @@ def question(number: int) -> str:
 
 
 def forget_device_cache(engine: Engine) -> None:
-    """Empty vLLM's own prefix cache, as other prompts would in time.
+    """Empty vLLM's prefix cache, as other prompts would in time.
 
     Raises:
         TimeoutError: vLLM kept blocks in use.
@@ -63,7 +70,7 @@ def forget_device_cache(engine: Engine) -> None:
 
 
 def greet(engine: Engine) -> None:
-    """Send a short request, so that the first one that is measured pays for no lazy imports."""
+    """Send a short request, so that lazy imports do not count as part of the first measured one."""
     ask(engine, [], [{"role": "user", "content": "Hello!"}])
 
 
@@ -76,7 +83,9 @@ def ask_pinned(engine: Engine, processes: Sequence[Process], number: int, varian
     return ask(engine, processes, messages)
 
 
-def ask(engine: Engine, processes: Sequence[Process], messages: Sequence[dict[str, str]]) -> Answer:
+def ask(
+    engine: Engine, processes: Sequence[Process], messages: Messages, timeout_s: float = ANSWER_TIMEOUT_S
+) -> Answer:
     """Ask through the openai client, streaming, greedily; count what `processes` and their children read meanwhile."""
     groups = {process.pid for process in processes}
     sources = engine.cached_by_source()
@@ -84,7 +93,7 @@ def ask(engine: Engine, processes: Sequence[Process], messages: Sequence[dict[st
     ttft_s, usage = 0.0, None
     tokens: list[str] = []
     logprobs: list[float] = []
-    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=ANSWER_TIMEOUT_S, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", timeout=timeout_s, max_retries=0) as client:
         start_s = time.perf_counter()
         stream = client.chat.completions.create(
             model="model",

@@ -1,4 +1,4 @@
-"""What pairs of measurements say: the median of their ratios, with an interval that assumes nothing about noise."""
+"""The median of ratios within pairs of measurements, with an interval that assumes nothing about noise."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class Interval:
     """A median and where the true one lies.
 
     Attributes:
-        coverage: Probability with which an interval made so holds the true median. Below what was asked for when there
+        coverage: Probability that such an interval holds the true median. Below what was requested when there
             are too few values for it: six are the fewest that reach 95 %.
     """
 
@@ -49,6 +49,6 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
 
 
 def _coverage(num_values: int, rank: int) -> float:
-    """Return the probability that the true median lies between the `rank`-th smallest and largest of so many values."""
+    """Return the probability that the true median lies between the `rank`-th smallest and largest value."""
     outside = 2 * sum(comb(num_values, below) for below in range(rank))
     return 1 - outside / float(2**num_values)

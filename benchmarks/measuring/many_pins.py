@@ -1,4 +1,4 @@
-"""Thousands of pins of prompts that nobody asks for: what a large installation has beside those that match."""
+"""Thousands of pins whose prompts no request has, as a large installation holds them beside those that match."""
 
 import time
 import uuid
@@ -17,8 +17,8 @@ from kvtier.ledger import Ledger, PromptRow
 # Ids that every vocabulary here has; the special tokens before them stay out.
 _FIRST_TOKEN, _LAST_TOKEN = 16, 2000
 BIND_TIMEOUT_S = 600
-# Between looks: a scrape is work for the daemon, which is busy.
-_LOOK_S = 0.5
+# Between scrapes, which are work for a busy daemon.
+_POLL_S = 0.5
 _CHUNKS_PER_PACK = 1000
 
 
@@ -58,8 +58,8 @@ def _pin(name: str, tokens: tuple[int, ...]) -> PromptRow:
 def make_durable(disk_dir: Path) -> int:
     """Write packs with every chunk that pins are bound to, of a daemon that does not run; return how many chunks.
 
-    The chunks are zeros: real ones would take minutes and tens of GiB, and nobody reads them. What a daemon and an
-    engine carry along is their number.
+    The chunks are zeros: real ones would take minutes and tens of GiB, and are never read. What costs a daemon and an
+    engine is their number.
     """
     ledger, packs = Ledger.open(disk_dir / "ledger.sqlite"), PackTier(disk_dir / "packs")
     try:
@@ -89,14 +89,14 @@ def _zero_payload(num_bytes: int) -> tuple[memoryview, int]:
 
 
 def wait_bound(daemon: Daemon, count: int) -> float:
-    """Wait until an engine has bound all of so many pins; return the seconds that took.
+    """Wait until an engine has bound all of `count` pins; return the seconds that took.
 
     Raises:
         TimeoutError: It has not, within BIND_TIMEOUT_S.
     """
 
     def bound() -> bool:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         known = daemon.metric("kvtier_pins")
         return known >= count and known - daemon.metric("kvtier_pins", state="waiting") >= count
 
@@ -104,14 +104,14 @@ def wait_bound(daemon: Daemon, count: int) -> float:
 
 
 def wait_durable(daemon: Daemon, count: int) -> float:
-    """Wait until so many pins are known to be durable; return the seconds that took.
+    """Wait until `count` pins are durable; return the seconds that took.
 
     Raises:
         TimeoutError: They are not, within BIND_TIMEOUT_S.
     """
 
     def durable() -> bool:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         return daemon.metric("kvtier_pins", state="durable") >= count
 
     return wait_until(durable, BIND_TIMEOUT_S, f"the daemon to find {count} pins durable")

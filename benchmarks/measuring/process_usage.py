@@ -1,4 +1,4 @@
-"""What processes use: CPU time and memory, of the groups that `benchmarks.processes` starts."""
+"""What processes use: CPU time, memory and bytes read, of the process groups that `harness.process` starts."""
 
 import os
 import time
@@ -41,7 +41,7 @@ def pids_of(groups: Collection[int]) -> Iterator[int]:
 
 
 def cpu_s(groups: Collection[int]) -> float:
-    """Return CPU seconds of the processes that now belong to these groups; one that has ended takes its own along."""
+    """Return CPU seconds of the processes that now belong to these groups; without those that have ended."""
     return cpu_of(pids_of(groups))
 
 
@@ -72,7 +72,7 @@ def memory_of(pids: Collection[int]) -> Memory:
     """Return the sum of the memory of these processes.
 
     Raises:
-        OSError: One of them has ended, or belongs to somebody else.
+        OSError: One of them has ended, or belongs to another user.
     """
     totals = dict.fromkeys(("Rss", "Pss", "Pss_Anon", "Pss_Shmem"), 0)
     for pid in pids:

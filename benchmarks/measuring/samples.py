@@ -1,7 +1,7 @@
-"""Raw samples as JSON lines, written as they are measured, so that an interrupted run goes on where it was.
+"""Raw samples as JSON lines, written as they are measured, so that an interrupted run can be resumed.
 
-A row belongs to a case, the smallest piece that is measured again as a whole. Rows count once their case is done: what
-an interrupted or failed case has left in the file is passed over.
+A row belongs to a case, the smallest unit that is measured again as a whole. Rows count once their case is done: rows
+of an interrupted or failed case are ignored.
 """
 
 import json
@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 
 class RecordsError(Exception):
-    """The file cannot be gone on with; the message says why and what to do."""
+    """The file cannot be resumed; the message says why and what to do."""
 
 
 class Records:
@@ -22,10 +22,10 @@ class Records:
     Args:
         path: The file; made when it is missing.
         setup: What all rows have in common (machine, versions, profile, settings); the first line.
-        resume: Go on with what is there, instead of beginning anew.
+        resume: Keep the samples that are there, instead of starting an empty file.
 
     Raises:
-        RecordsError: The file is of another setup.
+        RecordsError: The file was measured with another setup.
     """
 
     def __init__(self, path: Path, setup: Mapping[str, Any], *, resume: bool) -> None:
@@ -34,13 +34,13 @@ class Records:
         self._attempt: dict[str, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume and path.exists():
-            self._take_up()
+            self._read_file()
         else:
             path.unlink(missing_ok=True)
             self._append({"kind": "setup", **self.setup})
 
-    def _take_up(self) -> None:
-        # Whoever was interrupted in mid-line has left one that does not end.
+    def _read_file(self) -> None:
+        # A run that was interrupted while it wrote has left a line without an end.
         lines = [line for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         rows = [json.loads(line) for line in lines]
         old = {key: value for key, value in rows[0].items() if key != "kind"} if rows else {}
@@ -48,7 +48,7 @@ class Records:
             key for key in {*old, *self.setup} if old.get(key) != json.loads(json.dumps(self.setup)).get(key)
         ]:
             raise RecordsError(
-                f"{self.path}: measured with other {', '.join(sorted(differing))}; name another file, "
+                f"{self.path}: measured with another {', '.join(sorted(differing))}; name another file, "
                 "or leave --resume out"
             )
         self.path.write_text("".join(lines))

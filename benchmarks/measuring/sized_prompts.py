@@ -39,7 +39,7 @@ def _tokenizer(model: Path) -> Tokenizer:
 
 
 def make_prompt(model: Path, tokens: int, variant: int) -> SystemPrompt:
-    """Return a system prompt of about so many of this model's tokens."""
+    """Return a system prompt of about this many of this model's tokens."""
     # The assistants repeat after their revisions are counted up, so each part of a long one is a text of its own.
     parts = (system_prompt(variant + number * 1000 * len(ASSISTANTS)) for number in count())
     text = ""

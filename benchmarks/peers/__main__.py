@@ -1,11 +1,11 @@
 """Restart-to-hit time and bytes on disk of one long prompt: kvtier, LMCache and vLLM's own fs tier, side by side.
 
-Needs `make peers-venv` for LMCache; what is not installed is left out, with the reason. For each system: serve, bring
-the prompt to disk, stop everything. Then, in every round and with the systems taking turns: forget its host memory and
-the page cache of its files, start server and vLLM, send one short request, then the prompt with a question that nobody
-asked before (the first request), then five more, each after vLLM's own cache was emptied. Then kill -9 everything and
-the same again. Each round also asks vLLM alone, which is what the ratios are to. All run with one block size, dtype,
-vLLM and size of host memory, and with their defaults otherwise.
+Needs `make peers-venv` for LMCache; a system that is not installed is left out, with the reason. For each system:
+serve, bring the prompt to disk, stop everything. Then every round, with the systems taking turns: empty its host
+memory and the page cache of its files, start server and vLLM, send one short request, then the prompt with a new
+question (the first request), then five more, each after vLLM's prefix cache was emptied. Then kill -9 everything and do
+the same again. Each round also measures vLLM alone, which the ratios refer to. All run with one block size, dtype, vLLM
+and size of host memory, and with their defaults otherwise.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--dtype", default=fast_dtype(), help="default: bfloat16 where the CPU is fast at it")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="default: %(default)s")
-    parser.add_argument("--dir", type=Path, help="where the files lie; default: the system's temporary folder")
+    parser.add_argument("--dir", type=Path, help="folder for the files; default: the system's temporary folder")
     arguments = parser.parse_args()
     names = arguments.systems.split(",")
     if unknown := set(names) - set(SYSTEMS):

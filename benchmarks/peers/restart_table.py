@@ -1,4 +1,4 @@
-"""The table of the results, in Markdown."""
+"""The results of the restarts as a table, in Markdown."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ HEADER = (
     "cached tokens",
     "from",
     "TTFT s",
-    "x own hit",
+    "x prefix-cache hit",
     "read MiB (device)",
     "later TTFT s",
     "later read MiB (device)",
@@ -39,13 +39,13 @@ def table(results: Results) -> str:
 def _frame_rows(results: Results) -> list[tuple[str, ...]]:
     rows = []
     cold = [answer for answers in results.cold.values() for answer in answers]
-    hits = [answer for answers in results.own_hits.values() for answer in answers.values()]
-    own_s = {number: _median_ttft_s(answers.values()) for number, answers in results.own_hits.items()}
+    hits = [answer for answers in results.prefix_hits.values() for answer in answers.values()]
+    own_s = {number: _median_ttft_s(answers.values()) for number, answers in results.prefix_hits.items()}
     if cold:
         ratios = [answer.ttft_s / own_s[number] for number, answers in results.cold.items() for answer in answers]
         rows.append(_frame_row("vLLM alone, cold", cold, spread(ratios, digits=1)))
     if hits:
-        rows.append(_frame_row("vLLM alone, its own prefix cache", hits, "1"))
+        rows.append(_frame_row("vLLM alone, its prefix cache", hits, "1"))
     return rows
 
 
@@ -58,7 +58,7 @@ def _row(name: str, ending: Ending, starts: Sequence[Start], results: Results) -
     firsts = [start.first for start in starts]
     later = [answer for start in starts for answer in start.again]
     num_hits = sum(map(is_hit, firsts))
-    ratios = [start.first.ttft_s / _median_ttft_s(results.own_hits[start.round].values()) for start in starts]
+    ratios = [start.first.ttft_s / _median_ttft_s(results.prefix_hits[start.round].values()) for start in starts]
     missed_later = len(later) - sum(map(is_hit, later))
     return (
         name,
@@ -105,7 +105,7 @@ def _logprob_differences(starts: Sequence[Start], results: Results) -> Iterable[
     """
     for start in starts:
         for number, answer in start.numbered():
-            own = results.own_hits[start.round][number]
+            own = results.prefix_hits[start.round][number]
             for token, logprob, own_token, own_logprob in zip(
                 answer.tokens, answer.logprobs, own.tokens, own.logprobs, strict=True
             ):

@@ -1,4 +1,4 @@
-"""The course of the measurement: store once, then stop, forget and restart, over and over, systems taking turns."""
+"""The course of the measurement: store once, then stop, empty the caches and restart, with systems taking turns."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Start:
 
     Attributes:
         first: The first request with the prompt.
-        again: Later ones, each after vLLM's own cache was emptied.
+        again: Later ones, each after vLLM's prefix cache was emptied.
     """
 
     round: int
@@ -38,14 +38,14 @@ class Results:
 
     Attributes:
         cold: vLLM alone, prompts it never saw, by round.
-        own_hits: vLLM alone, its own prefix cache: round -> question number -> answer.
+        prefix_hits: vLLM alone, its prefix cache: round -> question number -> answer.
         starts: By system name.
         stored_bytes: Bytes on disk after the prompt was stored, by system name.
         skipped: Why a system has no result, or no more of them.
     """
 
     cold: dict[int, list[Answer]] = field(default_factory=dict)
-    own_hits: dict[int, dict[int, Answer]] = field(default_factory=dict)
+    prefix_hits: dict[int, dict[int, Answer]] = field(default_factory=dict)
     starts: dict[str, list[Start]] = field(default_factory=dict)
     stored_bytes: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def measure_frame(alone: System, round_number: int, results: Results) -> None:
             ask_pinned(engine, processes, number=0, variant=variant) for variant in (PINNED_VARIANT, PINNED_VARIANT + 1)
         ]
         numbers = [number for ending in Ending for number in question_numbers(round_number, ending)]
-        results.own_hits[round_number] = {number: ask_pinned(engine, processes, number) for number in numbers}
+        results.prefix_hits[round_number] = {number: ask_pinned(engine, processes, number) for number in numbers}
 
 
 def measure_restarts(system: System, round_number: int, results: Results, say: Callable[[str], None]) -> None:

@@ -1,9 +1,9 @@
-"""The process that `benchmarks.bench_serve` asks: it runs `vllm bench serve` again and again, and is started once.
+"""The process that runs `vllm bench serve` again and again for `bench_serve`, started once.
 
 usage: bench_client.py SOCKET
 
-Importing vLLM takes as long as a run. Reads the arguments of one run from the socket, answers what went wrong, or
-nothing; ends with the connection.
+Importing vLLM takes as long as a run. Reads the arguments of one run from the socket, answers with the error or with an
+empty string, and ends with the connection.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def main() -> None:
                 return
             try:
                 asyncio.run(main_async(parser.parse_args(argv)))
-            except Exception as error:  # the next run may go well; who asked decides
+            except Exception as error:  # the next run may succeed; the caller decides
                 connection.send(repr(error))
             else:
                 connection.send("")

@@ -77,7 +77,7 @@ class BenchServeClient(Process):
     """
 
     def __init__(self, home: Path) -> None:
-        """Only remembers what to run; see `start`."""
+        """Prepare; `start` runs it."""
         self._socket, self._result = home / "bench-client.sock", home / "bench-serve.json"
         self._connection: Connection | None = None
         # -P: its folder has modules of common names.
@@ -87,7 +87,7 @@ class BenchServeClient(Process):
 
     @override
     def start(self) -> None:
-        """Start it and wait until it takes orders."""
+        """Start it and wait until it accepts requests."""
         self._socket.unlink(missing_ok=True)  # of an earlier one that was killed
         super().start()
         self.wait_ready(self._connects, START_TIMEOUT_S)
@@ -96,7 +96,7 @@ class BenchServeClient(Process):
         """Send the prompts of this seed and return rates and times.
 
         Raises:
-            TrafficError: Requests failed, or it did not come to an end.
+            TrafficError: Requests failed, or it did not end in time.
         """
         assert self._connection is not None, f"{self.name} was not started"
         self._result.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ class BenchServeClient(Process):
             raise TrafficError(f"vllm bench serve: {problem}\n{self.log_tail()}")
         found = json.loads(self._result.read_text())
         if found["completed"] != shape.num_requests:
-            raise TrafficError(f"{found['completed']} of {shape.num_requests} requests came through")
+            raise TrafficError(f"{found['completed']} of {shape.num_requests} requests succeeded")
         return {name: float(found[name]) for name in ("duration", *RATES, *TIMES)}
 
     def _connects(self) -> bool:

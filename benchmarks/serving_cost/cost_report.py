@@ -1,4 +1,4 @@
-"""What `benchmarks.serving_cost` measured, in Markdown."""
+"""The results of `benchmarks.serving_cost`, in Markdown."""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""How the vLLM of every server that is compared is run, but for its connector."""
+"""How every compared vLLM is run, except for its connector."""
 
 from benchmarks.harness.engine import EngineOptions
 from benchmarks.harness.model_specs import SERVED

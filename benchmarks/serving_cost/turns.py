@@ -1,4 +1,4 @@
-"""The servers that are compared and their turns: started once, then one at a time while the others are stopped."""
+"""The servers that are compared: started once, then measured in turns while the others are stopped."""
 
 import argparse
 import time
@@ -23,8 +23,8 @@ from benchmarks.systems.vllm_systems import VLLMAlone, VLLMBare, VLLMTiering
 PRESENCE = "presence"
 # Where the connector's halves run: the scheduler's process, and the one that computes and maps the arena.
 ENGINE_PROCESSES = ("EngineCore", "Worker")
-# How long what has just started may still be busy.
-SETTLE_S = 3.0
+# How long a process may be busy after its start.
+START_QUIET_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,19 @@ class Side:
 
     @property
     def processes(self) -> list[Process]:
-        """The daemon first: an engine that goes on finds it answering."""
+        """The daemon first: it must answer when its engine resumes."""
         return [process for process in (self.daemon, self.engine) if process is not None]
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let it run, the only one that does; paused again whatever happens."""
+        """Run this server alone; it is stopped again afterwards."""
         with running(self.processes):
             if self.daemon is not None:
                 wait_attached(self.daemon)
             yield
 
     def hit_tokens(self) -> float:
-        """Return the tokens that came from kvtier since its start; pins may give none, in this benchmark."""
+        """Return the tokens that came from kvtier since its start; no request may match a pin here."""
         return self.engine.metric("vllm:external_prefix_cache_hits_total")
 
 
@@ -74,7 +74,7 @@ class Bench:
         )
 
     def run(self) -> None:
-        """Measure what is not in the records yet."""
+        """Measure what the records lack."""
         for start in range(self.arguments.starts):
             pairs = [number for number in range(self.arguments.pairs) if not self.records.is_done(_pair(start, number))]
             wants_presence = start == 0 and not self.records.is_done(PRESENCE)
@@ -119,7 +119,7 @@ class Bench:
 
     def _measured(self, side: Side, seed: int, client: BenchServeClient) -> dict[str, float]:
         if self.arguments.store == "all" and side.daemon is not None:
-            # The model's vocabulary is so small that random prompts of two runs now and then begin alike.
+            # The model's vocabulary is so small that random prompts of two runs sometimes begin alike.
             evicted = run_cli(side.daemon.socket, "evict", "--all")
             if evicted.returncode:
                 raise TrafficError(f"kvtier evict --all: {evicted.stderr}")
@@ -127,7 +127,7 @@ class Bench:
         result = client.run(self.traffic, side.engine.url, seed)
         used = {name: value - before[name] for name, value in self._used(side).items()}
         if used["hit_tokens"] and self.arguments.store == "pinned" and side.daemon is not None:
-            raise TrafficError(f"{side.name}: requests matched pins, which none may; nothing can be said from this run")
+            raise TrafficError(f"{side.name}: requests matched pins, which none may: this run measured something else")
         return result | used
 
     @staticmethod
@@ -155,9 +155,9 @@ class Bench:
     def _start_kvtier(self, start: int, wants_presence: bool, stack: ExitStack) -> Side:
         """Start daemon and engine without pins, then give the daemon its pins; measure on the way."""
         home = self.home / f"kvtier-{start}"
-        # The pins' chunks are zeros, and take no room on disk.
-        room = {"KVTIER_DISK_BYTES": "4TiB", "TUNED_DISK_RESERVE_BYTES": "0"}
-        daemon = stack.enter_context(Daemon(home, settings=room | {"KVTIER_CACHE_STORE": self.arguments.store}))
+        # The pins' chunks are zeros, and occupy almost nothing on disk.
+        limits = {"KVTIER_DISK_BYTES": "4TiB", "TUNED_DISK_RESERVE_BYTES": "0"}
+        daemon = stack.enter_context(Daemon(home, settings=limits | {"KVTIER_CACHE_STORE": self.arguments.store}))
         self._note_daemon(daemon, "no pins, no engine", wants_presence)
         say(f"starting {KVTIER}")
         options = replace(self.options, kvtier_socket=daemon.socket)
@@ -202,7 +202,7 @@ class Bench:
         if not wanted:
             return
         say(f"daemon: {state}, watching it for {self.arguments.idle_s:g} s")
-        time.sleep(SETTLE_S)
+        time.sleep(START_QUIET_S)
         before_s, began_s = cpu_s({daemon.pid}), time.monotonic()
         time.sleep(self.arguments.idle_s)
         used_s = (cpu_s({daemon.pid}) - before_s) / (time.monotonic() - began_s)

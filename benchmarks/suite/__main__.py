@@ -1,9 +1,9 @@
-"""Everything that kvtier is measured by, beside its peers, in one run that can be interrupted and gone on with.
+"""Everything that kvtier is measured by, beside its peers, in one run that can be interrupted and resumed.
 
-`make bench` runs the short profile, `make bench PROFILE=long` the one for numbers to quote. Cases are measured
-one after the other, systems taking turns round by round, each in its own environment: vLLM alone, kvtier, LMCache in
+`make bench` runs the short profile, `make bench PROFILE=long` the one for numbers to quote. Cases are measured one
+after the other, systems taking turns round by round, each in its own environment: vLLM alone, kvtier, LMCache in
 multi-process mode (`make peers-venv`) and vLLM's OffloadingConnector with its fs tier. Raw samples go to a file of JSON
-lines as they are measured; `--resume` measures only what is missing in it, `--report` nothing.
+lines as they are measured; `--resume` measures only what is missing in it, `--report` measures nothing.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from benchmarks.systems.vllm_systems import VLLMAlone
 ALL_SYSTEMS: dict[str, type[System]] = {"alone": VLLMAlone, "kvtier-all": KVTierAll, **SYSTEMS}
 DEFAULT_SYSTEMS = ("alone", "kvtier", "lmcache", "vllm-fs")
 OUT = Path("bench-results")
-# Room in a context beside the system prompt: a conversation.
+# Tokens of a context for the conversation behind the system prompt.
 TURN_TOKENS = 1024
 FLOOR_RUNS = 5
 FAILURES = (
@@ -64,7 +64,7 @@ Add = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The smallest piece that is measured as a whole; `measure` hands samples to the function it is given."""
+    """The smallest unit that is measured as a whole; `measure` passes samples to the function that it gets."""
 
     name: str
     measure: Callable[[Add], None]
@@ -72,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a profile comes to."""
+    """The cases of a profile."""
 
     profile: Profile
     systems: Sequence[str]
@@ -140,7 +140,7 @@ class Plan:
 
 
 def _in_turns(systems: Sequence[str], number: int) -> list[str]:
-    """Return the systems, another one first in every round."""
+    """Return the systems, with another one first in every round."""
     turn = number % len(systems)
     return [*systems[turn:], *systems[:turn]]
 
@@ -160,7 +160,7 @@ def _system(name: str, home: Path, options: EngineOptions, host_gib: int) -> Ite
 
 
 def run(cases: Sequence[Case], records: Records, limit_s: float) -> list[str]:
-    """Measure what the records lack; return the names of the cases for which there was no time."""
+    """Measure what the records lack; return the names of the cases that the time limit left out."""
     began_s = time.monotonic()
     left = [case for case in cases if not records.is_done(case.name)]
     for number, case in enumerate(left):
@@ -195,18 +195,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", choices=PROFILES, default="short")
     parser.add_argument("--systems", default=",".join(DEFAULT_SYSTEMS), help=f"of {', '.join(ALL_SYSTEMS)}")
     parser.add_argument(
-        "--only", default="", help="measure only cases whose name begins so, for example matrix or load/kvtier"
+        "--only", default="", help="measure only cases whose name begins with this, for example matrix or load/kvtier"
     )
     parser.add_argument("--dtype", default=fast_dtype(), help="default: bfloat16 where the CPU is fast at it")
-    parser.add_argument("--limit-min", type=float, help="begin no case after so many minutes; default: the profile's")
+    parser.add_argument("--limit-min", type=float, help="start no case after this many minutes; default: the profile's")
     parser.add_argument(
-        "--dir", type=Path, help="where caches lie while measured; default: the system's temporary folder"
+        "--dir", type=Path, help="folder for the caches during the run; default: the system's temporary folder"
     )
     parser.add_argument(
         "--out", type=Path, default=OUT, help="folder of samples, report and plots; default: %(default)s"
     )
     parser.add_argument("--resume", action="store_true", help="measure only what is missing")
-    parser.add_argument("--report", action="store_true", help="measure nothing, write report and plots anew")
+    parser.add_argument("--report", action="store_true", help="measure nothing, only write report and charts again")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.systems.split(",")) - set(ALL_SYSTEMS):
         parser.error(f"--systems: {', '.join(sorted(unknown))} unknown, choose from {', '.join(ALL_SYSTEMS)}")
@@ -237,7 +237,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; everything that was started is stopped; go on with --resume", file=sys.stderr)
+        print("interrupted; everything that was started is stopped; continue with --resume", file=sys.stderr)
         return 130
     finally:
         shutil.rmtree(home, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The daemon alone, with engines that are scripts: what more pins and more sessions cost, and CPU per GiB moved.
+"""The daemon without vLLM, with scripted engines: what more pins and sessions cost, and CPU per GiB moved.
 
-What more chunks cost is `benchmarks.growth`'s, which measures them in the service, too.
+What more chunks cost is measured by `benchmarks.growth`.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ def _daemon(**settings: str) -> Iterator[Daemon]:
 
 
 def chunks(num_chunks: int, rounds: int, add: Add) -> None:
-    """Measure starts, memory and lookups with so many chunks on disk."""
+    """Measure starts, memory and lookups with this many chunks on disk."""
     add("chunks", **asdict(measure_chunks(num_chunks, rounds)))
 
 
 def pins(num_pins: int, rounds: int, add: Add) -> None:
-    """Measure starts, memory, an engine's attaching, pinning and listing with so many pins."""
+    """Measure starts, memory, an engine's attaching, pinning and listing with this many pins."""
     with _daemon() as daemon:
         fill_with_pins(daemon.home / STATE, num_pins, PIN_TOKENS)
         for number in range(rounds):

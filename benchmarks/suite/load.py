@@ -1,7 +1,7 @@
-"""Many users, and system prompts that the pool has no room for: throughput, waiting times, and which tier served.
+"""Many users, and more system prompts than the pool can hold: throughput, waiting times, and which tier served.
 
-Two runs on one start of a system, each with users of its own seed: undisturbed, and with the server beside vLLM killed
-(-9) and started again when half of the turns are answered.
+Two runs on one start of a system, each with another seed for its users: one undisturbed, and one in which the server
+beside vLLM is killed (-9) and started again when half of the turns are answered.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class LoadRun:
     add: Callable[..., None]
 
     def measure(self) -> None:
-        """Store the prompts, then let the users work."""
+        """Store the prompts, then run the users."""
         prompts = [
             make_prompt(self.model, self.shape.prompt_tokens, number) for number in range(self.shape.system_prompts)
         ]
@@ -44,11 +44,11 @@ class LoadRun:
                 ask(engine, [], prompt.messages(question(number)))
                 if self.system.keeps:
                     self.system.keep(engine, prompt.name, prompt.text)
-            self._work(UNDISTURBED, servers, engine, prompts, seed=2 * self.round)
+            self._run_users(UNDISTURBED, servers, engine, prompts, seed=2 * self.round)
             if self.system.has_server:
-                self._work(KILLED, servers, engine, prompts, seed=2 * self.round + 1)
+                self._run_users(KILLED, servers, engine, prompts, seed=2 * self.round + 1)
 
-    def _work(
+    def _run_users(
         self, mode: str, servers: list[Process], engine: Engine, prompts: list[SystemPrompt], *, seed: int
     ) -> None:
         traffic = Traffic(engine, plan(self.shape, prompts, seed), self.shape.answer_tokens)
@@ -58,14 +58,14 @@ class LoadRun:
         if mode == KILLED:
             wait_until(lambda: 2 * len(traffic.turns) >= traffic.num_planned, HALF_TIMEOUT_S, "half of the turns")
             killed_at = len(traffic.turns)
-            servers_s -= _cpu_s(servers)  # what it has used goes with it
+            servers_s -= _cpu_s(servers)  # a killed process takes its CPU time along
             for server in servers:
                 server.kill()
                 self.system.revive(server, engine)
         wall_s = traffic.finish()
         try:
             after = engine.cached_by_source()
-        except httpx.HTTPError:  # vLLM did not live on: its turns say so
+        except httpx.HTTPError:  # vLLM did not survive: its turns say so
             after = sources
         self.add(
             "load",

@@ -1,10 +1,10 @@
 """Time to first token of system prompts by what has happened to them, for one system at a time.
 
-A round of a system has three lives. In the first vLLM computes every prompt, asks each again, is flooded, and asks each
-again with its own cache emptied; in the second vLLM was restarted while the server beside it ran on, and that server is
-then killed and started under the running vLLM; before the third everything was stopped, host memory given up and the
-page cache dropped, so that the disk is all there is. Every question is new: only the system prompt can come from
-a cache.
+A round of a system has three phases. In the first, vLLM computes every prompt and answers a second question on it; a
+flood of other prompts follows, then another question, then the prefix cache is emptied, then another. In the second,
+vLLM was restarted while its server kept running; then that server is killed and started under the running vLLM. Before
+the third, everything was stopped and host memory and page cache were emptied, so only the disk has the prompts. Every
+question is new: only the system prompt can come from a cache.
 """
 
 import itertools
@@ -26,22 +26,22 @@ from benchmarks.suite.profiles import BLOCK_TOKENS, MatrixShape
 from benchmarks.systems.system import System
 
 FLOOD_RATIO = 1.3
-# Of other prompts than those that are asked: they share no first word.
+# Of prompts that are not measured: they share no first word with those that are.
 FLOOD_VARIANT = 500
-# How a vLLM that ended, or does not answer, shows.
+# Errors that show that vLLM ended or does not answer.
 LOST = (httpx.HTTPError, openai.OpenAIError, TimeoutError)
 
 
 def first_line(error: BaseException) -> str:
-    """Return what fits into a table of an error."""
+    """Return the first line of an error, for a table."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class Condition(Enum):
-    """What has happened to the prompt before it is asked."""
+    """What has happened to the prompt before the request."""
 
     COLD = "cold"
-    OWN_HIT = "own hit"
+    PREFIX_CACHE_HIT = "prefix-cache hit"
     PRESSURE = "after GPU pressure"
     HOST = "GPU cache emptied"
     ENGINE_RESTARTED = "engine restarted"
@@ -64,35 +64,35 @@ class MatrixRun:
     add: Callable[..., None]
 
     def measure(self) -> None:
-        """Go through the three lives; vLLM alone has one."""
+        """Go through the three phases; vLLM alone has one."""
         system = self.system
         prompts, questions = self._prompts(), map(question, itertools.count())
-        system.prewarm(True)
+        system.prefetch(True)
         with system.server() as servers:
             with system.engine() as engine:
-                self._first_life([*servers, engine], engine, prompts, questions)
+                self._first_phase([*servers, engine], engine, prompts, questions)
             if system.keeps:
                 with system.engine() as engine:
-                    self._second_life(servers, engine, prompts, questions)
+                    self._second_phase(servers, engine, prompts, questions)
         if system.keeps:
-            self._third_life(prompts, questions)
+            self._third_phase(prompts, questions)
 
     def _prompts(self) -> list[SystemPrompt]:
-        """Return those of this round; no other round has them, so that they are cold."""
-        # Of different lengths too they differ from the first words on: none is the head of another.
+        """Return the prompts of this round; no other round has them, so they are cold."""
+        # Prompts of other lengths differ from the first words on, too: none is a prefix of another.
         texts = list(itertools.product(range(self.shape.prompts), self.shape.lengths))
         first = self.round * len(texts)
         return [make_prompt(self.model, tokens, variant) for variant, (_, tokens) in enumerate(texts, first)]
 
-    def _first_life(
+    def _first_phase(
         self, processes: Sequence[Process], engine: Engine, prompts: Sequence[SystemPrompt], questions: Iterator[str]
     ) -> None:
         greet(engine)
         self._note_memory(processes, "before the first prompt")
         for prompt in prompts:
             self._compute_and_keep(prompt, engine, processes, questions)
-            greet(engine)  # a vLLM that has idled is slower, and not all systems take their time to keep a prompt
-            self._ask(Condition.OWN_HIT, prompt, engine, processes, questions)
+            greet(engine)  # a vLLM that has idled is slower, and some systems need no time to store a prompt
+            self._ask(Condition.PREFIX_CACHE_HIT, prompt, engine, processes, questions)
         self._flood(engine, questions)
         self._ask_all(Condition.PRESSURE, prompts, engine, processes, questions)
         if self.system.keeps:
@@ -100,7 +100,7 @@ class MatrixRun:
             self._ask_all(Condition.HOST, prompts, engine, processes, questions)
         self._note_memory(processes, "after all prompts")
 
-    def _second_life(
+    def _second_phase(
         self, servers: Sequence[Process], engine: Engine, prompts: Sequence[SystemPrompt], questions: Iterator[str]
     ) -> None:
         greet(engine)
@@ -114,16 +114,16 @@ class MatrixRun:
             greet(engine)
             forget_device_cache(engine)
             self._ask_all(Condition.SERVER_RESTARTED, prompts, engine, [*servers, engine], questions)
-        except LOST as error:  # a result too: vLLM did not live on
+        except LOST as error:  # a result too: vLLM did not survive
             for prompt in prompts:
                 self.add(
                     "lost", **self._labels(prompt), condition=Condition.SERVER_RESTARTED.value, reason=first_line(error)
                 )
 
-    def _third_life(self, prompts: Sequence[SystemPrompt], questions: Iterator[str]) -> None:
+    def _third_phase(self, prompts: Sequence[SystemPrompt], questions: Iterator[str]) -> None:
         self.system.forget_host_memory()
         drop_page_cache(self.system.disk_dir)
-        self.system.prewarm(False)
+        self.system.prefetch(False)
         with self.system.serving() as (engine, processes):
             greet(engine)
             self._ask_all(Condition.DISK, prompts, engine, processes, questions)

@@ -1,4 +1,4 @@
-"""Pictures of a run: bars of time to first token per length, the slow tail under load, and what grows with what."""
+"""Charts of a run: time to first token per length, the slow tail under load, and what grows with what."""
 
 import statistics
 from collections.abc import Sequence

@@ -14,8 +14,8 @@ class MatrixShape:
     Attributes:
         name: Of the model, for people and files.
         lengths: Tokens of the system prompts.
-        prompts: Different system prompts of each length: each is asked once per condition and round.
-        rounds: Times that every system is started anew; they take turns.
+        prompts: Different system prompts of each length: each is sent once per condition and round.
+        rounds: Times that every system is started again; they take turns.
         pool_blocks: vLLM's KV cache: the longest prompt and some more.
         host_gib: Host memory of each system, enough for all prompts.
     """
@@ -31,13 +31,13 @@ class MatrixShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadShape:
-    """Users at work.
+    """Users who send requests at the same time.
 
     Attributes:
-        system_prompts: That they choose from; together more than the pool holds.
+        system_prompts: Number to choose from; together they are more than the pool can hold.
         prompt_tokens: Tokens of each.
-        users: That work at the same time, each sending its next turn when the last one was answered.
-        turns: That each user sends.
+        users: Users at the same time; each sends its next turn when the last one was answered.
+        turns: Turns of each user.
         rounds: Times that every system is measured.
     """
 
@@ -52,7 +52,7 @@ class LoadShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthShape:
-    """What grows, and how often each size is measured."""
+    """Numbers of pins, chunks and sessions, and how often each is measured."""
 
     pins: tuple[int, ...] = (1, 100, 1000)
     chunks: tuple[int, ...] = (1000, 200_000)
@@ -66,7 +66,7 @@ class Profile:
     """What one run measures.
 
     Attributes:
-        limit_min: No case is begun after so many minutes.
+        limit_min: No case starts after this many minutes.
     """
 
     name: str

@@ -13,7 +13,7 @@ def report(records: Records, not_measured: Sequence[str] = ()) -> str:
 
     Args:
         records: What was measured.
-        not_measured: Cases for which there was no time.
+        not_measured: Cases that the time limit left out.
     """
     setup = records.setup
     parts = [
@@ -26,6 +26,6 @@ def report(records: Records, not_measured: Sequence[str] = ()) -> str:
     if failures := records.failures():
         parts += ["## Failed", "\n".join(f"- {case}: {reason}" for case, reason in failures.items())]
     if not_measured:
-        parts += ["## Not measured, for lack of time", "\n".join(f"- {case}" for case in not_measured)]
+        parts += ["## Not measured: out of time", "\n".join(f"- {case}" for case in not_measured)]
     seconds = sum(float(row["seconds"]) for row in records.rows("took"))
     return "\n\n".join(part for part in [*parts, f"{seconds / 60:.1f} minutes of measuring."] if part)

@@ -1,10 +1,10 @@
-"""The daemon alone: what grows with pins, sessions and chunks, and CPU per GiB."""
+"""The tables of `daemon_growth`: costs by the number of pins, sessions and chunks, and CPU per GiB."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
-from benchmarks.growth import HEADER, Samples
+from benchmarks.growth import HEADER, GrowthSamples
 from benchmarks.measuring.machine import spread
 from benchmarks.measuring.samples import Records, Row
 from benchmarks.measuring.tables import chosen, distinct, milliseconds, percentile, table, values
@@ -59,5 +59,5 @@ def _sessions_row(row: Row) -> tuple[str, ...]:
     )
 
 
-def _chunks(row: Row) -> Samples:
-    return Samples(**{field.name: row[field.name] for field in fields(Samples)})
+def _chunks(row: Row) -> GrowthSamples:
+    return GrowthSamples(**{field.name: row[field.name] for field in fields(GrowthSamples)})

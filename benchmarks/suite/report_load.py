@@ -1,4 +1,4 @@
-"""Users at work: throughput, waiting times and where their prompts came from."""
+"""The tables of `load`: throughput, waiting times and where the prompts came from."""
 
 from collections.abc import Iterator, Sequence
 

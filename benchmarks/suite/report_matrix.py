@@ -1,4 +1,8 @@
-"""The matrix of TTFTs: a table per model and length, beside vLLM's own hit and what the machine could do at best."""
+"""The tables of `matrix`: TTFT per model and length, beside vLLM's prefix-cache hit and the floor.
+
+The floor of a TTFT is what no cache with one thread can beat: vLLM's prefix-cache hit, plus one memcpy of the prompt's
+KV, plus one O_DIRECT read of its stored bytes if it comes from disk; with the rates of `measuring.machine_rates`.
+"""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -15,16 +19,26 @@ from benchmarks.systems.vllm_systems import VLLMAlone
 MIB = 2**20
 # LMCache keeps whole chunks of 256 tokens, so three quarters of 1,000; how much a hit brought has its own column.
 HIT_RATIO = 0.7
-HEADER = ("system", "asked", "TTFT ms", "x own hit", "x floor", "hits", "cached tokens", "from", "server CPU ms")
+HEADER = (
+    "system",
+    "condition",
+    "TTFT ms",
+    "x prefix-cache hit",
+    "x floor",
+    "hits",
+    "cached tokens",
+    "from",
+    "server CPU ms",
+)
 _VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """What rows are set beside: vLLM's own hit, and what no cache can beat: that, and moving the bytes once.
+    """What rows are compared with: vLLM's prefix-cache hit, and the floor of this module's docstring.
 
     Attributes:
-        own_s: Median TTFT of vLLM alone with the prompt in its cache.
+        own_s: Median TTFT of vLLM alone with the prompt in its prefix cache.
         memory_s: Copying the prompt's KV with one thread's memcpy; None when that was not measured.
         disk_s: Reading its stored bytes with one thread, O_DIRECT.
     """
@@ -35,7 +49,7 @@ class Best:
 
     def floor_s(self, condition: Condition) -> float | None:
         """Return the floor for a condition, None where nothing is restored or nothing was measured."""
-        if self.memory_s is None or condition in (Condition.COLD, Condition.OWN_HIT):
+        if self.memory_s is None or condition in (Condition.COLD, Condition.PREFIX_CACHE_HIT):
             return None
         return self.own_s + self.memory_s + (self.disk_s if condition is Condition.DISK else 0.0)
 
@@ -52,7 +66,7 @@ def matrix_tables(records: Records) -> Iterator[str]:
     if floors:
         memcpy, device = ([rate / 1e9 for row in floors for rate in row[key]] for key in ("memcpy", "device"))
         rates = f"memcpy {spread(memcpy, 'GB/s')}, disk {spread(device, 'GB/s')}"
-        yield f"Of the machine, in this run, one thread each: {rates}."
+        yield f"The machine's rates in this run, one thread each: {rates}."
     yield from _lost(records)
     for matrix in distinct(samples, "matrix"):
         for tokens in distinct(chosen(samples, matrix=matrix), "tokens"):
@@ -75,10 +89,9 @@ def _table(samples: Sequence[Row], records: Records, matrix: str, tokens: int) -
 
 
 def best_of(records: Records, matrix: str, tokens: int, system: str) -> Best | None:
-    """Return what a system's prompts of one length are set beside; None without vLLM alone in the run."""
-    own = chosen(
-        records.rows("ttft"), matrix=matrix, tokens=tokens, system=VLLMAlone.name, condition=Condition.OWN_HIT.value
-    )
+    """Return what a system's prompts of one length are compared with; None if the run has no vLLM alone."""
+    prefix_hit = Condition.PREFIX_CACHE_HIT.value
+    own = chosen(records.rows("ttft"), matrix=matrix, tokens=tokens, system=VLLMAlone.name, condition=prefix_hit)
     if not own:
         return None
     own_s, memcpy, device = statistics.median(values(own, "ttft_s")), _rate(records, "memcpy"), _rate(records, "device")
@@ -122,7 +135,7 @@ def _lost(records: Records) -> Iterator[str]:
     for system in distinct(lost, "system"):
         for condition in distinct(chosen(lost, system=system), "condition"):
             reasons = distinct(chosen(lost, system=system, condition=condition), "reason")
-            yield f"**{system}, {condition}: vLLM did not answer any more**: {'; '.join(reasons)}"
+            yield f"**{system}, {condition}: vLLM stopped answering**: {'; '.join(reasons)}"
 
 
 def _kept(records: Records) -> Iterator[str]:
@@ -141,7 +154,7 @@ def _kept(records: Records) -> Iterator[str]:
         if (some := chosen(kept, system=system, matrix=matrix, tokens=tokens))
     ]
     if rows:
-        yield "## Computing a prompt and keeping it"
+        yield "## Computing a prompt and storing it"
         yield table(("system", "model", "tokens", "on disk MiB", "server CPU ms"), rows)
 
 

@@ -1,7 +1,6 @@
-"""Users who talk to a vLLM at the same time: who says what is drawn once from a seed, so every system hears the same.
+"""Users who send chats to one vLLM at the same time. A seed determines all chats, so every system gets the same.
 
-The assistant's part in later turns is fixed text, not what the model wrote: prompts are equal for all systems, whatever
-they answer.
+The assistant's part in later turns is fixed text, not what the model wrote: so prompts are equal for all systems.
 """
 
 import asyncio
@@ -68,12 +67,12 @@ def plan(shape: LoadShape, prompts: Sequence[SystemPrompt], seed: int) -> list[l
 
 @dataclass
 class Traffic:
-    """One run of all users, in a thread of its own: what is started and killed meanwhile belongs to the caller's.
+    """One run of all users, in a thread of its own, so that the caller can kill and start servers meanwhile.
 
-    A user who waits in vain for `timeout_s` leaves.
+    A user who gets no answer within `timeout_s` leaves.
 
     Attributes:
-        turns: What has been answered, in order of the answers.
+        turns: Finished turns, in order of their answers.
     """
 
     engine: Engine
@@ -83,7 +82,7 @@ class Traffic:
     timeout_s: float = TIMEOUT_S
 
     def start(self) -> None:
-        """Let the users begin."""
+        """Start the users."""
         self._began_s = time.perf_counter()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="users", daemon=True)
         self._thread.start()
@@ -109,8 +108,8 @@ class Traffic:
             turn = await self._ask(client, user, messages)
             self.turns.append(turn)
             if turn.error.startswith(_NO_ANSWER):
-                given_up = replace(turn, error=f"not sent: {self.timeout_s:g} s without an answer before")
-                self.turns += [given_up] * (len(turns) - number - 1)
+                not_sent = replace(turn, error=f"not sent: {self.timeout_s:g} s without an answer before")
+                self.turns += [not_sent] * (len(turns) - number - 1)
                 return
 
     async def _ask(self, client: httpx.AsyncClient, user: int, messages: Messages) -> Turn:

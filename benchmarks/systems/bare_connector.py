@@ -28,5 +28,5 @@ class BareConnector(KVConnectorBase_V1):
         """There is no state."""
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Nothing is to be told."""
+        """There is nothing to send to workers."""
         return KVConnectorMetadata()

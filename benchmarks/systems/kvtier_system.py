@@ -12,7 +12,7 @@ from benchmarks.harness.process import Process
 from benchmarks.systems.system import HOST_GIB, SetupError, System
 
 OFF_DEVICE_CONFIG: Mapping[str, object] = {"gpu_pin": "off"}
-"""For kvtier's connector where rows are to show host memory and disk: pins stay out of vLLM's own cache."""
+"""For kvtier's connector where host memory and disk are measured: keeps pins out of vLLM's prefix cache."""
 
 
 class KVTier(System):
@@ -47,7 +47,7 @@ class KVTier(System):
         self.daemon.start()
         wait_attached(self.daemon)
 
-    def prewarm(self, wanted: bool) -> None:
+    def prefetch(self, wanted: bool) -> None:
         """Say whether the next start prefetches pinned prompts."""
         self.daemon.set_variable("TUNED_HOST_PREWARM", str(wanted).lower())
 

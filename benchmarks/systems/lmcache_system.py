@@ -20,7 +20,7 @@ from benchmarks.systems.system import (
     System,
 )
 
-# LMCache's own default. A prompt's last tokens, less than a chunk, are computed anew.
+# LMCache's own default. A prompt's last tokens, less than a chunk, are computed again.
 LMCACHE_CHUNK_TOKENS = 256
 
 
@@ -79,7 +79,7 @@ class LMCache(System):
             yield [server]
 
     def revive(self, server: Process, engine: Engine) -> None:
-        """Start the server again. Nothing tells whether vLLM has found it."""
+        """Start the server again. LMCache does not report when vLLM has connected to it."""
         server.start()
         self._wait_serving(server)
 
@@ -121,7 +121,7 @@ class LMCache(System):
 
 
 class LMCacheRetain(LMCache):
-    """The same, told to keep in host memory what it read from disk. What a kill changes, its default shows."""
+    """The same, configured to keep in host memory what it read from disk. Measured after a stop only."""
 
     name = "LMCache fs, retain"
     endings = (Ending.STOPPED,)

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PEER_VENVS = ROOT / ".venv-peers"
 SHM = Path("/dev/shm")
 HOST_GIB = 1
-SETTLE_S = 2.0
-SETTLE_TIMEOUT_S = 120
+QUIET_S = 2.0
+WRITE_TIMEOUT_S = 120
 SERVER_START_S = 120
 
 
@@ -39,12 +39,12 @@ class Ending(Enum):
 class System(ABC):
     """A vLLM with something that keeps prompts on disk, in a folder of its own.
 
-    `serving` may be entered again and again on the same files.
+    `serving` may be entered several times on the same files.
 
     Attributes:
         name: For people.
         endings: What to measure restarts after, from `Ending.STOPPED` on.
-        keeps: Whether it keeps prompts anywhere but in vLLM's own cache.
+        keeps: Whether it keeps prompts outside of vLLM's prefix cache.
         has_server: Whether something runs beside vLLM that can be restarted without it.
         host_gib: Host memory for KV.
     """
@@ -80,7 +80,7 @@ class System(ABC):
         yield []
 
     def revive(self, server: Process, engine: Engine) -> None:
-        """Start a killed server again and wait until it serves `engine`, which has run on, as far as that can be told.
+        """Start a killed server again and wait until it serves the running `engine`, as far as that is visible.
 
         Raises:
             StartError: It did not come up.
@@ -88,8 +88,8 @@ class System(ABC):
         """
         raise NotImplementedError(f"{self.name} has no server")
 
-    def prewarm(self, wanted: bool) -> None:  # noqa: B027 - most have nothing to set
-        """Whether it shall read prompts from disk after a start before anybody asks, where it does so."""
+    def prefetch(self, wanted: bool) -> None:  # noqa: B027 - most have nothing to set
+        """Set whether it prefetches prompts from disk to host memory after a start; only kvtier does."""
 
     def engine(self) -> Engine:
         """Return its vLLM, not started yet."""
@@ -114,12 +114,12 @@ class System(ABC):
         self.keep(engine, "benchmark", system_prompt(PINNED_VARIANT))
 
     def keep(self, engine: Engine, name: str, system: str) -> None:
-        """Make sure that a system prompt which was just asked is on disk: here, wait until files stay as they are.
+        """Bring a system prompt to disk that was just sent: by default, wait until the files stop changing.
 
         Raises:
-            SetupError: It did not get there.
+            SetupError: It did not reach the disk in time.
         """
-        self._wait_settled(engine)
+        self._wait_written(engine)
 
     def log_tails(self, num_lines: int = 15) -> str:
         """Return the ends of the logs of its last session."""
@@ -129,24 +129,24 @@ class System(ABC):
             for log in logs
         )
 
-    def _wait_settled(self, engine: Engine) -> None:
-        """Wait until nothing is under way and its files have not changed for SETTLE_S."""
+    def _wait_written(self, engine: Engine) -> None:
+        """Wait until nothing is under way and its files have not changed for QUIET_S."""
         seen, since_s = snapshot(self.disk_dir), time.monotonic()
 
-        def settled() -> bool:
+        def is_quiet() -> bool:
             nonlocal seen, since_s
             now = snapshot(self.disk_dir)
             if now != seen or not now or not self._is_idle(engine):
                 seen, since_s = now, time.monotonic()
-            return time.monotonic() - since_s > SETTLE_S
+            return time.monotonic() - since_s > QUIET_S
 
         try:
-            wait_until(settled, SETTLE_TIMEOUT_S, f"{self.name} to write the prompt to {self.disk_dir}")
+            wait_until(is_quiet, WRITE_TIMEOUT_S, f"{self.name} to write the prompt to {self.disk_dir}")
         except TimeoutError as error:
             raise SetupError(str(error)) from error
 
     def _is_idle(self, engine: Engine) -> bool:
-        """Whether it reports no writes under way; True where it does not tell."""
+        """Whether it reports no writes under way; True if it does not report that."""
         return True
 
     @abstractmethod

@@ -8,7 +8,7 @@ from benchmarks.systems.system import HOST_GIB, SHM, System, path_with_benchmark
 
 
 class VLLMAlone(System):
-    """vLLM without any connector: the frame, cold and with its own prefix cache."""
+    """vLLM without any connector: the frame, cold and with its prefix cache."""
 
     name = "vLLM alone"
     keeps = False

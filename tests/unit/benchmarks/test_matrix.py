@@ -62,8 +62,8 @@ class FakeSystem:
     def keep(self, engine: Process, name: str, text: str) -> None:
         self.events.append("keep")
 
-    def prewarm(self, wanted: bool) -> None:
-        self.events.append(f"prewarm {wanted}")
+    def prefetch(self, wanted: bool) -> None:
+        self.events.append(f"prefetch {wanted}")
 
     def revive(self, server: Process, engine: Process) -> None:
         self.events.append("revive")
@@ -113,14 +113,14 @@ def test_every_prompt_is_asked_once_in_every_condition(tmp_path: Path) -> None:
 def test_the_disk_is_all_there_is_when_it_is_asked(tmp_path: Path) -> None:
     system = FakeSystem(tmp_path)
     measured(system)
-    assert system.events[-3:] == ["forget host memory", "prewarm False", "serving"]
+    assert system.events[-3:] == ["forget host memory", "prefetch False", "serving"]
 
 
-def test_alone_there_is_one_life(tmp_path: Path) -> None:
+def test_alone_there_is_one_phase(tmp_path: Path) -> None:
     system = FakeAlone(tmp_path)
     asked = conditions(measured(system))
-    assert set(asked) == {Condition.COLD.value, Condition.OWN_HIT.value, Condition.PRESSURE.value}
-    assert system.events == ["prewarm True", "engine"]
+    assert set(asked) == {Condition.COLD.value, Condition.PREFIX_CACHE_HIT.value, Condition.PRESSURE.value}
+    assert system.events == ["prefetch True", "engine"]
 
 
 def test_a_vllm_that_ends_with_its_server_is_a_result_and_the_disk_is_asked_all_the_same(tmp_path: Path) -> None:

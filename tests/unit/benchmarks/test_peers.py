@@ -37,7 +37,7 @@ def results_with(first: Answer) -> Results:
     start = Start(round=0, ending=Ending.STOPPED, first=first, again=(answer(0.2),) * (len(numbers) - 1))
     return Results(
         cold={0: [answer(2.0, cached=0)]},
-        own_hits={0: {number: answer(0.1, source="device") for number in numbers}},
+        prefix_hits={0: {number: answer(0.1, source="device") for number in numbers}},
         starts={"some cache": [start]},
         stored_bytes={"some cache": 20 * MIB},
     )
@@ -62,7 +62,7 @@ def test_every_system_is_measured_after_a_stop_first() -> None:
 def test_a_row_shows_ratio_reads_and_stored_bytes() -> None:
     row = cells(table(results_with(answer(0.3))), "some cache")
     assert row["first request"] == "hit 1 of 1"
-    assert row["x own hit"].startswith("3.0 ")
+    assert row["x prefix-cache hit"].startswith("3.0 ")
     assert row["read MiB (device)"] == "24.0 (8.0)"
     assert row["on disk MiB"] == "20.0"
     assert row["max logprob difference"] == "0.0000"

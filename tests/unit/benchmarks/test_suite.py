@@ -99,7 +99,7 @@ def test_every_case_has_a_name_of_its_own_and_systems_take_turns(profile: object
 def test_a_hit_is_shown_beside_own_hit_and_floor(add_to: tuple[Records, Callable[..., None]]) -> None:
     records, add = add_to
     add("floor", memcpy=[10e9], device=[1e9])
-    add("ttft", **ttft("vLLM alone", Condition.OWN_HIT, 0.050))
+    add("ttft", **ttft("vLLM alone", Condition.PREFIX_CACHE_HIT, 0.050))
     add("kept", system="kvtier", matrix="8x512", tokens=3000, round=0, variant=0, disk_bytes=10**7, server_cpu_s=0.1)
     add("ttft", **ttft("kvtier", Condition.HOST, 0.100))
     add("ttft", **ttft("kvtier", Condition.DISK, 0.200))
@@ -114,7 +114,7 @@ def test_a_hit_is_shown_beside_own_hit_and_floor(add_to: tuple[Records, Callable
 def test_a_miss_has_no_ratio_to_the_floor_of_hits(add_to: tuple[Records, Callable[..., None]]) -> None:
     records, add = add_to
     add("floor", memcpy=[10e9], device=[1e9])
-    add("ttft", **ttft("vLLM alone", Condition.OWN_HIT, 0.050))
+    add("ttft", **ttft("vLLM alone", Condition.PREFIX_CACHE_HIT, 0.050))
     add("ttft", **ttft("vLLM alone", Condition.PRESSURE, 1.0, cached=0))
     assert "| vLLM alone | after GPU pressure | 1000 (1000..1000) | 20.0 (20.0..20.0) |  | 0 of 1 |" in report(records)
 
@@ -160,7 +160,7 @@ def test_what_failed_and_what_there_was_no_time_for_is_said(add_to: tuple[Record
 
 
 def test_bench_serve_sends_no_prompt_twice() -> None:
-    # A warm-up or a ready check would put the first prompt into vLLM's own cache.
+    # A warm-up or a ready check would put the first prompt into vLLM's prefix cache.
     shape = BenchServe(model=Path("/m"), num_requests=4, input_tokens=8, output_tokens=2, concurrency=1)
     flags = dict(pairwise(shape.arguments("http://127.0.0.1:1", 7, Path("/tmp/r.json"))))
     assert (flags["--num-warmups"], flags["--ready-check-timeout-sec"], flags["--seed"]) == ("0", "0", "7")
