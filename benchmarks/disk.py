@@ -51,7 +51,7 @@ WRITE_CHUNK_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PackCase:
     """Chunks of one size and kind, as packs on disk and as rows of an arena."""
 
     name: str
@@ -96,7 +96,7 @@ def main() -> None:
         measure_writes(Path(folder), options.runs)
 
 
-def make_case(folder: Path, shm: Path, kind: str, chunk_bytes: int, num_bytes: int) -> Case:
+def make_case(folder: Path, shm: Path, kind: str, chunk_bytes: int, num_bytes: int) -> PackCase:
     """Write packs; the arena is a real file in /dev/shm, its pages touched."""
     tier = PackTier(folder / f"{kind}-{chunk_bytes}")
     generator = np.random.default_rng(0)
@@ -110,10 +110,10 @@ def make_case(folder: Path, shm: Path, kind: str, chunk_bytes: int, num_bytes: i
     for number, chunk in enumerate(chunk for record in records for chunk in record.chunks):
         start = number * chunk_bytes
         reads.append(ChunkRead(chunk=chunk, into=[arena[start : start + chunk_bytes]]))
-    return Case(name=f"{kind} {_size(chunk_bytes)}", tier=tier, records=records, reads=reads)
+    return PackCase(name=f"{kind} {_size(chunk_bytes)}", tier=tier, records=records, reads=reads)
 
 
-def measure_reads(case: Case, num_runs: int, kernels: Mapping[str, WordKernels], pause_s: float) -> None:
+def measure_reads(case: PackCase, num_runs: int, kernels: Mapping[str, WordKernels], pause_s: float) -> None:
     """Print one row for each of the kernels."""
     in_memory = [_stored_in_memory(path) for path in case.paths]
     device: list[float] = []
@@ -196,7 +196,7 @@ def _arena(path: Path, num_bytes: int) -> memoryview:
     return memory
 
 
-def _cold(case: Case, step: Callable[[], object], pause_s: float) -> float:
+def _cold(case: PackCase, step: Callable[[], object], pause_s: float) -> float:
     """Return the seconds of a step, after a pause, on packs that are not in the page cache."""
     drop_page_cache(case.tier.directory)
     for path in case.paths:
@@ -209,7 +209,7 @@ def _cold(case: Case, step: Callable[[], object], pause_s: float) -> float:
     return _timed(step)
 
 
-def _both(case: Case, in_memory: Sequence[memoryview], pause_s: float) -> float:
+def _both(case: PackCase, in_memory: Sequence[memoryview], pause_s: float) -> float:
     """Return the seconds until the device was read here and all was decoded in another process, begun together."""
     fork = multiprocessing.get_context("fork")  # the kernels that are in use, and the packs' bytes, go with it
     ready, begin, end = fork.Event(), fork.Event(), fork.Value("d", 0.0)
@@ -236,13 +236,13 @@ def _both(case: Case, in_memory: Sequence[memoryview], pause_s: float) -> float:
     return max(read_s, float(end.value)) - began_s
 
 
-def _warm(case: Case) -> float:
+def _warm(case: PackCase) -> float:
     for path in case.paths:
         path.read_bytes()
     return _timed(lambda: _read_tier(case))
 
 
-def _read_tier(case: Case) -> None:
+def _read_tier(case: PackCase) -> None:
     """Read every chunk through the tier, and insist that each was right."""
     seen: list[ChunkRead] = []
 
@@ -260,7 +260,7 @@ def _stored_in_memory(path: Path) -> memoryview:
     return memoryview(path.read_bytes())
 
 
-def _decode(case: Case, in_memory: Sequence[memoryview]) -> None:
+def _decode(case: PackCase, in_memory: Sequence[memoryview]) -> None:
     packs = {record.pack_id: stored for record, stored in zip(case.records, in_memory, strict=True)}
     for read in case.reads:
         chunk = read.chunk

@@ -15,6 +15,7 @@ import statistics
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -101,14 +102,14 @@ class BlockPool:
         over, policy_s = self._running.popleft(), 0.0
         num_free = self._manager.block_pool.get_num_free_blocks()
         began_s = time.thread_time()
-        policy_s += self._timed_before_step()
+        policy_s += self._timed(Policy.before_step)
         for request in self._running:
             self._manager.allocate_slots(request, 1)
         self._manager.get_computed_blocks(new)
         policy_s += self._ask(new)
         self._admit(new)
         num_taken = num_free - self._manager.block_pool.get_num_free_blocks()
-        policy_s += self._timed_after_step(new, over)
+        policy_s += self._after_step(new, over)
         self._manager.free(over)
         self.samples.whole.append(time.thread_time() - began_s)
         self.samples.policy.append(policy_s)
@@ -120,24 +121,11 @@ class BlockPool:
         if self._policy is not None:
             self.samples.num_moved = self._policy._soft.num_moved
 
-    def _timed_before_step(self) -> float:
-        if self._policy is None:
-            return 0.0
-        began_s = time.thread_time()
-        self._policy.before_step()
-        return time.thread_time() - began_s
-
     def _ask(self, request: Any) -> float:
-        if self._policy is None:
-            return 0.0
-        began_s = time.thread_time()
-        self._policy.before_admission(request, 0, is_load=False)
-        self._policy.allocated(request)
-        return time.thread_time() - began_s
+        seconds = self._timed(lambda policy: policy.before_admission(request, 0, is_load=False))
+        return seconds + self._timed(lambda policy: policy.allocated(request))
 
-    def _timed_after_step(self, new: Any, over: Any) -> float:
-        if self._policy is None:
-            return 0.0
+    def _after_step(self, new: Any, over: Any) -> float:
         scheduled = dict.fromkeys((request.request_id for request in self._running), 1)
         scheduled[new.request_id] = new.num_tokens
         output: Any = SimpleNamespace(
@@ -146,8 +134,14 @@ class BlockPool:
             finished_req_ids={over.request_id},
             preempted_req_ids=(),
         )
+        return self._timed(lambda policy: policy.after_step(output, self._stats))
+
+    def _timed(self, call: Callable[[Policy], object]) -> float:
+        """Return the seconds of a call of the policy; 0 without one."""
+        if self._policy is None:
+            return 0.0
         began_s = time.thread_time()
-        self._policy.after_step(output, self._stats)
+        call(self._policy)
         return time.thread_time() - began_s
 
     def _admit(self, request: Any) -> None:

@@ -98,7 +98,8 @@ class ConnectorSide:
         self.num_stored = 0  # chunks that the last request stored
 
     def give_credits(self) -> None:
-
+        """Give slots for one whole prompt: a quarter of the standing credits is kept from unpinned chunks."""
+        stores = self.scheduler.manager._slots
         num_missing = 2 * (PROMPT_CHUNKS + QUESTION_CHUNKS) - len(stores._credits)
         slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(num_missing)]
         self.scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))

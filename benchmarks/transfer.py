@@ -26,7 +26,8 @@ from kvtier.core.arena_format import key_tag_of
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
-from kvtier_connector.workers import WorkerLayout, page_places
+from kvtier_connector.workers import KVTierWorker, WorkerLayout, make_worker, page_places
+from kvtier_connector.workers.page_locked_arena import PageLockedArena
 
 SHM = Path("/dev/shm")
 LOCK_TIMEOUT_S = 120.0
@@ -94,7 +95,7 @@ class Rig:
     def wait_locked(self) -> str:
         """Return in words how long page-locking took, counted from the end of the first jobs."""
         locked = getattr(self._worker, "_arena", None)
-        if not isinstance(locked, LockedArena):
+        if not isinstance(locked, PageLockedArena):
             return "none: this worker needs none"
         began_s = time.perf_counter()
         while locked.num_locked < self.num_chunks and time.perf_counter() - began_s < LOCK_TIMEOUT_S:

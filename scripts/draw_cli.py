@@ -1,4 +1,4 @@
-"""Draws docs/cli.png: what `kvtier list` and `show` print of a daemon with an engine that only follows a script.
+"""Draws docs/cli.png: what `kvtier list` and `show` print, of a real daemon with a scripted engine.
 
 .venv/bin/python -m scripts.draw_cli [FONT]
 
@@ -65,7 +65,7 @@ async def printed(config: DaemonConfig) -> list[str]:
 
 
 async def fill(stub: Stub, engine: ScriptedEngine) -> None:
-    """Pin one prompt under two names, one that is half stored, and one that no engine can use."""
+    """Pin one prompt under two names, one that is half stored, and one that is too short."""
     support, review = [chunk_key(number) for number in range(23)], [chunk_key(-number) for number in range(1, 17)]
     for name, tokens, keys in [("support", 3027, support), ("support-eu", 3027, support), ("review", 2089, review)]:
         pin_id = await pin(stub, name, tokens, model=MODEL, first=len(keys))

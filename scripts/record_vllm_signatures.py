@@ -1,10 +1,10 @@
-"""Write down what published vLLM wheels offer of what the connector uses: tests/contract/vllm_signatures.json.
+"""Records the parts of published vLLM wheels that the connector uses: tests/contract/vllm_signatures.json.
 
 usage: python scripts/record_vllm_signatures.py [--unpacked FOLDER] [VERSION ...]
 
-Each wheel is downloaded by pip (300 to 600 MB, removed again), and the files that SURFACE names are parsed, never
-imported. With --unpacked the files of VERSION are read from FOLDER/VERSION instead. The recording is facts: names,
-parameters, fields.
+pip downloads each wheel (300 to 600 MB, removed again); the script parses the files that SURFACE names and imports none
+of them. With --unpacked it reads the files of VERSION from FOLDER/VERSION instead. It records names, parameters and
+fields.
 """
 
 import argparse

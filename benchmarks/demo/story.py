@@ -28,7 +28,7 @@ SLACK_TOKENS = 2 * BLOCK_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class DemoCase:
     """A row of the table: what happened before the question, and which tier must supply the prompt."""
 
     name: str
@@ -58,7 +58,7 @@ class Demo:
             kvtier_socket=self.daemon.socket,
             extra_env={"HF_HUB_OFFLINE": "1" if Path(model).is_dir() else os.environ.get("HF_HUB_OFFLINE", "0")},
         )
-        self.cases: list[Case] = []
+        self.cases: list[DemoCase] = []
         self.cold: list[Answer] = []
         self._num_engines = 0
         self._next_variant = PINNED_VARIANT + 1
@@ -127,7 +127,7 @@ class Demo:
         answer = self.ask(engine, conversation(PINNED_VARIANT, question))
         tokens = f"{answer.cached_tokens} of {answer.prompt_tokens} tokens from {answer.served_by}"
         self.say(f"{name}: {tokens}, TTFT {answer.ttft_s:.2f} s")
-        self.cases.append(Case(name=name, expected=expected, answer=answer))
+        self.cases.append(DemoCase(name=name, expected=expected, answer=answer))
 
     def flood(self, engine: Engine) -> None:
         """Send other long prompts until vLLM's whole KV cache has been overwritten."""

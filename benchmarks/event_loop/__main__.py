@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.event_loop.daemon_calls import LONG_KEYS, LONG_TOKENS, TOO_MANY_KEYS, DaemonCalls, config_of, fill
-from benchmarks.event_loop.timed_daemon import TIMEOUT_S, Turn, daemon
+from benchmarks.event_loop.timed_daemon import TIMEOUT_S, LoopTurn, daemon
 from benchmarks.measuring.daemon_fixtures import FINGERPRINT, STATE
 from benchmarks.measuring.machine import machine_line, spread
 from kvtier.client.admin import AdminClient
@@ -25,9 +25,9 @@ from kvtier.client.admin import AdminClient
 _SETTLE_S = 0.1  # the turn in which the answer was sent ends
 
 
-async def measure(longest: Callable[[], Turn], calls: DaemonCalls, rounds: int) -> list[str]:
+async def measure(longest: Callable[[], LoopTurn], calls: DaemonCalls, rounds: int) -> list[str]:
     """Return a row for each call."""
-    turns: dict[str, list[Turn]] = {}
+    turns: dict[str, list[LoopTurn]] = {}
     seconds: dict[str, list[float]] = {}
 
     async def timed(name: str, ask: Callable[[], Awaitable[None]]) -> None:

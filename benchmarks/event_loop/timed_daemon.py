@@ -18,7 +18,7 @@ TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Turn:
+class LoopTurn:
     """The longest one, in seconds."""
 
     wall_s: float = 0.0
@@ -42,9 +42,9 @@ class TurnTimer(selectors.DefaultSelector):
         finally:
             self._began_s, self._began_cpu_s = time.perf_counter(), time.thread_time()
 
-    def take(self) -> Turn:
+    def take(self) -> LoopTurn:
         """Return the longest turn since the last call. Any thread."""
-        longest = Turn(self.longest_wall_s, self.longest_cpu_s)
+        longest = LoopTurn(self.longest_wall_s, self.longest_cpu_s)
         self.longest_wall_s = self.longest_cpu_s = 0.0
         return longest
 
@@ -73,7 +73,7 @@ def run_daemon(config: DaemonConfig, pipe: Connection) -> None:
 
 
 @contextmanager
-def daemon(config: DaemonConfig) -> Iterator[Callable[[], Turn]]:
+def daemon(config: DaemonConfig) -> Iterator[Callable[[], LoopTurn]]:
     """Run a daemon; yield a function that returns its longest turn since it was last called."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -84,9 +84,9 @@ def daemon(config: DaemonConfig) -> Iterator[Callable[[], Turn]]:
             raise TimeoutError(f"the daemon did not start within {TIMEOUT_S:g} s")
         ours.recv()
 
-        def longest() -> Turn:
+        def longest() -> LoopTurn:
             ours.send(True)
-            turn: Turn = ours.recv()
+            turn: LoopTurn = ours.recv()
             return turn
 
         yield longest

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.first_tokens import Plan, measure_first_tokens, measure_idle
+from benchmarks.gpu.first_tokens import GpuPlan, measure_first_tokens, measure_idle
 from benchmarks.measuring.machine import machine_line
 
 SECTIONS = ("first-token", "idle")
@@ -43,7 +43,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("torch finds no GPU here: nothing to measure")
     print(f"{torch.cuda.get_device_name(0)}, {machine_line()}", flush=True)
-    plan = Plan(
+    plan = GpuPlan(
         shape=options.shape,
         prompt_lengths=tuple(options.lengths),
         num_prompts=options.prompts,

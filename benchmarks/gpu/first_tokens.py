@@ -22,7 +22,7 @@ QUESTION_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class GpuPlan:
     """What to measure.
 
     Attributes:
@@ -69,7 +69,7 @@ class Samples:
                     )
 
 
-def measure_first_tokens(folder: Path, plan: Plan) -> Samples:
+def measure_first_tokens(folder: Path, plan: GpuPlan) -> Samples:
     """Measure every stage of every system."""
     samples = Samples()
     for connector in Connector:
@@ -77,7 +77,7 @@ def measure_first_tokens(folder: Path, plan: Plan) -> Samples:
     return samples
 
 
-def _measure_system(folder: Path, plan: Plan, connector: Connector, samples: Samples) -> None:
+def _measure_system(folder: Path, plan: GpuPlan, connector: Connector, samples: Samples) -> None:
     prompts = {
         length: [_tokens(f"{length} {number}", length) for number in range(plan.num_prompts)]
         for length in plan.prompt_lengths
@@ -128,7 +128,7 @@ def _pin(daemon: GpuDaemon, server: GpuEngine, prompts: dict[int, list[list[int]
             daemon.cli("pin", path.stem, "--tokens", str(path), "--url", server.url)
 
 
-def measure_idle(folder: Path, plan: Plan, num_rounds: int) -> None:
+def measure_idle(folder: Path, plan: GpuPlan, num_rounds: int) -> None:
     """Print throughput and inter-token latency while no prompt comes twice.
 
     kvtier stores pinned prompts only, and there are none; OffloadingConnector stores all that it is offered.
@@ -176,7 +176,7 @@ def greet(server: GpuEngine) -> None:
     ask(server, _tokens("greeting", 2048))
 
 
-async def _load(server: GpuEngine, plan: Plan) -> tuple[float, float]:
+async def _load(server: GpuEngine, plan: GpuPlan) -> tuple[float, float]:
     """Return output tokens per second, and the mean milliseconds between tokens."""
     turns = asyncio.Semaphore(plan.load_concurrency)
     gaps: list[float] = []
@@ -202,7 +202,7 @@ async def _load(server: GpuEngine, plan: Plan) -> tuple[float, float]:
     return num_tokens / (time.perf_counter() - began_s), 1000 * statistics.mean(gaps)
 
 
-def _options(folder: Path, plan: Plan, connector: Connector, socket: Path, host_bytes: int) -> ServerOptions:
+def _options(folder: Path, plan: GpuPlan, connector: Connector, socket: Path, host_bytes: int) -> ServerOptions:
     model = folder / "model"
     write_model(model, plan.shape)
     return ServerOptions(
@@ -215,7 +215,7 @@ def _options(folder: Path, plan: Plan, connector: Connector, socket: Path, host_
     )
 
 
-def _host_bytes(plan: Plan) -> int:
+def _host_bytes(plan: GpuPlan) -> int:
     """Return the bytes of all prompts, and a quarter more."""
     return 5 * sum(plan.prompt_lengths) * plan.num_prompts * kv_bytes_per_token(plan.shape) // 4 + 2**30
 

@@ -31,7 +31,7 @@ class ModelSpec:
 DEMO = ModelSpec(
     num_layers=16, hidden=1024, intermediate=2048, num_heads=16, num_kv_heads=8, vocab_size=8192, max_positions=16384
 )
-# What benchmarks of a serving vLLM run: small enough for two cores, with room for long prompts.
+# For benchmarks of a serving vLLM: small enough for two cores, with a context for long prompts.
 SERVED = ModelSpec(
     num_layers=8, hidden=512, intermediate=1024, num_heads=8, num_kv_heads=4, vocab_size=8192, max_positions=16384
 )

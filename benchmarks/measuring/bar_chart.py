@@ -70,12 +70,12 @@ class _Canvas:
     def bar(self, top: float, bar: Bar, longest_s: float, first_s: float) -> None:
         """Draw a row: label and note, the bar on its track, and what it measures behind the bar's end."""
         middle = top + _ROW_HEIGHT / 2
-        left, room = _MARGIN + _LABEL_WIDTH, _WIDTH - 2 * _MARGIN - _LABEL_WIDTH - _VALUE_WIDTH
-        length = max(_MIN_BAR, room * bar.value_s / longest_s)
+        left, width = _MARGIN + _LABEL_WIDTH, _WIDTH - 2 * _MARGIN - _LABEL_WIDTH - _VALUE_WIDTH
+        length = max(_MIN_BAR, width * bar.value_s / longest_s)
         self.text(_MARGIN, middle - 9, bar.label, 16, _TEXT)
         self.text(_MARGIN, middle + 11, bar.note, 13, bar.color)
         half = _BAR_HEIGHT / 2
-        self.box(left, middle - half, left + room, middle + half, _TRACK, radius=6)
+        self.box(left, middle - half, left + width, middle + half, _TRACK, radius=6)
         self.box(left, middle - half, left + length, middle + half, bar.color, radius=min(6, length / 2))
         value = _duration(bar.value_s)
         self.text(left + length + 12, middle, value, 17, _TEXT)

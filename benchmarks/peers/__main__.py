@@ -22,7 +22,7 @@ import httpx
 import openai
 
 from benchmarks.harness.engine import EngineOptions
-from benchmarks.harness.model_specs import DEMO, TINY, ModelSpec
+from benchmarks.harness.model_specs import DEMO, SERVED, TINY
 from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import StartError, interrupt_on_signals, say
 from benchmarks.measuring.machine import fast_dtype, machine_line
@@ -34,12 +34,8 @@ from benchmarks.systems.kvtier_system import OFF_DEVICE_CONFIG
 from benchmarks.systems.system import PEER_VENVS, SetupError, System
 from benchmarks.systems.vllm_systems import VLLMAlone
 
-SMALL = ModelSpec(
-    num_layers=8, hidden=512, intermediate=1024, num_heads=8, num_kv_heads=4, vocab_size=8192, max_positions=8192
-)
-MODELS = {"small": SMALL, "demo": DEMO, "tiny": TINY}
+MODELS = {"small": SERVED, "demo": DEMO, "tiny": TINY}
 MAX_MODEL_LEN = 4096
-BLOCK_TOKENS = 32
 POOL_BLOCKS = 288
 # What one system may fail with, without ending the measurement of the others.
 FAILURES = (SetupError, StartError, TimeoutError, OSError, httpx.HTTPError, openai.OpenAIError)
@@ -124,7 +120,6 @@ def main() -> int:
             options = EngineOptions(
                 model=str(cached_model(f"peers-{arguments.model}", MODELS[arguments.model])),
                 max_model_len=MAX_MODEL_LEN,
-                block_size=BLOCK_TOKENS,
                 pool_blocks=POOL_BLOCKS,
                 max_batched_tokens=MAX_MODEL_LEN,
                 dtype=arguments.dtype,

@@ -1,6 +1,6 @@
 """The results of `benchmarks.serving_cost`, in Markdown."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks.measuring.intervals import median_interval
 from benchmarks.measuring.machine import spread
@@ -51,21 +51,24 @@ def _ratios(runs: Sequence[Row]) -> str:
         return ""
     compared = [side for side in (KVTIER, BARE, CONTROL, PEER) if any(run["side"] == side for run in runs)]
     shown = [side for side in (ALONE, *compared) if side not in (CONTROL, BARE)]
-    header = ["quantity", *shown, *(f"{side} / alone" for side in compared)]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for label, key, digits in ROWS:
-        cells = [label] + [spread(_values(runs, side, key), digits=digits) for side in shown]
-        cells += [_change(runs, side, key) for side in compared]
-        lines.append("| " + " | ".join(cells) + " |")
+    rows = [
+        (
+            label,
+            *(spread(_values(runs, side, key), digits=digits) for side in shown),
+            *(median_interval(_paired(runs, side, key)).percent() for side in compared),
+        )
+        for label, key, digits in ROWS
+    ]
     for label, key, digits in _DAEMON_ROWS:
         values = spread(_values(runs, KVTIER, key), digits=digits)
-        lines.append(f"| {label} | | {values} |" + " |" * (len(header) - 3))
+        rows.append((label, "", values, *[""] * (len(shown) + len(compared) - 2)))
+    header = ("quantity", *shown, *(f"{side} / alone" for side in compared))
     interval = median_interval(_paired(runs, KVTIER, ROWS[0][1]))
     note = (
         f"Each side: median (min..max) of {interval.num_values} runs. Ratios: median within pairs of runs with the "
         f"same prompts, and its exact interval of {100 * interval.coverage:.1f} % (sign test)."
     )
-    return "\n".join([*lines, "", note])
+    return f"{table(header, rows)}\n\n{note}"
 
 
 def _values(runs: Iterable[Row], side: str, key: str) -> list[float]:
@@ -75,10 +78,6 @@ def _values(runs: Iterable[Row], side: str, key: str) -> list[float]:
 def _paired(runs: Sequence[Row], side: str, key: str) -> list[float]:
     alone = {(run["start"], run["pair"]): run[key] for run in runs if run["side"] == ALONE}
     return [run[key] / alone[run["start"], run["pair"]] for run in runs if run["side"] == side]
-
-
-def _change(runs: Sequence[Row], side: str, key: str) -> str:
-    return median_interval(_paired(runs, side, key)).percent()
 
 
 def _presence(records: Records) -> str:
@@ -102,5 +101,4 @@ _MEMORY = ("resident MiB", "proportional MiB", "of it allocated MiB", "of it sha
 
 
 def _memory(row: Row) -> tuple[str, ...]:
-    name: Callable[[str], str] = lambda key: f"{row[key] / MIB:.1f}"  # noqa: E731
-    return tuple(map(name, ("resident", "proportional", "anonymous", "shared_memory")))
+    return tuple(f"{row[key] / MIB:.1f}" for key in ("resident", "proportional", "anonymous", "shared_memory"))

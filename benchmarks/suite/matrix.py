@@ -9,7 +9,7 @@ question is new: only the system prompt can come from a cache.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -62,20 +62,20 @@ class MatrixRun:
     model: Path
     round: int
     add: Callable[..., None]
+    questions: Iterator[str] = field(default_factory=lambda: map(question, itertools.count()))
 
     def measure(self) -> None:
         """Go through the three phases; vLLM alone has one."""
-        system = self.system
-        prompts, questions = self._prompts(), map(question, itertools.count())
+        system, prompts = self.system, self._prompts()
         system.prefetch(True)
         with system.server() as servers:
             with system.engine() as engine:
-                self._first_phase([*servers, engine], engine, prompts, questions)
+                self._first_phase(servers, engine, prompts)
             if system.keeps:
                 with system.engine() as engine:
-                    self._second_phase(servers, engine, prompts, questions)
+                    self._second_phase(servers, engine, prompts)
         if system.keeps:
-            self._third_phase(prompts, questions)
+            self._third_phase(prompts)
 
     def _prompts(self) -> list[SystemPrompt]:
         """Return the prompts of this round; no other round has them, so they are cold."""
@@ -84,27 +84,23 @@ class MatrixRun:
         first = self.round * len(texts)
         return [make_prompt(self.model, tokens, variant) for variant, (_, tokens) in enumerate(texts, first)]
 
-    def _first_phase(
-        self, processes: Sequence[Process], engine: Engine, prompts: Sequence[SystemPrompt], questions: Iterator[str]
-    ) -> None:
+    def _first_phase(self, servers: Sequence[Process], engine: Engine, prompts: Sequence[SystemPrompt]) -> None:
         greet(engine)
-        self._note_memory(processes, "before the first prompt")
+        self._note_memory([*servers, engine], "before the first prompt")
         for prompt in prompts:
-            self._compute_and_keep(prompt, engine, processes, questions)
+            self._compute_and_keep(prompt, engine, servers)
             greet(engine)  # a vLLM that has idled is slower, and some systems need no time to store a prompt
-            self._ask(Condition.PREFIX_CACHE_HIT, prompt, engine, processes, questions)
-        self._flood(engine, questions)
-        self._ask_all(Condition.PRESSURE, prompts, engine, processes, questions)
+            self._ask(Condition.PREFIX_CACHE_HIT, [prompt], engine, servers)
+        self._flood(engine)
+        self._ask(Condition.PRESSURE, prompts, engine, servers)
         if self.system.keeps:
             forget_device_cache(engine)
-            self._ask_all(Condition.HOST, prompts, engine, processes, questions)
-        self._note_memory(processes, "after all prompts")
+            self._ask(Condition.HOST, prompts, engine, servers)
+        self._note_memory([*servers, engine], "after all prompts")
 
-    def _second_phase(
-        self, servers: Sequence[Process], engine: Engine, prompts: Sequence[SystemPrompt], questions: Iterator[str]
-    ) -> None:
+    def _second_phase(self, servers: Sequence[Process], engine: Engine, prompts: Sequence[SystemPrompt]) -> None:
         greet(engine)
-        self._ask_all(Condition.ENGINE_RESTARTED, prompts, engine, [*servers, engine], questions)
+        self._ask(Condition.ENGINE_RESTARTED, prompts, engine, servers)
         if not servers:
             return
         try:
@@ -113,77 +109,58 @@ class MatrixRun:
                 self.system.revive(server, engine)
             greet(engine)
             forget_device_cache(engine)
-            self._ask_all(Condition.SERVER_RESTARTED, prompts, engine, [*servers, engine], questions)
+            self._ask(Condition.SERVER_RESTARTED, prompts, engine, servers)
         except LOST as error:  # a result too: vLLM did not survive
+            condition, reason = Condition.SERVER_RESTARTED.value, first_line(error)
             for prompt in prompts:
-                self.add(
-                    "lost", **self._labels(prompt), condition=Condition.SERVER_RESTARTED.value, reason=first_line(error)
-                )
+                self.add("lost", **self._labels(prompt), condition=condition, reason=reason)
 
-    def _third_phase(self, prompts: Sequence[SystemPrompt], questions: Iterator[str]) -> None:
+    def _third_phase(self, prompts: Sequence[SystemPrompt]) -> None:
         self.system.forget_host_memory()
         drop_page_cache(self.system.disk_dir)
         self.system.prefetch(False)
         with self.system.serving() as (engine, processes):
             greet(engine)
-            self._ask_all(Condition.DISK, prompts, engine, processes, questions)
+            self._ask(Condition.DISK, prompts, engine, processes[:-1])
 
-    def _compute_and_keep(
-        self, prompt: SystemPrompt, engine: Engine, processes: Sequence[Process], questions: Iterator[str]
-    ) -> None:
-        bytes_before, cpu_before_s = allocated_bytes(self.system.disk_dir), self._servers_cpu_s(processes)
-        self._ask(Condition.COLD, prompt, engine, processes, questions)
-        if not self.system.keeps:
-            return
-        self.system.keep(engine, prompt.name, prompt.text)
-        self.add(
-            "kept",
-            **self._labels(prompt),
-            disk_bytes=allocated_bytes(self.system.disk_dir) - bytes_before,
-            server_cpu_s=self._servers_cpu_s(processes) - cpu_before_s,
-        )
+    def _compute_and_keep(self, prompt: SystemPrompt, engine: Engine, servers: Sequence[Process]) -> None:
+        bytes_before, cpu_before_s = allocated_bytes(self.system.disk_dir), _cpu_s(servers)
+        self._ask(Condition.COLD, [prompt], engine, servers)
+        if self.system.keeps:
+            self.system.keep(engine, prompt.name, prompt.text)
+            self.add(
+                "kept",
+                **self._labels(prompt),
+                disk_bytes=allocated_bytes(self.system.disk_dir) - bytes_before,
+                server_cpu_s=_cpu_s(servers) - cpu_before_s,
+            )
 
-    def _flood(self, engine: Engine, questions: Iterator[str]) -> None:
+    def _flood(self, engine: Engine) -> None:
         wanted = int(FLOOD_RATIO * self.shape.pool_blocks * BLOCK_TOKENS)
         tokens = min(2000, max(self.shape.lengths))
         for number in range(-(-wanted // tokens)):
             variant = FLOOD_VARIANT + 100 * self.round + number
-            ask(engine, [], make_prompt(self.model, tokens, variant).messages(next(questions)))
-
-    def _ask_all(
-        self,
-        condition: Condition,
-        prompts: Sequence[SystemPrompt],
-        engine: Engine,
-        processes: Sequence[Process],
-        questions: Iterator[str],
-    ) -> None:
-        for prompt in prompts:
-            self._ask(condition, prompt, engine, processes, questions)
+            ask(engine, [], make_prompt(self.model, tokens, variant).messages(next(self.questions)))
 
     def _ask(
-        self,
-        condition: Condition,
-        prompt: SystemPrompt,
-        engine: Engine,
-        processes: Sequence[Process],
-        questions: Iterator[str],
+        self, condition: Condition, prompts: Sequence[SystemPrompt], engine: Engine, servers: Sequence[Process]
     ) -> None:
-        servers_s, engine_s = self._servers_cpu_s(processes), cpu_s({engine.pid})
-        answer = ask(engine, processes, prompt.messages(next(questions)))
-        self.add(
-            "ttft",
-            **self._labels(prompt),
-            condition=condition.value,
-            ttft_s=answer.ttft_s,
-            prompt_tokens=answer.prompt_tokens,
-            cached_tokens=answer.cached_tokens,
-            by_source=answer.by_source,
-            read_bytes=answer.read.calls,
-            device_bytes=answer.read.device,
-            server_cpu_s=self._servers_cpu_s(processes) - servers_s,
-            engine_cpu_s=cpu_s({engine.pid}) - engine_s,
-        )
+        for prompt in prompts:
+            servers_s, engine_s = _cpu_s(servers), cpu_s({engine.pid})
+            answer = ask(engine, [*servers, engine], prompt.messages(next(self.questions)))
+            self.add(
+                "ttft",
+                **self._labels(prompt),
+                condition=condition.value,
+                ttft_s=answer.ttft_s,
+                prompt_tokens=answer.prompt_tokens,
+                cached_tokens=answer.cached_tokens,
+                by_source=answer.by_source,
+                read_bytes=answer.read.calls,
+                device_bytes=answer.read.device,
+                server_cpu_s=_cpu_s(servers) - servers_s,
+                engine_cpu_s=cpu_s({engine.pid}) - engine_s,
+            )
 
     def _note_memory(self, processes: Sequence[Process], when: str) -> None:
         for process in processes:
@@ -199,10 +176,6 @@ class MatrixRun:
                 anonymous=memory.anonymous,
             )
 
-    @staticmethod
-    def _servers_cpu_s(processes: Sequence[Process]) -> float:
-        return cpu_s({process.pid for process in processes if not isinstance(process, Engine)})
-
     def _labels(self, prompt: SystemPrompt) -> dict[str, object]:
         return {
             "system": self.system.name,
@@ -211,3 +184,7 @@ class MatrixRun:
             "round": self.round,
             "variant": prompt.variant,
         }
+
+
+def _cpu_s(processes: Sequence[Process]) -> float:
+    return cpu_s({process.pid for process in processes})

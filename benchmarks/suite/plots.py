@@ -29,7 +29,7 @@ def draw_plots(records: Records, folder: Path) -> None:
         title = "Time to first token under load: the slowest twentieth begins at"
         draw_chart(
             title,
-            "Shorter is better. Equal traffic, system prompts that the pool has no room for.",
+            "Shorter is better. Equal traffic, more system prompts than the pool can hold.",
             bars,
             footer,
             folder / "load.png",

@@ -15,7 +15,6 @@ from benchmarks.systems.system import (
     PEER_VENVS,
     SERVER_START_S,
     SHM,
-    Ending,
     SetupError,
     System,
 )
@@ -29,7 +28,6 @@ class LMCache(System):
 
     name = "LMCache fs"
     has_server = True
-    prefetch_policy = "default"
 
     def __init__(self, home: Path, options: EngineOptions, host_gib: int = HOST_GIB) -> None:
         """Prepare; nothing runs yet.
@@ -41,7 +39,7 @@ class LMCache(System):
         if not self.python.exists():
             raise SetupError(f"{self.python} is missing: make peers-venv")
         super().__init__(home, options, host_gib)
-        self.shm_name = f"kvtier_benchmark_{os.getpid()}_{self.prefetch_policy}"
+        self.shm_name = f"kvtier_benchmark_{os.getpid()}"
         self._port = self._http_port = 0
 
     @contextmanager
@@ -61,7 +59,7 @@ class LMCache(System):
             "--supported-transfer-mode": "auto",
             "--shm-name": self.shm_name,
             "--eviction-policy": "LRU",
-            "--l2-prefetch-policy": self.prefetch_policy,
+            "--l2-prefetch-policy": "default",
             "--l2-adapter": json.dumps({"type": "fs", "base_path": str(self.disk_dir)}),
         }
         argv = [
@@ -118,11 +116,3 @@ class LMCache(System):
         """Remove its shared memory, which a killed server leaves behind."""
         for path in SHM.glob(f"*{self.shm_name}*"):
             path.unlink(missing_ok=True)
-
-
-class LMCacheRetain(LMCache):
-    """The same, configured to keep in host memory what it read from disk. Measured after a stop only."""
-
-    name = "LMCache fs, retain"
-    endings = (Ending.STOPPED,)
-    prefetch_policy = "retain"
