@@ -1,4 +1,4 @@
-"""The client that all runs of a benchmark share, but for vLLM in it."""
+"""The client that all runs of a benchmark share, without the vLLM in it."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def shape(tmp_path: Path) -> BenchServe:
     return BenchServe(model=tmp_path, num_requests=2, input_tokens=8, output_tokens=2, concurrency=1, spread=0.0)
 
 
-def test_another_takes_orders_after_one_that_was_killed(tmp_path: Path, shape: BenchServe) -> None:
+def test_a_new_client_works_after_one_that_was_killed(tmp_path: Path, shape: BenchServe) -> None:
     for _ in range(2):
         with _client(tmp_path) as client:
             for seed in range(2):
@@ -42,7 +42,7 @@ def test_another_takes_orders_after_one_that_was_killed(tmp_path: Path, shape: B
             client.kill()
 
 
-def test_what_went_wrong_is_said(tmp_path: Path, shape: BenchServe) -> None:
+def test_the_error_of_a_run_is_reported(tmp_path: Path, shape: BenchServe) -> None:
     with _client(tmp_path, "ValueError('no')") as client, pytest.raises(TrafficError, match="ValueError"):
         client.run(shape, "http://127.0.0.1:1", 0)
     with _client(tmp_path, completed=1) as client, pytest.raises(TrafficError, match="1 of 2 requests"):

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu.dummy_model import kv_bytes_per_token, write_model
 from benchmarks.gpu.first_tokens import Samples, ask
-from benchmarks.gpu.gpu_servers import Connector, ServerOptions
+from benchmarks.gpu.gpu_servers import Connector, GpuDaemon, ServerOptions
 from benchmarks.measuring.chat_requests import forget_device_cache
 
 
@@ -58,3 +58,11 @@ def test_each_system_is_started_with_its_connector(connector: Connector) -> None
     argv = options.argv(8000)
     assert ("--kv-transfer-config" in argv) == (connector is not Connector.NONE)
     assert ("KVTierConnector" in argv[-1]) == (connector is Connector.KVTIER)
+
+
+def test_the_daemon_runs_where_its_console_script_is_not_installed(tmp_path: Path) -> None:
+    """`Daemon.start` put the console script back in place of the module that a GPU machine has on its path."""
+    with GpuDaemon(tmp_path, 64 << 20, 1 << 30, stores_all=False) as daemon:
+        command = Path(f"/proc/{daemon.pid}/cmdline").read_bytes().split(b"\0")
+    assert b"kvtier.daemon.main" in command
+    assert not any(part.endswith(b"bin/kvtier-daemon") for part in command)

@@ -15,7 +15,7 @@ def test_six_values_are_the_fewest_that_reach_95_percent() -> None:
     assert six.coverage == pytest.approx(1 - 2 / 64)
 
 
-def test_one_value_promises_nothing() -> None:
+def test_one_value_gives_no_coverage() -> None:
     interval = median_interval([1.1])
     assert (interval.low, interval.high, interval.coverage) == (1.1, 1.1, 0.0)
 

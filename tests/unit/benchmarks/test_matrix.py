@@ -1,4 +1,4 @@
-"""The course of the matrix, with systems that are not there: what is asked after what, and what the end of vLLM is."""
+"""The course of the matrix with fake systems: the order of the requests, and what the end of vLLM counts as."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,7 +110,7 @@ def test_every_prompt_is_asked_once_in_every_condition(tmp_path: Path) -> None:
     assert {name: asked.count(name) for name in asked} == {condition.value: 2 for condition in Condition}
 
 
-def test_the_disk_is_all_there_is_when_it_is_asked(tmp_path: Path) -> None:
+def test_only_the_disk_has_the_prompts_in_the_last_condition(tmp_path: Path) -> None:
     system = FakeSystem(tmp_path)
     measured(system)
     assert system.events[-3:] == ["forget host memory", "prefetch False", "serving"]
@@ -123,7 +123,7 @@ def test_alone_there_is_one_phase(tmp_path: Path) -> None:
     assert system.events == ["prefetch True", "engine"]
 
 
-def test_a_vllm_that_ends_with_its_server_is_a_result_and_the_disk_is_asked_all_the_same(tmp_path: Path) -> None:
+def test_a_vllm_that_ends_with_its_server_is_a_result_and_the_disk_is_measured_anyway(tmp_path: Path) -> None:
     """LMCache's server, killed and started under a running vLLM, once took vLLM with it."""
 
     class Fragile(FakeSystem):

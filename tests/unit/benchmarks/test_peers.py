@@ -49,7 +49,7 @@ def cells(text: str, system: str) -> dict[str, str]:
     return dict(zip(HEADER, (cell.strip() for cell in row.strip("|").split("|")), strict=True))
 
 
-def test_every_restart_asks_questions_that_nobody_asked_before() -> None:
+def test_every_restart_has_new_questions() -> None:
     numbers = [n for number in range(3) for ending in Ending for n in question_numbers(number, ending)]
     assert len({question(number) for number in (0, *numbers)}) == 1 + len(numbers)
 
@@ -97,7 +97,7 @@ def test_files_are_counted_by_what_they_occupy(tmp_path: Path) -> None:
     assert allocated_bytes(tmp_path / "missing") == 0
 
 
-def test_a_folder_in_memory_is_told_from_one_on_disk(tmp_path: Path) -> None:
+def test_a_folder_in_memory_is_distinguished_from_one_on_disk(tmp_path: Path) -> None:
     assert is_in_memory(Path("/dev/shm"))
     mount = subprocess.run(["stat", "-f", "-c", "%T", str(tmp_path)], capture_output=True, text=True, check=True)
     assert is_in_memory(tmp_path) == (mount.stdout.strip() in ("tmpfs", "ramfs"))

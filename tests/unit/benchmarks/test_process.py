@@ -1,7 +1,7 @@
 """A process that is interrupted while it starts is ended.
 
 An interrupt of the benchmarks left a vllm serve behind that was still being waited for: `with` does not
-call `__exit__` when `__enter__` raises, and vLLM overhears the signal that the kernel sends when its parent ends.
+call `__exit__` when `__enter__` raises, and vLLM ignores the signal that the kernel sends when its parent ends.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 from benchmarks.harness.process import Process, wait_until
 from benchmarks.measuring.process_usage import PROC, pids_of
 
-# Overhears SIGTERM, as vLLM does while it starts.
+# Ignores SIGTERM, as vLLM does while it starts.
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 
 
@@ -30,7 +30,7 @@ class InterruptedStart(Process):
         raise KeyboardInterrupt
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Do not wait for what overhears."""
+        """Do not wait for a process that ignores SIGTERM."""
         super().stop(grace_s)
 
 
@@ -65,7 +65,7 @@ def states_of(group: int) -> set[str]:
     return {(PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] for pid in pids_of({group})}
 
 
-def test_a_paused_group_stands_still_goes_on_and_can_be_stopped(tmp_path: Path) -> None:
+def test_a_paused_group_can_be_resumed_and_stopped(tmp_path: Path) -> None:
     """Benchmarks let servers take turns; a pause of the leader alone would leave vLLM's EngineCore running."""
     with Process("counting", [sys.executable, "-c", COUNTING], {}, tmp_path / "log") as process:
         wait_until(lambda: {"p", "c"} <= set(process.log_text().split()), 30, "both to count")

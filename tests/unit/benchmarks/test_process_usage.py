@@ -1,4 +1,4 @@
-"""CPU and memory are those of the whole group, and of nobody else."""
+"""CPU and memory are those of the whole process group and of no other process."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.measuring.process_usage import cpu_s, memory_of, pids_of, titled, waited_s
 
-# A parent with a child that has worked; both then wait to be told to end.
+# A parent with a child that has worked; both then wait for their input to end.
 BUSY = """
 import subprocess, sys, time
 work = "import time; b = bytearray(64 << 20)"
@@ -41,7 +41,7 @@ def test_children_count(group: int) -> None:
     assert cpu_s({group}) >= 0.3
 
 
-def test_nobody_else_counts(group: int) -> None:
+def test_other_process_groups_do_not_count(group: int) -> None:
     before_s = cpu_s({group})
     while time.process_time() < 0.1:
         pass
@@ -64,7 +64,7 @@ def test_processes_are_found_by_their_titles(group: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel keeps no such times")
-def test_who_shares_a_core_waits_for_it() -> None:
+def test_a_process_that_shares_a_core_waits_for_it() -> None:
     work = "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print('up', flush=True); input()"
     work += "\nuntil = time.process_time() + 0.2\nwhile time.process_time() < until: pass"
     work += "\nprint('done', flush=True); input()"

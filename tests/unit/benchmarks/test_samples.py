@@ -29,7 +29,7 @@ def test_rows_count_when_their_case_is_done(tmp_path: Path) -> None:
     assert values(records) == [1]
 
 
-def test_a_run_goes_on_where_it_was_killed_in_mid_line(tmp_path: Path) -> None:
+def test_a_run_killed_in_the_middle_of_a_line_can_be_resumed(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     records = Records(path, SETUP, resume=False)
     measure(records, "a", 1)
@@ -69,7 +69,7 @@ def test_samples_of_another_setup_are_not_mixed_in(tmp_path: Path) -> None:
         Records(path, SETUP | {"profile": "long"}, resume=True)
 
 
-def test_without_resume_it_begins_anew(tmp_path: Path) -> None:
+def test_without_resume_the_file_starts_empty(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     measure(Records(path, SETUP, resume=False), "a", 1)
     assert values(Records(path, SETUP, resume=False)) == []

@@ -20,13 +20,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tokens", [500, 8000])
-def test_it_is_as_long_as_was_wanted(model: Path, tokens: int) -> None:
+def test_a_prompt_has_the_wanted_length(model: Path, tokens: int) -> None:
     prompt = make_prompt(model, tokens, 3)
     found = len(Tokenizer.from_file(str(model / "tokenizer.json")).encode(prompt.text).ids)
     assert found == pytest.approx(tokens, abs=4)
 
 
-def test_no_two_begin_alike(model: Path) -> None:
+def test_no_two_prompts_begin_alike(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     variants = [*range(12), *range(FLOOD_VARIANT, FLOOD_VARIANT + 12)]
     firsts = {tuple(tokenizer.encode(make_prompt(model, 500, each).text).ids[:FIRST_WORDS]) for each in variants}

@@ -1,4 +1,4 @@
-"""What the suite sends is the same for every system, and what it prints is what was measured."""
+"""The suite sends the same to every system, and prints what was measured."""
 
 import socket
 from collections.abc import Callable
@@ -64,12 +64,12 @@ def load(mode: str, turns: list[dict[str, object]]) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_all_systems_hear_the_same_and_other_seeds_something_else() -> None:
+def test_equal_seeds_give_equal_chats_and_other_seeds_give_others() -> None:
     assert plan(SHAPE, PROMPTS, 1) == plan(SHAPE, PROMPTS, 1)
     assert plan(SHAPE, PROMPTS, 1) != plan(SHAPE, PROMPTS, 2)
 
 
-def test_every_user_sends_as_many_turns_and_each_turn_goes_on_with_the_last_or_begins_anew() -> None:
+def test_every_user_sends_equally_many_turns_and_each_continues_a_chat_or_starts_one() -> None:
     for turns in plan(SHAPE, PROMPTS, 5):
         assert len(turns) == SHAPE.turns
         for earlier, later in pairwise(turns):
@@ -82,7 +82,7 @@ def test_percentiles_are_samples() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
-def test_every_case_has_a_name_of_its_own_and_systems_take_turns(profile: object, tmp_path: Path) -> None:
+def test_case_names_are_unique_and_systems_take_turns(profile: object, tmp_path: Path) -> None:
     found = Plan(profile=profile, systems=DEFAULT_SYSTEMS, dtype="bfloat16", home=tmp_path)  # type: ignore[arg-type]
     names = [case.name for case in found.cases()]
     assert len(set(names)) == len(names)
@@ -96,7 +96,7 @@ def test_every_case_has_a_name_of_its_own_and_systems_take_turns(profile: object
             ]
 
 
-def test_a_hit_is_shown_beside_own_hit_and_floor(add_to: tuple[Records, Callable[..., None]]) -> None:
+def test_a_hit_is_compared_with_a_prefix_cache_hit_and_the_floor(add_to: tuple[Records, Callable[..., None]]) -> None:
     records, add = add_to
     add("floor", memcpy=[10e9], device=[1e9])
     add("ttft", **ttft("vLLM alone", Condition.PREFIX_CACHE_HIT, 0.050))
@@ -119,7 +119,7 @@ def test_a_miss_has_no_ratio_to_the_floor_of_hits(add_to: tuple[Records, Callabl
     assert "| vLLM alone | after GPU pressure | 1000 (1000..1000) | 20.0 (20.0..20.0) |  | 0 of 1 |" in report(records)
 
 
-def test_a_picture_is_drawn_for_each_length_and_for_the_load(
+def test_a_chart_is_drawn_for_each_length_and_for_the_load(
     add_to: tuple[Records, Callable[..., None]], tmp_path: Path
 ) -> None:
     records, add = add_to
@@ -129,7 +129,7 @@ def test_a_picture_is_drawn_for_each_length_and_for_the_load(
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["load.png", "ttft-8x512-3000.png"]
 
 
-def test_under_load_failed_turns_are_told_and_left_out(add_to: tuple[Records, Callable[..., None]]) -> None:
+def test_under_load_failed_turns_are_counted_and_have_no_times(add_to: tuple[Records, Callable[..., None]]) -> None:
     records, add = add_to
     add("load", **load(UNDISTURBED, [turn(0.1), turn(0.2), turn(0.3), turn(9.0, "ReadTimeout: ")]))
     text = report(records)
@@ -138,19 +138,19 @@ def test_under_load_failed_turns_are_told_and_left_out(add_to: tuple[Records, Ca
     assert "device 33%, host 67%" in text
 
 
-def test_around_a_kill_before_and_after_are_apart(add_to: tuple[Records, Callable[..., None]]) -> None:
+def test_times_before_and_after_a_kill_are_separate(add_to: tuple[Records, Callable[..., None]]) -> None:
     records, add = add_to
     add("load", **load(KILLED, [turn(0.1), turn(0.1), turn(2.0), turn(0.2)]))
     assert "| kvtier | 0.10 | 2.00 | 0.20 | 90% | 0 | 2 (2..2) |" in report(records)
 
 
-def test_turns_that_a_kill_left_without_an_answer_are_told(add_to: tuple[Records, Callable[..., None]]) -> None:
+def test_turns_without_an_answer_after_a_kill_are_counted(add_to: tuple[Records, Callable[..., None]]) -> None:
     records, add = add_to
     add("load", **load(KILLED, [turn(0.1), turn(0.1), turn(0.1, "ReadTimeout: "), turn(0.1, "ReadTimeout: ")]))
     assert "| kvtier | 0.10 |  |  |  | 2: ReadTimeout | 2 (2..2) |" in report(records)
 
 
-def test_what_failed_and_what_there_was_no_time_for_is_said(add_to: tuple[Records, Callable[..., None]]) -> None:
+def test_the_report_names_cases_that_failed_or_were_left_out(add_to: tuple[Records, Callable[..., None]]) -> None:
     records, _ = add_to
     records.begin("matrix/x")
     records.failed("matrix/x", "no venv")
@@ -190,7 +190,7 @@ _NUMBERS = (
 
 
 def test_a_user_without_an_answer_leaves() -> None:
-    """Each of his turns waited anew: a peer that hung after its server was killed took a quarter of an hour."""
+    """Each further turn waited again: a peer that hung after its server was killed took a quarter of an hour."""
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, and says nothing
         engine: Any = SimpleNamespace(url=f"http://127.0.0.1:{server.getsockname()[1]}")
         traffic = Traffic(engine, [[[], [], []]], answer_tokens=1, timeout_s=0.1)
