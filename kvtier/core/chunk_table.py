@@ -9,7 +9,7 @@ of several goes first is decided by `core.eviction`.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic
 
-from kvtier.core.chunk import Chunk, Chunks, L
+from kvtier.core.chunk import Chunk, Chunks, HostCopy, L
 from kvtier.core.disk_chunks import DiskChunks
 from kvtier.core.eviction import CostModel, EqualCosts, EvictionClock
 from kvtier.core.host_chunks import HostChunks
@@ -100,16 +100,17 @@ class ChunkTable(Generic[L]):
             chunks: Of this table, in prefix order.
             hit: Count a use; else recency only.
         """
-        in_host: list[Chunk[L]] = []
+        unpinned: list[HostCopy] = []
+        pinned: list[HostCopy] = []
         on_disk: list[Chunk[L]] = []
         for chunk in reversed(chunks):
             host = chunk.host
             if host is not None and not host.promoting:
-                in_host.append(chunk)
+                (pinned if chunk.num_pins else unpinned).append(host)
             elif chunk.queued:
                 on_disk.append(chunk)
         num_uses = 1 if hit else 0
-        self.host.queues.use_all(in_host, num_uses=num_uses)
+        self.host.queues.use_all(unpinned, pinned, num_uses=num_uses)
         self.disk.use_all(on_disk, num_uses=num_uses)
 
     def place(self, key: ChunkKey, location: L) -> None:

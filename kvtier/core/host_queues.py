@@ -1,6 +1,6 @@
 """Which copy leaves host memory first: unpinned ones before pinned ones, each kind by `core.eviction`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -64,10 +64,10 @@ class HostQueues:
             (self._unpinned if chunk.num_pins else self._pinned).remove(copy)
             self.add(chunk, copy, copy.frequency)
 
-    def use_all(self, chunks: Sequence[Chunk[Any]], *, num_uses: int) -> None:
-        """Readable chunks were hit; see `EvictionQueue.use_all`."""
-        self._unpinned.use_all([chunk.host for chunk in chunks if chunk.host and not chunk.num_pins], num_uses=num_uses)
-        self._pinned.use_all([chunk.host for chunk in chunks if chunk.host and chunk.num_pins], num_uses=num_uses)
+    def use_all(self, unpinned: Iterable[HostCopy], pinned: Iterable[HostCopy], *, num_uses: int) -> None:
+        """Readable copies were hit; see `EvictionQueue.use_all`."""
+        self._unpinned.use_all(unpinned, num_uses=num_uses)
+        self._pinned.use_all(pinned, num_uses=num_uses)
 
     def unpark(self, chunk: Chunk[Any], copy: HostCopy) -> None:
         """What protected the copy may do so no longer."""

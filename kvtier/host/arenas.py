@@ -131,7 +131,7 @@ class Arenas:
     async def close_empty(self) -> None:
         """Close idle arenas that have no row with pages: others took them all, or there never was one."""
         for namespace in list(self._namespaces.values()):
-            if namespace.is_idle and namespace.is_warm and not namespace.host.usage.num_backed:
+            if namespace.is_idle and namespace.is_prefetched and not namespace.host.usage.num_backed:
                 await self._close(namespace)
 
     async def _close_longest_unused(self) -> bool:

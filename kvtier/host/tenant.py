@@ -48,7 +48,7 @@ class Tenant(Protocol):
         """Bytes of its chunks that are not evictable because they are on their way to disk."""
 
     @property
-    def is_warm(self) -> bool:
+    def is_prefetched(self) -> bool:
         """Nothing is left to prefetch into its rows."""
 
     @property

@@ -35,8 +35,8 @@ class Prefetcher:
             keys = await self._on_disk(namespace)
             if namespace.ephemeral or not keys or not self._open(namespace):
                 continue
-            namespace.promoter.warm_up(keys, has_room=partial(_has_room, namespace))
-            await namespace.promoter.until_warm()
+            namespace.promoter.prefetch(keys, has_capacity=partial(_has_capacity, namespace))
+            await namespace.promoter.until_prefetched()
             num_chunks = 0
             for part in slices(keys):
                 num_chunks += sum(not _only_on_disk(namespace, key) for key in part)
@@ -55,7 +55,7 @@ class Prefetcher:
 
     def _open(self, namespace: Namespace) -> bool:
         """Say whether there is room, and an arena to promote into."""
-        if not _has_room(namespace):
+        if not _has_capacity(namespace):
             return False
         try:
             return self._open_if_room(namespace)
@@ -80,7 +80,7 @@ def _only_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
     return chunk is not None and chunk.slot is None and chunk.location is not None
 
 
-def _has_room(namespace: Namespace) -> bool:
+def _has_capacity(namespace: Namespace) -> bool:
     # Its free rows, those made ahead of need too, are room.
     usage = namespace.host.usage
     used_bytes = namespace.resources.budget.used_bytes - (usage.num_free - 1) * usage.row_bytes

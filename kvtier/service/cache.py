@@ -238,7 +238,7 @@ class Cache:
         await self.resources.measure_disk()
         await self.capacity.trim_disk()
         for namespace in self.namespaces.values():
-            namespace.write_back.retry_if_room()
+            namespace.write_back.retry_if_it_fits()
         await self.arenas.close_empty()
         await self._forget_empty_namespaces()
 

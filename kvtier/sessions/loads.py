@@ -17,7 +17,7 @@ from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.sessions.context import SessionContext
 from kvtier.sessions.engine_peer import PromotionForecast
-from kvtier.tiering.promoter import Promoter
+from kvtier.tiering.promotion.promoter import Promoter
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Loads:
         lease.promoted = True
         for index in promoting:
             lease.wait_for(index, self._context.tiers.payload_bytes(keys[index]))
-        self._promoter.want(self, acquire_id, [(index, keys[index]) for index in promoting])
+        self._promoter.wait_for(self, acquire_id, [(index, keys[index]) for index in promoting])
 
     def _tell_lost(self, plan: AcquirePlan[StoredChunk]) -> None:
         lost, plan.lost = plan.lost, []
@@ -247,7 +247,7 @@ class Loads:
         self._context.tiers.table.host.unlease(chunk)
         if index in lease.pending:
             lease.settle(index)
-            self._promoter.left(self, acquire_id, chunk.key)
+            self._promoter.stop_waiting(self, acquire_id, chunk.key)
 
     def touching(self, keys: Sequence[ChunkKey], *, hit: bool) -> Iterator[None]:
         """Note that chunks were used, the head of a prompt last; yields now and then if there are many."""

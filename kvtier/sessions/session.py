@@ -17,7 +17,7 @@ from kvtier.sessions.loads import Loads
 from kvtier.sessions.stores import Stores
 from kvtier.tiering.inventory import MAX_HELD_BATCH
 from kvtier.tiering.namespace import RecomputeCost
-from kvtier.tiering.promoter import Promoter
+from kvtier.tiering.promotion.promoter import Promoter
 from kvtier.tiering.write_back import WriteBack
 
 logger = logging.getLogger(__name__)

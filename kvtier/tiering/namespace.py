@@ -14,7 +14,7 @@ from kvtier.disk.pack_index import PackIndex
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.ledger import NamespaceRow, PromptRow
 from kvtier.tiering.inventory import Inventory
-from kvtier.tiering.promoter import Promoter
+from kvtier.tiering.promotion.promoter import Promoter
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
 from kvtier.tiering.write_back import WriteBack
@@ -186,9 +186,9 @@ class Namespace:
         return self.write_back.queued_bytes
 
     @property
-    def is_warm(self) -> bool:
+    def is_prefetched(self) -> bool:
         """Nothing is left to prefetch into host memory."""
-        return self.promoter.is_warm
+        return self.promoter.is_prefetched
 
     async def evict_all(self) -> bool:
         """Evict what is in host memory while the namespace is idle; say whether nothing is left there."""
@@ -199,9 +199,9 @@ class Namespace:
     def arena_changed(self) -> None:
         """Its arena was opened, or closed: what could not be read for want of one is read, or is left on disk."""
         if self.host.is_open:
-            self.promoter.warm_up(())
+            self.promoter.prefetch(())
         else:
-            self.promoter.forget_background()
+            self.promoter.cancel_prefetch()
 
     def recovered(self, key: ChunkKey) -> None:
         """A chunk was found in a row that a previous daemon left."""

@@ -299,8 +299,8 @@ def _is_quiet(namespace: Namespace) -> bool:
         spiller.queued_bytes
         or promoter._batches
         or promoter._queue
-        or promoter._background
-        or promoter._askers
+        or promoter._planner.prefetch
+        or promoter._waiters
         or namespace.tasks._tasks
         or any(chunk.writing_back for chunk in namespace.table)
     )

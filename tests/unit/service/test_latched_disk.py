@@ -59,7 +59,7 @@ async def scrub(r: Rig) -> None:
 
 
 async def prefetch(r: Rig) -> None:
-    r.namespace.promoter.warm_up(keys_of(range(3)))
+    r.namespace.promoter.prefetch(keys_of(range(3)))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_write_that_fails_is_tried_again_after_a_pause(tmp_path: Path) -> None
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.resources.config.disk, "pack_bytes", 6000)  # a pack for each chunk, without lingering
+            r.namespace.write_back.queue.pack_bytes = 6000  # a pack for each chunk, without lingering
             r.table.pin(keys_of(range(2)))
             r.tier.refuse_writes = errno.EIO
             r.namespace.write_back.add(r.in_host(range(2)))
@@ -164,10 +164,10 @@ def test_what_was_to_be_prefetched_is_left_on_disk_when_the_tier_is_switched_off
             with r.tier.stepping():
                 session.loads.acquire(1, keys_of([0]))
                 await eventually(lambda: bool(r.tier.asked))
-                r.namespace.promoter.warm_up(keys_of(range(1, 6)))  # after the request
-                assert not r.namespace.promoter._warm.is_set()
+                r.namespace.promoter.prefetch(keys_of(range(1, 6)))  # after the request
+                assert not r.namespace.promoter._prefetched.is_set()
                 latch(r)
-                await r.namespace.promoter.until_warm()
+                await r.namespace.promoter.until_prefetched()
             await at_rest(r.resources)
             await r.resources.disk_health.probe_once()
             loop.jump(MINUTE_S)

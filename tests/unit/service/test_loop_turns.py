@@ -20,7 +20,7 @@ from kvtier.core.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import QuotaExceededError
 from kvtier.prompts.book import PinWish
-from kvtier.tiering.promotion_queue import MAX_TAKEN_CHUNKS, PromotionQueue
+from kvtier.tiering.promotion.queue import MAX_TAKEN_CHUNKS, PromotionQueue
 from tests.fakes.rig import LeasedChunk, ListPeer, Rig, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
 from tests.fakes.turns import num_turns
@@ -247,5 +247,5 @@ def test_nothing_is_said_of_an_acquire_before_its_answer(tmp_path: Path, monkeyp
 
 def test_a_batch_of_small_chunks_is_bounded() -> None:
     queue: PromotionQueue[str] = PromotionQueue(lambda key: 1)
-    queue.ask("e", keys_of(range(3 * MAX_TAKEN_CHUNKS)))
+    queue.add("e", keys_of(range(3 * MAX_TAKEN_CHUNKS)))
     assert [len(queue.take(1 << 30)) for _ in range(4)] == [MAX_TAKEN_CHUNKS] * 3 + [0]

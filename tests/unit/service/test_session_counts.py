@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.tiering.promotion_batch
+import kvtier.tiering.promotion.batch
 from kvtier.core.slots import SlotRef, SlotState
 from tests.fakes.clocks import at_rest
 from tests.fakes.rig import ListPeer, eventually, hello_of, keys_of, rig
@@ -61,7 +61,7 @@ def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, left: list[int]
 ) -> None:
     """The connector waits only while the rest is read before it could be computed: the rest could stay the whole."""
-    monkeypatch.setattr(kvtier.tiering.promotion_batch, "_WORD_BYTES", 1)  # each chunk is told alone
+    monkeypatch.setattr(kvtier.tiering.promotion.batch, "_PROGRESS_BYTES", 1)  # each chunk is told alone
 
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=1) as r:

@@ -60,7 +60,7 @@ def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tm
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             spiller = r.namespace.write_back
-            spiller.max_queued_bytes = 3 * 6000
+            spiller.queue.max_bytes = 3 * 6000
             r.table.pin(keys_of(range(10, 15)))
             r.in_host([*range(5), *range(10, 15)])
             with r.tier.holding("write_pack") as gate:
@@ -91,7 +91,7 @@ def test_what_was_passed_over_is_spilled_when_the_disk_has_caught_up(tmp_path: P
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             spiller = r.namespace.write_back
-            spiller.max_queued_bytes = 3 * 6000
+            spiller.queue.max_bytes = 3 * 6000
             r.in_host(range(8))
             with r.tier.holding("write_pack") as gate:
                 spiller.add(keys_of(range(8)))
@@ -100,7 +100,7 @@ def test_what_was_passed_over_is_spilled_when_the_disk_has_caught_up(tmp_path: P
                 assert r.table.host.evict(keys_of([7])[0]), "it may go meanwhile"
             await spiller.flush()
             assert all(r.location(n) is not None for n in range(7))
-            assert not spiller._passed_over
+            assert not spiller.queue._skipped
             r.check()
 
     asyncio.run(scenario())
@@ -114,9 +114,9 @@ def test_a_session_gets_fewer_credits_while_the_disk_is_behind(tmp_path: Path) -
             most = session.stores._num_short
             session._context.hello = replace(session.hello, store_credits=100)
             assert most() + session.stores.num_grants == 16
-            r.namespace.write_back._num_bytes = r.namespace.write_back.max_queued_bytes + 1
+            r.namespace.write_back.queue.num_bytes = r.namespace.write_back.queue.max_bytes + 1
             assert most() + session.stores.num_grants == 2
-            r.namespace.write_back._num_bytes = 0
+            r.namespace.write_back.queue.num_bytes = 0
 
     asyncio.run(scenario())
 
@@ -126,8 +126,8 @@ def test_a_full_pack_is_written_without_lingering(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with rig(tmp_path, pack_bytes=MIB) as r:
-            object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
-            object.__setattr__(r.resources.config.disk, "pack_bytes", 3 * 6000)
+            r.namespace.write_back.queue.linger_s = 3600.0
+            r.namespace.write_back.queue.pack_bytes = 3 * 6000
             r.in_host(range(3))
             r.namespace.write_back.add(keys_of([0]))
             await at_rest(r.resources)
@@ -143,7 +143,7 @@ def test_ordinary_chunks_linger_longer_and_hold_up_no_pin(tmp_path: Path) -> Non
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.resources.config.disk, "pack_linger_s", 100.0)
+            r.namespace.write_back.queue.linger_s = 100.0
             r.table.pin(keys_of([5, 6]))
             r.namespace.write_back.add(r.in_host([1, 2]))
             loop.jump(300.0)
@@ -181,7 +181,7 @@ def test_after_a_slow_pack_the_next_one_gathers_for_as_long(tmp_path: Path) -> N
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.resources.config.disk, "pack_linger_s", 10.0)
+            r.namespace.write_back.queue.linger_s = 10.0
             r.table.pin(keys_of(range(3)))
             for number, (slow_s, linger_s) in enumerate([(30.0, 10.0), (1000.0, 30.0), (0.0, 50.0)]):
                 with r.tier.holding("write_pack") as gate:
@@ -203,7 +203,7 @@ def test_a_small_host_tier_is_not_full_of_what_lingers(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with rig(tmp_path, host_bytes=room_for(63)) as r:
-            object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
+            r.namespace.write_back.queue.linger_s = 3600.0
             r.namespace.write_back.add(r.in_host(range(10)))
             await at_rest(r.resources)
             assert not r.tier.written
@@ -218,7 +218,7 @@ def test_a_flush_does_not_linger(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
+            r.namespace.write_back.queue.linger_s = 3600.0
             r.namespace.write_back.add(r.in_host([0]))
             await at_rest(r.resources)
             await r.namespace.write_back.flush()
@@ -364,7 +364,7 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            object.__setattr__(r.resources.config.disk, "pack_linger_s", 3600.0)
+            r.namespace.write_back.queue.linger_s = 3600.0
             unknown, wanted, on_disk, both, promoting, lost, leaving, queued = range(8)
             good = [10 + number for number in range(9)]
             session, _ = await r.session()

@@ -21,7 +21,7 @@ class Rate:
 
     @property
     def per_s(self) -> float:
-        """The average; before the first full window what was seen of it; 0 while that is too little to say."""
+        """The average; before the first full window what was seen of it; 0 while that is too little."""
         if self._average or self._num_bytes < _LEAST_BYTES:
             return self._average
         return self._num_bytes / max(self._busy_s, 1e-6)
@@ -32,7 +32,7 @@ class Rate:
         self._num_running += 1
 
     def moved(self, num_bytes: int, now_s: float) -> None:
-        """A running transfer has moved so many bytes more."""
+        """A running transfer has moved this many bytes more."""
         self._count_time(now_s)
         self._num_bytes += num_bytes
         if self._num_bytes >= _WINDOW_BYTES:

@@ -1,4 +1,4 @@
-"""One call of `DiskTier.read_chunks`: in a worker thread, with word to the loop while it goes on."""
+"""One call of `DiskTier.read_chunks` in a worker thread, which reports progress to the loop."""
 
 import asyncio
 import threading
@@ -12,17 +12,13 @@ from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
 from kvtier.host.base import HostTier
 from kvtier.obs import trace
 
-BATCH_BYTES = 8 * 1024**2
-"""Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for whoever comes next."""
-LONG_BATCH_BYTES = 64 * 1024**2
-"""Of a batch while nobody else asks: what several at once cost in threads that wait for each other is a third of it."""
-_WORD_BYTES = 8 * 1024**2
-"""A request waits for its last chunk, and each word costs the loop, Python's lock and the engine half a millisecond."""
+_PROGRESS_BYTES = 8 * 1024**2
+"""A request waits for its last chunk; each report costs half a millisecond of loop, interpreter lock and engine."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A chunk to be read into its slot. `lacks_pages`: which is yet to be backed."""
+    """A chunk to be read into its slot. `lacks_pages`: its pages are not made yet."""
 
     key: ChunkKey
     ref: SlotRef
@@ -48,12 +44,12 @@ class Batch:
         host: Backs the slots.
         disk: Reads.
         on_progress: Called on the loop when outcomes can be taken: after the first chunk, then about every 8 MiB.
-        gives_way: Asked in the worker thread: leave out what has not begun.
+        is_preempted: Called in the worker thread: leave out what has not begun.
         background: No request waited for it when it was made.
 
     Attributes:
-        wanted: Chunks that somebody waits for. When it becomes empty, what has not begun is left out. Changed on the
-            loop, looked at in the worker thread.
+        wanted: Chunks that a request waits for. When it becomes empty, what has not begun is left out. Changed on the
+            loop, read in the worker thread.
         unread: Reads whose outcome was not taken yet; after `run` and the last `take_outcomes`, those left out.
         stopped: Set to leave out what has not begun, wanted or not.
         cancelled: Something was left out.
@@ -68,7 +64,7 @@ class Batch:
         host: HostTier,
         disk: DiskTier,
         on_progress: Callable[["Batch"], None],
-        gives_way: Callable[[], bool],
+        is_preempted: Callable[[], bool],
         background: bool,
     ) -> None:
         self.background = background
@@ -79,11 +75,11 @@ class Batch:
         self.num_read = 0
         self.refused: TierIOError | None = None
         self.reads = reads
-        self._host, self._disk, self._on_progress, self._gives_way = host, disk, on_progress, gives_way
+        self._host, self._disk, self._on_progress, self._is_preempted = host, disk, on_progress, is_preempted
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []  # guarded by _lock
-        self._untold_bytes = _WORD_BYTES  # worker thread: the first chunk is told at once
+        self._unreported_bytes = _PROGRESS_BYTES  # worker thread: the first chunk is reported at once
 
     @property
     def unread_bytes(self) -> int:
@@ -103,8 +99,8 @@ class Batch:
 
     def is_cancelled(self) -> bool:
         """Say whether what has not begun shall be left out. Any thread."""
-        if self.stopped or (not self.wanted and (not self.background or self._gives_way())):
-            self.cancelled = True  # for good: the tier may ask in several threads
+        if self.stopped or (not self.wanted and (not self.background or self._is_preempted())):
+            self.cancelled = True  # for good: the tier may call this in several threads
         return self.cancelled
 
     def _back(self, reads: Sequence[Read]) -> set[ChunkKey]:
@@ -120,12 +116,12 @@ class Batch:
         return {read.key for read in reads[num_backed:]}
 
     def _done(self, outcome: Outcome) -> None:
-        """Worker thread. The loop hears of small groups: a message per chunk would cost more than some chunks."""
+        """Worker thread. Small groups are reported together: a report per chunk would cost more than some chunks."""
         with self._lock:
             self._outcomes.append(outcome)
-        self._untold_bytes += outcome.read.stored.raw_bytes
-        if self._untold_bytes >= _WORD_BYTES:
-            self._untold_bytes = 0
+        self._unreported_bytes += outcome.read.stored.raw_bytes
+        if self._unreported_bytes >= _PROGRESS_BYTES:
+            self._unreported_bytes = 0
             self._loop.call_soon_threadsafe(self._on_progress, self)
 
     def take_outcomes(self) -> Sequence[Outcome]:

@@ -1,4 +1,4 @@
-from kvtier.tiering.rate import Rate
+from kvtier.tiering.promotion.rate import Rate
 
 MIB = 1024**2
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import kvtier.tiering.promoter
-import kvtier.tiering.promotion_batch
+import kvtier.tiering.promotion.batch
+import kvtier.tiering.promotion.read_planner
 from kvtier.core.slots import SlotState
 from tests.fakes.rig import Rig, content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import room_for
@@ -15,11 +15,11 @@ from tests.fakes.scripted_engine import room_for
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of four chunks, alone and where no pages are made of six; a word per chunk."""
-    monkeypatch.setattr(kvtier.tiering.promoter, "BATCH_BYTES", 4 * 6000)
-    monkeypatch.setattr(kvtier.tiering.promoter, "LONG_BATCH_BYTES", 6 * 6000)
-    monkeypatch.setattr(kvtier.tiering.promoter, "_FIRST_BATCH_BYTES", 4 * 6000)
-    monkeypatch.setattr(kvtier.tiering.promoter, "_BACKGROUND_BATCH_BYTES", 4 * 6000)
-    monkeypatch.setattr(kvtier.tiering.promotion_batch, "_WORD_BYTES", 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "LONG_BATCH_BYTES", 6 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_FIRST_BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_PREFETCH_BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.batch, "_PROGRESS_BYTES", 6000)
 
 
 def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path
 
 def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first chunk came after the pages of a whole batch were made; with more readers it came later still."""
-    monkeypatch.setattr(kvtier.tiering.promoter, "_FIRST_BATCH_BYTES", 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_FIRST_BATCH_BYTES", 6000)
 
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=2) as r:
@@ -250,7 +250,7 @@ def test_background_promotions_yield_to_requests(tmp_path: Path) -> None:
             await r.on_disk(range(12))
             session, peer = await r.session()
             with r.tier.stepping():
-                r.namespace.promoter.warm_up(keys_of(range(8)))
+                r.namespace.promoter.prefetch(keys_of(range(8)))
                 await eventually(lambda: len(r.tier.asked) == 1)
                 session.loads.acquire(1, keys_of([10, 11]))
                 await eventually(lambda: len(r.tier.asked) == 2)
@@ -272,7 +272,7 @@ def test_a_request_joins_the_background_read_of_its_chunk(tmp_path: Path) -> Non
             await r.on_disk(range(4))
             session, peer = await r.session()
             with r.tier.stepping():
-                r.namespace.promoter.warm_up(keys_of(range(4)))
+                r.namespace.promoter.prefetch(keys_of(range(4)))
                 await eventually(lambda: len(r.tier.asked) == 1)
                 session.loads.acquire(1, keys_of(range(4)))
             await eventually(lambda: peer.num_ready() == 4)
@@ -289,8 +289,8 @@ def test_background_promotions_evict_nothing(tmp_path: Path) -> None:
             session.loads.acquire(1, keys_of(range(2)))
             await eventually(lambda: peer.num_ready() == 2)
             session.loads.release(1, None)
-            r.namespace.promoter.warm_up(keys_of(range(2, 8)))
-            await r.namespace.promoter.until_warm()
+            r.namespace.promoter.prefetch(keys_of(range(2, 8)))
+            await r.namespace.promoter.until_prefetched()
             assert not r.namespace.host.counts()[SlotState.LOADING]
             assert r.chunk(0).readable
             assert r.chunk(1).readable

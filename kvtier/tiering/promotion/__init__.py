@@ -1,0 +1,1 @@
+"""Promotion: which chunks are read from disk next, in what batches, and which requests are notified of them."""

@@ -1,0 +1,316 @@
+"""Promotion: chunks from disk into their arena slots, and notifications to the requests that wait for them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from kvtier.concurrency.tasks import Tasks
+from kvtier.core.layout import ChunkKey
+from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
+from kvtier.obs.log import log_event
+from kvtier.tiering.damage import drop_damaged
+from kvtier.tiering.promotion.batch import Batch, Outcome, Read
+from kvtier.tiering.promotion.rate import Rate
+from kvtier.tiering.promotion.read_planner import ReadPlanner
+from kvtier.tiering.promotion.waiters import Notifications, PromotionListener, Waiter, Waiters
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+
+class Promoter:
+    """Reads chunks of one namespace, in batches, up to `io_threads` at a time. Loop thread only.
+
+    One reader per chunk however many requests wait for it: a requested chunk is `promoting` in the table from then on,
+    and is either queued or in one batch. Chunks are prefetched only while nothing else is queued, one batch at a time,
+    in slots that nothing else needs, and prefetching stops between two chunks when a request comes.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        resources: Resources,
+        *,
+        write_again: Callable[[Iterable[ChunkKey]], None],
+        on_ready: Callable[[], None],
+        start_task: Callable[[str, Coroutine[Any, Any, None]], object],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tiers, self._resources = tiers, resources
+        self._write_again, self._on_ready, self._start_task = write_again, on_ready, start_task
+        self._now_s = now_s
+        self._planner = ReadPlanner(tiers, self._fail)
+        self._queue = self._planner.queue
+        self._waiters = Waiters()
+        self._reading: dict[ChunkKey, Batch] = {}
+        self._batches: set[Batch] = set()
+        self._tasks = Tasks()
+        self._rate = Rate()
+        self._in_traffic = False
+        self._waits_for_quiet = False
+        self._prefetched = asyncio.Event()  # nothing is left to prefetch
+        self._stop_watching_disk = resources.disk_health.when_off(self._disk_is_off)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Measured promotion rate, 0 while unknown."""
+        return self._rate.per_s
+
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that wait to be read, or are being read."""
+        return len(self._queue) + len(self._reading)
+
+    # For requests
+
+    def wait_for(self, listener: PromotionListener, acquire_id: int, keys: Sequence[tuple[int, ChunkKey]]) -> None:
+        """Notify an acquire when chunks are readable that it leased while they are, or are to be, promoted.
+
+        Args:
+            listener: Is notified by `promotion_advanced`.
+            acquire_id: Of the listener.
+            keys: Each with its index in the acquire, in prefix order.
+        """
+        waiter = Waiter(listener, acquire_id)
+        for index, key in keys:
+            self._waiters.add(waiter, index, key)
+            if key in self._reading:
+                self._reading[key].wanted.add(key)
+        self._queue.add(waiter, [key for _, key in keys if key not in self._reading])
+        self._start_batches(begins=not self._batches)
+
+    def stop_waiting(self, listener: PromotionListener, acquire_id: int, key: ChunkKey) -> None:
+        """An acquire has ended its lease on a chunk that is not readable yet."""
+        waiter = Waiter(listener, acquire_id)
+        self._waiters.remove(waiter, key)
+        self._queue.remove(waiter, key)
+        chunk = self._tiers.table.get(key)
+        if chunk is None or not chunk.promoting or chunk.num_leases:
+            return
+        if key in self._reading:
+            self._reading[key].wanted.discard(key)
+        else:
+            self._fail(key)
+            self._resources.counters.promotions_cancelled += 1
+            self._update_traffic()
+
+    def ready_in_s(self, listener: PromotionListener, acquire_id: int) -> float:
+        """Forecast when the last chunk of an acquire is readable: what is read before it counts. 0 while unknown."""
+        if not self._rate.per_s:
+            return 0.0
+        being_read = sum(batch.unread_bytes for batch in self._batches if not batch.background)
+        return (being_read + self._queue.bytes_until_done(Waiter(listener, acquire_id))) / self._rate.per_s
+
+    # Prefetching
+
+    def prefetch(self, keys: Iterable[ChunkKey], *, has_capacity: Callable[[], bool] | None = None) -> None:
+        """Promote chunks that no request waits for, in this order, when the disk has nothing else to do.
+
+        Only into slots that are free or may be backed: nothing is evicted for them. What finds none is left on disk.
+
+        Args:
+            keys: Those that are not only on disk when their turn comes are skipped.
+            has_capacity: Called before each chunk; False leaves the rest on disk.
+        """
+        self._planner.add_prefetch(keys, has_capacity)
+        self._start_batches()
+
+    def cancel_prefetch(self) -> None:
+        """The arena is closed: chunks that were to be prefetched, and were not read yet, are left on disk."""
+        self._planner.prefetch.clear()
+        self._update_prefetched()
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Nothing is left to prefetch."""
+        return self._prefetched.is_set()
+
+    async def until_prefetched(self) -> None:
+        """Return when everything given to `prefetch` is read, or left on disk for good."""
+        await self._prefetched.wait()
+
+    async def close(self) -> None:
+        """Drop what is queued, let running batches come to their next chunk, and wait for them."""
+        self._stop_watching_disk()
+        self._planner.prefetch.clear()
+        self._queue.drain()
+        for batch in self._batches:
+            batch.stopped = True
+        await self._tasks.close()
+        self._update_traffic()
+
+    # Batches
+
+    def _start_batches(self, *, begins: bool = False) -> None:
+        """Start batches while readers are free and something is queued; the first is short when reading `begins`."""
+        self._update_traffic()
+        num_readers = self._resources.config.disk.io_threads
+        while len(self._batches) < num_readers and (batch := self._next_batch(begins=begins)):
+            begins = False
+            self._batches.add(batch)
+            self._reading |= dict.fromkeys(batch.unread, batch)
+            self._tasks.start("promote", self._run(batch))
+        self._update_prefetched()
+
+    def _next_batch(self, *, begins: bool) -> Batch | None:
+        resources, traffic = self._resources, self._resources.traffic
+        reads = self._planner.take_requested(begins=begins, alone=not self._batches)
+        is_prefetch = not reads
+        if is_prefetch and self._planner.prefetch and not self._batches and self._tiers.host.is_open:
+            if not resources.disk_health.readable or traffic.busy:
+                self._tasks.start("promote-later", self._start_batches_when_quiet())
+            else:
+                reads = self._planner.take_prefetch()
+        if not reads:
+            return None
+        return Batch(
+            reads,
+            host=self._tiers.host,
+            disk=resources.disk,
+            on_progress=self._take_outcomes,
+            is_preempted=lambda: is_prefetch and traffic.busy,  # by requests of any namespace
+            background=is_prefetch,
+        )
+
+    async def _start_batches_when_quiet(self) -> None:
+        if not self._waits_for_quiet:
+            self._waits_for_quiet = True
+            try:
+                await self._resources.traffic.until_quiet()
+                await self._resources.disk_health.until_open()
+            finally:
+                self._waits_for_quiet = False
+            self._start_batches()
+
+    async def _run(self, batch: Batch) -> None:
+        health = self._resources.disk_health
+        self._rate.began(self._now_s())
+        try:
+            await self._resources.in_read(batch.run)
+        finally:
+            self._take_outcomes(batch)
+            self._rate.ended(self._now_s())
+            self._batches.discard(batch)
+            self._requeue_unread(batch)
+            if batch.num_read:  # one bad sector does not switch the disk off
+                health.succeeded("read")
+            elif batch.refused is not None:
+                health.failed("read", batch.refused)
+            self._start_batches()
+
+    def _requeue_unread(self, batch: Batch) -> None:
+        """Chunks that a batch left out: another batch reads those that are waited for, the others free their slots.
+
+        A batch that was not cancelled broke in a way that was not foreseen: better a miss than the same again.
+        """
+        left_out = list(batch.unread)
+        for key in left_out:
+            del self._reading[key]
+        if batch.background and batch.cancelled:
+            self._planner.prefetch.extendleft(key for key in reversed(left_out) if not self._waiters.of(key))
+        for key in left_out:
+            if not batch.cancelled or not self._requeue(key):
+                self._fail(key)
+                self._resources.counters.promotions_cancelled += not batch.background
+
+    def _requeue(self, key: ChunkKey) -> bool:
+        """Queue a chunk again for those that wait for it, before their others; False if none does."""
+        waiters = self._waiters.of(key)
+        for waiter in waiters:
+            self._queue.add(waiter, [key], first=True)
+        return bool(waiters)
+
+    def _update_prefetched(self) -> None:
+        if self._planner.prefetch or any(batch.background for batch in self._batches):
+            self._prefetched.clear()
+        else:
+            self._prefetched.set()
+
+    def _update_traffic(self) -> None:
+        """Report to background work whether a request waits for a chunk of this namespace."""
+        waits = bool(self._queue) or any(not batch.background or batch.wanted for batch in self._batches)
+        if waits != self._in_traffic:
+            self._in_traffic = waits
+            traffic = self._resources.traffic
+            (traffic.began if waits else traffic.ended)()
+
+    def _disk_is_off(self) -> None:
+        """The disk tier was switched off: what is queued is a miss at once."""
+        self.cancel_prefetch()
+        for key in self._queue.drain():
+            self._fail(key)
+        self._update_traffic()
+
+    # Outcomes
+
+    def _take_outcomes(self, batch: Batch) -> None:
+        """Make what a batch has read so far readable, and notify those that wait for it."""
+        notifications = Notifications()
+        damaged, num_without_pages = [], 0
+        for outcome in batch.take_outcomes():
+            read, chunk = outcome.read, self._tiers.table.get(outcome.read.key)
+            del self._reading[read.key]
+            num_without_pages += not outcome.backed and bool(self._waiters.of(read.key))
+            self._resources.counters.io_errors_host_back += not outcome.backed
+            if chunk is None or chunk.slot != read.ref or not chunk.promoting:
+                continue
+            if outcome.error is None and outcome.backed:
+                self._complete(read, notifications)
+                continue
+            if isinstance(outcome.error, ChunkDamagedError):
+                if chunk.location == read.stored:
+                    damaged.append(read.stored)
+                elif chunk.location is not None:  # compaction moved it, and unlinked its old pack, meanwhile
+                    self._resources.counters.promotions_rerouted += 1
+                    if not self._requeue(read.key):
+                        self._fail(read.key, notifications)
+                    continue
+            self._fail(read.key, notifications)
+            self._count_failure(outcome)
+        if num_without_pages:  # the file system's memory is used up: the next request gets rows that have pages
+            self._tiers.evict_rows(num_without_pages)
+        finish = drop_damaged(self._tiers, damaged)  # announces: before the misses
+        notifications.send()
+        if notifications:
+            self._on_ready()
+        if finish is not None:
+            self._start_task("damage", finish)
+
+    def _complete(self, read: Read, notifications: Notifications) -> None:
+        tiers, counters = self._tiers, self._resources.counters
+        chunk = tiers.table.get(read.key)
+        assert chunk is not None
+        self._rate.moved(read.stored.raw_bytes, self._now_s())
+        waiters = self._waiters.pop(read.key)
+        tiers.table.host.complete_promotion(read.key, read.stored.checksum)
+        if chunk.location is None and chunk.held:  # dropped from disk while it was read, and announced as lost
+            self._write_again([read.key])
+            tiers.inventory.announce([read.key], held=True)
+        counters.chunks_promoted += 1
+        counters.promoted_bytes += read.stored.raw_bytes
+        counters.promoted_stored_bytes += read.stored.stored_bytes
+        counters.chunks_promoted_unasked += not waiters
+        notifications.ready(waiters, read.ref)
+
+    def _fail(self, key: ChunkKey, notifications: Notifications | None = None) -> None:
+        """Free the chunk's slot; those that wait for it get a miss, at once without `notifications`."""
+        now = Notifications() if notifications is None else notifications
+        self._queue.discard(key)
+        self._tiers.table.host.fail_promotion(key)
+        now.failed(self._waiters.pop(key))
+        if notifications is None:
+            now.send()
+
+    def _count_failure(self, outcome: Outcome) -> None:
+        self._resources.counters.promotions_failed += 1
+        if isinstance(outcome.error, TierIOError | ArenaError):
+            log_event(
+                logger,
+                "chunk_unreadable",
+                level=logging.WARNING,
+                key=outcome.read.key.hex(),
+                problem=str(outcome.error),
+            )
