@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keep the collector from running, in all threads, until the end of the block. Blocks may nest, in one thread.
 
     Nobody else in this process may switch it meanwhile.

@@ -91,7 +91,7 @@ class _Import:
         usage = self._cache.resources.disk_usage
         num_bytes = pack_bytes(self._namespace, self._bundle, self._missing())
         if not usage.fits(num_bytes):
-            await self._namespace.find_disk_room(num_bytes)
+            await self._namespace.find_disk_capacity(num_bytes)
         if not usage.fits(num_bytes):
             raise QuotaExceededError(self._pin.name, num_bytes, usage.used_bytes, usage.limit_bytes)
         # Promised until rows are there: a check of the running daemon waits for these packs, as for any.

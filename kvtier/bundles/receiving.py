@@ -13,7 +13,7 @@ from kvtier.bundles.bundle_format import read_front
 from kvtier.bundles.matching import find_namespace
 from kvtier.bundles.safetensors_header import LENGTH_PREFIX
 from kvtier.bundles.spool import Spool
-from kvtier.collector import collector_off
+from kvtier.collector import gc_paused
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.disk_usage import ScratchRoom
 from kvtier.disk.packs.pack_format import reserve_bytes
@@ -163,7 +163,7 @@ def _no_room(cache: Cache, name: str, file_bytes: int, num_pack_bytes: int) -> D
 
 
 def _read_front(spool: Spool) -> Bundle | int:
-    with collector_off():  # it would hold up all threads, and what is read is no garbage
+    with gc_paused():  # it would hold up all threads, and what is read is no garbage
         front = read_front(spool.read(spool.num_bytes, 0), spool.pack_id)
         if isinstance(front, Bundle):
             _ = front.data_bytes, front.stored  # made here, once

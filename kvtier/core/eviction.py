@@ -128,7 +128,7 @@ class EvictionQueue(Generic[E]):
         self._members = members
         self._num_entries = 0
         self._limit: tuple[float, int] = _NO_LIMIT_YET  # rank up to which entries are in the front
-        # One tuple for each such entry that is not parked, and stale ones: their order is not their entry's any more.
+        # One tuple for each such entry that is not parked, and stale ones: their order is no longer their entry's.
         self._front: list[tuple[float, int, E]] = []
         self._parked: set[E] = set()
 

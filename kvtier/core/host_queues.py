@@ -71,7 +71,7 @@ class HostQueues:
 
     def unpark(self, chunk: Chunk[Any], copy: HostCopy) -> None:
         """What protected the copy may do so no longer."""
-        self._queue_of(chunk).unpark(copy)
+        (self._pinned if chunk.num_pins else self._unpinned).unpark(copy)  # `_queue_of`, spelled out: once per lease
 
     def take(self, may_go: Callable[[HostCopy], bool], max_copies: int, *, unpinned_only: bool) -> list[HostCopy]:
         """Remove and return the cheapest copies that may go; pinned ones only when no unpinned one may."""

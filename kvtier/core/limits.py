@@ -83,7 +83,7 @@ RECIPE = Text(8 * 1024**2)
 MAX_KEYS = 2**17
 """Keys, slots or indexes of one message, chunks of one prompt: `MAX_TOKENS` in chunks of 16, of two KV cache groups."""
 MAX_MESSAGE_BYTES = 16 * 1024**2
-"""What gRPC parses in one go, on the loop: room for each field above at its most, 13 MiB for a Pin."""
+"""What gRPC parses in one go, on the loop: enough for each field above at its most, 13 MiB for a Pin."""
 KEY_BYTES = Whole(GROUP_SUFFIX_BYTES + 1, 64)
 """vLLM's are 36: a SHA-256 and the group."""
 
@@ -189,11 +189,11 @@ def check_fingerprint(field: str, fields: Mapping[str, object]) -> dict[str, str
     """
     NUM_FINGERPRINT_FIELDS.check(f"number of {field} fields", len(fields))
     values: dict[str, str] = {}
-    room = FINGERPRINT_BYTES.most
+    left_bytes = FINGERPRINT_BYTES.most
     for name, value in fields.items():
         known = FINGERPRINT_FIELD.check(f"name in {field}", name)
-        values[known] = Text(room).check(f"{field}.{known}", value)
-        room -= len(values[known].encode())
+        values[known] = Text(left_bytes).check(f"{field}.{known}", value)
+        left_bytes -= len(values[known].encode())
     return values
 
 

@@ -37,7 +37,7 @@ class LedgerHealth:
 
 
 def inspect_ledger(path: Path) -> LedgerHealth:
-    """Run SQLite's checks over a ledger, read only, beside whoever uses it.
+    """Run SQLite's checks over a ledger, read only, beside a daemon that uses it.
 
     Raises:
         LedgerError: It cannot be opened at all.
@@ -123,7 +123,7 @@ def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
 def _read_only(path: Path) -> sqlite3.Connection:
     if not path.exists():
         raise LedgerError(f"{path} is missing")
-    # Without a WAL nobody has it open; `immutable` then keeps SQLite from leaving side files, and from needing to.
+    # Without a WAL no process has it open; `immutable` then keeps SQLite from leaving side files, and from needing to.
     alone = not path.with_name(path.name + "-wal").exists()
     mode = "mode=ro&immutable=1" if alone else "mode=ro"
     return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=5.0, isolation_level=None)

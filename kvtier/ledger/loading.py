@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 
-from kvtier.collector import collector_off
+from kvtier.collector import gc_paused
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.ledger.rows import (
@@ -142,7 +142,7 @@ def _load_packs(sql: sqlite3.Connection) -> dict[str, PackRecord]:
     rows = sql.execute("SELECT pack_id, namespace_id, file_bytes FROM packs").fetchall()
     for pack_id, _, _ in rows:
         chunks[pack_id] = []
-    with collector_off():
+    with gc_paused():
         _load_chunks(sql, chunks)
     return {
         pack_id: PackRecord(
@@ -161,7 +161,7 @@ def _load_chunks(sql: sqlite3.Connection, chunks: dict[str, list[StoredChunk]]) 
         shared_id = pack_ids.get(pack_id)
         if shared_id is None:  # a repaired ledger's row without its pack: not held
             continue
-        with suppress(ValueError):  # a row that makes no sense any more is a chunk that is not held: it is stored anew
+        with suppress(ValueError):  # a row that is damaged is a chunk that is not held: it is stored again
             chunks[shared_id].append(_stored_chunk(key, shared_id, *numbers))
     for of_pack in chunks.values():
         of_pack.sort(key=attrgetter("offset"))

@@ -2,14 +2,14 @@
 
     <folder>/<id>-<revision>.json    id: 32 hex digits, from the row's key; revision: 16 hex digits
 
-A promise must not share the fate of one file. A copy is written after the ledger's commit and before the caller hears
-of it, and it is removed before the row is. So a copy without a row, or with a newer revision than its row, means that
-the ledger has lost what was acknowledged: `restoring.py` puts it back. A row without a copy, or with an older one, is
-what a crash between the two steps leaves: the copy is written again.
+A promise must not share the fate of one file. A copy is written after the ledger's commit and before the caller gets
+an answer, and it is removed before the row is. So a copy without a row, or with a newer revision than its row, means
+that the ledger has lost what was acknowledged: `restoring.py` puts it back. A row without a copy, or with an older one,
+is what a crash between the two steps leaves: the copy is written again.
 
 Rejected: a journal of all promises (one flipped bit in a length ends the reading of it), prompts in each pack (a prompt
-that is not computed yet has none), and a second database (an old backup of it could not be told from a new one).
-ADR 19 has the reasons.
+that is not computed yet has none), and a second database (an old backup of it looks like a new one). ADR 19 has the
+reasons.
 """
 
 import base64

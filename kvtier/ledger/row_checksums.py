@@ -69,7 +69,7 @@ def altered_rows(connection: sqlite3.Connection) -> dict[str, list[tuple[int, st
     """
     found: dict[str, list[tuple[int, str]]] = {}
     usual = connection.text_factory
-    # Text that is no UTF-8 any more would be an error of the whole table, not an altered row.
+    # Text that is no longer UTF-8 would be an error of the whole table, not an altered row.
     connection.text_factory = lambda data: data.decode(errors="replace")
     try:
         for table in CHECKED_TABLES:

@@ -105,7 +105,7 @@ class LedgerSnapshot:
         namespaces: Oldest first.
         prompts: By name.
         bindings: In no order.
-        packs: By pack id; chunks that were replaced or dropped are not in their pack's record any more.
+        packs: By pack id; chunks that were replaced or dropped are no longer in their pack's record.
     """
 
     namespaces: tuple[NamespaceRow, ...]

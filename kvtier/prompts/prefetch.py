@@ -1,4 +1,4 @@
-"""Start with cold host memory: pinned prompts are promoted in the background, before their first request asks."""
+"""Start with cold host memory: pinned prompts are promoted in the background, before their first request."""
 
 import asyncio
 import logging
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class Prefetcher:
-    """Hands pinned prompts to the promoters' background class, which gives way to every request.
+    """Has promoters prefetch pinned prompts; each yields to every request.
 
-    It takes free memory only, up to the low watermark of `host_bytes`: it evicts nothing and asks nobody for room.
+    It takes free memory only, up to the low watermark of `host_bytes`: it evicts nothing, of any namespace.
 
     Args:
         prompts: All of them.
-        open_if_room: Sees to it that a namespace has an arena to promote into, if there is room for one; says so.
+        open_arena: Opens an arena for a namespace that has none, if there is capacity for one; says whether it has one.
     """
 
-    def __init__(self, prompts: PromptBook, open_if_room: Callable[[Namespace], bool]) -> None:
+    def __init__(self, prompts: PromptBook, open_arena: Callable[[Namespace], bool]) -> None:
         self._prompts = prompts
-        self._open_if_room = open_if_room
+        self._open_arena = open_arena
 
     async def run(self, namespaces: Iterable[Namespace]) -> None:
         """Promote what is pinned and only on disk: the namespace last used first, prompts by priority, heads first."""
@@ -41,7 +41,7 @@ class Prefetcher:
             for part in slices(keys):
                 num_chunks += sum(not _only_on_disk(namespace, key) for key in part)
                 await asyncio.sleep(0)
-            log_event(logger, "prewarmed", namespace=namespace.namespace_id, chunks=num_chunks)
+            log_event(logger, "prefetched", namespace=namespace.namespace_id, chunks=num_chunks)
 
     async def _on_disk(self, namespace: Namespace) -> list[ChunkKey]:
         """Return the keys of what is pinned and only on disk, each once."""
@@ -54,13 +54,13 @@ class Prefetcher:
         return list(keys)
 
     def _open(self, namespace: Namespace) -> bool:
-        """Say whether there is room, and an arena to promote into."""
+        """Say whether there is capacity, and an arena to promote into."""
         if not _has_capacity(namespace):
             return False
         try:
-            return self._open_if_room(namespace)
+            return self._open_arena(namespace)
         except ArenaError as error:
-            log_event(logger, "not_prewarmed", level=logging.WARNING, problem=str(error))
+            log_event(logger, "not_prefetched", level=logging.WARNING, problem=str(error))
             return False
 
 
@@ -81,7 +81,7 @@ def _only_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
 
 
 def _has_capacity(namespace: Namespace) -> bool:
-    # Its free rows, those made ahead of need too, are room.
+    # Its free rows, preallocated ones too, are capacity.
     usage = namespace.host.usage
     used_bytes = namespace.resources.budget.used_bytes - (usage.num_free - 1) * usage.row_bytes
     return usage.num_takable > 0 and used_bytes <= namespace.resources.config.host.low_watermark_bytes

@@ -1,4 +1,4 @@
-"""The daemon's behaviour, free of gRPC: namespaces, sessions, prompts, promotion and spilling to disk.
+"""The daemon's behaviour, free of gRPC: namespaces, sessions, prompts, promotion and write-back to disk.
 
 Everything here runs on one event loop thread; only disk, arena backing and the ledger run in worker threads.
 """

@@ -203,8 +203,8 @@ class Cache:
             row,
             self.resources,
             ephemeral=ephemeral,
-            find_room=self.capacity.find_host_room,
-            find_disk_room=self.capacity.find_disk_room,
+            find_host_capacity=self.capacity.find_host_capacity,
+            find_disk_capacity=self.capacity.find_disk_capacity,
             top_up_all=self._top_up_all,
         )
         self.namespaces[row.namespace_id] = namespace

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from kvtier.collector import collector_off
+from kvtier.collector import gc_paused
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import LedgerSnapshot, NamespaceRow
 from kvtier.ledger.namespace_files import load_namespaces
@@ -55,7 +55,7 @@ async def load_from_disk(
     if removed:
         await resources.in_ledger(resources.ledger.packs.forget_removed, removed)
     on_disk = await resources.in_io(disk.list_packs)
-    with collector_off():
+    with gc_paused():
         await _load_index(resources, namespaces, snapshot, on_disk)
     num_adopted = await adopt_orphans(
         resources, namespaces, open_namespace, disk, sorted(on_disk.keys() - snapshot.packs.keys())

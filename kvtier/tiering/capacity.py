@@ -1,8 +1,8 @@
-"""Room in both tiers: who gives way when there is none, and the background work that keeps some free.
+"""Capacity of both tiers: what is evicted when there is none, and the background work that keeps some free.
 
-Only ordinary chunks are dropped here, those that no pinned prompt has; for slots on demand, as the last resort, pinned
-chunks that are on disk too. Of the namespaces those that no engine uses give way first, then the lowest value: what is
-lost is compared in seconds of prefill per byte, whatever model it belongs to.
+Only unpinned chunks are dropped here, those that no pinned prompt has; for slots on demand, as the last resort, pinned
+chunks that are on disk too. Of the namespaces those that no engine uses are evicted first, then the lowest value: what
+is lost is compared in seconds of prefill per byte, whatever model it belongs to.
 """
 
 import logging
@@ -18,18 +18,18 @@ from kvtier.tiering.resources import Resources
 logger = logging.getLogger(__name__)
 
 STALE_S = 24 * 3600.0
-"""A namespace that no engine used for so long gives up its ordinary chunks on disk before any other."""
+"""Unpinned chunks on disk of a namespace that no engine used for this long are dropped before any other's."""
 _DROP_BYTES = 256 * 1024**2
 _MIN_STEP_SHARE = 8
 
 
 class Capacity:
-    """Makes room over all namespaces. Loop thread only.
+    """Reclaims memory and disk over all namespaces. Loop thread only.
 
     Args:
         resources: Budget, usage and configuration.
         namespaces: By id; the cache's own, which changes.
-        now_unix_s: Tells how long a namespace has been unused.
+        now_unix_s: Says how long a namespace has been unused.
     """
 
     def __init__(
@@ -41,35 +41,35 @@ class Capacity:
 
     # On demand
 
-    def find_host_room(self, asker: Namespace, num_bytes: int) -> None:
-        """Make other namespaces give back host memory until `num_bytes` are free: rows that hold nothing, then chunks.
+    def find_host_capacity(self, claimant: Namespace, num_bytes: int) -> None:
+        """Reclaim host memory of other namespaces until `num_bytes` are free: rows that hold nothing, then chunks.
 
-        One with an engine loses chunks only to an asker that has none in memory, or none that is worth less.
+        One with an engine loses chunks only to a claimant that has none in memory, or none that is worth less.
         """
         budget = self._resources.budget
         for other in self._namespaces.values():
-            if other is not asker and other.host.usage.num_free and budget.free_bytes < num_bytes:
+            if other is not claimant and other.host.usage.num_free and budget.free_bytes < num_bytes:
                 other.host.reclaim(num_bytes - budget.free_bytes, evict=False)
         spent: set[str] = set()
         while budget.free_bytes < num_bytes:
-            givers = [other for other in self._namespaces.values() if self._gives_to(asker, other, spent)]
-            if not givers:
+            victims = [other for other in self._namespaces.values() if self._may_lose_to(claimant, other, spent)]
+            if not victims:
                 return
-            giver = min(givers, key=lambda other: (other.live, _host_rank(other)))
+            victim = min(victims, key=lambda other: (other.live, _host_rank(other)))
             used_bytes = budget.used_bytes
             # In steps, because values change as chunks go; not row by row, because each step is a system call.
-            giver.host.reclaim(max(giver.layout.row_bytes, (num_bytes - budget.free_bytes) // _MIN_STEP_SHARE))
+            victim.host.reclaim(max(victim.layout.row_bytes, (num_bytes - budget.free_bytes) // _MIN_STEP_SHARE))
             if budget.used_bytes == used_bytes:
-                spent.add(giver.namespace_id)
+                spent.add(victim.namespace_id)
 
-    def _gives_to(self, asker: Namespace, other: Namespace, spent: set[str]) -> bool:
-        if other is asker or other.namespace_id in spent or not other.host.usage.num_backed:
+    def _may_lose_to(self, claimant: Namespace, other: Namespace, spent: set[str]) -> bool:
+        if other is claimant or other.namespace_id in spent or not other.host.usage.num_backed:
             return False
-        # Slots that an engine of the asker is to write into are no use to one that has to read.
-        return not other.live or not asker.table.host.num_chunks or _host_rank(other) < _host_rank(asker)
+        # Slots that an engine of the claimant is to write into are no use to one that has to read.
+        return not other.live or not claimant.table.host.num_chunks or _host_rank(other) < _host_rank(claimant)
 
-    async def find_disk_room(self, num_bytes: int) -> None:
-        """Drop ordinary chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
+    async def find_disk_capacity(self, num_bytes: int) -> None:
+        """Drop unpinned chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
 
         Raises:
             LedgerError: The ledger refused to drop them.
@@ -77,7 +77,7 @@ class Capacity:
         await self.drop_until_enough(lambda: self._resources.disk_usage.shortage(num_bytes))
 
     async def drop_until_enough(self, shortage: Callable[[], int]) -> None:
-        """Drop ordinary chunks from disk until no more bytes are short, or none is left to drop.
+        """Drop unpinned chunks from disk until no more bytes are short, or none is left to drop.
 
         First the cheapest chunks, as many bytes as are short. Where these leave holes only, then whole packs, those of
         which the least is left: going on chunk by chunk would drop almost everything before a pack comes free.
@@ -93,15 +93,15 @@ class Capacity:
                 return
 
     async def _drop_emptiest_packs(self, num_bytes: int) -> int:
-        """Drop the ordinary chunks of packs that give back the most for the least; return their bytes.
+        """Drop the unpinned chunks of packs that free the most for the least; return their bytes.
 
-        Several packs of a namespace at once, as many as give back `num_bytes`: to find their chunks takes a walk
+        Several packs of a namespace at once, as many as free `num_bytes`: to find their chunks takes a walk
         through its table.
         """
         file_bytes = self._resources.disk_usage.file_bytes
         packs: list[tuple[bool, float, str, Namespace]] = [
             (
-                self._gives_way_late(namespace),
+                self._is_in_use(namespace),
                 namespace.index.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)),
                 pack_id,
                 namespace,
@@ -120,7 +120,7 @@ class Capacity:
         return 0
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
-        """Drop about `num_bytes` in the namespace that gives way first; in steps, since values change as chunks go."""
+        """Drop about `num_bytes` in the namespace that is evicted first; in steps, since values change as chunks go."""
         holders = [namespace for namespace in self._namespaces.values() if namespace.table.disk.num_unpinned]
         if not holders:
             return 0
@@ -128,15 +128,15 @@ class Capacity:
 
     def _disk_rank(self, namespace: Namespace) -> tuple[bool, float]:
         value = namespace.table.disk.lowest_value
-        return self._gives_way_late(namespace), float("inf") if value is None else value
+        return self._is_in_use(namespace), float("inf") if value is None else value
 
-    def _gives_way_late(self, namespace: Namespace) -> bool:
+    def _is_in_use(self, namespace: Namespace) -> bool:
         return namespace.live or self._now_unix_s() - namespace.row.seen_unix_s <= STALE_S
 
     # In the background
 
     def trim_host(self) -> int:
-        """Above the high watermark evict ordinary chunks from host memory down to the low one; return how many rows.
+        """Above the high watermark evict unpinned chunks from host memory down to the low one; return how many rows.
 
         What is in use, or on its way to disk, stays; so may the tier above its watermark.
         """
@@ -161,7 +161,7 @@ class Capacity:
         return num_freed
 
     async def trim_disk(self) -> int:
-        """Above the high watermark drop ordinary chunks from disk down to the low one; return their stored bytes.
+        """Above the high watermark drop unpinned chunks from disk down to the low one; return their stored bytes.
 
         High is counted in bytes of packs, low in bytes of chunks: what lies between is holes, and compaction's matter.
         """
@@ -199,8 +199,8 @@ def _first(
 
 
 def _host_rank(namespace: Namespace) -> tuple[bool, float]:
-    """Return what its next chunk to leave host memory is worth: pinned ones come after all ordinary ones."""
-    ordinary, pinned = namespace.table.host.queues.lowest_value, namespace.table.host.queues.lowest_pinned_value
-    if ordinary is not None:
-        return False, ordinary
+    """Return what its next chunk to leave host memory is worth: pinned ones come after all unpinned ones."""
+    unpinned, pinned = namespace.table.host.queues.lowest_value, namespace.table.host.queues.lowest_pinned_value
+    if unpinned is not None:
+        return False, unpinned
     return True, float("inf") if pinned is None else pinned

@@ -55,13 +55,13 @@ def _evict_from_host(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> N
         chunk = tiers.table.get(key)
         if chunk is not None and chunk.readable and not chunk.writing_back and (chunk.location or not chunk.num_pins):
             leaving.append(key)
-    _doom(tiers, leaving, done)
+    _evict(tiers, leaving, done)
     tiers.inventory.announce([key for key in leaving if not tiers.table.holds(key)], held=False)
     done.num_chunks += len(leaving)
 
 
 async def _evict_from_disk(tiers: Tiers, write_back: WriteBack, keys: Sequence[ChunkKey], done: Evicted) -> None:
-    """The promise on pinned chunks stands: what host memory holds of them is written anew."""
+    """The promise on pinned chunks stands: what host memory holds of them is written again."""
     leaving = [key for key in keys if (chunk := tiers.table.get(key)) is not None and chunk.location is not None]
     await _drop(tiers, leaving, done)
     tiers.inventory.announce([key for key in leaving if not tiers.table.holds(key)], held=False)
@@ -70,8 +70,8 @@ async def _evict_from_disk(tiers: Tiers, write_back: WriteBack, keys: Sequence[C
 
 
 async def _evict_from_both(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> None:
-    # Doomed before anything is awaited: what becomes durable meanwhile is dropped by who makes it so.
-    _doom(tiers, keys, done)
+    # From memory before anything is awaited: the writer drops from disk what becomes durable meanwhile.
+    _evict(tiers, keys, done)
     try:
         await _drop(tiers, keys, done)
     finally:  # what was in memory only is gone, whatever the ledger says
@@ -79,7 +79,7 @@ async def _evict_from_both(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted
     done.num_chunks += len(keys)
 
 
-def _doom(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> None:
+def _evict(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> None:
     num_freed = sum(tiers.table.host.evict_when_unprotected(key) for key in keys)
     done.host_bytes += num_freed * tiers.layout.row_bytes
     tiers.counters.host_evictions += num_freed

@@ -77,9 +77,9 @@ class Namespace:
     Args:
         row: What the ledger keeps of it (an ephemeral namespace has a row too, but it is never written).
         ephemeral: It dies with its last session and never reaches disk.
-        find_room: Asks other namespaces to reclaim host memory until the budget has n free bytes, if it ever does.
-        find_disk_room: Drops what is pinned no more until a pack of n bytes fits, or nothing is left to drop.
-        top_up_all: Room appeared in host memory: grants it to sessions that are short of credits, in all namespaces.
+        find_host_capacity: Has other namespaces reclaim host memory until the budget has n free bytes, if it ever does.
+        find_disk_capacity: Drops unpinned chunks until a pack of n bytes fits, or nothing is left to drop.
+        top_up_all: Host memory came free: grants it to sessions that are short of credits, in all namespaces.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Namespace:
         resources: Resources,
         *,
         ephemeral: bool,
-        find_room: Callable[["Namespace", int], None],
-        find_disk_room: Callable[[int], Awaitable[None]],
+        find_host_capacity: Callable[["Namespace", int], None],
+        find_disk_capacity: Callable[[int], Awaitable[None]],
         top_up_all: Callable[[], None],
     ) -> None:
         self.row = row
@@ -100,7 +100,7 @@ class Namespace:
         self.tasks = Tasks()
         self.cost = RecomputeCost(row.layout)
         self.inventory = Inventory()
-        self.find_disk_room = find_disk_room
+        self.find_disk_capacity = find_disk_capacity
         self.top_up_all = top_up_all
         self.host = ArenaTier(
             row.namespace_id,
@@ -108,7 +108,7 @@ class Namespace:
             budget=resources.budget,
             counters=resources.counters,
             in_thread=resources.in_io,
-            find_bytes=lambda num_bytes: find_room(self, num_bytes),
+            find_bytes=lambda num_bytes: find_host_capacity(self, num_bytes),
             evict=lambda num_slots: self.tiers.evict_rows(num_slots),
         )
         packs = PackIndex(resources.holes.set)
@@ -133,7 +133,7 @@ class Namespace:
             counters=resources.counters,
         )
         self.write_back = WriteBack(
-            self.tiers, resources, ephemeral=ephemeral, find_disk_capacity=find_disk_room, on_evictable=top_up_all
+            self.tiers, resources, ephemeral=ephemeral, find_disk_capacity=find_disk_capacity, on_evictable=top_up_all
         )
         self.promoter = Promoter(
             self.tiers,

@@ -1,4 +1,4 @@
-"""Background disk work makes way: a rate that it keeps, and promotions that it waits for."""
+"""What background disk work keeps to: a rate, and a pause while requests wait for the disk."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ class Traffic:
         self._quiet.clear()
 
     def ended(self) -> None:
-        """It has nothing such any more."""
+        """No request waits for it any longer."""
         self._num_busy -= 1
         if not self._num_busy:
             self._quiet.set()
@@ -35,7 +35,7 @@ class Traffic:
 
 
 class Pace:
-    """At most so many bytes per second on average, after each piece a pause; what was not used is not saved up.
+    """At most this many bytes per second on average, by a pause after each piece; unused time is not saved up.
 
     Args:
         bytes_per_s: 0: no limit.
@@ -60,6 +60,6 @@ class Pace:
             await self._sleep(pause_s)
 
     def spent(self, num_bytes: int) -> None:
-        """A piece of so many bytes was moved."""
+        """A piece of this many bytes was moved."""
         if self._bytes_per_s:
             self._free_s = max(self._free_s, self._now_s()) + num_bytes / self._bytes_per_s

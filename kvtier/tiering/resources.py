@@ -140,7 +140,7 @@ class Resources:
         return await self.write_threads.run(lambda: call(*args, **kwargs))
 
     async def in_background(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run disk work that nobody waits for; one call at a time."""
+        """Run disk work that no request waits for; one call at a time."""
         return await self.background_thread.run(lambda: call(*args, **kwargs))
 
     async def measure_disk(self) -> None:
@@ -152,10 +152,10 @@ class Resources:
     async def close(self) -> None:
         """Wait for running calls, end the threads, remove what a stop cut off left behind, close the ledger.
 
-        Waits for ever when a call never returns; whoever is cancelled in that leaves everything as it stands.
+        Waits for ever when a call never returns; a caller that is cancelled meanwhile leaves everything as it stands.
         """
-        # In a thread that nobody waits for at the end of the process: on the loop, a read that hangs would stop it, and
-        # with it the second signal that is to end a daemon at once.
+        # In a daemon thread, which the end of the process does not wait for: on the loop, a read that hangs would stop
+        # the loop, and with it the second signal that is to end a daemon at once.
         closed: Future[None] = Future()
         closed.set_running_or_notify_cancel()  # who is cancelled leaves, the thread goes on
 

@@ -122,7 +122,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     @rule(num_bytes=st.integers(1, 70_000))
     def make_room_on_disk(self, num_bytes: int) -> None:
-        self.run(self.rig.cache.capacity.find_disk_room(num_bytes))
+        self.run(self.rig.cache.capacity.find_disk_capacity(num_bytes))
 
     @rule(chosen=numbers)
     def pin(self, chosen: list[int]) -> None:

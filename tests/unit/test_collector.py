@@ -6,11 +6,11 @@ import weakref
 import pytest
 
 import kvtier.collector
-from kvtier.collector import collector_off, freeze_index, thaw_index
+from kvtier.collector import freeze_index, gc_paused, thaw_index
 
 
 def _fail_while_it_is_off() -> None:
-    with collector_off():
+    with gc_paused():
         assert not gc.isenabled()
         raise ValueError("told")
 
@@ -23,8 +23,8 @@ def test_it_is_on_again_after_an_error() -> None:
 
 
 def test_blocks_may_nest() -> None:
-    with collector_off():
-        with collector_off():
+    with gc_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled(), "the outer block has not ended"
     assert gc.isenabled()
@@ -33,7 +33,7 @@ def test_blocks_may_nest() -> None:
 def test_who_switched_it_off_before_finds_it_off() -> None:
     gc.disable()
     try:
-        with collector_off():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

@@ -103,7 +103,7 @@ def test_a_full_disk_costs_the_cheapest_packs_and_not_everything(tmp_path: Path)
                 made.table.use(made.table.known(hot))
             num_bytes = 300_000 - made.resources.disk_usage.used_bytes + 20_000
             assert made.resources.disk_usage.shortage(num_bytes) == 20_000
-            await made.cache.capacity.find_disk_room(num_bytes)
+            await made.cache.capacity.find_disk_capacity(num_bytes)
             assert made.resources.disk_usage.fits(num_bytes)
             assert sum(made.table.holds(key) for key in hot) >= 7
             assert made.table.disk.num_chunks >= 30

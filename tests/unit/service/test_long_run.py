@@ -53,7 +53,7 @@ def test_room_for_a_pack_is_found_in_one_walk(tmp_path: Path, monkeypatch: pytes
             for first in range(0, 16, 2):
                 await r.on_disk([first, first + 1])
             monkeypatch.setattr(r.namespace.index, "drop_cheapest", lambda num_bytes: asyncio.sleep(0, 0))  # only holes
-            await r.cache.capacity.find_disk_room(60_000)
+            await r.cache.capacity.find_disk_capacity(60_000)
             assert r.resources.disk_usage.fits(60_000)
             assert walks == [5]
             r.check()

@@ -68,7 +68,7 @@ def test_a_stale_namespace_gives_way_before_a_cheaper_one() -> None:
     usage = DiskUsage(limit_bytes=80)
     stale = FakeNamespace("stale", usage, value=9.0, seen_unix_s=NOW_S - STALE_S - 1)
     cheap = FakeNamespace("cheap", usage, value=1.0, seen_unix_s=NOW_S - STALE_S + 1)
-    asyncio.run(room_of(usage, cheap, stale).find_disk_room(50))
+    asyncio.run(room_of(usage, cheap, stale).find_disk_capacity(50))
     assert (stale.num_chunks, cheap.num_chunks) == (0, 3)
     assert usage.fits(50)
 
@@ -77,7 +77,7 @@ def test_an_engine_that_has_been_attached_for_long_is_not_stale() -> None:
     usage = DiskUsage(limit_bytes=80)
     old = FakeNamespace("old", usage, value=9.0, live=True, seen_unix_s=NOW_S - 2 * STALE_S)
     cheap = FakeNamespace("cheap", usage, value=1.0)
-    asyncio.run(room_of(usage, old, cheap).find_disk_room(20))
+    asyncio.run(room_of(usage, old, cheap).find_disk_capacity(20))
     assert (old.num_chunks, cheap.num_chunks) == (4, 2)
 
 
@@ -85,7 +85,7 @@ def test_when_nothing_is_left_to_drop_it_gives_up() -> None:
     usage = DiskUsage(limit_bytes=80)
     only = FakeNamespace("only", usage, value=1.0)
     usage.add("pinned", 40)
-    asyncio.run(room_of(usage, only).find_disk_room(60))
+    asyncio.run(room_of(usage, only).find_disk_capacity(60))
     assert only.num_chunks == 0
     assert not usage.fits(60)
 
@@ -95,7 +95,7 @@ def test_the_file_system_counts_as_the_quota_does() -> None:
     only = FakeNamespace("only", usage, value=1.0)
     usage.measured(15)
     assert not usage.fits(30)
-    asyncio.run(room_of(usage, only).find_disk_room(30))
+    asyncio.run(room_of(usage, only).find_disk_capacity(30))
     assert only.dropped == [2]
     assert usage.fits(30)
 
