@@ -410,4 +410,4 @@ def without(places: Places, keys: Collection[ChunkKey]) -> Places:
 
 
 TestChunkIndex = ChunkIndexMachine.TestCase
-TestChunkIndex.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestChunkIndex.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -18,7 +18,7 @@ from kvtier.disk import index
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.maintenance.online import _ServiceRows
 from kvtier.prompts.book import PinWish
-from tests.fakes.gates import gated
+from tests.fakes.gates import Gate, gated
 from tests.fakes.memory_tier import MemoryTier
 from tests.fakes.operator import reached
 from tests.fakes.rig import Rig, eventually, keys_of, rig
@@ -52,6 +52,29 @@ def test_a_chunk_that_is_pinned_while_eviction_waits_stays_on_disk(tmp_path: Pat
             await dropping
             assert in_memory(r) == rows_of(r) == set(keys_of([0, 1]))
             assert r.counters.disk_evictions == 2
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_what_was_evicted_for_an_import_whose_client_left_is_gone_everywhere(tmp_path: Path) -> None:
+    """The client left while its eviction waited for the ledger's thread: the rows stayed, and memory had no place."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(4))
+            gate = Gate()
+            ahead = asyncio.create_task(r.resources.in_ledger(gate.wait))
+            await reached(gate.reached)
+            importing = asyncio.create_task(r.cache.capacity.drop_until_enough(lambda: 1))
+            await eventually(lambda: len(in_memory(r)) < 4)
+            importing.cancel()
+            await asyncio.sleep(0)
+            gate.open()
+            await ahead
+            with pytest.raises(asyncio.CancelledError):
+                await importing
+            assert in_memory(r) == rows_of(r)
             r.check()
 
     asyncio.run(scenario())

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvtier.concurrency.tasks import Tasks
+from kvtier.concurrency.tasks import Tasks, shielded
 from kvtier.errors import LedgerError
 
 
@@ -31,3 +31,35 @@ def test_an_error_after_the_caller_has_left_is_logged_in_a_line(caplog: pytest.L
 
     asyncio.run(scenario())
     assert "task pin failed after its caller had left: disk is full" in caplog.text
+
+
+def test_a_shielded_call_ends_before_its_caller_does() -> None:
+    """Its caller is cancelled twice, and gets what the call returned or raised if it is not cancelled."""
+
+    async def scenario() -> None:
+        go_on, ended = asyncio.Event(), list[bool]()
+
+        @shielded
+        async def change(fails: bool) -> int:
+            await go_on.wait()
+            ended.append(fails)
+            if fails:
+                raise LedgerError("disk is full")
+            return 7
+
+        callers = [asyncio.create_task(change(fails)) for fails in (False, True)]
+        for _ in range(2):
+            await asyncio.sleep(0)
+            for caller in callers:
+                caller.cancel()
+        await asyncio.sleep(0)
+        assert not any(caller.done() for caller in callers)
+        go_on.set()
+        await asyncio.wait(callers)
+        assert all(caller.cancelled() for caller in callers)
+        assert ended == [False, True]
+        assert await change(False) == 7
+        with pytest.raises(LedgerError, match="disk is full"):
+            await change(True)
+
+    asyncio.run(scenario())
