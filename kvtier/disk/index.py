@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvtier.concurrency.tasks import shielded
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.base import DiskTier

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.host.base import TaskOwner

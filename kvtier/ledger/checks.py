@@ -12,11 +12,11 @@ from pathlib import Path
 
 from kvtier.errors import LedgerError
 from kvtier.ledger.ledger import Ledger
-from kvtier.ledger.migrations import FIRST_CHECKED_VERSION
-from kvtier.ledger.references import dangling_rows
-from kvtier.ledger.row_checksums import altered_rows
 from kvtier.ledger.rows import LedgerSnapshot
-from kvtier.ledger.schema import SIDE_FILES
+from kvtier.ledger.sql.migrations import FIRST_CHECKED_VERSION
+from kvtier.ledger.sql.references import dangling_rows
+from kvtier.ledger.sql.row_checksums import altered_rows
+from kvtier.ledger.sql.schema import SIDE_FILES
 
 _MAX_PROBLEMS = 20
 

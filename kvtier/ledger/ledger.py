@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvtier.errors import InvalidArgumentError, LedgerError
-from kvtier.ledger.database import Database
 from kvtier.ledger.loading import load_snapshot
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.promises import Promises
-from kvtier.ledger.references import drop_dangling_rows
 from kvtier.ledger.restoring import Restored
-from kvtier.ledger.row_checksums import CHECKED_TABLES, altered_rows, with_checksum
 from kvtier.ledger.rows import LedgerSnapshot, NamespaceRow, encode_layout
-from kvtier.ledger.schema import open_database
+from kvtier.ledger.sql.database import Database
+from kvtier.ledger.sql.references import drop_dangling_rows
+from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, altered_rows, with_checksum
+from kvtier.ledger.sql.schema import open_database
 
 
 class Ledger:

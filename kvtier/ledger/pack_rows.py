@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.ledger.database import Database
 from kvtier.ledger.loading import find_chunks
 from kvtier.ledger.rows import encode_checksum
+from kvtier.ledger.sql.database import Database
 
 
 class PackRows:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from kvtier.ledger.loading import load_bindings, load_prompts
 from kvtier.ledger.promise_copies import Promise, binding_id, prompt_id
-from kvtier.ledger.row_checksums import with_checksum
 from kvtier.ledger.rows import BindingRow, PromptRow, encode_keys, encode_tokens
+from kvtier.ledger.sql.row_checksums import with_checksum
 
 
 class RowRef(NamedTuple):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kvtier.errors import LedgerError
-from kvtier.ledger.database import Database
 from kvtier.ledger.promise_copies import PromiseCopies
 from kvtier.ledger.promise_rows import (
     copies_in_namespace,
@@ -23,6 +22,7 @@ from kvtier.ledger.promise_rows import (
 )
 from kvtier.ledger.restoring import Restored, restore
 from kvtier.ledger.rows import BindingRow, NamespaceRow, PromptRow
+from kvtier.ledger.sql.database import Database
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)

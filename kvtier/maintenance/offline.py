@@ -17,7 +17,7 @@ from kvtier.ledger import Ledger, LedgerSnapshot, NamespaceRow
 from kvtier.ledger.checks import inspect_ledger, load_copy, salvage_ledger
 from kvtier.ledger.namespace_files import load_namespaces, save_namespace
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
-from kvtier.ledger.schema import SIDE_FILES
+from kvtier.ledger.sql.schema import SIDE_FILES
 from kvtier.maintenance.compare import PackFiles, compare
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import Verifier, list_names, read_headers

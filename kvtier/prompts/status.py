@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from kvtier.concurrency.turns import slices
-from kvtier.core.chunk import Chunk
+from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.stored import StoredChunk
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.sessions.session import Session

@@ -10,7 +10,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.concurrency.turns import in_turns, slices
 from kvtier.core import limits
-from kvtier.core.chunk import Chunk
+from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk

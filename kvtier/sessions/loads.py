@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvtier.concurrency.turns import SLICE_KEYS, in_turns, slices, slices_from_end
 from kvtier.core import limits
-from kvtier.core.acquire import AcquirePlan, Planning, by_importance
-from kvtier.core.chunk import Chunk
+from kvtier.core.chunks.acquire import AcquirePlan, Planning, by_importance
+from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.disk.base import StoredChunk
 from kvtier.disk.index import ChunkIndex
@@ -41,19 +41,19 @@ class RecomputeCost:
         self._payload_bytes = {group_idx: layout.payload_bytes(group_idx) for group_idx in layout.group_indexes()}
 
     def host_worth(self, key: ChunkKey) -> float:
-        """See `core.eviction.CostModel`."""
+        """See `core.chunks.eviction.CostModel`."""
         return self._seconds(key) / self._row_bytes
 
     def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
-        """See `core.eviction.CostModel`."""
+        """See `core.chunks.eviction.CostModel`."""
         return self._seconds(key) / max(1, location.stored_bytes)
 
     def stored_bytes(self, location: StoredChunk) -> int:
-        """See `core.eviction.CostModel`."""
+        """See `core.chunks.eviction.CostModel`."""
         return location.stored_bytes
 
     def payload_bytes(self, key: ChunkKey) -> int:
-        """See `core.eviction.CostModel`."""
+        """See `core.chunks.eviction.CostModel`."""
         return self._payload_bytes.get(group_idx_of(key), 0)
 
     def _seconds(self, key: ChunkKey) -> float:

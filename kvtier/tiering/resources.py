@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from kvtier.concurrency.pool import Pool
 from kvtier.config import DaemonConfig
-from kvtier.core.eviction import EvictionClock
+from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.slots import HostBudget
 from kvtier.disk.base import DiskTier
 from kvtier.disk.disk_health import DiskHealth

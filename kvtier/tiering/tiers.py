@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.index import ChunkIndex

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from kvtier.concurrency.tasks import Tasks
 from kvtier.concurrency.turns import SLICE_KEYS
-from kvtier.core.chunk import Chunk
+from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.base import ChunkPayload, PackRecord, StoredChunk
 from kvtier.disk.packs.pack_format import reserve_bytes

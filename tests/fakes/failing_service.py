@@ -10,9 +10,9 @@ import pytest
 import kvtier.service.cache
 from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.ledger import Ledger
-from kvtier.ledger.database import Database
 from kvtier.ledger.promise_copies import FOLDER_NAME, Promise, PromiseCopies
-from kvtier.ledger.schema import open_database
+from kvtier.ledger.sql.database import Database
+from kvtier.ledger.sql.schema import open_database
 from kvtier.obs.counters import Counters
 from kvtier.obs.histogram import Histogram
 from tests.fakes.failing_ops import FailingOps

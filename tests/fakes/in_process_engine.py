@@ -8,7 +8,7 @@ from pathlib import Path
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder
 from kvtier.concurrency.turns import in_turns
 from kvtier.core.arena_format import key_tag_of
-from kvtier.core.chunk import Chunk
+from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from kvtier.concurrency.pool import Pool
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
 from kvtier.core.stored import PackRecord, StoredChunk

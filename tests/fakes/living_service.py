@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import kvtier.concurrency.turns
-import kvtier.core.acquire
+import kvtier.core.chunks.acquire
 import kvtier.host.recovery
 import kvtier.prompts.pins
 import kvtier.service.cache
@@ -130,7 +130,7 @@ class LivingService:
             (kvtier.host.recovery, "_LOCK_POLL_S", 0.001),
             (kvtier.tiering.write_back, "_RETRY_S", 0.001),
             (kvtier.concurrency.turns, "SLICE_KEYS", 2),
-            (kvtier.core.acquire, "SLICE_CHUNKS", 2),
+            (kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2),
             (tier_health, "FIRST_PROBE_S", 0.001),
             (tier_health, "LAST_PROBE_S", 0.002),
         ):

@@ -50,7 +50,7 @@ def left_by_a_kill(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
             if folder is folders[1]:
                 Ledger.open(path).close()
             for module in ("schema", "database"):
-                patch.setattr(f"kvtier.ledger.{module}.checkpoint", lambda _: False)
+                patch.setattr(f"kvtier.ledger.sql.{module}.checkpoint", lambda _: False)
             ledger = Ledger.open(path)
             _promise(ledger, folder)
             shutil.copytree(folder, folder.with_name(folder.name + "-left"))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvtier.errors import LedgerError
-from kvtier.ledger import Ledger, schema
+from kvtier.ledger import Ledger
+from kvtier.ledger.sql import schema
 from tests.fakes.rows import namespace_row, pack_record, prompt_row
 
 

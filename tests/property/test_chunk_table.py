@@ -4,9 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core.acquire import plan_acquire
-from kvtier.core.chunk import Chunk
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.acquire import plan_acquire
+from kvtier.core.chunks.chunk import Chunk
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
 from tests.fakes.scripted_engine import chunk_key

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.core.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
+from kvtier.core.chunks.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
 from tests.fakes.chunks import key_of
 
 NUM_ENTRIES = 40

@@ -1,6 +1,6 @@
 """Which chunks may leave host memory."""
 
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
 
 KEY = b"k" * 36

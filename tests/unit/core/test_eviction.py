@@ -7,9 +7,9 @@ from operator import attrgetter
 
 import pytest
 
-from kvtier.core.acquire import plan_acquire
-from kvtier.core.chunk_table import ChunkTable
-from kvtier.core.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
+from kvtier.core.chunks.acquire import plan_acquire
+from kvtier.core.chunks.chunk_table import ChunkTable
+from kvtier.core.chunks.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
 from tests.fakes.chunks import key_of, layout_of

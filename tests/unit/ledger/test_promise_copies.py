@@ -11,8 +11,8 @@ import pytest
 
 from kvtier.errors import LedgerError
 from kvtier.ledger import BindingRow, Ledger, PromptRow
-from kvtier.ledger.database import Database
 from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id, prompt_id
+from kvtier.ledger.sql.database import Database
 from tests.fakes.rows import binding_row, namespace_row, pack_record, prompt_row
 
 SUPPORT = prompt_id("support")

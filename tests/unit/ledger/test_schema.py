@@ -13,8 +13,8 @@ import pytest
 from kvtier.errors import FormatVersionError, LedgerError
 from kvtier.ledger import Ledger
 from kvtier.ledger.checks import inspect_ledger
-from kvtier.ledger.row_checksums import altered_rows, checked_rows, row_checksum
-from kvtier.ledger.schema import APPLICATION_ID, SCHEMA_VERSION, open_database
+from kvtier.ledger.sql.row_checksums import altered_rows, checked_rows, row_checksum
+from kvtier.ledger.sql.schema import APPLICATION_ID, SCHEMA_VERSION, open_database
 from tests.fakes.rows import namespace_row, prompt_row
 
 
@@ -185,7 +185,7 @@ def test_a_migration_that_fails_leaves_the_older_version(
         return row_checksum(columns)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvtier.ledger.migrations.row_checksum", failing)
+        patch.setattr("kvtier.ledger.sql.migrations.row_checksum", failing)
         with pytest.raises(LedgerError, match="disk I/O error"):
             Ledger.open(path)
     with closing(sqlite3.connect(path)) as sql:

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 
 import kvtier.concurrency.turns
-import kvtier.core.acquire
+import kvtier.core.chunks.acquire
 from kvtier.concurrency.turns import SLICE_KEYS, in_turns
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import QuotaExceededError
 from kvtier.prompts.book import PinWish
@@ -136,7 +136,7 @@ def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
 ) -> None:
     """One Acquire of 1.5 million keys kept the loop for two seconds."""
     monkeypatch.setattr(kvtier.concurrency.turns, "SLICE_KEYS", 4)
-    monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 4)
+    monkeypatch.setattr(kvtier.core.chunks.acquire, "SLICE_CHUNKS", 4)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -172,7 +172,7 @@ def test_a_session_that_ends_within_a_long_acquire_gives_everything_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
 ) -> None:
     monkeypatch.setattr(kvtier.concurrency.turns, "SLICE_KEYS", 2)
-    monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 2)
+    monkeypatch.setattr(kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -198,7 +198,7 @@ def test_what_others_do_between_the_slices_of_an_acquire_is_no_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was only on disk has gone, or is being read for another engine, when its slice comes."""
-    monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 2)
+    monkeypatch.setattr(kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -224,7 +224,7 @@ def test_what_others_do_between_the_slices_of_an_acquire_is_no_mistake(
 def test_nothing_is_said_of_an_acquire_before_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first word is the answer: what it does not name is a miss."""
     monkeypatch.setattr(kvtier.concurrency.turns, "SLICE_KEYS", 2)
-    monkeypatch.setattr(kvtier.core.acquire, "SLICE_CHUNKS", 2)
+    monkeypatch.setattr(kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:

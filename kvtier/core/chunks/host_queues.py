@@ -1,11 +1,11 @@
-"""Which copy leaves host memory first: unpinned ones before pinned ones, each kind by `core.eviction`."""
+"""Which copy leaves host memory first: unpinned ones before pinned ones, each kind by `core.chunks.eviction`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from kvtier.core.chunk import Chunk, HostCopy
-from kvtier.core.eviction import CostModel, EvictionClock, EvictionQueue
+from kvtier.core.chunks.chunk import Chunk, HostCopy
+from kvtier.core.chunks.eviction import CostModel, EvictionClock, EvictionQueue
 
 _WORTH: Callable[[HostCopy], float] = attrgetter("worth")
 

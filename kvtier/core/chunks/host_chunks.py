@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic
 
-from kvtier.core.chunk import Chunk, Chunks, HostCopy, L
-from kvtier.core.disk_chunks import DiskChunks
-from kvtier.core.host_queues import HostQueues
+from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
+from kvtier.core.chunks.disk_chunks import DiskChunks
+from kvtier.core.chunks.host_queues import HostQueues
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, Slots, SlotState
 

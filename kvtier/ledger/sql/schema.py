@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtier.errors import FormatVersionError, LedgerError
 from kvtier.fsync import fsync_directory
-from kvtier.ledger.migrations import REMOVED_PACKS_TABLE, migrate
+from kvtier.ledger.sql.migrations import REMOVED_PACKS_TABLE, migrate
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""

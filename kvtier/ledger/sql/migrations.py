@@ -6,7 +6,7 @@ written is not blessed by the new checksum: it keeps the old one, which does not
 
 import sqlite3
 
-from kvtier.ledger.row_checksums import CHECKED_TABLES, checked_rows, row_checksum
+from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, checked_rows, row_checksum
 
 FIRST_CHECKED_VERSION = 2
 REMOVED_PACKS_TABLE = """CREATE TABLE removed_packs (

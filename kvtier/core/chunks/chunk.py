@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvtier.core.eviction import Entry
+from kvtier.core.chunks.eviction import Entry
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import LedgerError
-from kvtier.ledger.schema import checkpoint
+from kvtier.ledger.sql.schema import checkpoint
 
 
 class Database:

@@ -3,17 +3,17 @@
 A chunk is *held* while it is readable in an arena slot, on disk, or both. A lease keeps its slot from eviction; a pin
 keeps it from being dropped altogether. Of pinned chunks only what is on disk (or was refused by the disk for good) is
 evicted from host memory, so eviction never loses a promise. And it is evicted only when no unpinned chunk can be; which
-of several goes first is decided by `core.eviction`.
+of several goes first is decided by `core.chunks.eviction`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic
 
-from kvtier.core.chunk import Chunk, Chunks, HostCopy, L
-from kvtier.core.disk_chunks import DiskChunks
-from kvtier.core.eviction import CostModel, EqualCosts, EvictionClock
-from kvtier.core.host_chunks import HostChunks
-from kvtier.core.host_queues import HostQueues
+from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
+from kvtier.core.chunks.disk_chunks import DiskChunks
+from kvtier.core.chunks.eviction import CostModel, EqualCosts, EvictionClock
+from kvtier.core.chunks.host_chunks import HostChunks
+from kvtier.core.chunks.host_queues import HostQueues
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import Slots
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Generic
 
-from kvtier.core.chunk import Chunk, HostCopy, L
-from kvtier.core.eviction import CostModel, EvictionClock, EvictionQueue
+from kvtier.core.chunks.chunk import Chunk, HostCopy, L
+from kvtier.core.chunks.eviction import CostModel, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from kvtier.core.chunk import Chunk, L
-from kvtier.core.chunk_table import ChunkTable
+from kvtier.core.chunks.chunk import Chunk, L
+from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 
 SLICE_CHUNKS = 512

@@ -1,0 +1,1 @@
+"""One SQLite file: its tables and their migrations, transactions, checksums of rows."""
