@@ -140,7 +140,7 @@ class Counters:
     promotions_rerouted: int = counted(
         "promotions_rerouted", "Reads repeated because compaction had moved the chunk meanwhile."
     )
-    chunks_promoted_unasked: int = counted(
+    chunks_promoted_unrequested: int = counted(
         "promoted_chunks_unrequested",
         "Promoted chunks that no request waited for: prefetched, or read after the last such request had ended.",
     )
@@ -161,10 +161,10 @@ class Counters:
     pack_fsyncs: int = counted(
         "pack_fsyncs", "Fsyncs of pack files, including those of compaction; each is followed by one of the directory."
     )
-    spill_queue_bytes: int = gauged(
+    write_back_queue_bytes: int = gauged(
         "write_back_queue_bytes", "Raw bytes that wait to be written back, or are being written, now."
     )
-    chunks_not_spilled: int = counted(
+    write_back_skipped_chunks: int = counted(
         "write_back_skipped_chunks",
         "Times an unpinned chunk was skipped because the disk was too slow; it is written back later, if still held.",
     )

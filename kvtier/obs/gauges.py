@@ -59,13 +59,13 @@ class Gauges:
     host_limit_bytes: int = series(_TIER_LIMIT, tier="host")
     disk_limit_bytes: int = series(_TIER_LIMIT, tier="disk")
     host_pinned_bytes: int = series(_TIER_CHUNK_BYTES, tier="host", kind="pinned")
-    host_ordinary_bytes: int = series(_TIER_CHUNK_BYTES, tier="host", kind="unpinned")
+    host_unpinned_bytes: int = series(_TIER_CHUNK_BYTES, tier="host", kind="unpinned")
     disk_pinned_bytes: int = series(_TIER_CHUNK_BYTES, tier="disk", kind="pinned")
-    disk_ordinary_bytes: int = series(_TIER_CHUNK_BYTES, tier="disk", kind="unpinned")
+    disk_unpinned_bytes: int = series(_TIER_CHUNK_BYTES, tier="disk", kind="unpinned")
     host_pinned_chunks: int = series(_TIER_CHUNKS, tier="host", kind="pinned")
-    host_ordinary_chunks: int = series(_TIER_CHUNKS, tier="host", kind="unpinned")
+    host_unpinned_chunks: int = series(_TIER_CHUNKS, tier="host", kind="unpinned")
     disk_pinned_chunks: int = series(_TIER_CHUNKS, tier="disk", kind="pinned")
-    disk_ordinary_chunks: int = series(_TIER_CHUNKS, tier="disk", kind="unpinned")
+    disk_unpinned_chunks: int = series(_TIER_CHUNKS, tier="disk", kind="unpinned")
 
     disk_packs: int = gauged("disk_packs", "Pack files.")
     disk_unreserved_bytes: float = gauged(
@@ -103,7 +103,7 @@ class Gauges:
     promotion_queue_chunks: int = gauged(
         "promotion_queue_chunks", "Chunks that wait to be read from disk, or are being read."
     )
-    spill_behind_namespaces: int = gauged(
+    write_back_throttled_namespaces: int = gauged(
         "write_back_throttled_namespaces", "Namespaces that get fewer store credits because the disk does not keep up."
     )
     over_quota_chunks: int = gauged(

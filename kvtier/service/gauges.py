@@ -33,9 +33,9 @@ def _read_host(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) ->
         num_pinned, row_bytes = namespace.table.host.queues.num_pinned, namespace.layout.row_bytes
         num_unpinned = namespace.table.host.num_chunks - num_pinned
         gauges.host_pinned_chunks += num_pinned
-        gauges.host_ordinary_chunks += num_unpinned
+        gauges.host_unpinned_chunks += num_unpinned
         gauges.host_pinned_bytes += num_pinned * row_bytes
-        gauges.host_ordinary_bytes += num_unpinned * row_bytes
+        gauges.host_unpinned_bytes += num_unpinned * row_bytes
 
 
 def _read_disk(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) -> None:
@@ -44,14 +44,14 @@ def _read_disk(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) ->
     gauges.disk_unreserved_bytes, gauges.disk_packs = usage.unreserved_bytes, len(usage.packs)
     gauges.disk_reading_off, gauges.disk_writing_off = not health.readable, not health.writable
     for namespace in namespaces:
-        disk, spiller = namespace.table.disk, namespace.write_back
-        gauges.disk_ordinary_chunks += disk.num_unpinned
+        disk, write_back = namespace.table.disk, namespace.write_back
+        gauges.disk_unpinned_chunks += disk.num_unpinned
         gauges.disk_pinned_chunks += disk.num_chunks - disk.num_unpinned
-        gauges.disk_ordinary_bytes += disk.num_bytes - disk.pinned_bytes
+        gauges.disk_unpinned_bytes += disk.num_bytes - disk.pinned_bytes
         gauges.disk_pinned_bytes += disk.pinned_bytes
         gauges.promotion_queue_chunks += namespace.promoter.num_waiting
-        gauges.spill_behind_namespaces += spiller.is_behind
-        gauges.over_quota_chunks += spiller.num_refused
+        gauges.write_back_throttled_namespaces += write_back.is_behind
+        gauges.over_quota_chunks += write_back.num_refused
 
 
 def _read_engines(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) -> None:

@@ -99,7 +99,7 @@ class WriteBack:
                 host.writing_back, host.memory_only = True, False
             else:
                 host.memory_only = True
-                self._resources.counters.chunks_not_spilled += 1
+                self._resources.counters.write_back_skipped_chunks += 1
                 self.queue.skip(key, num_bytes, self._tiers.host.usage.num_slots)
         self._count_bytes()
         if not self.queue.is_empty:
@@ -110,7 +110,7 @@ class WriteBack:
             self._changed.set()
 
     def _count_bytes(self) -> None:
-        self._resources.counters.spill_queue_bytes += self.queue.num_bytes - self._counted_bytes
+        self._resources.counters.write_back_queue_bytes += self.queue.num_bytes - self._counted_bytes
         self._counted_bytes = self.queue.num_bytes
 
     def retry_refused(self) -> None:

@@ -53,7 +53,7 @@ def forget_when_written(world: World, prefix: Tokens) -> None:
 
     def all_written() -> bool:
         status = world.stack.status()
-        is_written = status.host.num_chunks <= status.disk.num_chunks and not status.counters["spill_queue_bytes"]
+        is_written = status.host.num_chunks <= status.disk.num_chunks and not status.counters["write_back_queue_bytes"]
         return is_written and status.disk.num_chunks >= num_chunks
 
     for _ in range(5):

@@ -294,9 +294,9 @@ class LivingService:
 
 
 def _is_quiet(namespace: Namespace) -> bool:
-    promoter, spiller = namespace.promoter, namespace.write_back
+    promoter, write_back = namespace.promoter, namespace.write_back
     return not (
-        spiller.queued_bytes
+        write_back.queued_bytes
         or promoter._batches
         or promoter._queue
         or promoter._planner.prefetch

@@ -38,7 +38,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         self.leases: dict[int, list[Chunk[str]]] = {}
         self.next_id = 0
         self.durable: set[bytes] = set()
-        self.left_bytes = 0  # that a dead daemon's rows took; they may exceed the limit until they are given back
+        self.left_bytes = 0  # of a previous daemon's rows; they may exceed the limit until they are reclaimed
 
     def saw(self, ref: SlotRef) -> None:
         assert ref.generation == self.generations.get(ref.slot, 0) + 1, "generations grow by one each time"
@@ -181,7 +181,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         self.table.host.evict_when_unprotected(key)
 
     @rule(num_slots=st.integers(1, 3))
-    def give_back(self, num_slots: int) -> None:
+    def reclaim(self, num_slots: int) -> None:
         self.slots.take_back_free(num_slots)
 
     @invariant()
@@ -203,7 +203,7 @@ TestChunkTable.settings = settings(max_examples=150, stateful_step_count=40, dea
 
 
 class AfterCrashMachine(ChunkTableMachine):
-    """The same, over the slots that a dead daemon left."""
+    """The same, over the slots that a previous daemon left."""
 
     @initialize(
         generations=st.lists(st.integers(0, 5), min_size=NUM_SLOTS, max_size=NUM_SLOTS),
@@ -228,14 +228,14 @@ class AfterCrashMachine(ChunkTableMachine):
 
     @precondition(lambda self: self.left)
     @rule()
-    def give_back_what_is_left(self) -> None:
+    def reclaim_orphans(self) -> None:
         for slot in self.left:
-            assert self.slots.state(slot) is SlotState.ORPHAN, "nobody got it meanwhile"
+            assert self.slots.state(slot) is SlotState.ORPHAN, "no other owner got it meanwhile"
             self.slots.release(SlotRef(slot, self.slots.generation(slot)), without_pages=True)
         self.left.clear()
 
     @invariant()
-    def left_rows_are_nobodys(self) -> None:
+    def orphan_rows_have_no_owner(self) -> None:
         used = {chunk.slot.slot for chunk in self.table if chunk.slot is not None} | {ref.slot for ref in self.granted}
         assert used.isdisjoint(getattr(self, "left", ()))
 

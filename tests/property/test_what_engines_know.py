@@ -56,8 +56,8 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         return session, peer
 
     async def quiet(self) -> None:
-        spiller, promoter = self.rig.namespace.write_back, self.rig.namespace.promoter
-        await eventually(lambda: not spiller.queued_bytes and not promoter._batches and not promoter._queue)
+        write_back, promoter = self.rig.namespace.write_back, self.rig.namespace.promoter
+        await eventually(lambda: not write_back.queued_bytes and not promoter._batches and not promoter._queue)
         await self.rig.namespace.tasks.settle()
 
     @rule(chosen=numbers)

@@ -498,7 +498,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         assert self.service.orphans or used_bytes <= stores.budget.limit_bytes
         assert not stores.traffic.busy
         self.check_quota_sums()
-        assert stores.counters.spill_queue_bytes == 0
+        assert stores.counters.write_back_queue_bytes == 0
 
     def shared_bytes(self) -> int:
         """Memory that the files of the arena folder take."""

@@ -279,7 +279,7 @@ def _writes(counters: Mapping[str, int]) -> str:
         f"{format_size(written_bytes)} for {format_size(durable_bytes)} of chunks (write amplification "
         f"{written_bytes / durable_bytes:.2f}), {counters.get('pack_fsyncs', 0)} packs fsynced, "
         f"{counters.get('pack_write_ms', 0) / 1000 / num_packs:.2f} s a pack, "
-        f"{format_size(counters.get('spill_queue_bytes', 0))} waiting"
+        f"{format_size(counters.get('write_back_queue_bytes', 0))} waiting"
     )
 
 

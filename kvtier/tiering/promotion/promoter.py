@@ -292,7 +292,7 @@ class Promoter:
         counters.chunks_promoted += 1
         counters.promoted_bytes += read.stored.raw_bytes
         counters.promoted_stored_bytes += read.stored.stored_bytes
-        counters.chunks_promoted_unasked += not waiters
+        counters.chunks_promoted_unrequested += not waiters
         notifications.ready(waiters, read.ref)
 
     def _fail(self, key: ChunkKey, notifications: Notifications | None = None) -> None:

@@ -6,7 +6,7 @@ from kvtier.core.slots import HostBudget, SlotState, SlotTable
 KEY = b"k" * 36
 
 
-def test_a_chunk_in_host_memory_only_that_nobody_pins_is_evictable() -> None:
+def test_a_chunk_in_host_memory_only_that_no_prompt_pins_is_evictable() -> None:
     """Dropped from disk for somebody else's pin, it was in no lower tier and so could never be evicted: a lost slot."""
     slots = SlotTable(1, 4096, HostBudget(4096))
     table: ChunkTable[str] = ChunkTable(slots)

@@ -29,11 +29,11 @@ def test_tiers_are_split_by_kind(tmp_path: Path) -> None:
             r.table.pin(keys_of([0, 10]))
             await r.resources.measure_disk()
             now = shown(r)
-            assert (now["host_pinned_chunks"], now["host_ordinary_chunks"]) == (1, 2)
-            assert (now["host_pinned_bytes"], now["host_ordinary_bytes"]) == (row_bytes, 2 * row_bytes)
+            assert (now["host_pinned_chunks"], now["host_unpinned_chunks"]) == (1, 2)
+            assert (now["host_pinned_bytes"], now["host_unpinned_bytes"]) == (row_bytes, 2 * row_bytes)
             assert now["host_used_bytes"] >= 3 * row_bytes
-            assert (now["disk_pinned_chunks"], now["disk_ordinary_chunks"], now["disk_packs"]) == (1, 3, 1)
-            assert now["disk_pinned_bytes"] + now["disk_ordinary_bytes"] == r.table.disk.num_bytes
+            assert (now["disk_pinned_chunks"], now["disk_unpinned_chunks"], now["disk_packs"]) == (1, 3, 1)
+            assert now["disk_pinned_bytes"] + now["disk_unpinned_bytes"] == r.table.disk.num_bytes
             assert now["disk_used_bytes"] == r.resources.disk_usage.used_bytes
             assert now["disk_unreserved_bytes"] > 0
 

@@ -1,4 +1,4 @@
-"""Which namespace gives way on disk: one that nobody has used for a day before any other, then the lowest value."""
+"""Which namespace is evicted from disk: one that no engine used for a day before any other, then the lowest value."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -57,18 +57,18 @@ class FakeNamespace:
         return count * CHUNK_BYTES
 
 
-def room_of(usage: DiskUsage, *namespaces: FakeNamespace) -> Capacity:
+def capacity_of(usage: DiskUsage, *namespaces: FakeNamespace) -> Capacity:
     disk = SimpleNamespace(disk_bytes=usage.limit_bytes, high_watermark=0.9, low_watermark=0.5)
     stores: Any = SimpleNamespace(disk_usage=usage, config=SimpleNamespace(disk=disk))
     by_id: Any = {namespace.namespace_id: namespace for namespace in namespaces}
     return Capacity(stores, by_id, now_unix_s=lambda: NOW_S)
 
 
-def test_a_stale_namespace_gives_way_before_a_cheaper_one() -> None:
+def test_a_stale_namespace_is_evicted_before_a_cheaper_one() -> None:
     usage = DiskUsage(limit_bytes=80)
     stale = FakeNamespace("stale", usage, value=9.0, seen_unix_s=NOW_S - STALE_S - 1)
     cheap = FakeNamespace("cheap", usage, value=1.0, seen_unix_s=NOW_S - STALE_S + 1)
-    asyncio.run(room_of(usage, cheap, stale).find_disk_capacity(50))
+    asyncio.run(capacity_of(usage, cheap, stale).find_disk_capacity(50))
     assert (stale.num_chunks, cheap.num_chunks) == (0, 3)
     assert usage.fits(50)
 
@@ -77,15 +77,15 @@ def test_an_engine_that_has_been_attached_for_long_is_not_stale() -> None:
     usage = DiskUsage(limit_bytes=80)
     old = FakeNamespace("old", usage, value=9.0, live=True, seen_unix_s=NOW_S - 2 * STALE_S)
     cheap = FakeNamespace("cheap", usage, value=1.0)
-    asyncio.run(room_of(usage, old, cheap).find_disk_capacity(20))
+    asyncio.run(capacity_of(usage, old, cheap).find_disk_capacity(20))
     assert (old.num_chunks, cheap.num_chunks) == (4, 2)
 
 
-def test_when_nothing_is_left_to_drop_it_gives_up() -> None:
+def test_when_nothing_is_left_to_drop_it_stops() -> None:
     usage = DiskUsage(limit_bytes=80)
     only = FakeNamespace("only", usage, value=1.0)
     usage.add("pinned", 40)
-    asyncio.run(room_of(usage, only).find_disk_capacity(60))
+    asyncio.run(capacity_of(usage, only).find_disk_capacity(60))
     assert only.num_chunks == 0
     assert not usage.fits(60)
 
@@ -95,7 +95,7 @@ def test_the_file_system_counts_as_the_quota_does() -> None:
     only = FakeNamespace("only", usage, value=1.0)
     usage.measured(15)
     assert not usage.fits(30)
-    asyncio.run(room_of(usage, only).find_disk_capacity(30))
+    asyncio.run(capacity_of(usage, only).find_disk_capacity(30))
     assert only.dropped == [2]
     assert usage.fits(30)
 
@@ -103,19 +103,19 @@ def test_the_file_system_counts_as_the_quota_does() -> None:
 def test_the_watermark_trims_down_to_the_low_one_and_holes_are_not_its_matter() -> None:
     usage = DiskUsage(limit_bytes=80)
     one = FakeNamespace("one", usage, value=1.0, num_chunks=7)
-    room = room_of(usage, one)
-    assert asyncio.run(room.trim_disk()) == 0
+    capacity = capacity_of(usage, one)
+    assert asyncio.run(capacity.trim_disk()) == 0
     usage.add("holes", 8)
-    assert asyncio.run(room.trim_disk()) == 30
+    assert asyncio.run(capacity.trim_disk()) == 30
     usage.add("more-holes", 30)
-    assert asyncio.run(room.trim_disk()) == 0, "chunks take the low share only"
+    assert asyncio.run(capacity.trim_disk()) == 0, "chunks take the low share only"
 
 
 def test_a_ledger_that_refuses_does_not_end_the_trimming_for_good(caplog: pytest.LogCaptureFixture) -> None:
     usage = DiskUsage(limit_bytes=80)
     one = FakeNamespace("one", usage, value=1.0, num_chunks=8, error=LedgerError("disk I/O error"))
-    room = room_of(usage, one)
-    assert asyncio.run(room.trim_disk()) == 0
+    capacity = capacity_of(usage, one)
+    assert asyncio.run(capacity.trim_disk()) == 0
     assert "disk_not_trimmed" in caplog.text
     one.error = None
-    assert asyncio.run(room.trim_disk()) == 40
+    assert asyncio.run(capacity.trim_disk()) == 40

@@ -1,4 +1,4 @@
-"""Promotion over a tier whose reads a test allows one by one: who is served when, who is told what."""
+"""Promotion over a tier whose reads a test allows one by one: who is served when, who is notified of what."""
 
 import asyncio
 from pathlib import Path
@@ -23,7 +23,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path) -> None:
-    """Askers heard of nothing before a whole batch of 8 MiB was there."""
+    """Waiters were notified of nothing before a whole batch of 8 MiB was there."""
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -153,7 +153,7 @@ def test_a_short_request_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=1) as r:
             await r.on_disk(range(40))
-            (long, _), (short, told) = await r.session(), await r.session()
+            (long, _), (short, short_peer) = await r.session(), await r.session()
             with r.tier.stepping():
                 long.loads.acquire(1, keys_of(range(38)))
                 await eventually(lambda: len(r.tier.asked) == 1)
@@ -161,7 +161,7 @@ def test_a_short_request_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
                 r.tier.allow(
                     4 + 4 + 2
                 )  # the batch being read, the long one's next turn at the most, then the short one
-                await eventually(lambda: told.num_ready() == 2)
+                await eventually(lambda: short_peer.num_ready() == 2)
             await eventually(lambda: r.counters.chunks_promoted == 40)
 
     asyncio.run(scenario())
@@ -182,7 +182,7 @@ def test_nothing_is_read_for_those_who_left(tmp_path: Path) -> None:
             # The chunk that was being read is there for the next request, and evictable.
             assert r.chunk(0).readable
             assert r.chunk(0).evictable
-            assert r.counters.chunks_promoted_unasked == 1
+            assert r.counters.chunks_promoted_unrequested == 1
             assert r.counters.promotions_cancelled == 11
             r.check()
 

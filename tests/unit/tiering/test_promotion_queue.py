@@ -58,7 +58,7 @@ def test_bytes_until_done_count_the_turns_of_others() -> None:
     q.add("short", keys(10, mark=2))
     assert q.bytes_until_done("short") == 20
     assert q.bytes_until_done("long") == 60
-    assert q.bytes_until_done("nobody") == 0
+    assert q.bytes_until_done("no waiter") == 0
 
 
 @given(
@@ -101,7 +101,7 @@ def test_the_head_is_what_take_begins_with() -> None:
     assert q.head() == wanted[0]
     q.discard(wanted[0])
     q.remove("a", wanted[1])
-    assert q.head() == wanted[2], "what nobody waits for any more is passed over"
+    assert q.head() == wanted[2], "what no waiter waits for any longer is skipped"
     assert q.take(1) == [wanted[2]]
     assert q.head() == wanted[3], "now it is the other's turn"
     assert q.take(9) == wanted[3:6]

@@ -37,7 +37,7 @@ def test_tiny_transfers_gather_before_they_count() -> None:
     assert 95 < rate.per_s / MIB < 105
 
 
-def test_before_the_first_window_what_was_seen_is_told() -> None:
+def test_before_the_first_window_what_was_seen_counts() -> None:
     rate = Rate()
     rate.began(0.0)
     rate.moved(2 * MIB, 0.02)

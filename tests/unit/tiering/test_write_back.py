@@ -19,7 +19,7 @@ from tests.fakes.scripted_engine import room_for
 MIB = 1024 * 1024
 
 
-def test_pinned_chunks_go_before_ordinary_ones_and_never_into_one_pack(tmp_path: Path) -> None:
+def test_pinned_chunks_go_before_unpinned_ones_and_never_into_one_pack(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             r.table.pin(keys_of([4, 5]))
@@ -32,7 +32,7 @@ def test_pinned_chunks_go_before_ordinary_ones_and_never_into_one_pack(tmp_path:
                 r.namespace.write_back.add(keys_of([3]))
             await r.namespace.write_back.flush()
             assert r.tier.written == [keys_of([0]), keys_of([4, 5, 3]), keys_of([1, 2])]
-            assert r.namespace.write_back.queued_bytes == r.counters.spill_queue_bytes == 0
+            assert r.namespace.write_back.queued_bytes == r.counters.write_back_queue_bytes == 0
             r.check()
 
     asyncio.run(scenario())
@@ -56,27 +56,27 @@ def test_reads_do_not_wait_for_a_pack_being_written(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tmp_path: Path) -> None:
+def test_unpinned_chunks_beyond_the_bound_are_skipped_and_pinned_ones_are_not(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            spiller = r.namespace.write_back
-            spiller.queue.max_bytes = 3 * 6000
+            write_back = r.namespace.write_back
+            write_back.queue.max_bytes = 3 * 6000
             r.table.pin(keys_of(range(10, 15)))
             r.in_host([*range(5), *range(10, 15)])
             with r.tier.holding("write_pack") as gate:
-                spiller.add(keys_of(range(5)))
+                write_back.add(keys_of(range(5)))
                 await reached(gate.reached)
                 assert [r.chunk(n).writing_back for n in range(5)] == [True] * 3 + [False] * 2
                 assert r.chunk(4).evictable
-                assert r.counters.chunks_not_spilled == 2
-                assert not spiller.is_behind
-                spiller.add(keys_of(range(10, 15)))
-                assert spiller.is_behind, "credits shrink instead"
-                assert r.counters.spill_queue_bytes == 8 * 6000
+                assert r.counters.write_back_skipped_chunks == 2
+                assert not write_back.is_behind
+                write_back.add(keys_of(range(10, 15)))
+                assert write_back.is_behind, "credits shrink instead"
+                assert r.counters.write_back_queue_bytes == 8 * 6000
                 r.table.pin(keys_of([4]))
-                spiller.add(keys_of([4]))  # pinned later: it is a promise now
+                write_back.add(keys_of([4]))  # pinned later: it is a promise now
                 assert r.chunk(4).writing_back
-            await spiller.flush()
+            await write_back.flush()
             assert all(r.location(n) is not None for n in range(10, 15))
             assert r.location(4) is not None
             assert not r.chunk(4).host.memory_only
@@ -85,22 +85,22 @@ def test_ordinary_chunks_beyond_the_bound_are_not_spilled_and_pinned_ones_are(tm
     asyncio.run(scenario())
 
 
-def test_what_was_passed_over_is_spilled_when_the_disk_has_caught_up(tmp_path: Path) -> None:
+def test_what_was_skipped_is_written_when_the_disk_has_caught_up(tmp_path: Path) -> None:
     """A chat stored while a flood was being written was in host memory only, for good: a reboot lost half of it."""
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            spiller = r.namespace.write_back
-            spiller.queue.max_bytes = 3 * 6000
+            write_back = r.namespace.write_back
+            write_back.queue.max_bytes = 3 * 6000
             r.in_host(range(8))
             with r.tier.holding("write_pack") as gate:
-                spiller.add(keys_of(range(8)))
+                write_back.add(keys_of(range(8)))
                 await reached(gate.reached)
-                assert r.counters.chunks_not_spilled == 5
+                assert r.counters.write_back_skipped_chunks == 5
                 assert r.table.host.evict(keys_of([7])[0]), "it may go meanwhile"
-            await spiller.flush()
+            await write_back.flush()
             assert all(r.location(n) is not None for n in range(7))
-            assert not spiller.queue._skipped
+            assert not write_back.queue._skipped
             r.check()
 
     asyncio.run(scenario())
@@ -138,8 +138,8 @@ def test_a_full_pack_is_written_without_lingering(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_ordinary_chunks_linger_longer_and_hold_up_no_pin(tmp_path: Path) -> None:
-    """Every fifth of a second a small pack of what nobody had asked to keep: a thread, two fsyncs, a ledger commit."""
+def test_unpinned_chunks_linger_longer_and_hold_up_no_pin(tmp_path: Path) -> None:
+    """Every fifth of a second a small pack of what was not pinned: a thread, two fsyncs, a ledger commit."""
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
@@ -148,7 +148,7 @@ def test_ordinary_chunks_linger_longer_and_hold_up_no_pin(tmp_path: Path) -> Non
             r.namespace.write_back.add(r.in_host([1, 2]))
             loop.jump(300.0)
             await at_rest(r.resources)
-            assert r.tier.written == [], "nobody waits for these"
+            assert r.tier.written == [], "no request waits for these"
             r.namespace.write_back.add(r.in_host([3, 5, 6]))
             await at_rest(r.resources)
             loop.jump(90.0)
@@ -231,7 +231,7 @@ def test_a_flush_does_not_linger(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_refuses_leaves_no_pack_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each try left its pack on disk, counted by nobody, until the next start: a full disk for a locked ledger."""
+    """Each try left its pack on disk, not counted, until the next start: a full disk for a locked ledger."""
     monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
 
     async def scenario() -> None:
@@ -266,7 +266,7 @@ def test_what_was_written_is_counted(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_latched_disk_keeps_the_queue_and_goes_on_after_a_probe(
+def test_a_disk_that_is_switched_off_keeps_the_queue_and_goes_on_after_a_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
@@ -336,7 +336,7 @@ def test_one_bad_sector_does_not_switch_the_disk_off(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_reads_that_fail_again_and_again_latch(tmp_path: Path) -> None:
+def test_reads_that_fail_again_and_again_switch_the_disk_off(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=1) as r:
             await r.on_disk(range(8))
