@@ -24,7 +24,7 @@ from benchmarks.measuring.machine import machine_line
 from kvtier.obs.exposition import MetricsServer
 from kvtier.obs.timings import Timings
 from kvtier.service import Cache, EngineHello
-from kvtier.service.gauges import read_metrics
+from kvtier.service.metrics_reading import read_metrics
 
 OBSERVATIONS = 20_000
 NAMESPACES = (1, 8, 64)

@@ -1,7 +1,7 @@
 """Every error kvtier raises on purpose, under one root.
 
 An error message names what was wrong (field and value) and what to do about it. Misses, pending answers and full tiers
-are results, not errors. `kvtier.rpc.status` maps each leaf to one gRPC status.
+are results, not errors. `kvtier.rpc.error_statuses` maps each leaf to one gRPC status.
 """
 
 from collections.abc import Collection, Sequence

@@ -11,7 +11,7 @@ from kvtier.bundles.bundle import BundleChunk
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
-from kvtier.upkeep.scratch import scratch_folder
+from kvtier.upkeep.scratch_folder import scratch_folder
 
 PACK_SUFFIX = ".kvpack"
 _COPY_BYTES = 1024**2

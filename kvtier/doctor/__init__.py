@@ -5,6 +5,6 @@ daemon can call it too.
 """
 
 from kvtier.doctor.all_checks import Target, check_environment, run_checks
-from kvtier.doctor.report import CHECKS, Finding, Status
+from kvtier.doctor.report import CHECKS, CheckResult, Status
 
-__all__ = ["CHECKS", "Finding", "Status", "Target", "check_environment", "run_checks"]
+__all__ = ["CHECKS", "CheckResult", "Status", "Target", "check_environment", "run_checks"]

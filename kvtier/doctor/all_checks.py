@@ -13,7 +13,7 @@ from kvtier.doctor.engine_environment import check_environment_of_vllm, probe_en
 from kvtier.doctor.host_memory import check_host_memory, check_shared_arena_dir
 from kvtier.doctor.machine import check_machine
 from kvtier.doctor.pinned_prompts import check_pins
-from kvtier.doctor.report import CHECKS, Finding, skipped
+from kvtier.doctor.report import CHECKS, CheckResult, skipped
 from kvtier.doctor.vllm_server import VllmServer, check_server
 from kvtier.folders import is_folder_of
 
@@ -37,7 +37,7 @@ class Target:
     server: VllmServer | None = None
 
 
-def run_checks(target: Target) -> list[Finding]:
+def run_checks(target: Target) -> list[CheckResult]:
     """Run every check; changes nothing."""
     config, config_finding = check_configuration(target.config_path)
     socket_findings = check_socket(target.socket, target.daemon_uid)
@@ -58,7 +58,7 @@ def run_checks(target: Target) -> list[Finding]:
     ]
 
 
-def check_environment(config: DaemonConfig) -> list[Finding]:
+def check_environment(config: DaemonConfig) -> list[CheckResult]:
     """Check what a daemon with these settings needs from this machine; changes nothing."""
     return [
         *check_machine(config.disk.disk_dir),
@@ -68,7 +68,7 @@ def check_environment(config: DaemonConfig) -> list[Finding]:
     ]
 
 
-def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> list[Finding]:
+def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> list[CheckResult]:
     """Check the tiers of the running daemon, else those that the settings name."""
     if status is not None:
         if not is_folder_of(Path(status.disk.location), status.pid):
@@ -79,14 +79,14 @@ def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> li
     return _skip_tiers("there are no usable settings")
 
 
-def _check_from_elsewhere(status: DaemonStatus) -> list[Finding]:
+def _check_from_elsewhere(status: DaemonStatus) -> list[CheckResult]:
     """Check, in another container than the daemon's, that the arenas are mounted under the same path."""
     skipped_checks = _skip_tiers(f"the daemon's {status.disk.location} is not mounted here; run this where it runs")
     shared = check_shared_arena_dir(Path(status.host.location), status.pid)
     return [shared if finding.id == shared.id else finding for finding in skipped_checks]
 
 
-def _skip_tiers(why: str) -> list[Finding]:
+def _skip_tiers(why: str) -> list[CheckResult]:
     return [skipped(check, why) for check in CHECKS if check.startswith(("host.", "disk."))]
 
 

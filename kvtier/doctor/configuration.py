@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from kvtier.config import DaemonConfig
-from kvtier.doctor.report import Finding, fail, ok
+from kvtier.doctor.report import CheckResult, fail, ok
 from kvtier.errors import ConfigErrors
 from kvtier.folders import socket_folder_problem
 
 
-def check_configuration(path: Path | None) -> tuple[DaemonConfig | None, Finding]:
+def check_configuration(path: Path | None) -> tuple[DaemonConfig | None, CheckResult]:
     """Read the settings; None when a daemon would refuse them.
 
     Args:
@@ -25,7 +25,7 @@ def check_configuration(path: Path | None) -> tuple[DaemonConfig | None, Finding
     return loaded.config, ok("config.file", found)
 
 
-def check_socket_folder(socket: Path) -> Finding:
+def check_socket_folder(socket: Path) -> CheckResult:
     """Check that the daemon can create its socket, and that its user alone can reach it."""
     if problem := socket_folder_problem(socket.parent):
         remedy = "set server.socket ($KVTIER_SOCKET for daemon and clients) to a path in a folder of its own"

@@ -11,7 +11,7 @@ from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.address import usable_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.client.trusted_socket import open_trusted
-from kvtier.doctor.report import Finding, Status, fail, ok, skipped, warn
+from kvtier.doctor.report import CheckResult, Status, fail, ok, skipped, warn
 from kvtier.errors import DaemonSilentError, KvtierError, UntrustedSocketError
 from kvtier.version import __version__
 
@@ -33,10 +33,10 @@ class Answer:
 
     status: DaemonStatus | None
     prompts: tuple[PromptStatus, ...]
-    finding: Finding
+    finding: CheckResult
 
 
-def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[Finding]) -> Answer:
+def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[CheckResult]) -> Answer:
     """Ask for status and prompts, unless there is no socket or it is not trusted."""
     failed = {finding.id for finding in socket_findings if finding.status is Status.FAIL}
     if failed:
@@ -59,7 +59,7 @@ def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[F
     return Answer(status=status, prompts=prompts, finding=ok("daemon.answers", found))
 
 
-def check_socket(socket: Path, daemon_uid: int | None = None) -> list[Finding]:
+def check_socket(socket: Path, daemon_uid: int | None = None) -> list[CheckResult]:
     """Check path, owner and mode of the socket, and the uid of the process that listens."""
     try:
         socket = usable_socket_path(socket)
@@ -84,7 +84,7 @@ def check_socket(socket: Path, daemon_uid: int | None = None) -> list[Finding]:
     return [ok("socket.path", str(socket)), check_owner(socket, facts.st_uid, facts.st_mode), trusted]
 
 
-def check_owner(socket: Path, owner: int, mode: int) -> Finding:
+def check_owner(socket: Path, owner: int, mode: int) -> CheckResult:
     """Judge owner and mode: every user who may write to the socket may pin, evict and read prompts."""
     if owner != os.getuid():
         remedy = "run daemon, vLLM and CLI as one user: the arenas are readable for their owner alone"
@@ -95,7 +95,7 @@ def check_owner(socket: Path, owner: int, mode: int) -> Finding:
     return ok("socket.owner", f"uid {owner}, mode {stat.S_IMODE(mode):04o}")
 
 
-def check_trusted(socket: Path, daemon_uid: int | None) -> Finding:
+def check_trusted(socket: Path, daemon_uid: int | None) -> CheckResult:
     """Judge the listening process, and who could replace it: clients trust our uid, root and `daemon_uid` alone."""
     try:
         open_trusted(socket, daemon_uid).close()
@@ -106,7 +106,7 @@ def check_trusted(socket: Path, daemon_uid: int | None) -> Finding:
     return ok("socket.trusted", "yours, root's or of the uid that you named")
 
 
-def check_daemon(status: DaemonStatus | None) -> list[Finding]:
+def check_daemon(status: DaemonStatus | None) -> list[CheckResult]:
     """Judge the status of the daemon."""
     if status is None:
         checks = ("daemon.version", "daemon.engines", "daemon.disk_tier", "daemon.damage", "daemon.metrics")
@@ -120,7 +120,7 @@ def check_daemon(status: DaemonStatus | None) -> list[Finding]:
     ]
 
 
-def check_version(status: DaemonStatus) -> Finding:
+def check_version(status: DaemonStatus) -> CheckResult:
     """Compare the versions of daemon and CLI."""
     if status.version != __version__:
         found = f"the daemon is kvtier {status.version}, this is {__version__}"
@@ -128,7 +128,7 @@ def check_version(status: DaemonStatus) -> Finding:
     return ok("daemon.version", __version__)
 
 
-def check_engines(status: DaemonStatus) -> Finding:
+def check_engines(status: DaemonStatus) -> CheckResult:
     """Judge the sessions."""
     lost = [session for session in status.sessions if session.quarantined]
     if lost:
@@ -141,7 +141,7 @@ def check_engines(status: DaemonStatus) -> Finding:
     return ok("daemon.engines", f"{len(status.sessions)} attached")
 
 
-def check_disk_tier(status: DaemonStatus) -> Finding:
+def check_disk_tier(status: DaemonStatus) -> CheckResult:
     """Judge the circuit breaker of the disk tier."""
     if status.disk.latched:
         remedy = f"check the disk of {status.disk.location} (dmesg, smartctl); a probe switches the tier on again"
@@ -149,7 +149,7 @@ def check_disk_tier(status: DaemonStatus) -> Finding:
     return ok("daemon.disk_tier", "in use")
 
 
-def check_damage(status: DaemonStatus) -> Finding:
+def check_damage(status: DaemonStatus) -> CheckResult:
     """Judge the counters of damage."""
     counted = {name: status.counters[name] for name in _DAMAGE_COUNTERS if status.counters.get(name)}
     if counted:
@@ -159,7 +159,7 @@ def check_damage(status: DaemonStatus) -> Finding:
     return ok("daemon.damage", "none since the daemon started")
 
 
-def check_metrics(status: DaemonStatus) -> Finding:
+def check_metrics(status: DaemonStatus) -> CheckResult:
     """Judge whether Prometheus can scrape it."""
     if status.metrics_problem:
         remedy = "correct that and restart the daemon; it serves engines and commands meanwhile"
@@ -169,7 +169,7 @@ def check_metrics(status: DaemonStatus) -> Finding:
     return ok("daemon.metrics", status.metrics_url)
 
 
-def _others(socket: Path) -> list[Finding]:
+def _others(socket: Path) -> list[CheckResult]:
     others = {folder: uid for folder, uid in _owners_of_usual_places().items() if folder != socket.parent}
     if not others:
         return [ok("socket.others", "none in the usual places")]

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvtier.config import DiskConfig
 from kvtier.config.units import available_bytes, format_size
 from kvtier.doctor.mounts import Mount, mount_of
-from kvtier.doctor.report import Finding, fail, ok, skipped, warn
+from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
 from kvtier.folders import existing_parent, folder_problem
 
 _VOLATILE = ("tmpfs", "ramfs")
@@ -16,7 +16,7 @@ _NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "virtiofs",
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def check_disk(disk: DiskConfig) -> list[Finding]:
+def check_disk(disk: DiskConfig) -> list[CheckResult]:
     """Check the disk tier; needs no daemon."""
     return [
         check_disk_dir(disk.disk_dir),
@@ -26,7 +26,7 @@ def check_disk(disk: DiskConfig) -> list[Finding]:
     ]
 
 
-def check_disk_dir(folder: Path) -> Finding:
+def check_disk_dir(folder: Path) -> CheckResult:
     """Check that the daemon can use the folder."""
     if problem := folder_problem(folder):
         return fail(
@@ -35,7 +35,7 @@ def check_disk_dir(folder: Path) -> Finding:
     return ok("disk.dir", str(folder))
 
 
-def check_disk_file_system(mount: Mount | None) -> Finding:
+def check_disk_file_system(mount: Mount | None) -> CheckResult:
     """Judge the file system of packs and ledger."""
     if mount is None:
         return skipped("disk.file_system", "the kernel does not list the file systems here")
@@ -51,7 +51,7 @@ def check_disk_file_system(mount: Mount | None) -> Finding:
     return ok("disk.file_system", found)
 
 
-def check_disk_space(disk: DiskConfig) -> Finding:
+def check_disk_space(disk: DiskConfig) -> CheckResult:
     """Compare `disk.bytes` and the reserve with the file system; kvtier's own files count as free space."""
     free_bytes = available_bytes(disk.disk_dir)
     found = (
@@ -66,7 +66,7 @@ def check_disk_space(disk: DiskConfig) -> Finding:
     return ok("disk.space", found)
 
 
-def check_direct_reads(folder: Path) -> Finding:
+def check_direct_reads(folder: Path) -> CheckResult:
     """Open an unnamed temporary file with O_DIRECT; it is removed on return."""
     try:
         fd = os.open(existing_parent(folder), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.doctor import engine_probe
-from kvtier.doctor.report import Finding, fail, ok, skipped
+from kvtier.doctor.report import CheckResult, fail, ok, skipped
 
 PROBE_TIMEOUT_S = 120.0
 _SHOWN_CHARS = 300
@@ -55,7 +55,7 @@ def probe_environment(python: Path) -> EngineEnvironment:
     )
 
 
-def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[Finding]:
+def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[CheckResult]:
     """Judge an environment.
 
     Args:
@@ -75,7 +75,7 @@ def supports(series: str, version: str) -> bool:
     return _numbers(first) <= [int(number) for number in numbers] <= _numbers(last or first)
 
 
-def _installed(environment: EngineEnvironment, where: str, *, named: bool) -> Finding:
+def _installed(environment: EngineEnvironment, where: str, *, named: bool) -> CheckResult:
     version, series = environment.vllm, environment.series
     if not version and named:
         return fail("vllm.installed", f"not for {where}", "name the interpreter that vLLM runs with: --python")
@@ -87,7 +87,7 @@ def _installed(environment: EngineEnvironment, where: str, *, named: bool) -> Fi
     return ok("vllm.installed", f"{version} in {where}")
 
 
-def _connector(environment: EngineEnvironment, where: str) -> Finding:
+def _connector(environment: EngineEnvironment, where: str) -> CheckResult:
     if environment.problem:
         return fail("vllm.connector", environment.problem, f"install kvtier there: {where} -m pip install kvtier")
     if not environment.vllm:

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvtier.config import HostConfig
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
 from kvtier.doctor.mounts import Mount, mount_of
-from kvtier.doctor.report import Finding, fail, ok, skipped, warn
+from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
 from kvtier.folders import folder_problem, is_folder_of
 
 MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
@@ -18,7 +18,7 @@ _LARGER_TMPFS = (
 )
 
 
-def check_host_memory(host: HostConfig) -> list[Finding]:
+def check_host_memory(host: HostConfig) -> list[CheckResult]:
     """Check the host tier; needs no daemon."""
     has_gpu = any(device.exists() for device in _GPU_DEVICES)
     return [
@@ -30,7 +30,7 @@ def check_host_memory(host: HostConfig) -> list[Finding]:
     ]
 
 
-def check_arena_dir(folder: Path) -> Finding:
+def check_arena_dir(folder: Path) -> CheckResult:
     """Check that the daemon can use the folder."""
     problem = folder_problem(folder)
     if problem:
@@ -38,7 +38,7 @@ def check_arena_dir(folder: Path) -> Finding:
     return ok("host.arena_dir", str(folder))
 
 
-def check_shared_arena_dir(folder: Path, daemon_pid: int) -> Finding:
+def check_shared_arena_dir(folder: Path, daemon_pid: int) -> CheckResult:
     """Check that the folder of a daemon in another container is mounted here, because an engine here needs it."""
     if not is_folder_of(folder, daemon_pid):
         remedy = "mount it where vLLM runs, under the same path: all KV bytes pass through it"
@@ -46,7 +46,7 @@ def check_shared_arena_dir(folder: Path, daemon_pid: int) -> Finding:
     return ok("host.arena_dir", f"the daemon's {folder} is here too")
 
 
-def check_arena_file_system(mount: Mount | None) -> Finding:
+def check_arena_file_system(mount: Mount | None) -> CheckResult:
     """Judge the file system of the arenas."""
     if mount is None:
         return skipped("host.file_system", "the kernel does not list the file systems here")
@@ -59,7 +59,7 @@ def check_arena_file_system(mount: Mount | None) -> Finding:
     return ok("host.file_system", found)
 
 
-def check_arena_space(host: HostConfig) -> Finding:
+def check_arena_space(host: HostConfig) -> CheckResult:
     """Compare `host.bytes` with its file system; kvtier's own files count as free space."""
     size_bytes, free_bytes = filesystem_bytes(host.arena_dir), available_bytes(host.arena_dir)
     found = f"{format_size(free_bytes)} of {format_size(size_bytes)} for host.bytes = {format_size(host.host_bytes)}"
@@ -70,7 +70,7 @@ def check_arena_space(host: HostConfig) -> Finding:
     return ok("host.space", found)
 
 
-def check_memory(host_bytes: int, memory_bytes: int) -> Finding:
+def check_memory(host_bytes: int, memory_bytes: int) -> CheckResult:
     """Compare `host.bytes` with the memory that processes here may use."""
     found = f"host.bytes = {format_size(host_bytes)} of {format_size(memory_bytes)} of memory"
     if host_bytes > memory_bytes:
@@ -82,7 +82,7 @@ def check_memory(host_bytes: int, memory_bytes: int) -> Finding:
     return ok("host.memory", found)
 
 
-def check_memlock(host_bytes: int, soft_limit: int, *, has_gpu: bool) -> Finding:
+def check_memlock(host_bytes: int, soft_limit: int, *, has_gpu: bool) -> CheckResult:
     """Compare `host.bytes` with RLIMIT_MEMLOCK: an engine on a GPU locks the arena's pages for its copies."""
     if not has_gpu:
         return skipped("host.memlock", "no GPU here, so no process locks memory")

@@ -6,7 +6,7 @@ import resource
 import time
 from pathlib import Path
 
-from kvtier.doctor.report import Finding, fail, ok, warn
+from kvtier.doctor.report import CheckResult, fail, ok, warn
 
 MIN_KERNEL = (4, 18)
 """Kernel of the oldest distributions whose C library (glibc 2.28) runs the wheels of grpcio and numpy."""
@@ -14,7 +14,7 @@ MIN_OPEN_FILES = 1024
 CLOCK_SLACK_S = 60.0
 
 
-def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[Finding]:
+def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[CheckResult]:
     """Check kernel, open files and clock.
 
     Args:
@@ -28,7 +28,7 @@ def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[Fi
     ]
 
 
-def check_kernel(system: str, release: str) -> Finding:
+def check_kernel(system: str, release: str) -> CheckResult:
     """Judge the kernel by the output of `uname`."""
     found = f"{system} {release}"
     version = re.match(r"(\d+)\.(\d+)", release)
@@ -41,7 +41,7 @@ def check_kernel(system: str, release: str) -> Finding:
     return ok("machine.kernel", found)
 
 
-def check_open_files(soft_limit: int) -> Finding:
+def check_open_files(soft_limit: int) -> CheckResult:
     """Judge RLIMIT_NOFILE, which the daemon inherits from the process that starts it."""
     shown = "unlimited" if soft_limit == resource.RLIM_INFINITY else str(soft_limit)
     if soft_limit != resource.RLIM_INFINITY and soft_limit < MIN_OPEN_FILES:
@@ -50,7 +50,7 @@ def check_open_files(soft_limit: int) -> Finding:
     return ok("machine.open_files", f"{shown} allowed for a process started here")
 
 
-def check_clock(now_unix_s: float, disk_dir: Path | None, started_unix_s: float) -> Finding:
+def check_clock(now_unix_s: float, disk_dir: Path | None, started_unix_s: float) -> CheckResult:
     """Compare the wall clock with earlier times that it gave."""
     seen_unix_s = max(started_unix_s, _last_written_unix_s(disk_dir) if disk_dir else 0.0)
     behind_s = seen_unix_s - now_unix_s

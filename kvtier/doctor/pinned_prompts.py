@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.doctor.report import Finding, Status, ok, skipped, warn
+from kvtier.doctor.report import CheckResult, Status, ok, skipped, warn
 
 MAX_LISTED = 20
 
 
-def check_pins(prompts: Sequence[PromptStatus] | None) -> list[Finding]:
+def check_pins(prompts: Sequence[PromptStatus] | None) -> list[CheckResult]:
     """Return one finding for each pinned prompt that is not durable, up to `MAX_LISTED`, and one for all others.
 
     Args:
@@ -24,7 +24,7 @@ def check_pins(prompts: Sequence[PromptStatus] | None) -> list[Finding]:
     return [*broken, ok("pins.kept", f"{len(pinned) - len(broken)} of {len(pinned)} pinned prompts are durable")]
 
 
-def check_pin(prompt: PromptStatus) -> Finding:
+def check_pin(prompt: PromptStatus) -> CheckResult:
     """Say whether a pinned prompt is durable and recognized by the engines that serve its model, and if not, why."""
     name = prompt.name
     if prompt.error:

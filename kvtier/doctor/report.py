@@ -49,7 +49,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """What one check found.
 
     Attributes:
@@ -70,21 +70,21 @@ class Finding:
         assert bool(self.remedy) == (self.status in (Status.WARN, Status.FAIL)), self
 
 
-def ok(check: str, found: str) -> Finding:
+def ok(check: str, found: str) -> CheckResult:
     """Return a finding without a problem."""
-    return Finding(id=check, status=Status.OK, found=found)
+    return CheckResult(id=check, status=Status.OK, found=found)
 
 
-def warn(check: str, found: str, remedy: str) -> Finding:
+def warn(check: str, found: str, remedy: str) -> CheckResult:
     """Return a finding that works, but probably not as intended."""
-    return Finding(id=check, status=Status.WARN, found=found, remedy=remedy)
+    return CheckResult(id=check, status=Status.WARN, found=found, remedy=remedy)
 
 
-def fail(check: str, found: str, remedy: str) -> Finding:
+def fail(check: str, found: str, remedy: str) -> CheckResult:
     """Return a finding with which kvtier does not work."""
-    return Finding(id=check, status=Status.FAIL, found=found, remedy=remedy)
+    return CheckResult(id=check, status=Status.FAIL, found=found, remedy=remedy)
 
 
-def skipped(check: str, why: str) -> Finding:
+def skipped(check: str, why: str) -> CheckResult:
     """Return a finding of a check that did not run."""
-    return Finding(id=check, status=Status.SKIPPED, found=why)
+    return CheckResult(id=check, status=Status.SKIPPED, found=why)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvtier._pb.cache_pb2 import DaemonStatus
 from kvtier.doctor.engine_environment import EngineEnvironment, supports
-from kvtier.doctor.report import Finding, fail, ok, skipped, warn
+from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
 from kvtier.errors import KvtierError
 
 _CHECKS = ("server.answers", "server.prefix_caching", "server.hash_algorithm", "server.attached")
@@ -26,7 +26,7 @@ class VllmServer(Protocol):
 
 def check_server(
     server: VllmServer | None, environment: EngineEnvironment, status: DaemonStatus | None
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Judge a running vLLM.
 
     Args:
@@ -50,7 +50,7 @@ def check_server(
     ]
 
 
-def check_server_version(version: str, series: str) -> Finding:
+def check_server_version(version: str, series: str) -> CheckResult:
     """Compare the version with those that the connector is written for."""
     if series and not supports(series, version):
         remedy = f"install vLLM {series}, or a kvtier for that vLLM"
@@ -58,7 +58,7 @@ def check_server_version(version: str, series: str) -> Finding:
     return ok("server.answers", f"vLLM {version}")
 
 
-def check_prefix_caching(enabled: str) -> Finding:
+def check_prefix_caching(enabled: str) -> CheckResult:
     """Judge --enable-prefix-caching, as the metrics of vLLM show it."""
     if not enabled:
         return skipped("server.prefix_caching", "vLLM's metrics do not show it")
@@ -68,7 +68,7 @@ def check_prefix_caching(enabled: str) -> Finding:
     return ok("server.prefix_caching", "on")
 
 
-def check_hash_algorithm(algorithm: str, stable: Sequence[str]) -> Finding:
+def check_hash_algorithm(algorithm: str, stable: Sequence[str]) -> CheckResult:
     """Judge --prefix-caching-hash-algo; PYTHONHASHSEED is in the environment of vLLM and not visible here."""
     if not algorithm or not stable:
         return skipped("server.hash_algorithm", "not known" if algorithm else "vLLM's metrics do not show it")
@@ -78,7 +78,7 @@ def check_hash_algorithm(algorithm: str, stable: Sequence[str]) -> Finding:
     return ok("server.hash_algorithm", algorithm)
 
 
-def check_attached(model_names: Sequence[str], status: DaemonStatus | None) -> Finding:
+def check_attached(model_names: Sequence[str], status: DaemonStatus | None) -> CheckResult:
     """Find an engine with these models among the sessions of the daemon."""
     if status is None:
         return skipped("server.attached", "no daemon answers")

@@ -19,11 +19,11 @@ from kvtier.ledger.namespace_files import load_namespaces, save_namespace
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.sql.schema import SIDE_FILES
 from kvtier.maintenance.compare import PackFiles, compare
+from kvtier.maintenance.compare_promises import compare_promises, read_copies
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import Verifier, list_names, read_headers
-from kvtier.maintenance.promises import compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
-from kvtier.upkeep.scratch import scratch_folder
+from kvtier.upkeep.scratch_folder import scratch_folder
 
 LEDGER_NAME = "ledger.sqlite"
 _EMPTY = LedgerSnapshot(namespaces=(), prompts=(), bindings=(), packs={})

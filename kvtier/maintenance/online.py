@@ -23,13 +23,13 @@ from kvtier.ledger import LedgerSnapshot
 from kvtier.ledger.checks import LedgerHealth, inspect_ledger, load_copy
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.maintenance.compare import PackFiles, both, compare
+from kvtier.maintenance.compare_promises import compare_promises, read_copies
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import Verifier, list_names, read_headers
-from kvtier.maintenance.promises import compare_promises, read_copies
 from kvtier.maintenance.repair import Repairer
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
-from kvtier.upkeep.scratch import scratch_folder
+from kvtier.upkeep.scratch_folder import scratch_folder
 
 _GRACE_POLL_S = 0.01
 

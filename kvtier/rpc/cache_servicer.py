@@ -15,10 +15,10 @@ from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.prompts.status import EvictionView, PromptView
 from kvtier.rpc.convert import daemon_status, fsck_report, namespace_status, prompt_status
+from kvtier.rpc.error_statuses import Context, translated
 from kvtier.rpc.metrics import MetricsState
 from kvtier.rpc.paging import fill_page, page_size
 from kvtier.rpc.parsing import parse_import_start, parse_pin
-from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.tiering.command_eviction import EvictTier
 

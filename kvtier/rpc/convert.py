@@ -7,7 +7,7 @@ from kvtier.maintenance import Report
 from kvtier.prompts.status import BindingView, PromptState, PromptView
 from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache
-from kvtier.service.gauges import read_gauges
+from kvtier.service.metrics_reading import read_gauges
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.version import __version__

@@ -19,8 +19,8 @@ from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.printable import shortened
+from kvtier.rpc.error_statuses import Context, translated
 from kvtier.rpc.parsing import parse_hello, parse_stores
-from kvtier.rpc.status import Context, translated
 from kvtier.service import Cache
 from kvtier.sessions.engine_peer import PromotionForecast
 from kvtier.sessions.session import Session, SessionEnd

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvtier.errors import InvalidArgumentError
-from kvtier.rpc.status import Context, translated
+from kvtier.rpc.error_statuses import Context, translated
 
 _OURS = "/kvtier."
 

@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.obs.declare import Family
 from kvtier.obs.log import log_event
 from kvtier.service import Cache
-from kvtier.service.gauges import read_metrics
+from kvtier.service.metrics_reading import read_metrics
 
 if TYPE_CHECKING:
     from kvtier.obs.exposition import MetricsServer, Read

@@ -19,14 +19,13 @@ from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.errors import ArenaError, DrainingError, KvtierError, LedgerError, NamespaceMismatchError, StuckError
+from kvtier.errors import ArenaError, DrainingError, KvtierError, StuckError
 from kvtier.host.arena import sweep_arena_directory
 from kvtier.host.arenas import Arenas, max_open_arenas
 from kvtier.host.preallocation import Preallocator
 from kvtier.host.recovery import Recovery
 from kvtier.host.session_locks import SessionLock
-from kvtier.ledger import BindingRow, Ledger, NamespaceRow, PromptRow
-from kvtier.ledger.namespace_files import forget_namespace, save_namespace
+from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 from kvtier.obs.loop_lag import watch_loop_lag
@@ -34,25 +33,23 @@ from kvtier.obs.timings import Timings
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher, rank_pinned
+from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.startup import load_from_disk
-from kvtier.sessions.context import SessionContext
 from kvtier.sessions.engine_peer import EngineHello, EnginePeer
 from kvtier.sessions.namespace_differences import NamespaceDifference, differing_namespaces
 from kvtier.sessions.session import Session, SessionEnd
-from kvtier.tiering.capacity import Capacity
+from kvtier.sessions.session_context import SessionContext
 from kvtier.tiering.inventory import MAX_HELD_BATCH
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
-from kvtier.tiering.tiers import Tiers
 from kvtier.upkeep.compactor import Compactor
 from kvtier.upkeep.ledger_upkeep import LedgerUpkeep
-from kvtier.upkeep.scratch import sweep_scratch
+from kvtier.upkeep.scratch_folder import sweep_scratch
 from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 
 logger = logging.getLogger(__name__)
 
 _ROOM_POLL_S = 0.25
-_EMPTY_GRACE_S = 24 * 3600.0
 STUCK_AFTER_S = 10.0
 """After the drain, which has a time of its own, only calls that run are waited for: one batch of reads, one pack being
 written. A disk that needs longer for that hangs, and whoever stops the daemon shall not wait for it for ever."""
@@ -66,16 +63,17 @@ class Cache:
         self.resources = resources
         self.started_unix_s = time.time()
         self.prompts = PromptBook()
-        self.namespaces: dict[str, Namespace] = {}
-        self.capacity = Capacity(resources, self.namespaces)
+        self._tasks = Tasks()
+        self.changes = Changes(self._tasks)
+        self.registry = NamespaceRegistry(resources, self.prompts, self.changes, self._top_up_all)
+        self.namespaces, self.capacity = self.registry.by_id, self.registry.capacity
         self.compactor = Compactor(
             resources,
-            self._all_tiers,
-            is_any_refused=lambda: any(each.write_back.num_refused for each in self.namespaces.values()),
-            retry_refused=self._retry_refused,
+            self.registry.all_tiers,
+            is_any_refused=self.registry.is_any_refused,
+            retry_refused=self.registry.retry_refused,
         )
-        self.scrubber = Scrubber(resources, self._all_tiers, config.disk.disk_dir / CURSOR_FILE)
-        self._tasks = Tasks()
+        self.scrubber = Scrubber(resources, self.registry.all_tiers, config.disk.disk_dir / CURSOR_FILE)
         self.arenas = Arenas(
             config.host.arena_dir,
             resources.budget,
@@ -85,10 +83,8 @@ class Cache:
             top_up_all=self._top_up_all,
             max_open=max_open_arenas(),
         )
-        self.changes = Changes(self._tasks)
         self._draining = False
         self._sessions: list[Session] = []  # quarantined ones too
-        self._ending: list[Namespace] = []  # ephemeral ones that are being closed, by a task that a stop cancels
         self._verified = asyncio.Event()  # nothing of a previous daemon's memory comes to be served from now on
         self.pins = Pins(
             resources, self.prompts, self.namespaces, lambda: self.live_sessions, self.changes, self._verified
@@ -112,7 +108,7 @@ class Cache:
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
         resources = Resources.create(config, disk, Ledger.open(ledger_path), counters, timings)
         cache = cls(config, resources)
-        await load_from_disk(resources, cache.namespaces, cache.prompts, cache.open_namespace, disk)
+        await load_from_disk(resources, cache.namespaces, cache.prompts, cache.registry.open, disk)
         recovery = cache._new_recovery()
         await recovery.open(config.host.arena_dir)
         cache._tasks.start("recovery", cache._recover_memory(recovery))
@@ -197,26 +193,6 @@ class Cache:
             except ArenaError as error:
                 log_event(logger, "arena_not_dropped", level=logging.ERROR, problem=str(error))
 
-    def open_namespace(self, row: NamespaceRow, *, ephemeral: bool = False) -> Namespace:
-        """Take a namespace in."""
-        namespace = Namespace(
-            row,
-            self.resources,
-            ephemeral=ephemeral,
-            find_host_capacity=self.capacity.find_host_capacity,
-            find_disk_capacity=self.capacity.find_disk_capacity,
-            top_up_all=self._top_up_all,
-        )
-        self.namespaces[row.namespace_id] = namespace
-        return namespace
-
-    def _all_tiers(self) -> list[Tiers]:
-        return [namespace.tiers for namespace in self.namespaces.values()]
-
-    def _retry_refused(self) -> None:
-        for namespace in self.namespaces.values():
-            namespace.write_back.retry_refused()
-
     def differing_namespaces(self, session: Session) -> list[NamespaceDifference]:
         """Explain to an engine why its namespace holds nothing; see `sessions.namespace_differences`."""
         mine, names = self.namespaces[session.namespace_id], session.hello.model_names
@@ -240,37 +216,7 @@ class Cache:
         for namespace in self.namespaces.values():
             namespace.write_back.retry_if_it_fits()
         await self.arenas.close_empty()
-        await self._forget_empty_namespaces()
-
-    async def _forget_empty_namespaces(self) -> None:
-        """A namespace without chunks, prompts and engines, left alone for a while, is not worth a row."""
-        for namespace in list(self.namespaces.values()):
-            if not self._is_over(namespace):
-                continue
-            async with self.changes.lock:
-                if self._is_over(namespace):
-                    await self._forget_namespace(namespace)
-
-    def _is_over(self, namespace: Namespace) -> bool:
-        if self.namespaces.get(namespace.namespace_id) is not namespace:  # ended while the change lock was waited for
-            return False
-        if namespace.host.recovering:  # its arena is still being taken over from a previous daemon
-            return False
-        if namespace.sessions or len(namespace.table) or self.prompts.num_bound_in(namespace.namespace_id):
-            return False
-        return time.time() - namespace.row.seen_unix_s > _EMPTY_GRACE_S
-
-    async def _forget_namespace(self, namespace: Namespace) -> None:
-        if not namespace.ephemeral:
-            try:
-                await self.resources.in_ledger(self.resources.ledger.delete_namespace, namespace.namespace_id)
-            except LedgerError as error:  # the next turn tries again
-                log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
-                return
-            with suppress(OSError):  # a copy more is no harm
-                await self.resources.in_io(forget_namespace, self.config.disk.disk_dir, namespace.namespace_id)
-        await self._close_namespace(namespace)
-        log_event(logger, "namespace_forgotten", namespace=namespace.namespace_id, model=namespace.row.model)
+        await self.registry.forget_empty()
 
     # Engines
 
@@ -288,20 +234,20 @@ class Cache:
             if self._draining:
                 raise DrainingError
             is_new = namespace_id(hello.fingerprint) not in self.namespaces
-            namespace = self._namespace_of(hello)
+            namespace = self.registry.open_for(hello)
             had_arena, session_id = namespace.host.is_open, uuid.uuid4().hex
             namespace.attaching = True
             try:
                 await self.arenas.open(namespace)
                 lock = SessionLock.create(self.config.host.arena_dir, session_id)
                 try:
-                    await self._record_namespace(namespace)
+                    await self.registry.record(namespace)
                 except BaseException:
                     lock.close()
                     raise
             except KvtierError:
                 if is_new:
-                    await self._close_namespace(namespace)
+                    await self.registry.close(namespace)
                 raise
             finally:
                 namespace.attaching = False
@@ -338,45 +284,6 @@ class Cache:
             arena=namespace.host.arena.path,
         )
         return session
-
-    def _namespace_of(self, hello: EngineHello) -> Namespace:
-        found_id = namespace_id(hello.fingerprint)
-        namespace = self.namespaces.get(found_id)
-        now_unix_s = time.time()
-        if namespace is None:
-            row = NamespaceRow(
-                namespace_id=found_id,
-                model=hello.model_names[0],
-                fingerprint=dict(hello.fingerprint),
-                layout=hello.layout,
-                created_unix_s=now_unix_s,
-                seen_unix_s=now_unix_s,
-            )
-            namespace = self.open_namespace(row, ephemeral=hello.ephemeral)
-        elif namespace.layout != hello.layout:
-            raise NamespaceMismatchError(
-                f"namespace {found_id} has another layout than this engine states for the same fingerprint; "
-                "the engine's connector and the one that created it are of different versions: upgrade both"
-            )
-        elif namespace.ephemeral != hello.ephemeral:
-            raise NamespaceMismatchError(
-                f"namespace {found_id} is {'' if namespace.ephemeral else 'not '}ephemeral and this engine's is not to "
-                "share it; give an ephemeral engine a fingerprint of its own"
-            )
-        return namespace
-
-    async def _record_namespace(self, namespace: Namespace) -> None:
-        row = replace(namespace.row, seen_unix_s=time.time())
-        if not namespace.ephemeral:
-            await self.resources.in_ledger(self.resources.ledger.put_namespace, row)
-            await self._save_namespace(row)
-        namespace.row = row
-
-    async def _save_namespace(self, row: NamespaceRow) -> None:
-        try:
-            await self.resources.in_io(save_namespace, self.config.disk.disk_dir, row)
-        except OSError as error:  # what it is for, a lost ledger, has not happened
-            log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=str(error))
 
     def pins_for(self, session: Session) -> list[PromptRow]:
         """Return the prompts that the engine shall recognize."""
@@ -458,15 +365,7 @@ class Cache:
     async def _end_if_over(self, namespace: Namespace) -> None:
         """An ephemeral namespace goes with its last session; its prompts forget that it was."""
         if namespace.ephemeral and not namespace.sessions:
-            await self._close_namespace(namespace)
-
-    async def _close_namespace(self, namespace: Namespace) -> None:
-        del self.namespaces[namespace.namespace_id]
-        self.prompts.forget_namespace(namespace.namespace_id)
-        self._ending.append(namespace)
-        await namespace.close()
-        self._ending.remove(namespace)
-        self._top_up_all()
+            await self.registry.close(namespace)
 
     # The end
 
@@ -498,7 +397,7 @@ class Cache:
 
     async def _end(self) -> None:
         await self._tasks.close()
-        for namespace in [*self.namespaces.values(), *self._ending]:
+        for namespace in [*self.namespaces.values(), *self.registry.ending]:
             await namespace.close(keep_arena=self.config.host.keep_arena)
         await self.resources.close()
 

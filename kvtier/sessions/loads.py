@@ -15,8 +15,8 @@ from kvtier.core.stored import StoredChunk
 from kvtier.errors import InvalidArgumentError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
-from kvtier.sessions.context import SessionContext
 from kvtier.sessions.engine_peer import PromotionForecast
+from kvtier.sessions.session_context import SessionContext
 from kvtier.tiering.promotion.promoter import Promoter
 
 logger = logging.getLogger(__name__)

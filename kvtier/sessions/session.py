@@ -12,8 +12,8 @@ from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
-from kvtier.sessions.context import SessionContext
 from kvtier.sessions.loads import Loads
+from kvtier.sessions.session_context import SessionContext
 from kvtier.sessions.stores import Stores
 from kvtier.tiering.inventory import MAX_HELD_BATCH
 from kvtier.tiering.namespace import RecomputeCost

@@ -9,8 +9,8 @@ from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.errors import InvalidArgumentError
-from kvtier.sessions.context import SessionContext
 from kvtier.sessions.loads import Loads
+from kvtier.sessions.session_context import SessionContext
 from kvtier.tiering.write_back import WriteBack
 
 _MAX_CREDIT_SHARE = 4

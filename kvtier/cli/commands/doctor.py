@@ -14,7 +14,7 @@ from kvtier.cli.options import api_key_option
 from kvtier.cli.output.grid import Column, Grid, Styled
 from kvtier.cli.output.streams import Output
 from kvtier.cli.vllm_api.http_client import VllmClient
-from kvtier.doctor import Finding, Status, Target, run_checks
+from kvtier.doctor import CheckResult, Status, Target, run_checks
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
 
@@ -59,7 +59,7 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-def findings_table(findings: Iterable[Finding]) -> Grid:
+def findings_table(findings: Iterable[CheckResult]) -> Grid:
     """Return one row per finding; the remedy stands below it."""
     table = Grid(Column(wraps=True), Column(title="CHECK"), Column(title="WHAT, AND WHAT TO DO", wraps=True))
     for finding in findings:
@@ -70,12 +70,12 @@ def findings_table(findings: Iterable[Finding]) -> Grid:
     return table
 
 
-def _summary(findings: Sequence[Finding]) -> str:
+def _summary(findings: Sequence[CheckResult]) -> str:
     numbers = Counter(finding.status for finding in findings)
     return ", ".join(f"{numbers[each]} {each.value}{_named(each, findings)}" for each in Status if numbers[each])
 
 
-def _named(status: Status, findings: Sequence[Finding]) -> str:
+def _named(status: Status, findings: Sequence[CheckResult]) -> str:
     """Return the ids of the checks with a status that needs action, as the end of the summary."""
     if status not in (Status.WARN, Status.FAIL):
         return ""

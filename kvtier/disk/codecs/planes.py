@@ -54,7 +54,7 @@ HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
 )
 
 
-class Scratch(threading.local):
+class ThreadScratch(threading.local):
     """A thread's zstd contexts and buffers, about 1.5 MiB, kept between chunks: fresh pages cost more than the work.
 
     Attributes:
@@ -94,7 +94,7 @@ class Scratch(threading.local):
             self.kept_bytes -= len(self._rooms.popleft())
 
 
-_scratch = Scratch()
+_scratch = ThreadScratch()
 
 
 class PlaneCodec(ABC):
@@ -113,11 +113,11 @@ class PlaneCodec(ABC):
     plane_bytes: tuple[int, ...]
 
     @abstractmethod
-    def split(self, block: Bytes, planes: Sequence[Bytes], scratch: Scratch) -> None:
+    def split(self, block: Bytes, planes: Sequence[Bytes], scratch: ThreadScratch) -> None:
         """Fill the planes from a block, which is aligned; may use `scratch.words` and `scratch.other_words`."""
 
     @abstractmethod
-    def merge(self, planes: Sequence[Bytes], block: Bytes, scratch: Scratch) -> None:
+    def merge(self, planes: Sequence[Bytes], block: Bytes, scratch: ThreadScratch) -> None:
         """Undo `split`; everything is aligned; may use `scratch.words`, and may change the first plane."""
 
     def encode(self, segments: Sequence[memoryview]) -> Sequence[memoryview] | None:
@@ -180,7 +180,7 @@ class PlaneCodec(ABC):
         )
 
     def _decode_block(
-        self, source: Bytes, offset: int, lengths: Iterable[tuple[int, int]], block: Bytes, scratch: Scratch
+        self, source: Bytes, offset: int, lengths: Iterable[tuple[int, int]], block: Bytes, scratch: ThreadScratch
     ) -> int:
         """Return the offset after the block's planes; `lengths` are their stored lengths, and their own."""
         planes: list[Bytes] = []
@@ -201,7 +201,7 @@ class PlaneCodec(ABC):
         self.merge(planes, block, scratch)
         return offset
 
-    def _decode_frame(self, stored: Bytes, length: int, buffer: Bytes, scratch: Scratch) -> None:
+    def _decode_frame(self, stored: Bytes, length: int, buffer: Bytes, scratch: ThreadScratch) -> None:
         """Decode one zstd frame to the front of a buffer, which is longer: so a frame that is too long shows."""
         try:
             filled = scratch.decompressor.stream_reader(stored.data).readinto(buffer)
@@ -314,7 +314,7 @@ class _Cursor:
         return np.concatenate(parts, out=buffer[:length])
 
 
-def _encode_plane(plane: Bytes, scratch: Scratch) -> memoryview | None:
+def _encode_plane(plane: Bytes, scratch: ThreadScratch) -> memoryview | None:
     """Return the plane as a frame, None when that gains too little."""
     frame = scratch.compressor.compress(plane.data)
     return memoryview(frame) if len(frame) <= (1 - MIN_PLANE_GAIN_RATIO) * plane.nbytes else None

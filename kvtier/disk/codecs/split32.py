@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.disk.codecs.planes import Bytes, PlaneCodec, Scratch
+from kvtier.disk.codecs.planes import Bytes, PlaneCodec, ThreadScratch
 from kvtier.disk.codecs.words import merge_words, split_words
 
 _WORD = np.dtype("<u2")
@@ -25,7 +25,7 @@ class Split32Codec(PlaneCodec):
     unit_bytes = 8
     plane_bytes = (2, 2, 4)
 
-    def split(self, block: Bytes, planes: Sequence[Bytes], scratch: Scratch) -> None:
+    def split(self, block: Bytes, planes: Sequence[Bytes], scratch: ThreadScratch) -> None:
         """See `PlaneCodec.split`."""
         values, lower = block.view(_DOUBLE_WORD), planes[2].view(_DOUBLE_WORD)
         upper = scratch.words.view(_DOUBLE_WORD)[: lower.size]
@@ -40,7 +40,7 @@ class Split32Codec(PlaneCodec):
         high, low = planes[0].view(_WORD), planes[1].view(_WORD)
         split_words(upper.view(_WORD), high, low, temp.view(_WORD)[: high.size])
 
-    def merge(self, planes: Sequence[Bytes], block: Bytes, scratch: Scratch) -> None:
+    def merge(self, planes: Sequence[Bytes], block: Bytes, scratch: ThreadScratch) -> None:
         """See `PlaneCodec.merge`."""
         values, lower = block.view(_DOUBLE_WORD), planes[2].view(_DOUBLE_WORD)
         upper = scratch.words.view(_DOUBLE_WORD)[: lower.size]

@@ -16,7 +16,7 @@ from kvtier.doctor import daemon, disk, host_memory, machine, pinned_prompts, vl
 from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment, supports
 from kvtier.doctor.mounts import Mount, mount_of
 from kvtier.doctor.pinned_prompts import MAX_LISTED, check_pin, check_pins
-from kvtier.doctor.report import Finding, Status
+from kvtier.doctor.report import CheckResult, Status
 from kvtier.errors import RenderError
 from kvtier.folders import LOCK_NAME
 from kvtier.version import __version__
@@ -333,9 +333,9 @@ def test_what_is_no_python_is_a_finding_and_no_traceback(script: Callable[[str],
 
 def test_a_finding_cannot_forget_its_remedy() -> None:
     with pytest.raises(AssertionError):
-        Finding(id="disk.dir", status=WARN, found="x")
+        CheckResult(id="disk.dir", status=WARN, found="x")
     with pytest.raises(AssertionError):
-        Finding(id="disk.directory", status=OK, found="x")
+        CheckResult(id="disk.directory", status=OK, found="x")
     assert pinned_prompts.check_pin(prompt()).remedy == ""
 
 

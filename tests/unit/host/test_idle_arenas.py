@@ -337,9 +337,9 @@ def test_a_namespace_that_ends_while_it_is_to_be_forgotten_is_forgotten_once(fol
             namespace = engine.namespace
             namespace.row = replace(namespace.row, seen_unix_s=0.0)
             async with cache.changes.lock:
-                forgetting = asyncio.create_task(cache._forget_empty_namespaces())
+                forgetting = asyncio.create_task(cache.registry.forget_empty())
                 await asyncio.sleep(0)
-                await cache._close_namespace(namespace)
+                await cache.registry.close(namespace)
             await forgetting
             assert shared_bytes(cache) == cache.resources.budget.used_bytes == 0
 

@@ -23,6 +23,7 @@ from kvtier.errors import TierIOError
 from kvtier.host.recovery import Recovery
 from kvtier.pages import PageOps
 from kvtier.service.cache import Cache
+from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.tiering.namespace import Namespace
 from tests.fakes.chunks import layout_of
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
@@ -653,12 +654,12 @@ def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
 
     Taking over broke off at that, for every namespace: nobody's rows were ever given back, and nothing was prewarmed.
     """
-    monkeypatch.setattr("kvtier.service.cache._EMPTY_GRACE_S", -1.0)
+    monkeypatch.setattr("kvtier.service.namespace_registry.EMPTY_GRACE_S", -1.0)
     looked: list[bool] = []
-    original = Cache._is_over
+    original = NamespaceRegistry._is_over
 
-    def look(cache: Cache, namespace: Namespace) -> bool:
-        looked.append(original(cache, namespace))
+    def look(registry: NamespaceRegistry, namespace: Namespace) -> bool:
+        looked.append(original(registry, namespace))
         return looked[-1]
 
     async def scenario() -> None:
@@ -670,7 +671,7 @@ def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
         lock = config.host.arena_dir / f"session-{'5' * 32}.lock"
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_SH)
-            monkeypatch.setattr(Cache, "_is_over", look)
+            monkeypatch.setattr(NamespaceRegistry, "_is_over", look)
             async with running(config) as stub:
                 async with asyncio.timeout(DEADLINE_S):
                     while len(looked) < 2:  # noqa: ASYNC110 - a private turn of the daemon's, without an event

@@ -1,7 +1,7 @@
 """Every error of kvtier has a gRPC status, or is one that a daemon never raises in a call."""
 
 from kvtier import errors
-from kvtier.rpc.status import STATUS_OF, status_of
+from kvtier.rpc.error_statuses import STATUS_OF, status_of
 
 CLIENT_SIDE = (
     errors.DaemonUnreachableError,

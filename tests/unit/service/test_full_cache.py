@@ -11,6 +11,7 @@ import pytest
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.service import cache as cache_module
+from kvtier.service import namespace_registry
 from kvtier.sessions import session as session_module
 from kvtier.tiering import inventory as inventory_module
 from kvtier.tiering import resources as stores_module
@@ -313,7 +314,7 @@ def test_a_rate_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_a_namespace_that_holds_nothing_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every change of weights left a row in the ledger and a line in `kvtier status`, for ever."""
-    monkeypatch.setattr(cache_module, "_EMPTY_GRACE_S", 0.0)
+    monkeypatch.setattr(namespace_registry, "EMPTY_GRACE_S", 0.0)
     monkeypatch.setattr(cache_module, "_ROOM_POLL_S", 0.01)
     num_looks, trim = 0, Capacity.trim_host
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier.core.slots import SlotState
 from kvtier.errors import LedgerError, TierIOError
-from kvtier.service.gauges import read_gauges, read_metrics
+from kvtier.service.metrics_reading import read_gauges, read_metrics
 from kvtier.sessions.session import SessionEnd
 from tests.fakes.rig import Rig, eventually, keys_of, rig
 from tests.fakes.scripted_engine import room_for

@@ -122,7 +122,7 @@ def test_a_namespace_that_ends_while_a_prompt_is_bound_leaves_no_binding(tmp_pat
             keys = keys_of(range(5 * SLICE_KEYS))
             binding = asyncio.create_task(r.cache.bind(session, view.prompt.pin_id, keys, 48, ""))
             await eventually(lambda: len(session.tiers.table) > 0)
-            await r.cache._close_namespace(r.cache.namespaces[session.namespace_id])
+            await r.cache.registry.close(r.cache.namespaces[session.namespace_id])
             await binding
             assert r.cache.prompts.bindings_of(view.prompt.pin_id) == []
             await r.cache.pins.unpin("p")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.disk.codecs import Codec, CodecError
-from kvtier.disk.codecs.planes import BLOCK_BYTES, MAX_KEPT_BYTES, PlaneCodec, Scratch
+from kvtier.disk.codecs.planes import BLOCK_BYTES, MAX_KEPT_BYTES, PlaneCodec, ThreadScratch
 from kvtier.disk.codecs.split16 import Split16Codec
 from kvtier.disk.codecs.split32 import Split32Codec
 from kvtier.disk.codecs.zstd import ZstdCodec
@@ -84,7 +84,7 @@ def test_pieces_stay_when_the_next_chunks_are_encoded(length: int) -> None:
 
 def test_a_thread_keeps_few_buffers_and_uses_them_again() -> None:
     """A write holds many chunks at once. With two buffers for them each chunk got fresh pages, a third of its time."""
-    scratch = Scratch()
+    scratch = ThreadScratch()
     held = [scratch.take_room(MAX_KEPT_BYTES // 16) for _ in range(8)]
     assert scratch.kept_bytes == MAX_KEPT_BYTES // 2
     del held

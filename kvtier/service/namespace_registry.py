@@ -1,0 +1,161 @@
+"""The daemon's namespaces: opened for an engine or at a start, recorded, forgotten when nothing is left of them."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from kvtier.concurrency.changes import Changes
+from kvtier.core.fingerprint import namespace_id
+from kvtier.errors import LedgerError, NamespaceMismatchError
+from kvtier.ledger import NamespaceRow
+from kvtier.ledger.namespace_files import forget_namespace, save_namespace
+from kvtier.obs.log import log_event
+from kvtier.prompts.book import PromptBook
+from kvtier.sessions.engine_peer import EngineHello
+from kvtier.tiering.capacity import Capacity
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
+from kvtier.tiering.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+EMPTY_GRACE_S = 24 * 3600.0
+"""How long a namespace without chunks, prompts and engines keeps its row."""
+
+
+class NamespaceRegistry:
+    """Every namespace by its id. Loop thread only.
+
+    Args:
+        resources: Shared by all namespaces.
+        prompts: All of them.
+        changes: The change lock.
+        top_up_all: Called when host memory came free.
+
+    Attributes:
+        by_id: The namespaces; read by everyone, changed here only.
+        capacity: Who is evicted when a tier is full, over all namespaces.
+        ending: Those that are being closed, by tasks that a stop may cancel.
+    """
+
+    def __init__(
+        self, resources: Resources, prompts: PromptBook, changes: Changes, top_up_all: Callable[[], None]
+    ) -> None:
+        self.by_id: dict[str, Namespace] = {}
+        self.capacity = Capacity(resources, self.by_id)
+        self.ending: list[Namespace] = []
+        self._resources, self._prompts, self._changes, self._top_up_all = resources, prompts, changes, top_up_all
+
+    def open(self, row: NamespaceRow, *, ephemeral: bool = False) -> Namespace:
+        """Take a namespace in."""
+        namespace = Namespace(
+            row,
+            self._resources,
+            ephemeral=ephemeral,
+            find_host_capacity=self.capacity.find_host_capacity,
+            find_disk_capacity=self.capacity.find_disk_capacity,
+            top_up_all=self._top_up_all,
+        )
+        self.by_id[row.namespace_id] = namespace
+        return namespace
+
+    def open_for(self, hello: EngineHello) -> Namespace:
+        """Return the namespace of an engine, which is opened if there is none.
+
+        Raises:
+            NamespaceMismatchError: It exists with another layout, or is ephemeral and this engine's must not be.
+        """
+        found_id = namespace_id(hello.fingerprint)
+        namespace = self.by_id.get(found_id)
+        if namespace is None:
+            now_unix_s = time.time()
+            row = NamespaceRow(
+                namespace_id=found_id,
+                model=hello.model_names[0],
+                fingerprint=dict(hello.fingerprint),
+                layout=hello.layout,
+                created_unix_s=now_unix_s,
+                seen_unix_s=now_unix_s,
+            )
+            return self.open(row, ephemeral=hello.ephemeral)
+        if namespace.layout != hello.layout:
+            raise NamespaceMismatchError(
+                f"namespace {found_id} has another layout than this engine states for the same fingerprint; "
+                "the engine's connector and the one that created it are of different versions: upgrade both"
+            )
+        if namespace.ephemeral != hello.ephemeral:
+            raise NamespaceMismatchError(
+                f"namespace {found_id} is {'' if namespace.ephemeral else 'not '}ephemeral and this engine's is not to "
+                "share it; give an ephemeral engine a fingerprint of its own"
+            )
+        return namespace
+
+    async def record(self, namespace: Namespace) -> None:
+        """Write its row, and the copy beside the ledger: an engine uses it now.
+
+        Raises:
+            LedgerError: The ledger refused.
+        """
+        row = replace(namespace.row, seen_unix_s=time.time())
+        if not namespace.ephemeral:
+            await self._resources.in_ledger(self._resources.ledger.put_namespace, row)
+            try:
+                await self._resources.in_io(save_namespace, self._resources.config.disk.disk_dir, row)
+            except OSError as error:  # the copy is for a lost ledger, which is there
+                log_event(logger, "namespace_not_saved", level=logging.WARNING, problem=str(error))
+        namespace.row = row
+
+    async def forget_empty(self) -> None:
+        """Forget namespaces that have had no chunks, prompts and engines for a day."""
+        for namespace in list(self.by_id.values()):
+            if not self._is_over(namespace):
+                continue
+            async with self._changes.lock:
+                if self._is_over(namespace):
+                    await self._forget(namespace)
+
+    def _is_over(self, namespace: Namespace) -> bool:
+        if self.by_id.get(namespace.namespace_id) is not namespace:  # ended while the change lock was waited for
+            return False
+        if namespace.host.recovering:  # its arena is still being taken over from a previous daemon
+            return False
+        if namespace.sessions or len(namespace.table) or self._prompts.num_bound_in(namespace.namespace_id):
+            return False
+        return time.time() - namespace.row.seen_unix_s > EMPTY_GRACE_S
+
+    async def _forget(self, namespace: Namespace) -> None:
+        resources = self._resources
+        if not namespace.ephemeral:
+            try:
+                await resources.in_ledger(resources.ledger.delete_namespace, namespace.namespace_id)
+            except LedgerError as error:  # tried again at the next look
+                log_event(logger, "namespace_not_forgotten", level=logging.ERROR, problem=str(error))
+                return
+            with suppress(OSError):  # a superfluous copy does no harm
+                await resources.in_io(forget_namespace, resources.config.disk.disk_dir, namespace.namespace_id)
+        await self.close(namespace)
+        log_event(logger, "namespace_forgotten", namespace=namespace.namespace_id, model=namespace.row.model)
+
+    async def close(self, namespace: Namespace) -> None:
+        """End a namespace that no engine uses; its bindings are forgotten."""
+        del self.by_id[namespace.namespace_id]
+        self._prompts.forget_namespace(namespace.namespace_id)
+        self.ending.append(namespace)
+        await namespace.close()
+        self.ending.remove(namespace)
+        self._top_up_all()
+
+    def all_tiers(self) -> list[Tiers]:
+        """Return the tiers of every namespace."""
+        return [namespace.tiers for namespace in self.by_id.values()]
+
+    def is_any_refused(self) -> bool:
+        """Say whether the disk quota keeps some chunk from becoming durable."""
+        return any(namespace.write_back.num_refused for namespace in self.by_id.values())
+
+    def retry_refused(self) -> None:
+        """Space came free on disk: try to write what was refused."""
+        for namespace in self.by_id.values():
+            namespace.write_back.retry_refused()
