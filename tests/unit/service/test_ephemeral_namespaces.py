@@ -10,6 +10,7 @@ import pytest
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.host.arena import Arena
 from kvtier.service.cache import Cache
+from kvtier.service.namespace_registry import NamespaceRegistry
 from tests.fakes.clocks import turns
 from tests.fakes.gates import Gate, begun, gated
 from tests.fakes.operator import Stub, evict, pin, prompt_of, reached, status_of, unpin, until
@@ -159,7 +160,7 @@ def test_the_drain_is_not_disturbed_by_a_namespace_that_ends(tmp_path: Path, mon
         with (
             gated(monkeypatch, PackTier, "write_pack") as gate,
             begun(monkeypatch, Cache, "close") as closing,
-            begun(monkeypatch, Cache, "_close_namespace") as ended,
+            begun(monkeypatch, NamespaceRegistry, "close") as ended,
         ):
             async with running(config) as stub:
                 pin_id = await pin(stub)
