@@ -306,6 +306,7 @@ class ChunkIndexContract:
                 tier_refuses(rig, patch, "quarantine_pack")
                 with pytest.raises(TierIOError):
                     await rig.restart()
+                assert rig.counters.packs_quarantined == 0
             await rig.restart()
 
         asyncio.run(scenario())
@@ -552,8 +553,9 @@ class ChunkIndexContract:
     def test_a_chunk_that_lies_elsewhere_by_now_is_not_damaged(self, rig: IndexRig) -> None:
         async def scenario() -> None:
             await rig.store(0)
-            damaged, holes = rig.places(0), rig.num_holes
+            damaged = rig.places(0)
             new = await rig.store(0, seed=1)
+            holes = rig.num_holes
             await rig.index.reject(damaged)
             assert rig.place(0) == new.chunks[0]
             assert rig.rewritten == keys_of(0)
@@ -708,6 +710,20 @@ class ChunkIndexContract:
                 await caller
             assert rig.located != before
             rig.announce_again()
+
+        asyncio.run(scenario())
+
+    @pytest.mark.parametrize("evict", [drop_cheapest, drop_packs], ids=lambda evict: evict.__name__)
+    def test_an_eviction_whose_caller_left_is_counted_and_announced(
+        self, rig: IndexRig, monkeypatch: Patch, evict: Change
+    ) -> None:
+        async def scenario() -> None:
+            await rig.store(0)
+            with gated(monkeypatch, Ledger, "drop_chunks") as gate:
+                await leave(evict(rig), gate)
+            await all_ended()
+            assert rig.announced == {key_of(0): False}
+            assert rig.counters.disk_evictions == 1
 
         asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -410,4 +410,6 @@ def without(places: Places, keys: Collection[ChunkKey]) -> Places:
 
 
 TestChunkIndex = ChunkIndexMachine.TestCase
-TestChunkIndex.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestChunkIndex.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
