@@ -12,9 +12,10 @@ from kvtier.tiering.tiers import Tiers
 BATCH_BYTES = 8 * 1024**2
 """Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for the next waiter."""
 LONG_BATCH_BYTES = 64 * 1024**2
-"""Of a batch for a single waiter: smaller concurrent ones lost a third of the time to lock contention."""
+"""Of a batch for a single waiter: in concurrent batches of 8 MiB a prompt of 24 MiB took 21 to 23 ms instead of 19."""
 _FIRST_BATCH_BYTES = BATCH_BYTES // 4
-"""Of the first batch when nothing else is read: its chunks are usable while the next one's pages are made."""
+"""Of the first batch, if pages are to be made: the first chunk comes after 13 ms instead of 28, and the last one of a
+prompt of 16 MiB after 27 to 32 ms instead of 35 to 40, since another reader makes the next pages meanwhile."""
 _PREFETCH_BATCH_BYTES = BATCH_BYTES // 4
 
 
