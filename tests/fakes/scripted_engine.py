@@ -184,6 +184,8 @@ class ScriptedEngine:
         await self.send(bind_pin=pb.BindPin(pin_id=pin_id, keys=keys, covered_tokens=covered_tokens))
         await self.receive("chunks_held")
         await self.receive("chunks_held")
+        while not self.held.keys() >= set(keys):  # what another task announced meanwhile was counted as an answer
+            await self.receive("chunks_held")
 
     async def wait_held(self, keys: Sequence[ChunkKey], *, held: bool = True) -> None:
         """Wait until the daemon said so of each key."""
