@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 600.0
 TOTAL_TIMEOUT_S = 600.0
 MAX_RATIO = 0.5
-"""Share of vLLM's cache that warm prompts may take: as much as pins may keep there, see `gpu_pins.guard`."""
+"""Share of vLLM's cache that warm prompts may take: as much as pins may keep there, see `gpu_pins.hooks`."""
 _TICK_S = 0.1
 _LOOK_S = 1.0
 _LAST_PRIORITY = 2**31 - 1
