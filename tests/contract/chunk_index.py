@@ -719,7 +719,7 @@ class ChunkIndexContract:
     ) -> None:
         async def scenario() -> None:
             await rig.store(0)
-            with gated(monkeypatch, Ledger, "drop_chunks") as gate:
+            with gated(monkeypatch, PackRows, "drop_chunks") as gate:
                 await leave(evict(rig), gate)
             await all_ended()
             assert rig.announced == {key_of(0): False}
