@@ -1,4 +1,4 @@
-"""The disk tier's latch in action: errors in, probes out, word to those who wait; `core.tier_health` decides."""
+"""The circuit breaker of the disk tier: counts errors, probes, wakes those who wait; `tier_health.py` decides."""
 
 import asyncio
 import errno

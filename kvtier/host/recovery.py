@@ -4,7 +4,7 @@ Everything that has pages is an orphan first. A marked row is served once its by
 mark and with the ledger. The rest is given back when no process holds a session lock of the previous daemon any longer:
 until then an engine of it may write there, and may read any row. Reading is safe (a slot's generation changes before
 its content); taking pages away from under a reader is not, so none are taken until then. Of what is given back then,
-`host.spare_bytes` keep their pages, as free rows: an engine that comes back would have them made again.
+`spare_bytes` keep their pages, as free rows: an engine that comes back would have them made again.
 """
 
 import asyncio

@@ -36,19 +36,19 @@ class StoredBytes:
     """Chunks are worth the less the longer they are."""
 
     def host_worth(self, key: ChunkKey) -> float:
-        """See `core.eviction.Appraiser`."""
+        """See `core.chunks.eviction.CostModel`."""
         return 1.0
 
     def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
-        """See `core.eviction.Appraiser`."""
+        """See `core.chunks.eviction.CostModel`."""
         return 1 / location.stored_bytes
 
     def stored_bytes(self, location: StoredChunk) -> int:
-        """See `core.eviction.Appraiser`."""
+        """See `core.chunks.eviction.CostModel`."""
         return location.stored_bytes
 
     def payload_bytes(self, key: ChunkKey) -> int:
-        """See `core.eviction.Appraiser`."""
+        """See `core.chunks.eviction.CostModel`."""
         return 100
 
 
