@@ -29,7 +29,7 @@ class LeasedChunk(NamedTuple):
     promoting: bool
 
 
-@dataclass
+@dataclass(eq=False)  # an engine, not a value: the inventory removes one of two
 class ListPeer:
     """What a session was told.
 
