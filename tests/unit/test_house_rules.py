@@ -1,6 +1,6 @@
 """What keeps the code findable: small folders and classes, names that occur once, a sentence for each folder.
 
-import-linter refuses circles and arrows upwards; this is what it cannot say (docs/adr/0020-one-owner-for-each-thing.md).
+import-linter refuses circles and arrows upwards; this is what it cannot say (see ADR 20).
 """
 
 import ast
