@@ -60,7 +60,7 @@ class HitRun:
         self._home, self._random = home, random.Random(1)
         self._prompt = self._tokens(num_tokens)
         variable = {"KVTIER_TRACE_FOLDER": str(home / "traces")}
-        self.daemon = Daemon(home / "daemon", settings={**variable, "TUNED_HOST_PREWARM": "false"})
+        self.daemon = Daemon(home / "daemon", settings={**variable, "TUNED_HOST_PREFETCH": "false"})
         self._options = EngineOptions(
             model=str(cached_model("served", SERVED)),
             kvtier_socket=self.daemon.socket,

@@ -47,7 +47,7 @@ async def run(home: Path, num_chunks: int, chunk_bytes: int, num_rounds: int) ->
     """Measure one prompt."""
     layout = one_group(chunk_bytes)
     keys = [chunk_key(number) for number in range(num_chunks)]
-    settings = {"TUNED_HOST_PREWARM": "false", "KVTIER_DISK_BYTES": str(3 * num_chunks * chunk_bytes)}
+    settings = {"TUNED_HOST_PREFETCH": "false", "KVTIER_DISK_BYTES": str(3 * num_chunks * chunk_bytes)}
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     with Daemon(home, host_bytes=str(num_chunks * chunk_bytes * 5 // 4), settings=settings) as daemon:
         await store(daemon, layout, keys)
@@ -79,7 +79,7 @@ async def restart(daemon: Daemon, layout: KVLayout, keys: Sequence[ChunkKey], si
     daemon.kill()
     if side != RECOVERED:
         daemon.lose_memory()
-    daemon.set_variable("TUNED_HOST_PREWARM", "true" if side == PREFETCHED else "false")
+    daemon.set_variable("TUNED_HOST_PREFETCH", "true" if side == PREFETCHED else "false")
     began_s = time.monotonic()
     await asyncio.to_thread(daemon.start)
     times = {"answers": time.monotonic() - began_s}

@@ -33,7 +33,7 @@ def config_of(home: Path) -> DaemonConfig:
     (home / "arena").mkdir(mode=0o700, exist_ok=True)
     return DaemonConfig(
         server=ServerConfig(socket=home / "d.sock", drain_timeout_s=1),
-        host=HostConfig(arena_dir=home / "arena", host_bytes=512 << 20, prewarm=False),
+        host=HostConfig(arena_dir=home / "arena", host_bytes=512 << 20, prefetch=False),
         disk=DiskConfig(disk_dir=home / STATE, disk_bytes=4 << 30, reserve_bytes=0),
         metrics=MetricsConfig(listen=OFF),
     )

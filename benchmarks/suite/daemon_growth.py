@@ -121,7 +121,7 @@ async def _acquire_often(engine: ScriptedEngine, keys: Sequence[ChunkKey]) -> li
 
 def bytes_moved(num_mib: int, add: Add) -> None:
     """Measure the daemon's CPU for storing so much bf16, handing it out from host memory, and reading it from disk."""
-    settings = {"TUNED_HOST_PREWARM": "false", "KVTIER_HOST_BYTES": str(2 * num_mib * MIB)}
+    settings = {"TUNED_HOST_PREFETCH": "false", "KVTIER_HOST_BYTES": str(2 * num_mib * MIB)}
     with _daemon(**settings) as daemon, daemon:
         asyncio.run(_move(daemon, num_mib, add))
 

@@ -49,7 +49,7 @@ class KVTier(System):
 
     def prefetch(self, wanted: bool) -> None:
         """Say whether the next start prefetches pinned prompts."""
-        self.daemon.set_variable("TUNED_HOST_PREWARM", str(wanted).lower())
+        self.daemon.set_variable("TUNED_HOST_PREFETCH", str(wanted).lower())
 
     def _engine_options(self) -> EngineOptions:
         return replace(self.options, kvtier_socket=self.daemon.socket)

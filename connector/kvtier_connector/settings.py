@@ -54,7 +54,7 @@ class WeightsFingerprint(enum.Enum):
 
 
 class GpuPin(enum.Enum):
-    """How pinned prompts are kept in vLLM's own cache (ADR 16)."""
+    """How pinned prompts are kept in vLLM's prefix cache (ADR 16)."""
 
     SOFT = "soft"
     HARD = "hard"

@@ -131,7 +131,7 @@ class CacheServiceServicer(object):
 
     def GetTokens(self, request, context):
         """The token ids of a prompt, as they were pinned: with model, LoRA and salt of its status they make the request that brings
-        it back into vLLM's own cache.
+        it back into vLLM's prefix cache.
         Fails with NOT_FOUND, FAILED_PRECONDITION (the prompt is not rendered yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

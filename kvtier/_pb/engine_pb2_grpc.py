@@ -50,8 +50,8 @@ class EngineServiceServicer(object):
 
         Leases and store grants belong to the session. They end by Release / StoreDone / StoreAbort, or after the session,
         never by a clock: when the stream ends, arena slots that the session may still touch stay quarantined until no
-        process holds the session's lock file (Welcome.lock_path) any more. So a stopped (SIGSTOP) engine is never harmed. One
-        that does not read while 256 MiB of messages wait for it loses its session, and attaches anew when it goes on.
+        process holds the session's lock file (Welcome.lock_path) any longer. So a stopped (SIGSTOP) engine is never harmed. One
+        that does not read while 256 MiB of messages wait for it loses its session, and attaches again when it goes on.
 
         A session that is refused leaves nothing behind. Fails with INVALID_ARGUMENT (a field of Hello is unusable, or bytes
         are no message; the error names field, value and remedy), FAILED_PRECONDITION (the namespace exists with another

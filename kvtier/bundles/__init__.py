@@ -2,6 +2,6 @@
 
 from kvtier.bundles.exporting import export_bundle
 from kvtier.bundles.importing import import_bundle
-from kvtier.bundles.receiving import ImportWish
+from kvtier.bundles.receiving import RequestedImport
 
-__all__ = ["ImportWish", "export_bundle", "import_bundle"]
+__all__ = ["RequestedImport", "export_bundle", "import_bundle"]

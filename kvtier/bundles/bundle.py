@@ -12,7 +12,7 @@ from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.stored import StoredChunk
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 
 TEXTS = ("name", "model", "lora_name", "lora_path", "cache_salt")
 _LAYOUT_JSON = limits.Text(64 * 1024)
@@ -39,7 +39,7 @@ class Bundle:
         chunks: In the order of the binding's keys, which is that of the data too.
     """
 
-    prompt: PinWish
+    prompt: RequestedPin
     model: str
     fingerprint: Mapping[str, str]
     layout: KVLayout

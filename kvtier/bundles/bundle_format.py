@@ -27,7 +27,7 @@ from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
 from kvtier.ledger.rows import encode_layout, encode_tokens
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 
 FORMAT_VERSION = 3
 """1, and 2 with a priority, kept everything in the metadata: see `old_bundles`."""
@@ -173,12 +173,12 @@ def _read(
         sha256 = bytes(sha256s[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
         chunks.append(read_chunk(tensor, offset, layout, pack_id, codecs[codec], checksum, sha256))
         offset += tensor.num_bytes
-    # Bytes that are no UTF-8 become characters that UTF-8 cannot say, which `PinWish` refuses by name.
+    # Bytes that are no UTF-8 become characters that UTF-8 cannot say, which `RequestedPin` refuses by name.
     texts: dict[str, Any] = {name: metadata[_PROMPT + name] for name in TEXTS} | {
         "recipe_json": str(recipe, "utf-8", "surrogateescape")
     }
     return Bundle(
-        prompt=PinWish(tokens=TokenIds.from_bytes(bytes(tokens)), priority=_number(metadata, "priority"), **texts),
+        prompt=RequestedPin(tokens=TokenIds.from_bytes(bytes(tokens)), priority=_number(metadata, "priority"), **texts),
         model=metadata["kvtier.model"],
         fingerprint=fingerprint,
         layout=layout,

@@ -10,10 +10,10 @@ from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk
 from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
 from kvtier.bundles.decoded import DecodedFile
 from kvtier.bundles.spool import PACK_SUFFIX, Spool, in_batches
-from kvtier.disk.disk_usage import ScratchRoom
+from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError, TierIOError
 from kvtier.ledger import BindingRow, PromptRow
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
@@ -53,14 +53,14 @@ async def export_bundle(
             yield await cache.resources.in_io(spool.read, PIECE_BYTES, offset)
 
 
-async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchRoom]:
+async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchSpace]:
     """Return a scratch file and the room for it, none yet; both last as long as the stack."""
-    room = stack.enter_context(cache.resources.disk_usage.scratch_room())
+    room = stack.enter_context(cache.resources.disk_usage.scratch_space())
     spool = await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir)
     return stack.enter_context(spool), room
 
 
-async def _fill(cache: Cache, spool: Spool, room: ScratchRoom, name: str, namespace_id: str) -> Bundle:
+async def _fill(cache: Cache, spool: Spool, room: ScratchSpace, name: str, namespace_id: str) -> Bundle:
     num_tries = 0
     while True:
         prompt = cache.prompts.get(name)
@@ -104,7 +104,7 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle:
             raise PromptNotDurableError(prompt.name, "a chunk of it left the disk this moment")
         chunks.append(BundleChunk(chunk.location, bytes(DIGEST_BYTES)))
     return Bundle(
-        prompt=PinWish(**{name: getattr(prompt, name) for name in (*TEXTS, "tokens", "recipe_json", "priority")}),
+        prompt=RequestedPin(**{name: getattr(prompt, name) for name in (*TEXTS, "tokens", "recipe_json", "priority")}),
         model=namespace.row.model,
         fingerprint=dict(namespace.fingerprint),
         layout=namespace.layout,
@@ -113,11 +113,11 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle:
     )
 
 
-async def _write(cache: Cache, spool: Spool, room: ScratchRoom, draft: Bundle) -> Bundle:
+async def _write(cache: Cache, spool: Spool, room: ScratchSpace, draft: Bundle) -> Bundle:
     """Copy the chunks, verify the copies, and only then write what stands before them."""
     resources, packs = cache.resources, cache.config.disk.disk_dir / "packs"
     offset = len(await resources.in_io(build_front, draft))
-    await _keep_room(cache, room, draft.prompt.name, offset + draft.data_bytes)
+    await _keep_capacity(cache, room, draft.prompt.name, offset + draft.data_bytes)
     chunks: list[BundleChunk] = []
     for batch in in_batches(draft.chunks, [chunk.stored.stored_bytes for chunk in draft.chunks]):
         chunks += await resources.in_io(_copy, spool, packs, batch, offset)
@@ -130,9 +130,9 @@ async def _write(cache: Cache, spool: Spool, room: ScratchRoom, draft: Bundle) -
     return bundle
 
 
-async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, room: ScratchRoom) -> None:
+async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, room: ScratchSpace) -> None:
     decoded = await cache.resources.in_io(DecodedFile, bundle)
-    await _keep_room(cache, room, bundle.prompt.name, decoded.file_bytes)
+    await _keep_capacity(cache, room, bundle.prompt.name, decoded.file_bytes)
     await cache.resources.in_io(decoded.write_front, target)
     written_bytes = 0
     for batch in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
@@ -141,7 +141,7 @@ async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, ro
         room.grew(written_bytes)
 
 
-async def _keep_room(cache: Cache, room: ScratchRoom, name: str, file_bytes: int) -> None:
+async def _keep_capacity(cache: Cache, room: ScratchSpace, name: str, file_bytes: int) -> None:
     """Nothing is dropped for it: the disk's cache is worth more than a copy of a part of it."""
     usage = cache.resources.disk_usage
     await cache.resources.measure_disk()

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.bundles.bundle import Bundle
-from kvtier.bundles.receiving import Admitted, ImportWish, Reception, admit, is_on_disk, pack_bytes
+from kvtier.bundles.receiving import Admitted, Reception, RequestedImport, admit, is_on_disk, pack_bytes
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
-from kvtier.disk.disk_usage import ScratchRoom
+from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.disk.index import IndexChange
 from kvtier.errors import (
     DrainingError,
@@ -29,13 +29,13 @@ from kvtier.errors import (
     TierIOError,
 )
 from kvtier.ledger import BindingRow, Ledger, PromptRow
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.status import PromptView
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
 
-async def import_bundle(cache: Cache, wish: ImportWish, pieces: AsyncIterator[bytes]) -> PromptView:
+async def import_bundle(cache: Cache, wish: RequestedImport, pieces: AsyncIterator[bytes]) -> PromptView:
     """Take a bundle in and pin its prompt; pin and chunks are durable on return. After an error nothing is left.
 
     Args:
@@ -54,20 +54,20 @@ async def import_bundle(cache: Cache, wish: ImportWish, pieces: AsyncIterator[by
         LedgerError: The ledger refused.
     """
     with ExitStack() as stack:
-        room = stack.enter_context(cache.resources.disk_usage.scratch_room())
+        room = stack.enter_context(cache.resources.disk_usage.scratch_space())
         spool = stack.enter_context(await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir))
         admitted = await Reception(cache, wish, spool, room).receive(pieces)
         held = stack.pop_all()
     try:
         # From here to its end, even when the caller leaves: a pack that is being written cannot be called back.
-        return await cache.changes.to_end("import", _take_in(cache, wish, admitted, spool, room, held))
+        return await cache.changes.run_shielded("import", _take_in(cache, wish, admitted, spool, room, held))
     except DrainingError:  # it did not begin
         held.close()
         raise
 
 
 async def _take_in(
-    cache: Cache, wish: ImportWish, admitted: Admitted, spool: Spool, room: ScratchRoom, held: ExitStack
+    cache: Cache, wish: RequestedImport, admitted: Admitted, spool: Spool, room: ScratchSpace, held: ExitStack
 ) -> PromptView:
     with held:
         pin, namespace = await admit(cache, wish, admitted.bundle)  # things may have changed while it came
@@ -82,7 +82,7 @@ async def _take_in(
 class _Import:
     """Writing and recording one verified bundle."""
 
-    def __init__(self, cache: Cache, namespace: Namespace, bundle: Bundle, pin: PinWish, spool: Spool) -> None:
+    def __init__(self, cache: Cache, namespace: Namespace, bundle: Bundle, pin: RequestedPin, spool: Spool) -> None:
         self._cache, self._namespace, self._bundle, self._pin = cache, namespace, bundle, pin
         self._spool = spool
         self._written: list[PackRecord] = []

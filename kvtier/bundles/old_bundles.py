@@ -23,7 +23,7 @@ from kvtier.bundles.safetensors_header import Tensor
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 
 MAX_HEADER_BYTES = 32 * 1024**2
 _MAX_OBJECTS = 4 * (limits.MAX_KEYS + 1)
@@ -58,7 +58,7 @@ def read_old_bundle(header: bytes, metadata: Mapping[str, str], tensors: Sequenc
     binding = _read_json(metadata, "kvtier.binding")
     _check_fields("kvtier.binding", binding, {"keys", "covered_tokens"})
     bundle = Bundle(
-        prompt=PinWish(**prompt | {"tokens": _read_tokens(prompt["tokens"])}),
+        prompt=RequestedPin(**prompt | {"tokens": _read_tokens(prompt["tokens"])}),
         model=metadata["kvtier.model"],
         fingerprint=_read_json(metadata, "kvtier.fingerprint"),
         layout=read_layout(metadata["kvtier.layout"]),

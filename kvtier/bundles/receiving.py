@@ -15,10 +15,10 @@ from kvtier.bundles.safetensors_header import LENGTH_PREFIX
 from kvtier.bundles.spool import Spool
 from kvtier.collector import gc_paused
 from kvtier.core.layout import ChunkKey
-from kvtier.disk.disk_usage import ScratchRoom
+from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import BundleDamagedError, DiskRoomError, InvalidArgumentError, QuotaExceededError
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.quota import pinned_bytes
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
@@ -27,7 +27,7 @@ MAX_PIECE_BYTES = 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportWish:
+class RequestedImport:
     """ImportStart of proto/kvtier/v1/cache.proto.
 
     Attributes:
@@ -46,11 +46,11 @@ class Admitted:
     """A bundle that may be taken in, as things stand: what it says, the pin it becomes, and where."""
 
     bundle: Bundle
-    pin: PinWish
+    pin: RequestedPin
     namespace: Namespace
 
 
-async def admit(cache: Cache, wish: ImportWish, bundle: Bundle) -> tuple[PinWish, Namespace]:
+async def admit(cache: Cache, wish: RequestedImport, bundle: Bundle) -> tuple[RequestedPin, Namespace]:
     """Say which pin a bundle becomes, in which namespace. It is asked again when all of the bundle is there.
 
     Raises:
@@ -89,7 +89,7 @@ class Reception:
         room: What is kept for the spool, and later for packs.
     """
 
-    def __init__(self, cache: Cache, wish: ImportWish, spool: Spool, room: ScratchRoom) -> None:
+    def __init__(self, cache: Cache, wish: RequestedImport, spool: Spool, room: ScratchSpace) -> None:
         self._cache, self._wish, self._spool, self._room = cache, wish, spool, room
         self._admitted: Admitted | None = None
         self._front_bytes = 0  # what is known to be needed of the file before it can be judged
@@ -117,7 +117,7 @@ class Reception:
     async def _take(self, piece: bytes) -> None:
         num_bytes = self._spool.num_bytes + len(piece)
         if self._admitted is None:
-            await self._keep_room("(bundle)", num_bytes)
+            await self._keep_capacity("(bundle)", num_bytes)
         elif num_bytes > self._admitted.bundle.file_bytes:
             check_length(self._admitted.bundle, num_bytes)
         await self._cache.resources.in_io(self._spool.append, piece)
@@ -136,10 +136,10 @@ class Reception:
         pin, namespace = await admit(self._cache, self._wish, bundle)
         missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
         num_pack_bytes = await self._cache.resources.in_io(pack_bytes, namespace, bundle, missing)
-        await self._keep_room(pin.name, bundle.file_bytes, num_pack_bytes)
+        await self._keep_capacity(pin.name, bundle.file_bytes, num_pack_bytes)
         return Admitted(bundle=bundle, pin=pin, namespace=namespace)
 
-    async def _keep_room(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:
+    async def _keep_capacity(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:
         usage = self._cache.resources.disk_usage
 
         def shortage() -> int:
@@ -170,7 +170,7 @@ def _read_front(spool: Spool) -> Bundle | int:
         return front
 
 
-def _pin_wish(wish: ImportWish, bundle: Bundle) -> PinWish:
+def _pin_wish(wish: RequestedImport, bundle: Bundle) -> RequestedPin:
     return replace(bundle.prompt, name=wish.name or bundle.prompt.name, ttl_s=wish.ttl_s, replace=wish.replace)
 
 

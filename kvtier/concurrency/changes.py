@@ -37,7 +37,7 @@ class Changes:
 
         return await self._tasks.complete(name, alone())
 
-    async def to_end(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run_shielded(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end even when the caller leaves meanwhile; not exclusively.
 
         Raises:

@@ -37,10 +37,10 @@ class HostConfig:
     """Bytes of all arenas together: rows, slot tables and headers."""
     keep_arena: bool = False
     """A daemon that is stopped leaves its arenas to the next start; a crash always does."""
-    spare_bytes: int = 256 * MIB
+    preallocated_bytes: int = 256 * MIB
     """No setting. Of free rows that get their pages ahead of need, for attached engines, and keep them over a crash.
     Enough for one long prompt (ADR 13); at most an eighth of `host_bytes`, and never above `low_watermark`."""
-    prewarm: bool = True
+    prefetch: bool = True
     """No setting. At start, promote pinned prompts to host memory: a pin asks for that, and requests go first."""
     high_watermark: float = 0.95
     """No setting. Share of `host_bytes` in use above which unpinned chunks are evicted in the background: later, stores

@@ -14,7 +14,7 @@ from kvtier.config.units import available_bytes, filesystem_bytes, format_size, 
 
 AUTO_HOST_RATIO = 0.25
 AUTO_DISK_CAP_BYTES = 256 * 1024 * model.MIB
-SPARE_SHARE = 8
+PREALLOCATED_SHARE = 8
 RESERVE_SHARE = 20
 
 _T = TypeVar("_T")
@@ -55,7 +55,7 @@ def resolve(
             arena_dir=arena_dir,
             host_bytes=host_bytes,
             keep_arena=host.keep_arena,
-            spare_bytes=min(model.HostConfig.spare_bytes, host_bytes // SPARE_SHARE),
+            preallocated_bytes=min(model.HostConfig.preallocated_bytes, host_bytes // PREALLOCATED_SHARE),
         ),
         disk=model.DiskConfig(
             disk_dir=disk_dir,

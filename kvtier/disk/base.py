@@ -110,7 +110,7 @@ class DiskTier(Protocol):
     def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
         """Copy chunks from their packs into one new pack, which is durable on return; the old packs stay.
 
-        Stored bytes are verified by their checksum and copied as they are, not encoded anew.
+        Stored bytes are verified by their checksum and copied as they are, not encoded again.
 
         Raises:
             ChunkDamagedError: A chunk is not what was written; the error's `key` names it. No pack is left.

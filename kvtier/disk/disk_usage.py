@@ -102,12 +102,12 @@ class DiskUsage:
             self._promised_bytes -= num_bytes
             self._writes.discard(write)
 
-    def scratch_room(self) -> "ScratchRoom":
+    def scratch_space(self) -> "ScratchSpace":
         """Return room for one scratch file, none yet."""
-        return ScratchRoom(self)
+        return ScratchSpace(self)
 
 
-class ScratchRoom:
+class ScratchSpace:
     """Room kept for a scratch file that is being written, and for the packs to be made of it. Loop thread only.
 
     Several calls at once each find room for the whole of their file, or do not begin to write it.

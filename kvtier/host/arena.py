@@ -38,7 +38,7 @@ _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class Arena:
-    """One arena file: created (or taken over from a dead daemon), mapped, and unlinked by its owner, the daemon.
+    """One arena file: created (or taken over from a previous daemon), mapped, and unlinked by its owner, the daemon.
 
     The slot table's words are read and written as single aligned 64-bit accesses. `back`, `populate` and `unback` may
     run in a worker thread; everything else is quick.
@@ -109,7 +109,7 @@ class Arena:
 
     @classmethod
     def reopen(cls, path: Path, layout: KVLayout, *, pages: PageOps | None = None) -> "Arena":
-        """Map an arena that a dead daemon left.
+        """Map an arena that a previous daemon left.
 
         Args:
             path: The file.
@@ -134,7 +134,7 @@ class Arena:
         return arena
 
     def _doubt_locked_pages(self) -> None:
-        """Have workers page-lock rows anew: the dead daemon may have dropped a row's pages and not said so."""
+        """Have workers page-lock rows again: the previous daemon may have dropped a row's pages and not said so."""
         for slot in range(self.geometry.num_slots):
             word = self.geometry.backed_word(slot)
             self._words[word] += 2 * has_pages(self._words[word])
@@ -222,7 +222,7 @@ class Arena:
         self._words[self.geometry.mark_word(slot)] = mark_of(slot, key_tag, generation, checksum)
 
     def uncommit(self, slot: int) -> None:
-        """Take the mark away: before the row may change, and when its chunk is not to be found any more."""
+        """Take the mark away: before the row may change, and when its chunk is not to be found any longer."""
         self._words[self.geometry.mark_word(self._checked(slot))] = 0
 
     def stamps_agree(self, slot: int, key: ChunkKey, generation: int) -> bool:
@@ -292,7 +292,7 @@ class Arena:
 def sweep_arena_directory(directory: Path) -> None:
     """Remove all arenas and session locks: nothing shall be adopted. Call while holding the single-instance lock.
 
-    Engines that still map an old arena keep their pages; without the lock's path they touch nothing any more.
+    Engines that still map an old arena keep their pages; without the lock's path they touch nothing any longer.
 
     Raises:
         ArenaError: The operating system refused.
@@ -308,12 +308,12 @@ def sweep_arena_directory(directory: Path) -> None:
 
 
 def left_arenas(directory: Path) -> list[Path]:
-    """Return the arena files that a dead daemon left."""
+    """Return the arena files that a previous daemon left."""
     return sorted(directory.glob(ARENA_PREFIX + "*"))
 
 
 def left_header(path: Path) -> ArenaGeometry:
-    """Return what an arena that a dead daemon left says of itself.
+    """Return what an arena that a previous daemon left says of itself.
 
     Raises:
         ArenaError: It is no arena of this format, no regular file of ours, or not as long as it says.

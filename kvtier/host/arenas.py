@@ -8,14 +8,14 @@ An arena takes shared memory (rows, slot table, header page) and two descriptors
     TAKEN OVER  a previous daemon left it, and a process may still hold a session lock of that daemon (`recovering`)
     CLOSING     a worker thread gives its pages back and unlinks it; its bytes count until that is done
 
-    NONE --attach, prewarm--> SERVING, IDLE    the header and slot table are counted before the file is made
+    NONE --attach, prefetch--> SERVING, IDLE    the header and slot table are counted before the file is made
     SERVING --last lock released--> IDLE       until then processes may read and write rows
     IDLE --attach--> SERVING                   same file: what is in memory is a hit
     IDLE --close--> CLOSING --> NONE           see below
     (start) --adopt--> TAKEN OVER --all old locks released--> IDLE
 
 IDLE is closed when an engine of another namespace attaches and descriptors, `host.bytes` or the file system have no
-place for its arena, the longest unused first; and, in the background, when it has no row with pages any more (others
+place for its arena, the longest unused first; and, in the background, when it has no row with pages any longer (others
 took them). What is pinned and not yet on disk is not evictable, so its arena is closed only once it is written. Pins
 stay durable, and are promoted again at the next attach. Nothing closes a TAKEN OVER or SERVING arena. A process that
 still maps a closed file keeps a valid mapping: the path is unlinked, and the file is never shortened.
@@ -60,7 +60,7 @@ class Arenas:
         in_thread: Runs the calls that give pages back.
         tasks: Closing goes on in one of these when the caller is cancelled.
         top_up_all: Called when memory has come free.
-        max_open: At most so many at once.
+        max_open: At most this many at once.
     """
 
     def __init__(

@@ -212,7 +212,7 @@ class HostTier(Protocol):
         """No process of the previous daemon's engines lives any longer: end its recovery, whatever became of its rows.
 
         Args:
-            keep_bytes: ORPHAN rows of so many bytes become FREE, with their pages; the others UNBACKED. Rows whose
+            keep_bytes: ORPHAN rows of this many bytes become FREE, with their pages; the others UNBACKED. Rows whose
                 pages the file system does not take back stay ORPHAN, for the next daemon.
         """
         ...

@@ -32,7 +32,7 @@ class Preallocator:
     Args:
         namespaces: Those there are now.
         budget: Shared by all namespaces.
-        spare_bytes: Of free rows with pages that each namespace with an engine shall have.
+        preallocated_bytes: Of free rows with pages that each namespace with an engine shall have.
         low_watermark_bytes: Of the budget: not above that.
         until_quiet: Returns when no request waits for the disk.
         prepare: Called once, before the first rows.
@@ -43,19 +43,19 @@ class Preallocator:
         namespaces: Callable[[], Iterable[Tenant]],
         *,
         budget: HostBudget,
-        spare_bytes: int,
+        preallocated_bytes: int,
         low_watermark_bytes: int,
         until_quiet: Callable[[], Awaitable[None]],
         prepare: Callable[[], Awaitable[None]],
     ) -> None:
         self._namespaces, self._budget = namespaces, budget
-        self._spare_bytes, self._low_watermark_bytes = spare_bytes, low_watermark_bytes
+        self._preallocated_bytes, self._low_watermark_bytes = preallocated_bytes, low_watermark_bytes
         self._until_quiet, self._prepare = until_quiet, prepare
 
     async def run(self) -> None:
         """Make rows where they are short, until cancelled."""
         is_prepared = False
-        while self._spare_bytes:
+        while self._preallocated_bytes:
             await asyncio.sleep(_POLL_S)
             if not is_prepared and any(namespace.live for namespace in self._namespaces()):
                 await self._prepare()
@@ -84,7 +84,7 @@ class Preallocator:
         if not namespace.live or not namespace.host.is_open or namespace.host.recovering:
             return 0
         usage = namespace.host.usage
-        num_wanted = self._spare_bytes // usage.row_bytes - usage.num_free
+        num_wanted = self._preallocated_bytes // usage.row_bytes - usage.num_free
         num_affordable = (self._low_watermark_bytes - self._budget.used_bytes) // usage.row_bytes
         return max(0, min(num_wanted, num_affordable, usage.num_slots - usage.num_backed))
 

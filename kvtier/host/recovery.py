@@ -4,7 +4,7 @@ Everything that has pages is an orphan first. A marked row is served once its by
 mark and with the ledger. The rest is given back when no process holds a session lock of the previous daemon any longer:
 until then an engine of it may write there, and may read any row. Reading is safe (a slot's generation changes before
 its content); taking pages away from under a reader is not, so none are taken until then. Of what is given back then,
-`spare_bytes` keep their pages, as free rows: an engine that comes back would have them made again.
+`preallocated_bytes` keep their pages, as free rows: an engine that comes back would have them made again.
 """
 
 import asyncio
@@ -68,9 +68,9 @@ class Recovery:
         in_thread: Runs blocking calls.
         rank: Returns a namespace's pinned chunks, each with a number: the more important, the higher.
         top_up_all: Called when rows have come free.
-        spare_bytes: Of rows that keep their pages, over all namespaces.
+        preallocated_bytes: Of rows that keep their pages, over all namespaces.
         low_watermark_bytes: Up to which they do.
-        max_arenas: At most so many are taken over.
+        max_arenas: At most this many are taken over.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Recovery:
         in_thread: RunInThread,
         rank: Callable[[str], Awaitable[Mapping[ChunkKey, int]]],
         top_up_all: Callable[[], None],
-        spare_bytes: int,
+        preallocated_bytes: int,
         low_watermark_bytes: int,
         max_arenas: int,
     ) -> None:
         self._namespaces, self._budget, self._counters, self._in_thread = namespaces, budget, counters, in_thread
         self._rank, self._top_up_all, self._max_arenas = rank, top_up_all, max_arenas
-        self._spare_bytes, self._low_watermark_bytes = spare_bytes, low_watermark_bytes
+        self._preallocated_bytes, self._low_watermark_bytes = preallocated_bytes, low_watermark_bytes
         self._locks: list[SessionLock] = []
         self._recovering: list[Tenant] = []
         self._entries: dict[str, list[SlotEntry]] = {}
@@ -221,10 +221,10 @@ class Recovery:
             await asyncio.sleep(_LOCK_POLL_S)
             await self._ask_locks()
         # As much keeps its pages as would be made again for one engine.
-        num_rows, spare_bytes = 0, min(self._spare_bytes, self._low_watermark_bytes - self._taken_bytes())
+        num_rows, preallocated_bytes = 0, min(self._preallocated_bytes, self._low_watermark_bytes - self._taken_bytes())
         for namespace in sorted(self._recovering, key=lambda each: (each.live, each.seen_unix_s), reverse=True):
-            freed = await namespace.host.free_orphans(spare_bytes)
-            spare_bytes -= freed.num_free * namespace.layout.row_bytes
+            freed = await namespace.host.free_orphans(preallocated_bytes)
+            preallocated_bytes -= freed.num_free * namespace.layout.row_bytes
             num_rows += freed.num_free + freed.num_unbacked
             self._top_up_all()
         self._recovering.clear()

@@ -1,4 +1,4 @@
-"""When may slots of a lost session be used again? When no process holds the session's lock file any more.
+"""When may slots of a lost session be used again? When no process holds the session's lock file any longer.
 
 Every process of an engine holds a shared flock on the file while it may touch slots of the session. The kernel drops it
 when the process is gone, and not before: a stopped (SIGSTOP) engine keeps it. Time never decides.
@@ -41,7 +41,7 @@ class SessionLock:
 
     @classmethod
     def left_in(cls, directory: Path) -> "list[SessionLock]":
-        """Return the locks that a dead daemon left; processes of its engines may hold them still."""
+        """Return the locks that a previous daemon left; processes of its engines may hold them still."""
         return [cls(path) for path in sorted(directory.glob(SESSION_LOCK_PREFIX + "*" + LOCK_SUFFIX))]
 
     def released(self) -> bool:
@@ -71,7 +71,7 @@ class SessionLock:
         return True
 
     def close(self) -> None:
-        """Unlink the path, whoever holds the lock: nobody joins this session any more.
+        """Unlink the path, whoever holds the lock: nobody joins this session any longer.
 
         Raises:
             TierIOError: The operating system refused.

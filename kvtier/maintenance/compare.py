@@ -54,7 +54,7 @@ def compare(ledger: LedgerSnapshot, files: PackFiles) -> list[Finding]:
                 Finding(code=Code.PACK_EMPTY, subject=pack_id, detail="the ledger has the pack, but no chunk of it")
             )
         if pack_id not in packs:
-            what = "the ledger has the pack, its file is gone: its chunks are stored anew when next computed"
+            what = "the ledger has the pack, its file is gone: its chunks are stored again when next computed"
             findings.append(
                 Finding(code=Code.PACK_MISSING, subject=pack_id, detail=what, num_chunks=len(record.chunks))
             )
@@ -123,7 +123,7 @@ def _other_files(files: PackFiles) -> Iterator[Finding]:
         if TEMP_FILE.fullmatch(name):
             yield Finding(code=Code.TEMPORARY_FILE, subject=name, detail="left by a write that did not finish")
         elif QUARANTINED.fullmatch(name):
-            what = "set aside as damaged; kvtier does not read it any more, delete it when you have looked at it"
+            what = "set aside as damaged; kvtier does not read it any longer, delete it when you have looked at it"
             yield Finding(code=Code.NOTE_QUARANTINED, subject=name, detail=what)
         elif not PACK_FILE.fullmatch(name):
             # A name that is no UTF-8 would not travel to the CLI.

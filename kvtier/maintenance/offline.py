@@ -36,7 +36,7 @@ def check_offline(state_dir: Path, *, arena_dir: Path | None = None, repair: boo
 
     Args:
         state_dir: Folder of ledger and packs.
-        arena_dir: Where a dead daemon's arenas would lie; counted only.
+        arena_dir: Where a previous daemon's arenas would lie; counted only.
         repair: Put right what can be put right.
         deep: Read and verify every chunk.
 

@@ -249,7 +249,7 @@ class _OnlineCheck:
                         usage.remove(pack_id)
                     elif pack_id in present and present[pack_id] != file_bytes:
                         usage.add(pack_id, present[pack_id])
-                finding.mend("counted anew")
+                finding.mend("counted again")
 
 
 class _ServiceRows:

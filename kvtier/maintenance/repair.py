@@ -47,7 +47,7 @@ class Rows(Protocol):
     def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
         """Record a durable pack and those of its chunks that still lie where they did; return how many.
 
-        What was dropped, or stored anew, since they were looked at stays as it is. Without any the pack gets no row.
+        What was dropped, or stored again, since they were looked at stays as it is. Without any the pack gets no row.
 
         Args:
             record: The pack.
@@ -119,7 +119,7 @@ class Repairer:
         kept = {chunk.key for chunk in good}
         lost = [chunk for chunk in record.chunks if chunk.key not in kept]
         self._rows.drop_chunks(record, lost)
-        return f"{len(good)} chunks of it read right and are kept, {len(lost)} are stored anew when next computed"
+        return f"{len(good)} chunks of it read right and are kept, {len(lost)} are stored again when next computed"
 
     def _take_in(self, pack_id: str) -> str:
         """Adopt what a file without rows holds by its own header; then the file is unlinked, or set aside."""

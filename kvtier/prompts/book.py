@@ -12,7 +12,7 @@ from kvtier.ledger import BindingRow, PromptRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class PinWish:
+class RequestedPin:
     """PinRequest of proto/kvtier/v1/cache.proto, checked.
 
     Raises:
@@ -91,7 +91,7 @@ class PromptBook:
         return self._by_name[name]
 
     def by_pin_id(self, pin_id: str) -> PromptRow | None:
-        """Return the prompt with this id, None when there is none (any more)."""
+        """Return the prompt with this id, None when there is none (any longer)."""
         return self._by_pin_id.get(pin_id)
 
     def bindings_of(self, pin_id: str) -> list[BindingRow]:
@@ -112,7 +112,7 @@ class PromptBook:
         """Return the prompt's binding in a namespace."""
         return self._bindings.get(pin_id, {}).get(namespace_id)
 
-    def draft(self, wish: PinWish, now_unix_s: float) -> tuple[PromptRow, PromptRow | None]:
+    def draft(self, wish: RequestedPin, now_unix_s: float) -> tuple[PromptRow, PromptRow | None]:
         """Return the prompt as it will be, and the one whose place it takes.
 
         The same prompt again keeps its id, and with it its bindings and chunks.
@@ -206,7 +206,7 @@ def _importance(prompt: PromptRow) -> tuple[int, float]:
     return prompt.priority, prompt.created_unix_s
 
 
-def _difference(old: PromptRow, wish: PinWish) -> str | None:
+def _difference(old: PromptRow, wish: RequestedPin) -> str | None:
     for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt"):
         if getattr(old, field) != getattr(wish, field):
             return field

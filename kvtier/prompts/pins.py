@@ -12,7 +12,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.errors import LedgerError, PromptPinnedError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
-from kvtier.prompts.book import PinWish, PromptBook
+from kvtier.prompts.book import PromptBook, RequestedPin
 from kvtier.prompts.pin_watch import PinWatch
 from kvtier.prompts.quota import check_quota
 from kvtier.prompts.status import (
@@ -44,7 +44,7 @@ class Pins:
         namespaces: By id; the cache's own, which change.
         live_sessions: Returns the engines attached now.
         changes: The changes of the whole cache.
-        verified: Set once nothing of a dead daemon's memory comes to be served any more; no eviction runs before.
+        verified: Set once nothing of a previous daemon's memory comes to be served any longer; no eviction runs before.
 
     Attributes:
         watch: How far each pin is durable, known ahead.
@@ -67,17 +67,17 @@ class Pins:
         self._changes = changes
         self._verified = verified
 
-    async def pin(self, wish: PinWish) -> PromptView:
+    async def pin(self, wish: RequestedPin) -> PromptView:
         """Make a prompt a pinned one; durable on return.
 
         Raises:
             PromptExistsError: The name is taken.
             QuotaExceededError: It would not fit on disk.
         """
-        await self._changes.to_end("pin", self._pin(wish))
+        await self._changes.run_shielded("pin", self._pin(wish))
         return await self.view(wish.name)
 
-    async def _pin(self, wish: PinWish) -> None:
+    async def _pin(self, wish: RequestedPin) -> None:
         async with self._changes.lock:
             prompt, old = self._prompts.draft(wish, time.time())
             await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
@@ -102,7 +102,7 @@ class Pins:
         Raises:
             PromptNotFoundError: There is no such prompt.
         """
-        await self._changes.to_end("unpin", self._unpin_named(name))
+        await self._changes.run_shielded("unpin", self._unpin_named(name))
         return await self.view(name)
 
     async def _unpin_named(self, name: str) -> None:
@@ -150,7 +150,7 @@ class Pins:
             PromptPinnedError: It is pinned, its chunks would leave the last tier, and `force` is not set.
             LedgerError: The ledger refused.
         """
-        return await self._changes.to_end("evict", self._evict(name, force=force, tier=tier))
+        return await self._changes.run_shielded("evict", self._evict(name, force=force, tier=tier))
 
     async def _evict(self, name: str, *, force: bool, tier: EvictTier) -> EvictionView:
         await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
@@ -181,7 +181,7 @@ class Pins:
         Raises:
             LedgerError: The ledger refused; what was dropped until then stays dropped.
         """
-        return await self._changes.to_end("evict", self._evict_all(force=force, tier=tier))
+        return await self._changes.run_shielded("evict", self._evict_all(force=force, tier=tier))
 
     async def _evict_all(self, *, force: bool, tier: EvictTier) -> EvictionView:
         await self._verified.wait()  # see _evict

@@ -34,7 +34,7 @@ MAX_QUEUED_BYTES = 256 * 1024**2
 """Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
 HELLO_TIMEOUT_S = 10.0
 """An engine has its Hello before it opens a stream, so it comes at once; the rest is for a machine that is far behind.
-One that is stopped (SIGSTOP) in that moment attaches anew."""
+One that is stopped (SIGSTOP) in that moment attaches again."""
 _SMALL_BYTES = 64
 _CHUNK_BYTES = 40
 _TOKEN_BYTES = 3

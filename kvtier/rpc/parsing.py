@@ -3,26 +3,26 @@
 from collections.abc import Iterator, Sequence
 
 from kvtier._pb import cache_pb2, engine_pb2
-from kvtier.bundles import ImportWish
+from kvtier.bundles import RequestedImport
 from kvtier.concurrency.turns import slices
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.sessions.engine_peer import EngineHello
 
 PROTOCOL = 1
 
 
-def parse_pin(request: cache_pb2.PinRequest, tokens: TokenIds) -> PinWish:
+def parse_pin(request: cache_pb2.PinRequest, tokens: TokenIds) -> RequestedPin:
     """Return what is to be pinned; `tokens` are the request's, which the caller has copied in turns of the loop.
 
     Raises:
         InvalidArgumentError: A field cannot be used.
     """
-    return PinWish(
+    return RequestedPin(
         name=request.name,
         tokens=tokens,
         model=request.model,
@@ -36,7 +36,7 @@ def parse_pin(request: cache_pb2.PinRequest, tokens: TokenIds) -> PinWish:
     )
 
 
-def parse_import_start(message: cache_pb2.ImportMessage | None) -> ImportWish:
+def parse_import_start(message: cache_pb2.ImportMessage | None) -> RequestedImport:
     """Return how a bundle is to be taken in.
 
     Raises:
@@ -48,7 +48,7 @@ def parse_import_start(message: cache_pb2.ImportMessage | None) -> ImportWish:
     start = message.start
     if start.name:
         limits.check_name(start.name)
-    return ImportWish(name=start.name, replace=start.replace, ttl_s=limits.TTL_S.check("ttl_s", start.ttl_s))
+    return RequestedImport(name=start.name, replace=start.replace, ttl_s=limits.TTL_S.check("ttl_s", start.ttl_s))
 
 
 def parse_hello(message: engine_pb2.EngineMessage | None) -> EngineHello:

@@ -36,7 +36,7 @@ _SERVICES = (
 
 
 async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> Path | None:
-    """Serve until `stop` is set or nobody can reach us any more, then drain within `drain_timeout_s`.
+    """Serve until `stop` is set or nobody can reach us any longer, then drain within `drain_timeout_s`.
 
     Args:
         config: The merged configuration; its folders exist and are locked.
@@ -45,7 +45,7 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
 
     Returns:
         What somebody has removed: the socket, an arena (or shortened it) or a session's lock. Such a file cannot be had
-        back, only another in its place, by serving anew. None: `stop` was set, before or during the drain.
+        back, only another in its place, by serving again. None: `stop` was set, before or during the drain.
 
     Raises:
         KvtierError: The stores cannot be opened, or the socket cannot be bound.

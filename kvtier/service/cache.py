@@ -49,7 +49,7 @@ from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 
 logger = logging.getLogger(__name__)
 
-_ROOM_POLL_S = 0.25
+_CAPACITY_POLL_S = 0.25
 STUCK_AFTER_S = 10.0
 """After the drain, which has a time of its own, only calls that run are waited for: one batch of reads, one pack being
 written. A disk that needs longer for that hangs, and whoever stops the daemon shall not wait for it for ever."""
@@ -94,7 +94,8 @@ class Cache:
     async def open(cls, config: DaemonConfig) -> "Cache":
         """Open ledger and packs, reconcile them, and take up what they hold.
 
-        The caller holds the single-instance lock: arenas of a dead daemon are taken over, packs without rows adopted.
+        The caller holds the single-instance lock. Arenas of a previous daemon are taken over, packs without rows
+        adopted.
 
         Raises:
             LedgerError: The ledger cannot be opened.
@@ -113,7 +114,7 @@ class Cache:
         await recovery.open(config.host.arena_dir)
         cache._tasks.start("recovery", cache._recover_memory(recovery))
         cache._tasks.start("expiry", cache.pins.expire())
-        cache._tasks.start("room", cache._keep_room())
+        cache._tasks.start("room", cache._keep_capacity())
         cache._tasks.start("preallocation", cache._new_preallocator().run())
         cache._tasks.start("ledger-upkeep", LedgerUpkeep(cache.resources).run())
         cache._tasks.start("probe", cache.resources.disk_health.run())
@@ -135,7 +136,7 @@ class Cache:
             in_thread=resources.in_io,
             rank=partial(rank_pinned, self.prompts),
             top_up_all=self._top_up_all,
-            spare_bytes=config.spare_bytes,
+            preallocated_bytes=config.preallocated_bytes,
             low_watermark_bytes=config.low_watermark_bytes,
             max_arenas=self.arenas.max_open,
         )
@@ -145,7 +146,7 @@ class Cache:
         return Preallocator(
             self.namespaces.values,
             budget=resources.budget,
-            spare_bytes=config.spare_bytes,
+            preallocated_bytes=config.preallocated_bytes,
             low_watermark_bytes=config.low_watermark_bytes,
             until_quiet=resources.traffic.until_quiet,
             prepare=partial(resources.in_io, resources.disk.prepare_reads),
@@ -157,14 +158,14 @@ class Cache:
             await recovery.verify()
         finally:
             self._verified.set()
-        self._prewarm(self.namespaces.values())
+        self._prefetch(self.namespaces.values())
         if await recovery.release():
-            self._prewarm(self.namespaces.values())  # what did not fit beside the rows that are gone now
+            self._prefetch(self.namespaces.values())  # what did not fit beside the rows that are gone now
 
-    def _prewarm(self, namespaces: Iterable[Namespace]) -> None:
-        if self.config.host.prewarm:
+    def _prefetch(self, namespaces: Iterable[Namespace]) -> None:
+        if self.config.host.prefetch:
             prewarmer = Prefetcher(self.prompts, self.arenas.open_if_room)
-            self._tasks.start("prewarm", prewarmer.run(list(namespaces)))
+            self._tasks.start("prefetch", prewarmer.run(list(namespaces)))
 
     @property
     def sessions(self) -> list[Session]:
@@ -202,13 +203,13 @@ class Cache:
         for session in self.sessions:
             session.stores.top_up()
 
-    async def _keep_room(self) -> None:
+    async def _keep_capacity(self) -> None:
         """Keep free slots and disk space ahead of those who will ask, and forget namespaces that hold nothing."""
         while True:
-            await asyncio.sleep(_ROOM_POLL_S)
-            await self._keep_room_once()
+            await asyncio.sleep(_CAPACITY_POLL_S)
+            await self._keep_capacity_once()
 
-    async def _keep_room_once(self) -> None:
+    async def _keep_capacity_once(self) -> None:
         if self.capacity.trim_host():
             self._top_up_all()
         await self.resources.measure_disk()
@@ -270,7 +271,7 @@ class Cache:
             self._sessions.append(session)
             namespace.sessions.append(session)
             if not had_arena and self._verified.is_set():  # else it comes when a previous daemon's memory is verified
-                self._prewarm([namespace])
+                self._prefetch([namespace])
             self.resources.counters.sessions_opened += 1
         log_event(
             logger,
@@ -298,7 +299,7 @@ class Cache:
             InvalidArgumentError: There are no keys and no error, or the keys, or the tokens they cover, cannot be.
             LedgerError: The ledger refused.
         """
-        await self.changes.to_end("bind", self._bind(session, pin_id, keys, covered_tokens, error))
+        await self.changes.run_shielded("bind", self._bind(session, pin_id, keys, covered_tokens, error))
 
     async def _bind(
         self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str

@@ -120,7 +120,7 @@ class Stores:
             self._context.tasks.start(f"seal-{self._context.session_id[:8]}", self._seal(self._num_seals, sealing))
 
     def abort(self, stores: StoreList) -> None:
-        """No rank touches these slots any more, and they hold nothing."""
+        """No rank touches these slots any longer, and they hold nothing."""
         for key, ref in stores:
             if self._writing.get(ref) == key:
                 del self._writing[ref]
@@ -154,7 +154,7 @@ class Stores:
         """Take a verified slot in, or free it; say whether the chunk is held now."""
         tiers, counters = self._context.tiers, self._context.tiers.counters
         is_wanted = self._context.resources.stores_all or tiers.table.get(key) is not None
-        if checksum is None or not is_wanted:  # not stamped as granted, or nobody wants it any more
+        if checksum is None or not is_wanted:  # not stamped as granted, or nobody wants it any longer
             tiers.host.release(ref)
             counters.stores_refused_stamp += checksum is None
             return False

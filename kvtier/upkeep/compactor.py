@@ -103,10 +103,10 @@ class Compactor:
         evicted chunk would have its pack rewritten.
         """
         config, usage = self._resources.config.disk, self._resources.disk_usage
-        spare_bytes = int((1 - config.high_watermark) * usage.limit_bytes)
+        preallocated_bytes = int((1 - config.high_watermark) * usage.limit_bytes)
         if usage.used_bytes > config.high_watermark * usage.limit_bytes:
             return True
-        return not usage.fits(min(config.pack_bytes, spare_bytes)) or self._is_any_refused()
+        return not usage.fits(min(config.pack_bytes, preallocated_bytes)) or self._is_any_refused()
 
     async def _group(self, tiers: Tiers, ratio: float) -> Job | None:
         """Return packs with holes whose live chunks make one pack, emptiest first."""

@@ -33,7 +33,7 @@ class Scrubber:
     Args:
         resources: Shared.
         all_tiers: Returns those of every namespace; asked at every pack.
-        cursor_path: The small file; it may be lost, then a pass begins anew.
+        cursor_path: The small file; it may be lost, then a pass begins again.
         pace: Limits what is read.
         unix_s: Wall clock.
         sleep: Waits for the next pass.

@@ -545,7 +545,7 @@ class ChunkIndexContract:
             await rig.index.drop(keys_of(1))
             rig.announce(keys_of(1), False)
             assert rig.counters.packs_quarantined == 1
-            rig.tier.delete_pack(pack.pack_id)  # of one that is not there any more
+            rig.tier.delete_pack(pack.pack_id)  # of one that is not there any longer
             assert rig.usage.used_bytes == 0
 
         asyncio.run(scenario())

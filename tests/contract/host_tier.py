@@ -42,10 +42,10 @@ class HostRig(Protocol):
         """Return generation and checksum of every slot that is marked for the next daemon."""
 
     def system_gives(self, num_rows: int) -> None:
-        """The file system has memory for so many more rows."""
+        """The file system has memory for this many more rows."""
 
     def system_takes(self, num_rows: int) -> None:
-        """The file system takes back the pages of so many more rows, and refuses those of others."""
+        """The file system takes back the pages of this many more rows, and refuses those of others."""
 
     def close(self) -> None:
         """Remove what it has made."""

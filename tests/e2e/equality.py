@@ -22,7 +22,7 @@ class Comparisons:
 
         Args:
             restored: Of a request that was alone in the engine.
-            reference: Of the same request, its prefix from vLLM's own cache.
+            reference: Of the same request, its prefix from vLLM's prefix cache.
             tier: Where the prefix must have come from; None: any of kvtier's tiers.
             omitted_tokens: Of the prefix, what no layer looks back to: nobody loads it, and vLLM counts it apart.
         """

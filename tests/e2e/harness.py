@@ -44,7 +44,7 @@ class Answer:
     Attributes:
         logprobs: Per generated token, the most probable tokens with their logprobs.
         cached_tokens: Prompt tokens that vLLM did not compute, as the API says.
-        by_source: The same from /metrics: device (vLLM's own cache), host, disk. Empty for concurrent requests.
+        by_source: The same from /metrics: device (vLLM's prefix cache), host, disk. Empty for concurrent requests.
         seconds: Until the answer was complete.
     """
 
@@ -137,7 +137,7 @@ def forget_gpu(engine: Engine, *, reset_external: bool = False) -> None:
 
 
 def own_hit(engine: Engine, prefix: Sequence[int], question: Sequence[int], **options: Any) -> Answer:
-    """Return the reference answer: `prefix` from vLLM's own cache and nothing else, `question` computed.
+    """Return the reference answer: `prefix` from vLLM's prefix cache and nothing else, `question` computed.
 
     The prefix must end at a block, and nobody may have asked this question since the cache was emptied.
     """
@@ -163,7 +163,7 @@ class Stack:
         """Prepare; nothing runs yet. `daemon_settings` are further variables, see `Daemon`."""
         self.home = home
         # Tests say themselves which tier answers: nothing comes to host memory unasked.
-        settings = {"TUNED_HOST_PREWARM": "false", **(daemon_settings or {})}
+        settings = {"TUNED_HOST_PREFETCH": "false", **(daemon_settings or {})}
         self.daemon = Daemon(home, host_bytes=host_bytes, settings=settings)
         self.options = replace(options, kvtier_socket=self.daemon.socket)
         self._num_engines = 0
@@ -207,7 +207,7 @@ class Stack:
         return self.cli("pin", name, "--tokens", str(path), "--url", url, *args)
 
     def store_again(self, name: str, prefix: Sequence[int], engine: Engine, *args: str) -> None:
-        """Drop a prompt from kvtier and store it anew from vLLM's own blocks, into which it was restored before."""
+        """Drop a prompt from kvtier and store it again from vLLM's own blocks, into which it was restored before."""
         before = engine.cached_by_source()
         self.cli("evict", name, "--force")
         self.pin(name, prefix, engine, *args)

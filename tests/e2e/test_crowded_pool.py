@@ -17,7 +17,7 @@ ROUNDS, USERS = 4, 16
 def test_requests_that_wait_for_room_are_restored(note: Note) -> None:
     """While one waits, vLLM evicts what the others need: also what it had of this request's own prompt.
 
-    It was computed anew if that happened before the daemon's answer, which in a crowded engine it often did.
+    It was computed again if that happened before the daemon's answer, which in a crowded engine it often did.
     """
     options = EngineOptions(model=str(cached_model("tiny", TINY)), connector_config=PATIENT)
     chance = random.Random(1)

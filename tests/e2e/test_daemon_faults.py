@@ -60,7 +60,7 @@ class World:
         """Ask until the small prompt is restored; return how long that took."""
         start_s = time.monotonic()
         while not self.ask_small().restored_tokens:
-            assert time.monotonic() - start_s < 30, f"no hit any more\n{self.engine.log_tail()}"
+            assert time.monotonic() - start_s < 30, f"no hit any longer\n{self.engine.log_tail()}"
         return time.monotonic() - start_s
 
 

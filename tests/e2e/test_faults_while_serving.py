@@ -45,7 +45,7 @@ class World:
     attach_s: float
 
     def start_with_rows(self, num_rows: int) -> None:
-        """Start the daemon with host memory for so many chunks, and wait for the engine."""
+        """Start the daemon with host memory for this many chunks, and wait for the engine."""
         self.stack.daemon.set_variable("KVTIER_HOST_BYTES", str(num_rows * self.row_bytes))
         self.stack.daemon.start()
         self.stack.wait_attached(self.client.engine)
@@ -200,7 +200,7 @@ def test_full_shared_memory(world: World, note: Note) -> None:
 
 @pytest.mark.parametrize("removed", ["socket", "arena", "lock", "folder"])
 def test_removed_files(world: World, note: Note, removed: str) -> None:
-    """The daemon notices, and starts anew in place: nobody has to restart anything."""
+    """The daemon notices, and starts again in place: nobody has to restart anything."""
     daemon, client = world.stack.daemon, world.client
     pid = daemon.pid
     arena_dir = world.mounts.seen(daemon.arena_dir) if world.mounts is not None else daemon.arena_dir
@@ -213,6 +213,6 @@ def test_removed_files(world: World, note: Note, removed: str) -> None:
             path.unlink()
         started_s = wait_until(lambda: daemon.log_text().count("lifecycle ready") > num_starts, HANG_S, "a new start")
         world.stack.wait_attached(client.engine)
-    note(f"served anew after {started_s:.2f} s; {client.summary(answers)}; hits after {client.resume_s():.2f} s more")
+    note(f"served again after {started_s:.2f} s; {client.summary(answers)}; hits after {client.resume_s():.2f} s more")
     assert daemon.pid == pid
     assert daemon.is_running

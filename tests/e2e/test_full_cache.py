@@ -44,7 +44,7 @@ def world() -> Iterator[World]:
 
 
 def forget_when_written(world: World, prefix: Tokens) -> None:
-    """Empty vLLM's own cache once a prefix is on disk: it is stored and written after the answer.
+    """Empty vLLM's prefix cache once a prefix is on disk: it is stored and written after the answer.
 
     On a busy machine not all of it: what finds no slot in a request's last step is not stored, but the next request
     with that prefix offers it again.
@@ -68,7 +68,7 @@ def forget_when_written(world: World, prefix: Tokens) -> None:
 
 
 def reference_of(world: World, prefix: Tokens, question: Tokens) -> Answer:
-    """Return the answer with `prefix` from vLLM's own cache; kvtier holds nothing ordinary afterwards."""
+    """Return the answer with `prefix` from vLLM's prefix cache; kvtier holds nothing ordinary afterwards."""
     world.stack.cli("evict", "--all")
     reference = own_hit(world.engine, prefix, question)
     forget_gpu(world.engine)
@@ -115,7 +115,7 @@ def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comp
     stack.daemon.start()
     stack.wait_attached(engine)
     compare.restored_equals_own_hit(ask(engine, history(3) + SHORT), reference, "disk")
-    forget_gpu(engine)  # returns when vLLM stores nothing any more
+    forget_gpu(engine)  # returns when vLLM stores nothing any longer
     assert stack.counters()["stores_committed"] <= len(SHORT) // engine.options.block_size
 
 

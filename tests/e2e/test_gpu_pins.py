@@ -1,4 +1,4 @@
-"""Pinned prompts in vLLM's own cache, through floods of ten times its size: soft, hard, and off for comparison.
+"""Pinned prompts in vLLM's prefix cache, through floods of ten times its size: soft, hard, and off for comparison.
 
 One daemon, and one engine after the other. Each is asked the same.
 """

@@ -87,7 +87,7 @@ def test_pin_by_tokens_is_captured_when_first_computed(world: World, compare: Co
 
 
 def test_pin_stores_what_vllm_holds_already(world: World, compare: Comparisons) -> None:
-    """HELD is in vLLM's own cache when it is pinned, so warming computes nothing, and it is stored all the same."""
+    """HELD is in vLLM's prefix cache when it is pinned, so warming computes nothing, and it is stored all the same."""
     stack, engine = world.stack, world.engine
     world.references |= {"short": own_hit(engine, HELD, SHORT), "long": own_hit(engine, HELD, LONG)}
     computed_before = engine.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
@@ -269,11 +269,11 @@ def test_reboot(world: World, compare: Comparisons, note: Note) -> None:
     stack = world.stack
     stack.daemon.kill()
     stack.daemon.lose_memory()
-    stack.daemon.set_variable("TUNED_HOST_PREWARM", "true")
+    stack.daemon.set_variable("TUNED_HOST_PREFETCH", "true")
     stack.daemon.start()
     waited_s = max(stack.wait_in_host_memory(name) for name in ("early", "held"))
     note(f"pinned prompts are in host memory {waited_s:.2f} s after the daemon was ready")
-    stack.daemon.set_variable("TUNED_HOST_PREWARM", "false")
+    stack.daemon.set_variable("TUNED_HOST_PREFETCH", "false")
     stack.wait_attached(world.engine)
     promoted = stack.counters()["chunks_promoted"]
     for _ in range(3):
@@ -325,7 +325,7 @@ def _counted(engine: Engine) -> dict[str, float]:
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
 def test_damaged_pack(world: World, compare: Comparisons, damage: str) -> None:
-    """It is detected, counted, a miss with the right answer, and written anew."""
+    """It is detected, counted, a miss with the right answer, and written again."""
     stack, engine = world.stack, world.engine
     stack.daemon.stop()
     forget_gpu(engine)
@@ -355,7 +355,7 @@ def test_damaged_pack(world: World, compare: Comparisons, damage: str) -> None:
         forget_gpu(engine)
         return ask(engine, HELD + SHORT).restored_tokens == PREFIX_TOKENS
 
-    wait_until(is_whole_again, 60, "the damaged chunks to be stored anew")
+    wait_until(is_whole_again, 60, "the damaged chunks to be stored again")
     stack.wait_durable("held")
     forget_gpu(engine)
     compare.restored_equals_own_hit(ask(engine, HELD + SHORT), world.references["short"])

@@ -48,7 +48,7 @@ class World:
 
     Attributes:
         model: The model's folder, of this file alone: its weights change.
-        references: By length of the prefix, the answer with that prefix from vLLM's own cache.
+        references: By length of the prefix, the answer with that prefix from vLLM's prefix cache.
         computed: By kind of request, what was answered before anything was stored.
     """
 
@@ -243,7 +243,7 @@ def test_reset_of_vllms_own_cache(world: World, compare: Comparisons) -> None:
 
 
 def test_reset_with_kvtier(world: World, compare: Comparisons) -> None:
-    """Twice in a row, just after a request that stores: the prompt is computed, then kept anew beside the old."""
+    """Twice in a row, just after a request that stores: the prompt is computed, then kept again beside the old."""
     for _ in range(3):
         for _ in range(2):
             forget_gpu(world.engine, reset_external=True)

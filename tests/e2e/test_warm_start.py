@@ -1,4 +1,4 @@
-"""Pinned prompts are in vLLM's own cache before users ask: after a restart by themselves, else by `kvtier warm`.
+"""Pinned prompts are in vLLM's prefix cache before users ask: after a restart by themselves, else by `kvtier warm`.
 
 The tests of this file run in order, on one daemon and one engine after the other. vLLM's cache has 64 blocks of 32
 tokens, half of which warm prompts may take: IMPORTANT and SMALL fit, NEWER does not.
@@ -28,7 +28,7 @@ NUM_WARM_TOKENS = len(IMPORTANT) + len(SMALL)
 
 @dataclass
 class World:
-    """What the tests share; `reference` is IMPORTANT and QUESTION, the former from vLLM's own cache."""
+    """What the tests share; `reference` is IMPORTANT and QUESTION, the former from vLLM's prefix cache."""
 
     stack: Stack
     engines: ExitStack
@@ -62,14 +62,14 @@ def warm_requests(engine: Engine) -> int:
 
 
 def wait_warm(engine: Engine, num_rounds: int) -> None:
-    """Wait until so many warm starts have ended."""
+    """Wait until this many warm starts have ended."""
     ended = "kvtier warm start ended prompts=2 of 2"
     what = f"{num_rounds} warm starts to end"
     wait_until(lambda: engine.log_text().count(ended) >= num_rounds, 60, f"{what}\n{engine.log_tail()}")
 
 
 def is_answered_by_vllm_alone(world: World, compare: Comparisons) -> None:
-    """The first request of a user finds IMPORTANT in vLLM's own cache, and with it the right answer."""
+    """The first request of a user finds IMPORTANT in vLLM's prefix cache, and with it the right answer."""
     first = ask(world.engine, IMPORTANT + QUESTION)
     assert first.by_source["device"] == first.cached_tokens == len(IMPORTANT), first
     assert first.restored_tokens == 0

@@ -15,7 +15,7 @@ from kvtier.core.stored import StoredChunk
 from kvtier.core.tokens import TokenIds
 from kvtier.disk.base import checksum_of
 from kvtier.errors import BundleDamagedError
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from tests.fakes.chunks import key_of, layout_of, soft
 
 LAYOUT = layout_of(useful_bytes=1000)
@@ -41,7 +41,7 @@ def a_bundle(*, codec: str = "zstd", recipe_json: str = "", priority: int = 0) -
         chunks.append(BundleChunk(chunk, hashlib.sha256(stored).digest()))
         data += stored
     bundle = Bundle(
-        prompt=PinWish(name="p", tokens=TokenIds(range(48)), recipe_json=recipe_json, priority=priority),
+        prompt=RequestedPin(name="p", tokens=TokenIds(range(48)), recipe_json=recipe_json, priority=priority),
         model="m",
         fingerprint={"weights": "1"},
         layout=LAYOUT,

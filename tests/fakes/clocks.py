@@ -36,7 +36,7 @@ def run_with_jumps(scenario: Callable[[JumpingLoop], Coroutine[Any, Any, T]]) ->
 async def at_rest(stores: Resources) -> None:
     """Return when no worker thread has a call and no task goes on by itself: what has not happened waits for a clock.
 
-    A test that says "and nothing happens" waits for this, and not for so many seconds.
+    A test that says "and nothing happens" waits for this, and not for this many seconds.
     """
     ready: Sized = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # what runs in this turn, or the next
     async with asyncio.timeout(DEADLINE_S):
@@ -48,6 +48,6 @@ async def at_rest(stores: Resources) -> None:
 
 
 async def turns(number: int = 50) -> None:
-    """Let the loop turn so many times: whoever is not held up is further by then."""
+    """Let the loop turn this many times: whoever is not held up is further by then."""
     for _ in range(number):
         await asyncio.sleep(0)

@@ -29,7 +29,7 @@ class FailingOps(FileOps):
         self.names: list[str] = []
 
     def fail_in(self, calls: int, *, stays_broken: bool = False) -> None:
-        """Fail the call that comes after so many; 1 is the next."""
+        """Fail the call that comes after this many; 1 is the next."""
         self.fail_at, self.stays_broken = self.calls + calls, stays_broken
 
     def heal(self) -> None:

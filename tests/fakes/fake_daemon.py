@@ -107,7 +107,7 @@ class FakeDaemon(engine_pb2_grpc.EngineServiceServicer):
         return self.sessions[number]
 
     def wait_sessions(self, count: int) -> FakeSession:
-        """Wait until so many sessions have attached; return the last."""
+        """Wait until this many sessions have attached; return the last."""
         wait_for(lambda: len(self.sessions) >= count)
         return self.sessions[-1]
 

@@ -40,13 +40,13 @@ class Faults:
         return not (self.held or self.refused)
 
     def let_pass(self, step: str) -> None:
-        """Hold nothing at this step any more."""
+        """Hold nothing at this step any longer."""
         with self._changed:
             self.held.discard(step)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Hold and refuse nothing any more."""
+        """Hold and refuse nothing any longer."""
         with self._changed:
             self.held.clear()
             self.refused.clear()

@@ -92,7 +92,7 @@ class MemoryHostRig(_HostRig):
 
 
 class _Keeping(PageOps):
-    """Takes back the pages of so many rows."""
+    """Takes back the pages of this many rows."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows

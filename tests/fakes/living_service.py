@@ -122,7 +122,7 @@ class LivingService:
         """No loop of the service turns by itself; what waits for a while waits shortly."""
         for module, name, value in (
             (kvtier.prompts.pins, "_EXPIRY_POLL_S", 1e6),
-            (kvtier.service.cache, "_ROOM_POLL_S", 1e6),
+            (kvtier.service.cache, "_CAPACITY_POLL_S", 1e6),
             (kvtier.service.cache, "max_open_arenas", lambda: self._max_arenas),
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.prompts.pins, "time", types.SimpleNamespace(time=self.clock.time)),
@@ -277,11 +277,11 @@ class LivingService:
         self.open(self._new_config())
 
     def _bury(self, old: Cache, doing: Sequence[asyncio.Task[None]]) -> None:
-        """Have the dead daemon's threads and tasks end, in a folder that nobody looks at any more."""
+        """Have the previous daemon's threads and tasks end, in a folder that nobody looks at any longer."""
 
         async def buried() -> None:
             for session in old.sessions:
-                session._context.ended = True  # it says nothing any more
+                session._context.ended = True  # it says nothing any longer
             self.faults.end()
             for task in doing:
                 task.cancel()

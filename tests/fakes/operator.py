@@ -46,7 +46,7 @@ async def status_of(stub: Stub) -> cache_pb2.DaemonStatus:
 
 
 async def on_disk(stub: Stub, num_chunks: int) -> None:
-    """Wait until exactly so many chunks are on disk."""
+    """Wait until exactly this many chunks are on disk."""
 
     async def written() -> bool:
         return (await status_of(stub)).disk.num_chunks == num_chunks

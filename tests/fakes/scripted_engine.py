@@ -31,7 +31,7 @@ ONE_GROUP = KVLayout(
 
 
 def room_for(num_rows: int, *, num_arenas: int = 1, layout: KVLayout = ONE_GROUP) -> int:
-    """Return the host.bytes of so many rows, over all arenas, and of the slot tables of so many arenas."""
+    """Return the host.bytes of this many rows, over all arenas, and of the slot tables of this many arenas."""
     host_bytes = num_rows * layout.row_bytes
     while num_slots_within(host_bytes, layout.row_bytes, layout.num_ranks) < num_rows:
         host_bytes += HEADER_BYTES
@@ -43,16 +43,18 @@ def config_in(
     *,
     host_bytes: int = 1 << 20,
     disk_bytes: int = 1 << 30,
-    spare_bytes: int = 0,
+    preallocated_bytes: int = 0,
     store: StoreMode = "pinned",
     **disk: Any,
 ) -> DaemonConfig:
-    """A small daemon whose files are all under `folder`, without spare rows unless asked for."""
+    """A small daemon whose files are all under `folder`, without preallocated rows unless asked for."""
     for name in ("arena", "disk"):
         (folder / name).mkdir(exist_ok=True)
     return DaemonConfig(
         server=ServerConfig(socket=folder / "d.sock", drain_timeout_s=5),
-        host=HostConfig(arena_dir=folder / "arena", host_bytes=host_bytes, spare_bytes=spare_bytes, prewarm=False),
+        host=HostConfig(
+            arena_dir=folder / "arena", host_bytes=host_bytes, preallocated_bytes=preallocated_bytes, prefetch=False
+        ),
         disk=DiskConfig(disk_dir=folder / "disk", disk_bytes=disk_bytes, pack_linger_s=0.01, **disk),
         cache=CacheConfig(store=store),
         metrics=MetricsConfig(listen=OFF),

@@ -49,7 +49,7 @@ class SteppedTier(MemoryTier):
             steps.release(1000)
 
     def allow(self, num_reads: int) -> None:
-        """Let so many reads go on."""
+        """Let this many reads go on."""
         assert self._steps is not None
         self._steps.release(num_reads)
 

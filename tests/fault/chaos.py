@@ -49,7 +49,7 @@ async def started(
         "log-level": "warning",
     }
     arguments = [f"--{name}={value}" for name, value in flags.items()]
-    defaults = {"TUNED_DISK_PACK_LINGER_S": "0.01", "TUNED_HOST_PREWARM": str(config.host.prewarm).lower()}
+    defaults = {"TUNED_DISK_PACK_LINGER_S": "0.01", "TUNED_HOST_PREFETCH": str(config.host.prefetch).lower()}
     defaults["KVTIER_METRICS_LISTEN"] = config.metrics.listen
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", command or COMMAND, *arguments), env=environment | defaults | dict(settings)
@@ -313,7 +313,7 @@ async def _check_promises(life: Life) -> None:
 
 
 async def _is_readable(life: Life, prompt: Prompt) -> bool:
-    """An acquire never waits for slots, and gets none while a dead daemon's rows and prewarming take all of them."""
+    """An acquire never waits for slots; it gets none while a previous daemon's rows and prefetching take all of them."""
     return await life.verify(prompt) == len(prompt.keys)
 
 
@@ -429,7 +429,7 @@ async def many_lives(
     store_all: bool,
     damage_ratio: float = 0.0,
 ) -> None:
-    """Live and die until so many lives are over, then start once more and check."""
+    """Live and die until this many lives are over, then start once more and check."""
     for folder in (config.disk.disk_dir, config.host.arena_dir):
         folder.chmod(0o700)
     rng = model.rng

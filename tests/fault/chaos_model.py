@@ -111,7 +111,7 @@ class Model:
         return self.rng.choice(fitting) if fitting else None
 
     def evicted(self, gone: set[Place]) -> None:
-        """These chunks may be gone: what has one of them is not known to be durable any more."""
+        """These chunks may be gone: what has one of them is not known to be durable any longer."""
         for prompt in self.prompts.values():
             if not gone.isdisjoint(prompt.places):
                 prompt.durable = False

@@ -41,8 +41,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "time", clock)
     monkeypatch.setattr(kvtier.prompts.pins, "_EXPIRY_POLL_S", 0.01)
-    monkeypatch.setattr(kvtier.service.cache, "_ROOM_POLL_S", 0.01)
-    for kind, owner, method in (("expiry", Pins, "_end_expired"), ("room", Cache, "_keep_room_once")):
+    monkeypatch.setattr(kvtier.service.cache, "_CAPACITY_POLL_S", 0.01)
+    for kind, owner, method in (("expiry", Pins, "_end_expired"), ("room", Cache, "_keep_capacity_once")):
         monkeypatch.setattr(owner, method, counted(clock, kind, getattr(owner, method)))
     return clock
 

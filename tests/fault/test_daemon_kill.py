@@ -24,7 +24,7 @@ SEED = int(os.environ.get("KVTIER_CHAOS_SEED", "20260"))
 BUSY = {
     # Everything that runs in the background runs all the time.
     "TUNED_DISK_COMPACT_DEAD_RATIO": "0.1",
-    "TUNED_HOST_PREWARM": "true",
+    "TUNED_HOST_PREFETCH": "true",
     "TUNED_DISK_SCRUB_BYTES_PER_S": str(64 << 20),
 }
 

@@ -1,6 +1,6 @@
 """A stopped daemon's directory is damaged: the next start comes up or refuses, and never serves a wrong byte.
 
-`fsck --offline --repair` makes it clean and loses nothing that can be read; what is lost is stored anew when computed.
+`fsck --offline --repair` makes it clean and loses nothing that can be read; what is lost is stored again when computed.
 """
 
 import asyncio
@@ -181,7 +181,7 @@ async def readable(config: DaemonConfig) -> set[ChunkKey]:
 
 
 async def recompute(config: DaemonConfig, stub: Stub) -> None:
-    """Pin what is not pinned any more, store what is wanted: everything is durable again."""
+    """Pin what is not pinned any longer, store what is wanted: everything is durable again."""
     async with ScriptedEngine(config) as engine:
         for number, (name, keys) in enumerate(PROMPTS.items()):
             # Free where the pin is as it was.

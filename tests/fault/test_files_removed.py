@@ -79,7 +79,7 @@ def test_the_daemon_starts_anew_and_serves_what_is_durable(
 def test_a_signal_during_the_drain_of_such_a_restart_ends_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was lost: the daemon drained, started anew, and served until somebody signalled again."""
+    """It was lost: the daemon drained, started again, and served until somebody signalled again."""
     config = config_in(tmp_path)
     close = Cache.close
 

@@ -17,7 +17,7 @@ from tests.fault.chaos import Stub, daemon
 
 KEYS = [chunk_key(number) for number in range(3)]
 LATE = [chunk_key(("late", number)) for number in range(3)]
-CALM = {"TUNED_HOST_SPARE_BYTES": "0", "TUNED_DISK_PACK_LINGER_S": "0.01"}
+CALM = {"TUNED_HOST_PREALLOCATED_BYTES": "0", "TUNED_DISK_PACK_LINGER_S": "0.01"}
 
 
 async def started_again(stub: Stub, started_unix_s: float) -> None:

@@ -29,7 +29,7 @@ from tests.fakes.rows import binding_row, namespace_row, prompt_row
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 
 EVERY = 1 if "KVTIER_CHAOS_KILLS" in os.environ else 197
-"""Of the bits and lengths of a WAL, every so many is tried: all of them by `make chaos`."""
+"""Of the bits and lengths of a WAL, every this many is tried: all of them by `make chaos`."""
 PAGE_BYTES = 512
 """Of the small ledgers here: there are as many kinds of damage, in an eighth of the bits."""
 

@@ -142,7 +142,7 @@ class Day:
         assert await self.load(name) == num_chunks
 
     async def evening(self) -> None:
-        """Nothing fails any more: the latch opens, and everything that was acknowledged becomes durable."""
+        """Nothing fails any longer: the latch opens, and everything that was acknowledged becomes durable."""
 
         async def open_again() -> bool:
             return not (await status_of(self.stub)).disk.latched

@@ -123,12 +123,12 @@ async def adopted(stub: Stub, left: Left) -> None:
 
 
 def settings_of(config: DaemonConfig) -> dict[str, str]:
-    return {"TUNED_HOST_SPARE_BYTES": str(config.host.spare_bytes)}
+    return {"TUNED_HOST_PREALLOCATED_BYTES": str(config.host.preallocated_bytes)}
 
 
 async def no_leak(config: DaemonConfig, stub: Stub) -> None:
-    """Without an engine: pages of what is served and of spare rows, no files but the arena and the daemon's lock."""
-    spare_rows = config.host.spare_bytes // LAYOUT.row_bytes
+    """Without an engine: pages of what is served and of preallocated rows; files: the arena and the daemon's lock."""
+    spare_rows = config.host.preallocated_bytes // LAYOUT.row_bytes
 
     async def given_back() -> bool:
         with LeftArena(config) as left:
@@ -199,10 +199,10 @@ async def one_life(config: DaemonConfig, model: Model, left: Left | None) -> Lef
             await engine.__aexit__()
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=["no spare rows", "spare rows"])
+@pytest.fixture(params=[0, 1 << 20], ids=["no preallocated rows", "preallocated rows"])
 def config(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DaemonConfig]:
     """The arena on a real tmpfs, with fewer rows (42) than there will be chunks, so that slots are given out again."""
-    config = config_in(tmp_path, host_bytes=1 << 20, spare_bytes=request.param)
+    config = config_in(tmp_path, host_bytes=1 << 20, preallocated_bytes=request.param)
     config.disk.disk_dir.chmod(0o700)
     with tempfile.TemporaryDirectory(prefix="kvtier-test-", dir="/dev/shm") as arena_dir:
         yield replace(config, host=replace(config.host, arena_dir=Path(arena_dir)))

@@ -188,7 +188,7 @@ class Rig:
             each.tensor[list(block_ids)] = noise.to(self.device)
 
     def distinct_blocks(self, rng: random.Random, num_chunks: int) -> list[list[int]]:
-        """Return block ids of so many chunks, none twice."""
+        """Return block ids of this many chunks, none twice."""
         drawn = rng.sample(range(self.num_blocks), num_chunks * self.blocks_per_chunk)
         return [drawn[i : i + self.blocks_per_chunk] for i in range(0, len(drawn), self.blocks_per_chunk)]
 

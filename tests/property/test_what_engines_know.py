@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.command_eviction import EvictTier
 from kvtier.tiering.damage import drop_damaged
 from tests.fakes.rig import Rig, eventually, keys_of, rig
@@ -128,7 +128,9 @@ class EnginesKnowMachine(RuleBasedStateMachine):
     def pin(self, chosen: list[int]) -> None:
         async def pinned() -> None:
             tokens = tuple(range(len(chosen) * ONE_GROUP.groups[0].chunk_tokens))
-            view = await self.rig.cache.pins.pin(PinWish(name="p", tokens=tokens, cache_salt=str(chosen), replace=True))
+            view = await self.rig.cache.pins.pin(
+                RequestedPin(name="p", tokens=tokens, cache_salt=str(chosen), replace=True)
+            )
             await self.rig.cache.bind(self.session, view.prompt.pin_id, keys_of(chosen), len(tokens), "")
 
         self.run(pinned())

@@ -25,7 +25,7 @@ from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.slots import SlotState
 from kvtier.disk.base import StoredChunk
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.status import durability_of
 from kvtier.sessions.engine_peer import EngineHello
 from kvtier.tiering.command_eviction import EvictTier
@@ -74,14 +74,14 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     @initialize(
         store=st.sampled_from(["pinned", "all"]),
-        prewarm=st.booleans(),
+        prefetch=st.booleans(),
         keep_arena=st.booleans(),
         may_damage=st.sampled_from([False, False, True]),
         max_arenas=st.sampled_from([1, 2, 100]),
     )
-    def start(self, store: StoreMode, prewarm: bool, keep_arena: bool, may_damage: bool, max_arenas: int) -> None:
+    def start(self, store: StoreMode, prefetch: bool, keep_arena: bool, may_damage: bool, max_arenas: int) -> None:
         def config(folder: Path) -> DaemonConfig:
-            return config_of(folder, store, prewarm=prewarm, keep_arena=keep_arena)
+            return config_of(folder, store, prefetch=prefetch, keep_arena=keep_arena)
 
         self.model = Model(Random(0))
         self.keep_arena, self.may_damage, self.was_damaged = keep_arena, may_damage, False
@@ -117,7 +117,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         as_before = self.let_go_of(old) if old is not None and not (old.keys == keys and old.pinned) else lambda: None
 
         async def pinned() -> None:
-            wish = PinWish(name=name, tokens=tuple(prompt.tokens), model=SPACES[space], ttl_s=ttl_s, replace=True)
+            wish = RequestedPin(name=name, tokens=tuple(prompt.tokens), model=SPACES[space], ttl_s=ttl_s, replace=True)
             view = await self.service.cache.pins.pin(wish)
             prompt.pin_id, prompt.pinned = view.prompt.pin_id, True
             if old is not None and old.pin_id == prompt.pin_id:
@@ -213,7 +213,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
     @rule()
     def keep_room(self) -> None:
-        self.service.do(self.service.cache._keep_room_once())
+        self.service.do(self.service.cache._keep_capacity_once())
 
     @rule()
     def compact(self) -> None:
@@ -619,7 +619,7 @@ def fingerprint_of(space: int) -> dict[str, str]:
     return {"weights": str(space)}
 
 
-def config_of(folder: Path, store: StoreMode, *, prewarm: bool, keep_arena: bool) -> DaemonConfig:
+def config_of(folder: Path, store: StoreMode, *, prefetch: bool, keep_arena: bool) -> DaemonConfig:
     config = config_in(
         folder,
         host_bytes=room_for(HOST_ROWS, num_arenas=3),
@@ -633,7 +633,7 @@ def config_of(folder: Path, store: StoreMode, *, prewarm: bool, keep_arena: bool
     return replace(
         config,
         server=replace(config.server, drain_timeout_s=0.2),
-        host=replace(config.host, spare_bytes=SPARE_ROWS * ROW_BYTES, prewarm=prewarm, keep_arena=keep_arena),
+        host=replace(config.host, preallocated_bytes=SPARE_ROWS * ROW_BYTES, prefetch=prefetch, keep_arena=keep_arena),
         disk=replace(config.disk, pack_linger_s=0.001),
     )
 

@@ -225,7 +225,7 @@ class SimulatedEngine:
         Args:
             req_id: Never used before.
             prompt: Token ids.
-            max_tokens: It ends after so many.
+            max_tokens: It ends after this many.
             salt: Its cache_salt.
             skip: Its prefix is not read from any cache, as with prompt logprobs.
         """
@@ -267,7 +267,7 @@ class SimulatedEngine:
         return not (self.scheduler.has_requests() or self._queue)
 
     def step(self, num_copies: int) -> None:
-        """One turn of vLLM's engine loop; up to so many transfer jobs run in it."""
+        """One turn of vLLM's engine loop; up to this many transfer jobs run in it."""
         self.clock.now_s += STEP_S
         self.daemon.hear()
         if self.scheduler.has_requests():

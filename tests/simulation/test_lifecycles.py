@@ -220,7 +220,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule(num_copies=st.integers(0, 3), num_steps=st.integers(1, 30))
     def serve(self, num_copies: int, num_steps: int) -> None:
-        """For so many steps the daemon answers at once."""
+        """For this many steps the daemon answers at once."""
         for _ in range(num_steps):
             self.engine.step(num_copies)
             self.answer_all()

@@ -125,7 +125,7 @@ class SimulatedWorkers:
         self._vllm.start_kv_transfers(meta)
 
     def after_forward(self, meta: Any, num_copies: int) -> KVConnectorOutput:
-        """What happens after it; up to so many jobs have run meanwhile."""
+        """What happens after it; up to this many jobs have run meanwhile."""
         self._vllm.prepare_store_kv(meta)
         for _ in range(min(num_copies, self.copier.num_jobs)):
             self.copier.run_one()

@@ -84,8 +84,8 @@ class CodecChooser:
         Args:
             codecs: The candidates; `raw` is one whether it is named or not.
             first_samples: A stream's first chunks to be sampled.
-            sample_every: Then one of so many.
-            max_streams: The least recently used is forgotten beyond that, and sampled anew.
+            sample_every: Then one of this many.
+            max_streams: The least recently used is forgotten beyond that, and sampled again.
         """
         self._codecs: list[Codec] = [RawCodec(), *(codec for codec in codecs if codec.name != RawCodec.name)]
         self._first_samples, self._sample_every, self._max_streams = first_samples, sample_every, max_streams

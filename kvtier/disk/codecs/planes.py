@@ -73,7 +73,7 @@ class ThreadScratch(threading.local):
         self.kept_bytes = 0
 
     def take_room(self, num_bytes: int) -> Bytes:
-        """Return a buffer to give away. One given before is given again when nobody holds a view of it any more.
+        """Return a buffer to give away. One given before is given again when nobody holds a view of it any longer.
 
         Several are kept: the caller has the pieces of many chunks when it writes them in one go.
         """
@@ -348,7 +348,7 @@ def _align(length: int) -> int:
 
 
 def _is_aligned(array: Bytes, item_bytes: int) -> bool:
-    """Whether it can be taken as values of so many bytes where it lies."""
+    """Whether it can be taken as values of this many bytes where it lies."""
     # Not by its address: numpy takes six times as long to tell that.
     return array.nbytes % item_bytes == 0 and array.view(f"u{item_bytes}").flags.aligned
 

@@ -73,7 +73,7 @@ class ScratchPool:
         return Scratch(self, _memory(max(num_bytes, self._buffer_bytes)))
 
     def fill(self, num_buffers: int) -> None:
-        """Have so many buffers wait, with their pages, as far as the system has memory for them."""
+        """Have this many buffers wait, with their pages, as far as the system has memory for them."""
         with self._lock:
             num_missing = num_buffers - len(self._idle)
         with suppress(OSError):

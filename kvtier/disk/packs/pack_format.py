@@ -199,7 +199,7 @@ def _header_json(namespace_id: str, entries: Sequence[PackEntry]) -> bytes:
 
 
 def _longest_entries(number: int, key_bytes: int, raw_bytes: int) -> list[PackEntry]:
-    """Return entries of which the second is at least as long, in a header, as any of a pack with so many raw bytes."""
+    """Return entries of which the second is at least as long in a header as any of a pack of `raw_bytes`."""
     return [
         PackEntry(
             key=position.to_bytes(key_bytes, "big"),

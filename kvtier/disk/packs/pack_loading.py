@@ -30,7 +30,7 @@ DIRECT_MIN_BYTES = 256 * 1024
 """A shorter read takes the page cache: its readahead serves the neighbours, which are likely to be wanted next."""
 MAX_OPEN_PACKS = 32
 RESIDENCY_BYTES = 32 * 1024**2
-"""The page cache is asked about windows of so many bytes, not about each span: asking takes 0.25 ms, while the device
+"""The page cache is asked about windows of this many bytes, not about each span: asking takes 0.25 ms, while the device
 has nothing to do."""
 
 ReadError = ChunkDamagedError | TierIOError

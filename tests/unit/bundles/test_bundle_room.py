@@ -18,7 +18,7 @@ Status = grpc.StatusCode
 
 
 def small_disk(monkeypatch: pytest.MonkeyPatch, config: DaemonConfig, num_bytes: int) -> list[int]:
-    """Give a daemon a file system of so many bytes beyond the reserve; returns what it had left, each time asked."""
+    """Give a daemon a file system of this many bytes beyond the reserve; returns what it had left, each time asked."""
     left: list[int] = []
 
     def free_bytes(folder: Path) -> int:

@@ -76,7 +76,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         self._changed = threading.Condition()
 
     def capture(self, num_chunks: int | None = None) -> None:
-        """Make so many chunks of every prompt durable (None: all), as a warm request would."""
+        """Make this many chunks of every prompt durable (None: all), as a warm request would."""
         with self._changed:
             for status in self.prompts.values():
                 for binding in status.bindings:

@@ -135,8 +135,8 @@ def test_automatic_sizes_respect_small_file_systems_and_the_cap(monkeypatch: pyt
 
 
 def test_spare_rows_are_a_share_of_little_memory() -> None:
-    assert load_config(environ={}).config.host.spare_bytes == GIB // 4
-    assert load_config(environ={"KVTIER_HOST_BYTES": "1GiB"}).config.host.spare_bytes == GIB // 8
+    assert load_config(environ={}).config.host.preallocated_bytes == GIB // 4
+    assert load_config(environ={"KVTIER_HOST_BYTES": "1GiB"}).config.host.preallocated_bytes == GIB // 8
 
 
 def test_the_reserve_is_a_share_of_a_small_file_system(monkeypatch: pytest.MonkeyPatch) -> None:

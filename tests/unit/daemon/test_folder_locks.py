@@ -1,4 +1,4 @@
-"""Folders, the lock on them, and what a dead daemon leaves at the socket's path."""
+"""Folders, the lock on them, and what a previous daemon leaves at the socket's path."""
 
 import os
 import socket

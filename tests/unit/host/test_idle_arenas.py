@@ -22,7 +22,7 @@ from kvtier.errors import ArenaError, ArenaFullError
 from kvtier.host.arena import Arena
 from kvtier.host.arenas import max_open_arenas
 from kvtier.pages import PageOps
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.service.cache import Cache
 from kvtier.tiering.namespace import Namespace
 from tests.fakes.in_process_engine import InProcessEngine
@@ -42,11 +42,11 @@ def folder() -> Iterator[Path]:
 
 @asynccontextmanager
 async def cache_in(
-    folder: Path, *, host_bytes: int = 1 << 20, max_open: int = MAX_OPEN, prewarm: bool = False, keep: bool = False
+    folder: Path, *, host_bytes: int = 1 << 20, max_open: int = MAX_OPEN, prefetch: bool = False, keep: bool = False
 ) -> AsyncIterator[Cache]:
     config = config_in(folder, host_bytes=host_bytes)
     with patch("kvtier.service.cache.max_open_arenas", lambda: max_open):
-        cache = await Cache.open(replace(config, host=replace(config.host, prewarm=prewarm, keep_arena=keep)))
+        cache = await Cache.open(replace(config, host=replace(config.host, prefetch=prefetch, keep_arena=keep)))
     try:
         await cache._verified.wait()
         yield cache
@@ -76,7 +76,7 @@ async def idle(namespace: Namespace) -> None:
 async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: bool = True) -> Namespace:
     """Pin a prompt and store it."""
     namespace = engine.namespace
-    view = await cache.pins.pin(PinWish(name=name, tokens=tuple(range(48)), model=name))
+    view = await cache.pins.pin(RequestedPin(name=name, tokens=tuple(range(48)), model=name))
     await cache.bind(engine.session, view.prompt.pin_id, KEYS, 48, "")
     for key in KEYS:
         await eventually(lambda: bool(engine.credits))
@@ -108,7 +108,7 @@ def num_files(cache: Cache) -> int:
 
 def test_the_longest_unused_gives_way_and_its_prompt_comes_back(folder: Path) -> None:
     async def scenario() -> None:
-        async with cache_in(folder, prewarm=True) as cache:
+        async with cache_in(folder, prefetch=True) as cache:
             namespaces = []
             for number in range(MAX_OPEN + 2):
                 engine = await attached(cache, f"m{number}")
@@ -203,7 +203,7 @@ def test_memory_that_idle_models_take_is_given_to_the_next(folder: Path) -> None
                 await pinned(cache, engine, f"m{number}")
                 assert shared_bytes(cache) == cache.resources.budget.used_bytes <= host_bytes
                 await gone(cache, engine)
-            await cache._keep_room_once()
+            await cache._keep_capacity_once()
             for namespace in cache.namespaces.values():
                 assert namespace.host.is_open == (namespace.host.usage.num_backed > 0)
             assert shared_bytes(cache) == cache.resources.budget.used_bytes

@@ -56,7 +56,7 @@ def test_a_mark_goes_before_anything_else_of_the_slot(left: Path) -> None:
 
 
 def test_pages_go_after_mark_and_generation(left: Path) -> None:
-    """A reader of a dead daemon's session has no lease: only the generation tells it that the row is empty now."""
+    """A reader of a previous daemon's session has no lease: only the generation tells it that the row is empty now."""
     arena = Arena.reopen(left, LAYOUT)
     arena.unback([1])
     entry = arena.entries()[1]

@@ -1,4 +1,4 @@
-"""What a dead daemon's slot table is believed."""
+"""What a previous daemon's slot table is believed."""
 
 from typing import Any
 

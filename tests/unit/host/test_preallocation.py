@@ -33,7 +33,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def spare_rig(folder: Path, spare_rows: int = SPARE_ROWS, **settings: Any) -> AsyncIterator[Rig]:
     """A rig of 128 rows of 8 KiB, of which some are made in the background while they are free."""
-    async with rig(folder, spare_bytes=spare_rows * ROW_BYTES, **settings) as r:
+    async with rig(folder, preallocated_bytes=spare_rows * ROW_BYTES, **settings) as r:
         running = asyncio.create_task(r.cache._new_preallocator().run())
         try:
             yield r
@@ -55,7 +55,7 @@ def num_backed(namespace: Namespace) -> int:
 
 
 async def settled(r: Rig) -> None:
-    """Return when rows and budget agree, with the spare rows free."""
+    """Return when rows and budget agree, with the preallocated rows free."""
     await eventually(lambda: r.namespace.host.usage.num_free == SPARE_ROWS)
     await eventually(lambda: num_backed(r.namespace) == r.namespace.host.usage.num_backed)
     geometry = r.namespace.host.arena.geometry
@@ -94,7 +94,7 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
 
 def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(loop: JumpingLoop) -> None:
-        async with rig(tmp_path, spare_bytes=SPARE_ROWS * ROW_BYTES) as r:
+        async with rig(tmp_path, preallocated_bytes=SPARE_ROWS * ROW_BYTES) as r:
             calls: list[int] = []
             monkeypatch.setattr(r.tier, "prepare_reads", lambda: calls.append(1))
             (session,) = r.cache.sessions
@@ -159,7 +159,7 @@ def test_all_rows_can_be_made_at_once_and_are_free_to_everybody(tmp_path: Path) 
 
 
 class HeldUp:
-    """Makes pages, but the first call waits until it may go on: that of the spare rows."""
+    """Makes pages, but the first call waits until it may go on: that of the preallocated rows."""
 
     def __init__(self, r: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()

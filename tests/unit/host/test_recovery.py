@@ -55,7 +55,7 @@ async def counters(stub: Stub) -> dict[str, int]:
 
 
 async def settled(stub: Stub, adopted: int, doubtful: int = 0) -> None:
-    """Wait until so many rows were dealt with, in this way."""
+    """Wait until this many rows were dealt with, in this way."""
 
     async def done() -> bool:
         now = await counters(stub)
@@ -82,7 +82,7 @@ async def next_life(config: DaemonConfig) -> AsyncIterator[tuple[Stub, ScriptedE
 
 @pytest.fixture
 def cleared_up(monkeypatch: pytest.MonkeyPatch) -> list[Cache]:
-    """Every cache that has dealt with all that a dead daemon left to it, from then on."""
+    """Every cache that has dealt with all that a previous daemon left to it, from then on."""
     caches: list[Cache] = []
     recover = Cache._recover_memory
 
@@ -289,12 +289,12 @@ def test_a_kill_between_any_two_steps_of_reuse_serves_no_wrong_byte(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("spare_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("preallocated_bytes", [0, 1 << 20])
 def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(
-    tmp_path: Path, cleared_up: list[Cache], spare_bytes: int
+    tmp_path: Path, cleared_up: list[Cache], preallocated_bytes: int
 ) -> None:
     async def scenario() -> None:
-        config = kept(config_in(tmp_path, spare_bytes=spare_bytes))
+        config = kept(config_in(tmp_path, preallocated_bytes=preallocated_bytes))
         async with running(config) as stub:
             engine = await ScriptedEngine(config).__aenter__()
             await engine.bind(await pin(stub), KEYS)
@@ -314,7 +314,7 @@ def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(
             await until(_gone(Path(engine.welcome.lock_path)))
             await cleared(cleared_up, 1)
             with LeftArena(config) as left:
-                assert [left.entries()[slot].backed for slot in granted] == [spare_bytes > 0] * len(granted)
+                assert [left.entries()[slot].backed for slot in granted] == [preallocated_bytes > 0] * len(granted)
             assert await read_all(new, KEYS) == [new.payload(key) for key in KEYS]
         await engine.__aexit__()
 
@@ -409,8 +409,8 @@ def test_fewer_host_bytes_take_the_newest_prompt_and_its_head(tmp_path: Path) ->
 
 
 async def life_with_spare_rows(config: DaemonConfig, num_rows: int) -> set[int]:
-    """Pin, store, have so many spare rows made beside what the engine was granted, and stop; return what has pages."""
-    config = replace(config, host=replace(config.host, spare_bytes=num_rows * ROW_BYTES))
+    """Pin, store, preallocate `num_rows` beside what the engine was granted, and stop; return what has pages."""
+    config = replace(config, host=replace(config.host, preallocated_bytes=num_rows * ROW_BYTES))
     async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
         await engine.bind(await pin(stub), KEYS)
         await engine.store(KEYS)
@@ -433,7 +433,7 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
     monkeypatch.setattr(PageOps, "punch", lambda _, fd, offset, length: punched.append(offset))
 
     async def scenario() -> None:
-        config = kept(config_in(tmp_path, spare_bytes=1 << 20))
+        config = kept(config_in(tmp_path, preallocated_bytes=1 << 20))
         had_pages = await life_with_spare_rows(config, 16)
         async with next_life(config) as (stub, engine):
             await settled(stub, adopted=5)
@@ -450,7 +450,7 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
 
 def test_more_free_rows_than_that_are_given_back(tmp_path: Path, cleared_up: list[Cache]) -> None:
     async def scenario() -> None:
-        config = kept(config_in(tmp_path, spare_bytes=3 * ROW_BYTES))
+        config = kept(config_in(tmp_path, preallocated_bytes=3 * ROW_BYTES))
         await life_with_spare_rows(config, 16)
         async with running(config) as stub:
             await settled(stub, adopted=5)
@@ -466,7 +466,7 @@ def test_more_free_rows_than_that_are_given_back(tmp_path: Path, cleared_up: lis
 def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared_up: list[Cache], number: int
 ) -> None:
-    """The dead daemon may have dropped its pages, and died before it could say so."""
+    """The previous daemon may have dropped its pages, and died before it could say so."""
     num_refused = 0
 
     def refused(fd: int, offset: int, length: int) -> None:
@@ -475,7 +475,7 @@ def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
         raise OSError(number, "refused")
 
     async def scenario() -> None:
-        config = kept(config_in(tmp_path, spare_bytes=16 * ROW_BYTES))
+        config = kept(config_in(tmp_path, preallocated_bytes=16 * ROW_BYTES))
         await life_with_spare_rows(config, 16)
         verify = Recovery.verify
 

@@ -86,7 +86,7 @@ def test_a_pack_whose_row_is_on_its_way_is_no_orphan(tmp_path: Path, monkeypatch
 
 
 def test_damage_is_repaired_and_memory_follows(tmp_path: Path) -> None:
-    """One pack loses its file, another gets a flipped bit; what reads right stays, the rest is stored anew."""
+    """One pack loses its file, another gets a flipped bit; what reads right stays, the rest is stored again."""
 
     async def scenario() -> None:
         config = config_in(tmp_path, host_bytes=room_for(4))

@@ -10,7 +10,7 @@ import pytest
 import kvtier.concurrency.turns
 from kvtier._pb import engine_pb2 as pb
 from kvtier.ledger import PromptRow
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.rpc import engine_servicer
 from tests.fakes.operator import pin, status_of, until
 from tests.fakes.rig import ListPeer, hello_of, rig
@@ -59,7 +59,7 @@ def test_a_stopped_engine_loses_its_session_and_costs_no_memory(
 def test_pins_that_do_not_fit_into_the_first_message_come_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With some twenty million tokens pinned, the message was longer than gRPC takes: no engine attached any more."""
+    """With some twenty million tokens pinned, the message was longer than gRPC takes: no engine attached any longer."""
     monkeypatch.setattr(engine_servicer, "MAX_WELCOME_PIN_BYTES", 400)
 
     async def scenario() -> None:
@@ -107,7 +107,7 @@ def test_pins_are_told_with_turns_of_the_loop_between_them(tmp_path: Path, monke
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             for name in "abcd":
-                await r.cache.pins.pin(PinWish(name=name, tokens=(1, 2)))
+                await r.cache.pins.pin(RequestedPin(name=name, tokens=(1, 2)))
             peer = PinPeer()
             session = await r.cache.attach(hello_of("e"), peer)
             prompts = r.cache.pins_for(session)

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.command_eviction import EvictTier
 from tests.fakes.clocks import at_rest
 from tests.fakes.rig import Rig, eventually, keys_of, rig
@@ -15,7 +15,7 @@ ROW_BYTES = 8192
 async def _pin(made: Rig, numbers: list[int]) -> None:
     """Pin a prompt and bind it as an engine would."""
     tokens = tuple(range(len(numbers) * ONE_GROUP.groups[0].chunk_tokens))
-    view = await made.cache.pins.pin(PinWish(name="p", tokens=tokens))
+    view = await made.cache.pins.pin(RequestedPin(name="p", tokens=tokens))
     session = made.cache.sessions[0]
     await made.cache.bind(session, view.prompt.pin_id, keys_of(numbers), len(tokens), "")
 
@@ -43,8 +43,8 @@ def test_a_chunk_pinned_while_its_eviction_waits_stays_on_disk(tmp_path: Path) -
 
 
 def test_an_eviction_from_disk_keeps_the_promise_on_what_is_being_promoted(tmp_path: Path) -> None:
-    """`evict NAME --tier disk --force` while a chunk was read from disk: nobody wrote it anew, it stayed CAPTURING, and
-    engines, told that it was lost, never heard that it is held."""
+    """`evict NAME --tier disk --force` while a chunk was read from disk: no one wrote it again, it stayed CAPTURING,
+    and engines, told that it was lost, never heard that it is held."""
 
     async def scenario() -> None:
         async with rig(tmp_path, store="all") as made:

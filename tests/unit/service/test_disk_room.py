@@ -25,7 +25,7 @@ async def wait_over_quota(stub: Stub, name: str) -> None:
 
 
 def test_chunks_of_a_replaced_prompt_make_room(tmp_path: Path) -> None:
-    """No prompt names them any more: neither `evict` nor pressure reached them, and the disk filled up for good."""
+    """No prompt names them any longer: neither `evict` nor pressure reached them, and the disk filled up for good."""
 
     async def scenario() -> None:
         config = config_in(tmp_path, disk_bytes=ROOM_FOR_ONE)

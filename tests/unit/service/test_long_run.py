@@ -96,7 +96,7 @@ def test_the_copy_of_a_namespace_goes_with_it(tmp_path: Path) -> None:
                 r.cache.end(session)
             await eventually(lambda: not r.namespace.sessions)
             r.namespace.row = replace(r.namespace.row, seen_unix_s=time.time() - 2 * 24 * 3600)
-            await r.cache._keep_room_once()
+            await r.cache._keep_capacity_once()
             assert not r.cache.namespaces
             assert load_namespaces(r.cache.config.disk.disk_dir) == []
 

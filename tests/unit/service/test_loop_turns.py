@@ -19,7 +19,7 @@ from kvtier.concurrency.turns import SLICE_KEYS, in_turns
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.errors import QuotaExceededError
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.promotion.queue import MAX_TAKEN_CHUNKS, PromotionQueue
 from tests.fakes.rig import LeasedChunk, ListPeer, Rig, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
@@ -29,9 +29,9 @@ PAYLOAD_BYTES = ONE_GROUP.payload_bytes(0)
 
 
 async def bound(r: Rig, name: str, keys: Sequence[ChunkKey]) -> None:
-    """Pin a prompt of so many chunks and bind it."""
+    """Pin a prompt of this many chunks and bind it."""
     session, _ = await r.session()
-    view = await r.cache.pins.pin(PinWish(name=name, tokens=tuple(range(16 * len(keys)))))
+    view = await r.cache.pins.pin(RequestedPin(name=name, tokens=tuple(range(16 * len(keys)))))
     await r.cache.bind(session, view.prompt.pin_id, keys, 16 * len(keys), "")
 
 
@@ -40,7 +40,7 @@ def test_a_pin_does_not_look_at_the_chunks_of_other_pins(tmp_path: Path) -> None
         async with rig(tmp_path / str(num_keys)) as r:
             await bound(r, "other", keys_of(range(num_keys)))
             with mock.patch.object(ChunkTable, "get", autospec=True, side_effect=ChunkTable.get) as looked:
-                await r.cache.pins.pin(PinWish(name="p", tokens=tuple(range(32))))
+                await r.cache.pins.pin(RequestedPin(name="p", tokens=tuple(range(32))))
             return looked.call_count
 
     for number in (2, 200):
@@ -54,18 +54,18 @@ def test_the_quota_counts_what_is_bound_and_what_will_be(tmp_path: Path) -> None
         async with rig(tmp_path, disk_bytes=10 * PAYLOAD_BYTES) as r:
             await bound(r, "a", keys_of(range(2)))
             await bound(r, "b", keys_of(range(2, 5)))
-            await r.cache.pins.pin(PinWish(name="c", tokens=tuple(range(16))))
+            await r.cache.pins.pin(RequestedPin(name="c", tokens=tuple(range(16))))
 
             async def refused(name: str, num_chunks: int) -> QuotaExceededError:
                 with pytest.raises(QuotaExceededError) as caught:
-                    await r.cache.pins.pin(PinWish(name=name, tokens=tuple(range(16 * num_chunks)), replace=True))
+                    await r.cache.pins.pin(RequestedPin(name=name, tokens=tuple(range(16 * num_chunks)), replace=True))
                 return caught.value
 
             error = await refused("d", 5)
             assert (error.needed_bytes, error.used_bytes) == (5 * PAYLOAD_BYTES, 6 * PAYLOAD_BYTES)
             error = await refused("b", 8)  # whose own three chunks do not count
             assert (error.needed_bytes, error.used_bytes) == (8 * PAYLOAD_BYTES, 3 * PAYLOAD_BYTES)
-            await r.cache.pins.pin(PinWish(name="d", tokens=tuple(range(16 * 4))))
+            await r.cache.pins.pin(RequestedPin(name="d", tokens=tuple(range(16 * 4))))
             r.cache.prompts.check()
 
     asyncio.run(scenario())
@@ -118,7 +118,7 @@ def test_a_namespace_that_ends_while_a_prompt_is_bound_leaves_no_binding(tmp_pat
             session = await r.cache.attach(
                 replace(hello_of("e"), fingerprint={"weights": "2"}, ephemeral=True), ListPeer()
             )
-            view = await r.cache.pins.pin(PinWish(name="p", tokens=tuple(range(48))))
+            view = await r.cache.pins.pin(RequestedPin(name="p", tokens=tuple(range(48))))
             keys = keys_of(range(5 * SLICE_KEYS))
             binding = asyncio.create_task(r.cache.bind(session, view.prompt.pin_id, keys, 48, ""))
             await eventually(lambda: len(session.tiers.table) > 0)

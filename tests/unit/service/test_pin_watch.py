@@ -4,7 +4,7 @@ import asyncio
 
 from kvtier.ledger import PromptRow
 from kvtier.obs.histogram import Histogram
-from kvtier.prompts.book import PinWish, PromptBook
+from kvtier.prompts.book import PromptBook, RequestedPin
 from kvtier.prompts.pin_watch import PinWatch
 from kvtier.prompts.status import PromptState
 
@@ -30,7 +30,7 @@ class Pins:
 
     def put(self, name: str, state: PromptState) -> str:
         """Keep a pinned prompt, as a daemon that begins does; return its id."""
-        prompt, _ = self.book.draft(PinWish(name=name, tokens=(1, 2)), 0.0)
+        prompt, _ = self.book.draft(RequestedPin(name=name, tokens=(1, 2)), 0.0)
         self.book.put(prompt)
         self.states[name] = state
         return prompt.pin_id

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 
 RECIPE = '{"kind": "text"}'
 
@@ -26,7 +26,7 @@ RECIPE = '{"kind": "text"}'
 )
 def test_what_lies_within_the_bounds_is_accepted(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
     monkeypatch.setattr(limits, "MAX_TOKENS", 4)
-    PinWish(**({"name": "p", "tokens": (1,)} | fields))
+    RequestedPin(**({"name": "p", "tokens": (1,)} | fields))
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_what_lies_beyond_is_refused_by_field(
 ) -> None:
     monkeypatch.setattr(limits, "MAX_TOKENS", 4)
     with pytest.raises(InvalidArgumentError) as refused:
-        PinWish(**({"name": "p", "tokens": (1,)} | fields))
+        RequestedPin(**({"name": "p", "tokens": (1,)} | fields))
     assert refused.value.field == field

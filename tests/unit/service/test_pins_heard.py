@@ -10,14 +10,14 @@ import pytest
 import kvtier.prompts.pins
 from kvtier.ledger import PromptRow
 from kvtier.ledger.promises import Promises
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import gated
 from tests.fakes.operator import reached
 from tests.fakes.rig import ListPeer, Rig, eventually, hello_of, rig
 
 MINUTE_S = 60.0
-WISH = PinWish(name="p", tokens=(1, 2, 3))
+WISH = RequestedPin(name="p", tokens=(1, 2, 3))
 
 
 @dataclass
@@ -67,11 +67,11 @@ def test_engines_hear_of_every_pin_that_begins_changes_or_ends(tmp_path: Path) -
             assert peer.pinned == {pin_id: False} == true_pins(r)
             await pins.pin(WISH)
             assert peer.pinned == {pin_id: True} == true_pins(r)
-            await pins.pin(PinWish(name="p", tokens=(4, 5), replace=True))
+            await pins.pin(RequestedPin(name="p", tokens=(4, 5), replace=True))
             assert pin_id not in peer.pinned
             assert list(peer.pinned.values()) == [True]
             assert peer.pinned == true_pins(r)
-            await pins.pin(PinWish(name="other", tokens=(6,), model="another model"))
+            await pins.pin(RequestedPin(name="other", tokens=(6,), model="another model"))
             assert len(peer.pinned) == 1, "not its model"
             await pins.unpin("other")
             assert len(peer.pinned) == 1
@@ -88,8 +88,8 @@ def test_a_pin_expires_when_it_is_due_and_engines_hear_of_it(tmp_path: Path, mon
         async with rig(tmp_path) as r:
             peer = await attached(r)
             expiring = asyncio.create_task(r.cache.pins.expire())
-            await r.cache.pins.pin(PinWish(name="p", tokens=(1,), ttl_s=60, priority=3))
-            await r.cache.pins.pin(PinWish(name="for-ever", tokens=(2,)))
+            await r.cache.pins.pin(RequestedPin(name="p", tokens=(1,), ttl_s=60, priority=3))
+            await r.cache.pins.pin(RequestedPin(name="for-ever", tokens=(2,)))
             for seconds, is_pinned in ((0, True), (59, True), (1, False), (3600, False)):
                 clock.unix_s += seconds
                 loop.jump(MINUTE_S)
@@ -107,10 +107,10 @@ def test_a_pin_expires_when_it_is_due_and_engines_hear_of_it(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    "again", [PinWish(name="p", tokens=(1, 2, 3), ttl_s=600), PinWish(name="p", tokens=(7,), replace=True)]
+    "again", [RequestedPin(name="p", tokens=(1, 2, 3), ttl_s=600), RequestedPin(name="p", tokens=(7,), replace=True)]
 )
 def test_a_pin_that_comes_while_an_old_one_expires_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: PinWish
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: RequestedPin
 ) -> None:
     """The expiry waits for the change that goes on; what it found expired may be pinned for longer by then, or another
     prompt of that name."""
@@ -119,7 +119,7 @@ def test_a_pin_that_comes_while_an_old_one_expires_stands(
         clock = WallClock(monkeypatch)
         async with rig(tmp_path) as r:
             peer = await attached(r)
-            await r.cache.pins.pin(PinWish(name="p", tokens=(1, 2, 3), ttl_s=60))
+            await r.cache.pins.pin(RequestedPin(name="p", tokens=(1, 2, 3), ttl_s=60))
             clock.unix_s += 100
             expiring = asyncio.create_task(r.cache.pins.expire())
             with gated(monkeypatch, Promises, "put_prompt") as gate:

@@ -17,7 +17,7 @@ from kvtier.bundles import importing
 from kvtier.disk import index
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.maintenance.online import _ServiceRows
-from kvtier.prompts.book import PinWish
+from kvtier.prompts.book import RequestedPin
 from tests.fakes.gates import Gate, gated
 from tests.fakes.memory_tier import MemoryTier
 from tests.fakes.operator import reached
@@ -163,10 +163,10 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
             monkeypatch.setattr(index, "_commit", recorded_in_a_stop)
             bundle: Any = SimpleNamespace(keys=tuple(keys_of([0])), covered_tokens=16, stored={})
             no_spool: Any = None
-            change = importing._Import(r.cache, r.namespace, bundle, PinWish(name="p", tokens=(1,)), no_spool)
+            change = importing._Import(r.cache, r.namespace, bundle, RequestedPin(name="p", tokens=(1,)), no_spool)
             change._written.append(r.tier.write_pack(r.namespace.namespace_id, [payload(0)]))
             with pytest.raises(asyncio.CancelledError):
-                await r.cache.changes.to_end("import", change.run())
+                await r.cache.changes.run_shielded("import", change.run())
             packs = r.resources.ledger.load().packs
             assert len(packs) == 1
             assert packs.keys() == r.tier.list_packs().keys()

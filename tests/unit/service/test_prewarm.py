@@ -20,7 +20,7 @@ LATE = [chunk_key(("late", n)) for n in range(3)]
 
 
 def warming(config: DaemonConfig) -> DaemonConfig:
-    return replace(config, host=replace(config.host, prewarm=True))
+    return replace(config, host=replace(config.host, prefetch=True))
 
 
 async def store(stub: Stub, engine: ScriptedEngine, name: str, keys: list[bytes], first: int = 0) -> None:

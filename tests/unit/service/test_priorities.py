@@ -78,7 +78,7 @@ def test_the_most_important_prompt_comes_back_to_memory_before_newer_ones(tmp_pa
             await _store(stub, engine, "important", important, 0, 1)
             await _store(stub, engine, "newer", newer, 900, 0)
         small = config_in(tmp_path, host_bytes=room_for(5))
-        async with running(replace(small, host=replace(small.host, prewarm=True))) as stub:
+        async with running(replace(small, host=replace(small.host, prefetch=True))) as stub:
 
             async def all_there() -> bool:
                 return (await prompt_of(stub, "important")).bindings[0].num_host_chunks == 4

@@ -111,7 +111,7 @@ def test_a_store_without_a_right_stamp_is_refused_and_stays_wanted(tmp_path: Pat
 
 
 async def asked_again(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Return when the daemon has asked so many more times whether an engine's processes hold their lock."""
+    """Return when the daemon has asked this many more times whether an engine's processes hold their lock."""
     num_asked, original = 0, SessionLock.released
 
     def released(lock: SessionLock) -> bool:

@@ -101,7 +101,7 @@ def pinned_of(*pins: tuple[bytes, ...], max_blocks: int = 10**6) -> PinnedBlocks
 def test_the_oldest_pin_is_the_best_and_shared_blocks_are_its_own() -> None:
     pinned = pinned_of((A, B), (A, C))
     assert pinned.ranking.keys == [A, B, C]
-    pinned.add("0", (A, D))  # bound anew, and still the oldest
+    pinned.add("0", (A, D))  # bound again, and still the oldest
     assert pinned.ranking.keys == [A, D, C]
     pinned.remove("0")
     assert pinned.ranking.keys == [A, C]
