@@ -313,7 +313,7 @@ async def _check_promises(life: Life) -> None:
 
 
 async def _is_readable(life: Life, prompt: Prompt) -> bool:
-    """An acquire never waits for slots; it gets none while a previous daemon's rows and prefetching take all of them."""
+    """An acquire never waits for slots; it gets none while previous daemons' rows and prefetching take all of them."""
     return await life.verify(prompt) == len(prompt.keys)
 
 
