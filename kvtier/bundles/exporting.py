@@ -43,31 +43,31 @@ async def export_bundle(
         TierIOError: The operating system refused.
     """
     with ExitStack() as stack:
-        spool, room = await _scratch_file(cache, stack)
-        bundle = await _fill(cache, spool, room, name, namespace_id)
+        spool, space = await _scratch_file(cache, stack)
+        bundle = await _fill(cache, spool, space, name, namespace_id)
         if decoded:
             bundle_spool = spool
-            spool, room = await _scratch_file(cache, stack)
-            await _decode(cache, bundle, bundle_spool, spool, room)
+            spool, space = await _scratch_file(cache, stack)
+            await _decode(cache, bundle, bundle_spool, spool, space)
         for offset in range(0, spool.num_bytes, PIECE_BYTES):
             yield await cache.resources.in_io(spool.read, PIECE_BYTES, offset)
 
 
 async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchSpace]:
     """Return a scratch file and the room for it, none yet; both last as long as the stack."""
-    room = stack.enter_context(cache.resources.disk_usage.scratch_space())
+    space = stack.enter_context(cache.resources.disk_usage.scratch_space())
     spool = await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir)
-    return stack.enter_context(spool), room
+    return stack.enter_context(spool), space
 
 
-async def _fill(cache: Cache, spool: Spool, room: ScratchSpace, name: str, namespace_id: str) -> Bundle:
+async def _fill(cache: Cache, spool: Spool, space: ScratchSpace, name: str, namespace_id: str) -> Bundle:
     num_tries = 0
     while True:
         prompt = cache.prompts.get(name)
         namespace, binding = _choose(cache, prompt, namespace_id)
         draft = _bundle(prompt, namespace, binding)
         try:
-            return await _write(cache, spool, room, draft)
+            return await _write(cache, spool, space, draft)
         except (FileNotFoundError, EOFError) as exc:
             # Compaction or an eviction took the pack away meanwhile: look again where the chunks are.
             num_tries += 1
@@ -113,16 +113,16 @@ def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle:
     )
 
 
-async def _write(cache: Cache, spool: Spool, room: ScratchSpace, draft: Bundle) -> Bundle:
+async def _write(cache: Cache, spool: Spool, space: ScratchSpace, draft: Bundle) -> Bundle:
     """Copy the chunks, verify the copies, and only then write what stands before them."""
     resources, packs = cache.resources, cache.config.disk.disk_dir / "packs"
     offset = len(await resources.in_io(build_front, draft))
-    await _keep_capacity(cache, room, draft.prompt.name, offset + draft.data_bytes)
+    await _keep_capacity(cache, space, draft.prompt.name, offset + draft.data_bytes)
     chunks: list[BundleChunk] = []
     for batch in in_batches(draft.chunks, [chunk.stored.stored_bytes for chunk in draft.chunks]):
         chunks += await resources.in_io(_copy, spool, packs, batch, offset)
         offset += sum(chunk.stored.stored_bytes for chunk in batch)
-        room.grew(spool.num_bytes)
+        space.grew(spool.num_bytes)
     for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks]):
         await resources.in_io(spool.verify, part)
     bundle = replace(draft, chunks=chunks)
@@ -130,24 +130,24 @@ async def _write(cache: Cache, spool: Spool, room: ScratchSpace, draft: Bundle) 
     return bundle
 
 
-async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, room: ScratchSpace) -> None:
+async def _decode(cache: Cache, bundle: Bundle, source: Spool, target: Spool, space: ScratchSpace) -> None:
     decoded = await cache.resources.in_io(DecodedFile, bundle)
-    await _keep_capacity(cache, room, bundle.prompt.name, decoded.file_bytes)
+    await _keep_capacity(cache, space, bundle.prompt.name, decoded.file_bytes)
     await cache.resources.in_io(decoded.write_front, target)
     written_bytes = 0
     for batch in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
         await cache.resources.in_io(decoded.write_chunks, source, target, batch)
         written_bytes += sum(chunk.stored.raw_bytes for chunk in batch)
-        room.grew(written_bytes)
+        space.grew(written_bytes)
 
 
-async def _keep_capacity(cache: Cache, room: ScratchSpace, name: str, file_bytes: int) -> None:
+async def _keep_capacity(cache: Cache, space: ScratchSpace, name: str, file_bytes: int) -> None:
     """Nothing is dropped for it: the disk's cache is worth more than a copy of a part of it."""
     usage = cache.resources.disk_usage
     await cache.resources.measure_disk()
-    if room.file_shortage(file_bytes) > 0:
+    if space.file_shortage(file_bytes) > 0:
         raise DiskRoomError(f"the export of prompt {name!r}", file_bytes, usage.free_bytes, usage.kept_bytes)
-    room.keep(file_bytes)
+    space.keep(file_bytes)
 
 
 def _copy(spool: Spool, packs: Path, batch: Sequence[BundleChunk], offset: int) -> list[BundleChunk]:

@@ -35,7 +35,7 @@ from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
 
-async def import_bundle(cache: Cache, wish: RequestedImport, pieces: AsyncIterator[bytes]) -> PromptView:
+async def import_bundle(cache: Cache, requested: RequestedImport, pieces: AsyncIterator[bytes]) -> PromptView:
     """Take a bundle in and pin its prompt; pin and chunks are durable on return. After an error nothing is left.
 
     Args:
@@ -54,27 +54,27 @@ async def import_bundle(cache: Cache, wish: RequestedImport, pieces: AsyncIterat
         LedgerError: The ledger refused.
     """
     with ExitStack() as stack:
-        room = stack.enter_context(cache.resources.disk_usage.scratch_space())
+        space = stack.enter_context(cache.resources.disk_usage.scratch_space())
         spool = stack.enter_context(await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir))
-        admitted = await Reception(cache, wish, spool, room).receive(pieces)
+        admitted = await Reception(cache, requested, spool, space).receive(pieces)
         held = stack.pop_all()
     try:
         # From here to its end, even when the caller leaves: a pack that is being written cannot be called back.
-        return await cache.changes.run_shielded("import", _take_in(cache, wish, admitted, spool, room, held))
+        return await cache.changes.run_shielded("import", _take_in(cache, requested, admitted, spool, space, held))
     except DrainingError:  # it did not begin
         held.close()
         raise
 
 
 async def _take_in(
-    cache: Cache, wish: RequestedImport, admitted: Admitted, spool: Spool, room: ScratchSpace, held: ExitStack
+    cache: Cache, requested: RequestedImport, admitted: Admitted, spool: Spool, space: ScratchSpace, held: ExitStack
 ) -> PromptView:
     with held:
-        pin, namespace = await admit(cache, wish, admitted.bundle)  # things may have changed while it came
+        pin, namespace = await admit(cache, requested, admitted.bundle)  # things may have changed while it came
         chunks = admitted.bundle.chunks
         for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks]):
             await cache.resources.in_io(spool.verify, part)
-        room.release_packs()
+        space.release_packs()
         await _Import(cache, namespace, admitted.bundle, pin, spool).run()
         return await cache.pins.view(pin.name)
 

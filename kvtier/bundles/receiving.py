@@ -50,7 +50,7 @@ class Admitted:
     namespace: Namespace
 
 
-async def admit(cache: Cache, wish: RequestedImport, bundle: Bundle) -> tuple[RequestedPin, Namespace]:
+async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tuple[RequestedPin, Namespace]:
     """Say which pin a bundle becomes, in which namespace. It is asked again when all of the bundle is there.
 
     Raises:
@@ -59,7 +59,7 @@ async def admit(cache: Cache, wish: RequestedImport, bundle: Bundle) -> tuple[Re
         QuotaExceededError: It would not fit on disk.
         InvalidArgumentError: The name cannot be used.
     """
-    pin = _pin_wish(wish, bundle)
+    pin = _requested_pin(requested, bundle)
     namespace = find_namespace(cache, bundle)
     cache.prompts.draft(pin, time.time())
     await _check_quota(cache, namespace, pin.name, bundle)
@@ -89,8 +89,8 @@ class Reception:
         room: What is kept for the spool, and later for packs.
     """
 
-    def __init__(self, cache: Cache, wish: RequestedImport, spool: Spool, room: ScratchSpace) -> None:
-        self._cache, self._wish, self._spool, self._room = cache, wish, spool, room
+    def __init__(self, cache: Cache, requested: RequestedImport, spool: Spool, space: ScratchSpace) -> None:
+        self._cache, self._requested, self._spool, self._space = cache, requested, spool, space
         self._admitted: Admitted | None = None
         self._front_bytes = 0  # what is known to be needed of the file before it can be judged
 
@@ -121,7 +121,7 @@ class Reception:
         elif num_bytes > self._admitted.bundle.file_bytes:
             check_length(self._admitted.bundle, num_bytes)
         await self._cache.resources.in_io(self._spool.append, piece)
-        self._room.grew(num_bytes)
+        self._space.grew(num_bytes)
         if self._admitted is None and num_bytes >= self._front_bytes:
             front = await self._cache.resources.in_io(_read_front, self._spool)
             if isinstance(front, int):
@@ -133,7 +133,7 @@ class Reception:
         """The front is there: say whether the bundle can be taken in, and keep room for all of it."""
         if self._spool.num_bytes > bundle.file_bytes:
             check_length(bundle, self._spool.num_bytes)
-        pin, namespace = await admit(self._cache, self._wish, bundle)
+        pin, namespace = await admit(self._cache, self._requested, bundle)
         missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
         num_pack_bytes = await self._cache.resources.in_io(pack_bytes, namespace, bundle, missing)
         await self._keep_capacity(pin.name, bundle.file_bytes, num_pack_bytes)
@@ -143,7 +143,7 @@ class Reception:
         usage = self._cache.resources.disk_usage
 
         def shortage() -> int:
-            return self._room.shortage(file_bytes, num_pack_bytes)
+            return self._space.shortage(file_bytes, num_pack_bytes)
 
         if shortage() > 0 or num_pack_bytes:
             await self._cache.resources.measure_disk()
@@ -151,7 +151,7 @@ class Reception:
             await self._cache.capacity.drop_until_enough(shortage)
         if shortage() > 0:
             raise _no_room(self._cache, name, file_bytes, num_pack_bytes)
-        self._room.keep(file_bytes, num_pack_bytes)
+        self._space.keep(file_bytes, num_pack_bytes)
 
 
 def _no_room(cache: Cache, name: str, file_bytes: int, num_pack_bytes: int) -> DiskRoomError | QuotaExceededError:
@@ -170,8 +170,10 @@ def _read_front(spool: Spool) -> Bundle | int:
         return front
 
 
-def _pin_wish(wish: RequestedImport, bundle: Bundle) -> RequestedPin:
-    return replace(bundle.prompt, name=wish.name or bundle.prompt.name, ttl_s=wish.ttl_s, replace=wish.replace)
+def _requested_pin(requested: RequestedImport, bundle: Bundle) -> RequestedPin:
+    return replace(
+        bundle.prompt, name=requested.name or bundle.prompt.name, ttl_s=requested.ttl_s, replace=requested.replace
+    )
 
 
 async def _check_quota(cache: Cache, namespace: Namespace, name: str, bundle: Bundle) -> None:

@@ -135,11 +135,11 @@ class Spool:
 def in_batches(items: Sequence[T], sizes: Sequence[int], max_bytes: int = _BATCH_BYTES) -> list[list[T]]:
     """Cut items into runs of about `max_bytes`: one call to a worker thread each."""
     runs: list[list[T]] = []
-    room = 0
+    space = 0
     for item, size in zip(items, sizes, strict=True):
-        if room < size or not runs:
+        if space < size or not runs:
             runs.append([])
-            room = max_bytes
+            space = max_bytes
         runs[-1].append(item)
-        room -= size
+        space -= size
     return runs

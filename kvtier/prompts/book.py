@@ -112,7 +112,7 @@ class PromptBook:
         """Return the prompt's binding in a namespace."""
         return self._bindings.get(pin_id, {}).get(namespace_id)
 
-    def draft(self, wish: RequestedPin, now_unix_s: float) -> tuple[PromptRow, PromptRow | None]:
+    def draft(self, requested: RequestedPin, now_unix_s: float) -> tuple[PromptRow, PromptRow | None]:
         """Return the prompt as it will be, and the one whose place it takes.
 
         The same prompt again keeps its id, and with it its bindings and chunks.
@@ -120,31 +120,31 @@ class PromptBook:
         Raises:
             PromptExistsError: The name is taken by another prompt, and replacing was not asked for.
         """
-        old = self._by_name.get(wish.name)
-        expires_unix_s = now_unix_s + wish.ttl_s if wish.ttl_s else 0.0
-        if old is not None and (differs_in := _difference(old, wish)) is None:
+        old = self._by_name.get(requested.name)
+        expires_unix_s = now_unix_s + requested.ttl_s if requested.ttl_s else 0.0
+        if old is not None and (differs_in := _difference(old, requested)) is None:
             return replace(
                 old,
                 pinned=True,
                 expires_unix_s=expires_unix_s,
-                priority=wish.priority,
-                recipe_json=wish.recipe_json or old.recipe_json,
+                priority=requested.priority,
+                recipe_json=requested.recipe_json or old.recipe_json,
             ), old
-        if old is not None and old.tokens and not wish.replace:
-            raise PromptExistsError(wish.name, differs_in or "content")
+        if old is not None and old.tokens and not requested.replace:
+            raise PromptExistsError(requested.name, differs_in or "content")
         return PromptRow(
-            name=wish.name,
+            name=requested.name,
             pin_id=uuid.uuid4().hex,
             pinned=True,
-            tokens=wish.tokens,
-            model=wish.model,
-            lora_name=wish.lora_name,
-            lora_path=wish.lora_path,
-            cache_salt=wish.cache_salt,
-            recipe_json=wish.recipe_json,
+            tokens=requested.tokens,
+            model=requested.model,
+            lora_name=requested.lora_name,
+            lora_path=requested.lora_path,
+            cache_salt=requested.cache_salt,
+            recipe_json=requested.recipe_json,
             created_unix_s=now_unix_s,
             expires_unix_s=expires_unix_s,
-            priority=wish.priority,
+            priority=requested.priority,
         ), old
 
     def put(self, prompt: PromptRow) -> None:
@@ -206,8 +206,8 @@ def _importance(prompt: PromptRow) -> tuple[int, float]:
     return prompt.priority, prompt.created_unix_s
 
 
-def _difference(old: PromptRow, wish: RequestedPin) -> str | None:
+def _difference(old: PromptRow, requested: RequestedPin) -> str | None:
     for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt"):
-        if getattr(old, field) != getattr(wish, field):
+        if getattr(old, field) != getattr(requested, field):
             return field
     return None

@@ -67,19 +67,19 @@ class Pins:
         self._changes = changes
         self._verified = verified
 
-    async def pin(self, wish: RequestedPin) -> PromptView:
+    async def pin(self, requested: RequestedPin) -> PromptView:
         """Make a prompt a pinned one; durable on return.
 
         Raises:
             PromptExistsError: The name is taken.
             QuotaExceededError: It would not fit on disk.
         """
-        await self._changes.run_shielded("pin", self._pin(wish))
-        return await self.view(wish.name)
+        await self._changes.run_shielded("pin", self._pin(requested))
+        return await self.view(requested.name)
 
-    async def _pin(self, wish: RequestedPin) -> None:
+    async def _pin(self, requested: RequestedPin) -> None:
         async with self._changes.lock:
-            prompt, old = self._prompts.draft(wish, time.time())
+            prompt, old = self._prompts.draft(requested, time.time())
             await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
             await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
             await self.take_in(prompt, old)

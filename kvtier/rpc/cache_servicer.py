@@ -42,8 +42,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         """Make a prompt a pinned one."""
         async with translated(context):
             limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
-            wish = parse_pin(request, await _token_ids(request.tokens))
-            view = await self._cache.pins.pin(wish)
+            requested = parse_pin(request, await _token_ids(request.tokens))
+            view = await self._cache.pins.pin(requested)
         return prompt_status(view)
 
     async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
@@ -145,8 +145,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Import(self, request_iterator: AsyncIterator[pb.ImportMessage], context: Context) -> pb.PromptStatus:
         """Take a bundle in."""
         async with translated(context):
-            wish = parse_import_start(await anext(request_iterator, None))
-            view = await import_bundle(self._cache, wish, _pieces(request_iterator))
+            requested = parse_import_start(await anext(request_iterator, None))
+            view = await import_bundle(self._cache, requested, _pieces(request_iterator))
         return prompt_status(view)
 
 
