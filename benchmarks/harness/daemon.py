@@ -40,12 +40,14 @@ class Daemon(Process):
             **(settings or {}),
         }
         super().__init__("kvtier-daemon", self.command, env, home / "daemon.log")
+        self._program = list(self.command)  # the end of argv: a test may put another program before it
 
     def start(self) -> None:
         """Start it and wait until it answers."""
         self._num_logged = len(self.log_text())
         is_tuned = any(name.startswith("TUNED_") for name in self._env)
-        self.argv = list(_TUNED_COMMAND if is_tuned else self.command)
+        program = list(_TUNED_COMMAND if is_tuned else self.command)
+        self.argv[-len(self._program) :] = self._program = program
         super().start()
         self.ready_s = self.wait_ready(self._answers, timeout_s=15)
 
