@@ -1,6 +1,7 @@
 """A process under our control, with all its children: started, paused, waited for, and ended whatever happens."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from typing import Self
 
 BIN = Path(sys.executable).parent
 POLL_S = 0.02
+_OUR_PORTS = range(20_000, 32_768)  # below those that Linux gives to connections (ip_local_port_range)
+_MAX_PORTS_TRIED = 50
 KILL_TIMEOUT_S = 10
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The kernel sends SIGTERM to a child when the thread that started it ends, so a kill -9 of us ends it too (except
@@ -41,10 +44,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 def free_port() -> int:
-    """Return a TCP port on loopback that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port on loopback that no process listens on now.
+
+    Not one that the kernel would choose: vLLM listens half a minute later, and by then the kernel may have given such a
+    port to an outgoing connection.
+    """
+    for port in random.SystemRandom().sample(_OUR_PORTS, _MAX_PORTS_TRIED):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise StartError(f"none of {_MAX_PORTS_TRIED} ports of {_OUR_PORTS.start} to {_OUR_PORTS.stop - 1} is free")
 
 
 def _group_exists(group: int) -> bool:
