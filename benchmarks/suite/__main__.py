@@ -11,41 +11,26 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 import httpx
 import openai
 
-from benchmarks.harness.engine import EngineOptions
-from benchmarks.harness.model_specs import SERVED
-from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import StartError, interrupt_on_signals, say
 from benchmarks.measuring.machine import fast_dtype, hardware, versions
-from benchmarks.measuring.machine_rates import device_rates, memcpy_rates
 from benchmarks.measuring.samples import Records, RecordsError
 from benchmarks.measuring.storage import is_in_memory
-from benchmarks.suite import daemon_growth
-from benchmarks.suite.load import LoadRun
-from benchmarks.suite.matrix import MatrixRun, first_line
+from benchmarks.suite.matrix import first_line
+from benchmarks.suite.plan import ALL_SYSTEMS, Case, Plan
 from benchmarks.suite.plots import draw_plots
-from benchmarks.suite.profiles import BLOCK_TOKENS, PROFILES, LoadShape, MatrixShape, Profile
+from benchmarks.suite.profiles import PROFILES
 from benchmarks.suite.report import report
-from benchmarks.systems.all_systems import SYSTEMS
-from benchmarks.systems.kvtier_system import OFF_DEVICE_CONFIG, KVTierAll
-from benchmarks.systems.system import SetupError, System
-from benchmarks.systems.vllm_systems import VLLMAlone
+from benchmarks.systems.system import SetupError
 
-ALL_SYSTEMS: dict[str, type[System]] = {"alone": VLLMAlone, "kvtier-all": KVTierAll, **SYSTEMS}
 DEFAULT_SYSTEMS = ("alone", "kvtier", "lmcache", "vllm-fs")
 OUT = Path("bench-results")
-# Tokens of a context for the conversation behind the system prompt.
-TURN_TOKENS = 1024
-FLOOR_RUNS = 5
 FAILURES = (
     SetupError,
     StartError,
@@ -58,105 +43,6 @@ FAILURES = (
     httpx.HTTPError,
     openai.OpenAIError,
 )
-
-Add = Callable[..., None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """The smallest unit that is measured as a whole; `measure` passes samples to the function that it gets."""
-
-    name: str
-    measure: Callable[[Add], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The cases of a profile."""
-
-    profile: Profile
-    systems: Sequence[str]
-    dtype: str
-    home: Path
-
-    def cases(self) -> Iterator[Case]:
-        """Yield all, in the order in which they are measured: what matters most first, rounds outermost."""
-        for number in range(max((shape.rounds for shape in self.profile.matrices), default=0)):
-            yield Case(name=f"floor/{number}", measure=self._floor)
-            for shape in self.profile.matrices:
-                if number < shape.rounds:
-                    for name in _in_turns(self.systems, number):
-                        yield self._matrix(name, shape, number)
-        if load := self.profile.load:
-            for number in range(load.rounds):
-                for name in _in_turns(self.systems, number):
-                    yield self._load(name, load, number)
-        yield from self._growth()
-
-    def _floor(self, add: Add) -> None:
-        add("floor", memcpy=memcpy_rates(FLOOR_RUNS), device=device_rates(self.home, FLOOR_RUNS))
-
-    def _matrix(self, name: str, shape: MatrixShape, number: int) -> Case:
-        def measure(add: Add) -> None:
-            model = cached_model(f"suite-{shape.name}", shape.model)
-            options = self._options(model, shape.pool_blocks, max(shape.lengths) + TURN_TOKENS)
-            options = replace(options, connector_config=OFF_DEVICE_CONFIG)
-            with _system(name, self.home, options, shape.host_gib) as system:
-                MatrixRun(system=system, shape=shape, model=model, round=number, add=add).measure()
-
-        return Case(name=f"matrix/{shape.name}/{name}/{number}", measure=measure)
-
-    def _load(self, name: str, shape: LoadShape, number: int) -> Case:
-        def measure(add: Add) -> None:
-            model = cached_model("suite-8x512", SERVED)
-            options = self._options(model, shape.pool_blocks, shape.prompt_tokens + TURN_TOKENS)
-            with _system(name, self.home, options, 1) as system:
-                LoadRun(system=system, shape=shape, model=model, round=number, add=add).measure()
-
-        return Case(name=f"load/{name}/{number}", measure=measure)
-
-    def _growth(self) -> Iterator[Case]:
-        shape = self.profile.growth
-        if shape is None or "kvtier" not in self.systems:
-            return
-        mib, rounds = shape.service_mib, shape.rounds
-        yield Case(name="moved", measure=partial(daemon_growth.bytes_moved, mib))
-        for count in shape.pins:
-            yield Case(name=f"pins/{count}", measure=partial(daemon_growth.pins, count, rounds))
-        for count in shape.sessions:
-            yield Case(name=f"sessions/{count}", measure=partial(daemon_growth.sessions, count))
-        for count in shape.chunks:
-            yield Case(name=f"chunks/{count}", measure=partial(daemon_growth.chunks, count, rounds))
-
-    def _options(self, model: Path, pool_blocks: int, max_model_len: int) -> EngineOptions:
-        return EngineOptions(
-            model=str(model),
-            max_model_len=max_model_len,
-            block_size=BLOCK_TOKENS,
-            pool_blocks=pool_blocks,
-            max_batched_tokens=4096,
-            dtype=self.dtype,
-        )
-
-
-def _in_turns(systems: Sequence[str], number: int) -> list[str]:
-    """Return the systems, with another one first in every round."""
-    turn = number % len(systems)
-    return [*systems[turn:], *systems[:turn]]
-
-
-@contextmanager
-def _system(name: str, home: Path, options: EngineOptions, host_gib: int) -> Iterator[System]:
-    """Make a system in a folder of its own; both are gone afterwards."""
-    system = ALL_SYSTEMS[name](home / name, options, host_gib)
-    try:
-        yield system
-    except Exception:
-        say(system.log_tails())
-        raise
-    finally:
-        system.clean_up()
-        shutil.rmtree(home / name, ignore_errors=True)
 
 
 def run(cases: Sequence[Case], records: Records, limit_s: float) -> list[str]:

@@ -15,9 +15,10 @@ from benchmarks.measuring.tables import percentile
 from benchmarks.serving_cost.bench_serve import BenchServe
 from benchmarks.serving_cost.cost_report import ALONE, KVTIER
 from benchmarks.serving_cost.cost_report import report as cost_report
-from benchmarks.suite.__main__ import DEFAULT_SYSTEMS, Plan
+from benchmarks.suite.__main__ import DEFAULT_SYSTEMS
 from benchmarks.suite.load import KILLED, UNDISTURBED
 from benchmarks.suite.matrix import Condition
+from benchmarks.suite.plan import Plan
 from benchmarks.suite.plots import draw_plots
 from benchmarks.suite.profiles import PROFILES, LoadShape
 from benchmarks.suite.report import report
