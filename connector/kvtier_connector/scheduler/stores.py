@@ -40,7 +40,6 @@ class StoreSlots:
         self._mirror, self._num_credits = mirror, num_credits
         self._credits: deque[Grant] = deque()
         self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
-        self._num_at_once = 1  # the most that were to be begun at once, up to half of the credits: a whole step
         self._writing: dict[ChunkKey, Grant] = {}
         self._committing: dict[ChunkKey, float] = {}
         self._orphaned: set[ChunkKey] = set()
@@ -67,9 +66,9 @@ class StoreSlots:
         """
         pinned = [key for key in keys if self._mirror.is_pinned(key)][: len(self._credits)]
         unpinned = [key for key in keys if not self._mirror.is_pinned(key)]
-        chosen = {*pinned, *unpinned[: self._num_for_unpinned(len(pinned))]}
+        num_unpinned = max(0, len(self._credits) - len(pinned) - self._num_standing // _PINNED_SHARE)
+        chosen = {*pinned, *unpinned[:num_unpinned]}
         begun = [(key, self._credits.popleft()) for key in keys if key in chosen]
-        self._num_at_once = max(self._num_at_once, min(len(keys), self._num_credits // 2))
         if begun:
             self._writing.update(begun)
             message = pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun)))
@@ -115,16 +114,13 @@ class StoreSlots:
         """vLLM has dropped its jobs and will not report their end."""
         self._orphaned.clear()
 
-    def _num_for_unpinned(self, num_taken: int = 0) -> int:
-        """Return how many unpinned chunks could be begun now, after `num_taken` others."""
-        return max(0, len(self._credits) - num_taken - self._num_standing // _PINNED_SHARE)
-
     def _send(self, attachment: Attachment, message: pb.EngineMessage, *, is_urgent: bool) -> None:
-        """Send with others; at once if it is urgent, or if what is left would not do for the largest step so far.
+        """Send at once if it is urgent or slots are short: the daemon gives new ones for those that are reported.
 
-        The daemon gives new slots for those that are reported to it.
+        Short is less than three quarters of the credits, which are for two whole steps: what is left would not do for
+        another step and the share of pinned chunks.
         """
-        is_short = self._num_for_unpinned() < self._num_at_once
+        is_short = 4 * len(self._credits) < 3 * self._num_standing
         (attachment.send if is_urgent or is_short else attachment.send_later)(message)
 
 

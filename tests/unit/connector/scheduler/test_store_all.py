@@ -29,7 +29,7 @@ def begun(scheduler: Scheduler) -> list[bytes]:
     return [store.key for store in scheduler.sent_one("store_begin").stores]
 
 
-def test_what_nobody_pinned_is_stored_up_to_a_share_of_the_credits(scheduler: Scheduler) -> None:
+def test_unpinned_chunks_are_stored_up_to_a_share_of_the_credits(scheduler: Scheduler) -> None:
     computed(scheduler, scheduler.new_request("one-off", 4))
     assert begun(scheduler) == keys_of("one-off", 4)
     scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=[pb.SlotRef(slot=9, generation=1)] * 4)))
@@ -37,7 +37,7 @@ def test_what_nobody_pinned_is_stored_up_to_a_share_of_the_credits(scheduler: Sc
     assert begun(scheduler) == keys_of("long", 6), "two of eight credits are left to pinned prompts"
 
 
-def test_nothing_ordinary_is_stored_before_everything_held_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_unpinned_is_stored_before_everything_held_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a restart of the daemon the mirror is empty: every GPU hit would be stored again."""
     scheduler = Scheduler(monkeypatch)
     scheduler.attach(store_mode=pb.STORE_ALL)
@@ -59,7 +59,7 @@ def test_a_new_session_begins_without_knowledge(scheduler: Scheduler) -> None:
     assert scheduler.sent() == []
 
 
-def test_an_ordinary_prompt_is_hit_and_a_loss_is_a_miss_without_a_question(scheduler: Scheduler) -> None:
+def test_an_unpinned_prompt_is_hit_and_a_loss_is_a_miss_without_a_question(scheduler: Scheduler) -> None:
     scheduler.hold(keys_of("chat", 6))
     request = scheduler.new_request("chat", 8)
     assert scheduler.ask(request) is None
@@ -109,8 +109,8 @@ def test_only_pinned_chunks_wait_for_slots(monkeypatch: pytest.MonkeyPatch) -> N
     assert scheduler.step(running=[pinned]).store_jobs, "it has waited"
 
 
-def test_behind_a_hole_nothing_ordinary_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix hit ends at the hole: what lies behind it takes room from what serves."""
+def test_behind_a_hole_nothing_unpinned_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix hit ends at the hole: what lies behind it takes space from what serves."""
     scheduler = Scheduler(monkeypatch)
     scheduler.attach(num_credits=2, store_mode=pb.STORE_ALL)
     scheduler.hold([], complete=True)
@@ -126,7 +126,7 @@ def test_behind_a_hole_nothing_ordinary_is_stored(monkeypatch: pytest.MonkeyPatc
     assert not scheduler.step(running=[request]).store_jobs
 
 
-def test_prefix_order_is_told_after_the_last_of_several_store_jobs(scheduler: Scheduler) -> None:
+def test_prefix_order_is_reported_after_the_last_of_several_store_jobs(scheduler: Scheduler) -> None:
     request = scheduler.new_request("chat", 6)
     assert scheduler.ask(request) == 0
     block_ids = scheduler.allocate(request, 0, 0)
@@ -190,7 +190,7 @@ def _with_credits(monkeypatch: pytest.MonkeyPatch, num_credits: int) -> Schedule
     return scheduler
 
 
-def test_stores_of_what_nobody_pinned_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_of_unpinned_chunks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = _with_credits(monkeypatch, 16)
     meta = computed(scheduler, scheduler.new_request("one", 4))
     scheduler.workers_report(list(meta.store_jobs))
@@ -203,7 +203,7 @@ def test_stores_of_what_nobody_pinned_wait_for_each_other(monkeypatch: pytest.Mo
 
 
 def test_the_next_step_of_a_long_prompt_finds_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credits are for two whole steps; a step after which less is left for another is told at once."""
+    """Credits are for two whole steps; a step after which less is left for another is reported at once."""
     scheduler = _with_credits(monkeypatch, 16)
     computed(scheduler, scheduler.new_request("long", 8))
     assert scheduler.has_sent()
@@ -214,24 +214,7 @@ def test_the_next_step_of_a_long_prompt_finds_slots(monkeypatch: pytest.MonkeyPa
     assert len(begun(scheduler)) == 8
 
 
-def test_after_a_prompt_that_no_credits_suffice_for_small_ones_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM offers at once what it had in its own cache, however long: that is no step that will come again."""
-    scheduler = _with_credits(monkeypatch, 16)
-    computed(scheduler, scheduler.new_request("huge", 40))
-    assert len(begun(scheduler)) == 12
-    slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(20, 32)]
-    scheduler.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
-    computed(scheduler, scheduler.new_request("small", 1, "r2"))
-    assert not scheduler.has_sent()
-
-
-def test_who_has_one_slot_only_tells_of_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = _with_credits(monkeypatch, 1)
-    computed(scheduler, scheduler.new_request("short", 1))
-    assert scheduler.has_sent()
-
-
-def test_what_is_done_is_told_at_once_while_slots_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_stores_are_reported_at_once_while_slots_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon has no slot to give before what was written may be evicted."""
     scheduler = _with_credits(monkeypatch, 16)
     meta = computed(scheduler, scheduler.new_request("one", 8))
@@ -241,7 +224,7 @@ def test_what_is_done_is_told_at_once_while_slots_are_short(monkeypatch: pytest.
     assert len(scheduler.sent_one("store_done").stores) == 8
 
 
-def test_a_chunk_without_a_slot_has_the_daemon_hear_of_those_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_without_a_slot_has_used_slots_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = _with_credits(monkeypatch, 16)
     computed(scheduler, scheduler.new_request("one", 2))
     assert not scheduler.has_sent()
@@ -260,15 +243,15 @@ def test_stores_of_pinned_prompts_wait_for_nothing(scheduler: Scheduler) -> None
     assert len(scheduler.sent_one("store_done").stores) == 2
 
 
-def test_who_waits_for_slots_has_the_daemon_hear_of_those_that_are_used(scheduler: Scheduler) -> None:
-    computed(scheduler, scheduler.new_request("one", 3))
+def test_a_request_that_waits_for_slots_has_used_ones_reported(scheduler: Scheduler) -> None:
+    computed(scheduler, scheduler.new_request("one", 2))
     assert not scheduler.has_sent()
-    scheduler.pin(keys_of("sys", 6), held=False)
-    assert not computed(scheduler, scheduler.new_request("sys", 6, "r2")).store_jobs, "five credits are left"
+    scheduler.pin(keys_of("sys", 7), held=False)
+    assert not computed(scheduler, scheduler.new_request("sys", 7, "r2")).store_jobs, "six credits are left"
     assert scheduler.has_sent()
 
 
-def test_the_prefill_rate_is_told_when_it_changed_by_more_than_a_fifth(scheduler: Scheduler) -> None:
+def test_the_prefill_rate_is_reported_when_it_changed_by_more_than_a_fifth(scheduler: Scheduler) -> None:
     def step(seconds: float) -> list[Any]:
         scheduler.manager.step_scheduled(1000)
         scheduler.clock.now_s += seconds
@@ -283,10 +266,10 @@ def test_the_prefill_rate_is_told_when_it_changed_by_more_than_a_fifth(scheduler
     assert len(step(0.1)) == 1
     scheduler.detach()
     scheduler.attach(store_mode=pb.STORE_ALL)
-    assert len(step(0.1)) == 1, "a new session has to be told"
+    assert len(step(0.1)) == 1, "a new session does not know it"
 
 
-def test_gpu_hits_of_ordinary_prompts_are_touched(scheduler: Scheduler) -> None:
+def test_gpu_hits_of_unpinned_prompts_are_touched(scheduler: Scheduler) -> None:
     scheduler.hold(keys_of("chat", 6))
     scheduler.ask(scheduler.new_request("chat", 6), 24)
     scheduler.step()
@@ -333,7 +316,7 @@ def test_a_hybrid_plan_of_a_long_prompt_is_bounded_and_cut_where_the_last_window
 
 
 def test_tokens_of_a_plan_are_counted_in_chunks_of_the_group_whose_run_it_is() -> None:
-    """Groups may have chunks of other lengths; vLLM's own hit may end inside the longer ones."""
+    """Groups may have chunks of other lengths; vLLM's prefix-cache hit may end inside the longer ones."""
     short = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
     long = GroupShape(group_idx=1, chunk_tokens=32, hashes_per_chunk=2, window_chunks=0)
     mirror, hashes = ChunkMirror(), hashes_of("long", 8)

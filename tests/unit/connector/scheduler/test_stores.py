@@ -1,4 +1,4 @@
-"""Resources: only what is pinned and not held, into granted slots, told to the daemon in order."""
+"""Stores: only what is pinned and not held, into granted slots, reported to the daemon in order."""
 
 from typing import Any
 
@@ -156,7 +156,7 @@ def test_a_store_of_a_lost_session_does_not_end_the_next_sessions_store_of_that_
 
 
 def test_after_a_reset_no_old_store_is_waited_for(scheduler: Scheduler) -> None:
-    """vLLM drops its jobs then, and nobody says when they end."""
+    """vLLM drops its jobs then, and their end is never reported."""
     computed(scheduler, scheduler.new_request("sys", 8))
     scheduler.connector.reset_cache()
     scheduler.attach()
@@ -197,7 +197,7 @@ def test_recurrent_state_that_is_missing_is_computed(
     request = scheduler.new_request("sys", num_blocks, tail_tokens=num_tail_tokens)
     assert request.skip_reading_prefix_cache is is_computed
     again = scheduler.new_request("sys", num_blocks, "r2", tail_tokens=num_tail_tokens)
-    assert not again.skip_reading_prefix_cache, "nobody computes for ever what cannot be stored"
+    assert not again.skip_reading_prefix_cache, "what cannot be stored is not computed again and again"
     scheduler.clock.now_s += 10
     later = scheduler.new_request("sys", num_blocks, "r3", tail_tokens=num_tail_tokens)
     assert later.skip_reading_prefix_cache is is_computed
