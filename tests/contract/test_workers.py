@@ -360,11 +360,11 @@ def test_an_arena_is_prepared_before_the_first_job_and_instead_of_the_last_one(
 def test_jobs_go_on_when_rows_cannot_be_prepared(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Event()
 
-    def look(rows: PrefaultedRows) -> bool:
+    def fail(rows: PrefaultedRows, is_wanted: Callable[[], bool]) -> float | None:
         tried.set()
         raise MemoryError
 
-    monkeypatch.setattr(PrefaultedRows, "look", look)
+    monkeypatch.setattr(PrefaultedRows, "map_some", fail)
     bench = make_bench()
     bench.worker.prepare(bench.spec([]))
     assert isinstance(bench.worker, KVTierCUDAWorker) or tried.wait(10)

@@ -4,8 +4,8 @@ import ctypes
 import threading
 from collections.abc import Callable
 
-from kvtier_connector.workers.copy_list import CopyList
-from kvtier_connector.workers.device import PageLockError
+from kvtier_connector.workers.copy_plan import CopyList
+from kvtier_connector.workers.page_locked_arena import PageLockError
 
 
 class FakeTicket:

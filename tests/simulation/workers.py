@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingW
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_connector.engine.transfer_job import ArenaSpec
-from kvtier_connector.workers.copy_plan import plan_load, plan_store, split_groups
+from kvtier_connector.workers.copy_plan import plan_copies
 from tests.simulation.daemon import SimulatedDaemon
 from tests.simulation.memory import Digests
 
@@ -87,10 +87,8 @@ class SimulatedCopier(OffloadingWorker):
 
     def _copy(self, job: _Job) -> None:
         chunks, per_chunk = job.arena.chunks, self._blocks_per_chunk
-        groups = split_groups(job.blocks.block_ids, job.blocks.group_sizes, job.blocks.block_indices)
-        plan = plan_load if job.is_load else plan_store
         stored: set[int] = set()
-        plans = plan([chunk.group_idx for chunk in chunks], groups, per_chunk)
+        plans = plan_copies([chunk.group_idx for chunk in chunks], job.blocks, per_chunk, is_load=job.is_load)
         for number, block_id, place in itertools.chain.from_iterable(zip(*each, strict=True) for each in plans):
             chunk, slot = chunks[number], self._daemon.slots[chunks[number].slot]
             assert slot.generation == chunk.generation, "a slot was given out again that a job may touch"

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvtier_connector.workers.base import KVTierWorker
-from kvtier_connector.workers.page_layout import WorkerLayout, page_places
+from kvtier_connector.workers.copy_plan import WorkerLayout, page_places
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches

@@ -27,9 +27,7 @@ from kvtier.client.arena_map import ArenaMap
 from kvtier.errors import ArenaError, KvtierError
 from kvtier.obs import trace
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
-from kvtier_connector.workers.copy_list import CopyList, CopyLists
-from kvtier_connector.workers.copy_plan import plan_load, plan_store, split_groups
-from kvtier_connector.workers.page_layout import WorkerLayout
+from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout, plan_copies
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +39,6 @@ class Job(NamedTuple):
     is_load: bool
     arena: ArenaSpec
     blocks: GPULoadStoreSpec
-
-    @property
-    def chunks(self) -> tuple[ArenaChunk, ...]:
-        """The chunks of the job."""
-        return self.arena.chunks
 
 
 class KVTierWorker(OffloadingWorker):
@@ -62,7 +55,6 @@ class KVTierWorker(OffloadingWorker):
     def __init__(self, layout: WorkerLayout, keepalive: object) -> None:
         self._layout = layout
         self._keepalive = keepalive
-        self._copy_lists = CopyLists(layout)
         self._useful_bytes = tuple(layout.useful_bytes(position) for position in range(len(layout.pages)))
         self._done: list[tuple[TransferResult, Job | None]] = []  # with the job, if it is a load that failed
         self._changed = threading.Condition()  # protects _done, and what subclasses wait for
@@ -135,7 +127,7 @@ class KVTierWorker(OffloadingWorker):
             began_s + seconds,
             of=f"job/{job.job_id}" if self._copies_overlap else None,
             request=job.arena.req_id,
-            chunks=len(job.chunks),
+            chunks=len(job.arena.chunks),
             bytes=num_bytes,
         )
         result = TransferResult(job_id=job.job_id, success=True, transfer_size=num_bytes, transfer_time=seconds)
@@ -151,22 +143,32 @@ class KVTierWorker(OffloadingWorker):
 
         Raises:
             TransferMismatchError: vLLM lists other blocks for a load than its chunks have.
-            ArenaError: The arena has no such slot, or its file was shortened.
+            ArenaError: The arena has no such slot, a slot was given out again, or the file was shortened.
         """
         arena.check_length()
-        positions = [self._position(chunk.group_idx) for chunk in job.chunks]
-        groups = split_groups(job.blocks.block_ids, job.blocks.group_sizes, job.blocks.block_indices)
-        plan = plan_load if job.is_load else plan_store
-        copies = plan(positions, groups, self._layout.blocks_per_chunk)
-        rows = np.array([arena.row_address(chunk.slot) for chunk in job.chunks], np.int64)
-        is_copied = np.zeros(len(job.chunks), np.bool_)
-        for of_group in copies:
-            is_copied[of_group.chunks] = True
-        chunks = list(itertools.compress(job.chunks, is_copied.tolist()))
-        return chunks, self._copy_lists.of(rows + self._layout.region_offset, copies)
+        all_chunks, layout = job.arena.chunks, self._layout
+        positions = [layout.group_positions[chunk.group_idx] for chunk in all_chunks]
+        groups = plan_copies(positions, job.blocks, layout.blocks_per_chunk, is_load=job.is_load)
+        rows = np.array([arena.row_address(chunk.slot) for chunk in all_chunks], np.int64)
+        is_copied = np.zeros(len(all_chunks), np.bool_)
+        for group in groups:
+            is_copied[group.chunks] = True
+        chunks = list(itertools.compress(all_chunks, is_copied.tolist()))
+        _check_generations(arena, chunks)
+        return chunks, layout.copies(rows, groups)
 
-    def _position(self, group_idx: int) -> int:
-        return self._layout.group_positions[group_idx]
+    def _confirm(self, job: Job, arena: ArenaMap, chunks: Iterable[ArenaChunk]) -> None:
+        """After the last byte: stamp what was stored.
+
+        Raises:
+            ArenaError: A loaded slot was given out again meanwhile.
+        """
+        if job.is_load:
+            _check_generations(arena, chunks)
+            return
+        for chunk in chunks:
+            length = self._useful_bytes[self._layout.group_positions[chunk.group_idx]]
+            arena.stamp(chunk.slot, self._layout.region, chunk.key_tag, chunk.generation, length)
 
     def _check_layout(self, spec: ArenaSpec) -> None:
         useful = self._useful_bytes
@@ -193,12 +195,8 @@ class KVTierWorker(OffloadingWorker):
             )
         return arena
 
-    def _stamp(self, arena: ArenaMap, chunk: ArenaChunk) -> None:
-        length = self._useful_bytes[self._position(chunk.group_idx)]
-        arena.stamp(chunk.slot, self._layout.region, chunk.key_tag, chunk.generation, length)
 
-
-def check_generations(arena: ArenaMap, chunks: Iterable[ArenaChunk]) -> None:
+def _check_generations(arena: ArenaMap, chunks: Iterable[ArenaChunk]) -> None:
     """Raise ArenaError if a slot was given out again since the scheduler named it."""
     for chunk in chunks:
         found = arena.generation(chunk.slot)

@@ -20,12 +20,6 @@ HostCopies = Callable[[Int64s, Int64s, Int64s], None]
 """Copies `sizes[i]` bytes from the address `sources[i]` to `destinations[i]`; called with those in this order, all
 contiguous `(n,)` int64. Ranges do not overlap."""
 
-# Small copies keep the lock: releasing and taking it again costs more than they do. Large ones release it.
-_KEEP_LOCK_BELOW_BYTES = 32 << 10
-_move_with_lock = ctypes.PyDLL(None).memmove
-_move_with_lock.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move_with_lock.restype = ctypes.c_void_p
-
 
 @functools.cache
 def host_copies() -> HostCopies:
@@ -66,7 +60,4 @@ def compiled_copies() -> HostCopies:
 def interpreted_copies(destinations: Int64s, sources: Int64s, sizes: Int64s) -> None:
     """Do the same from Python."""
     for destination, source, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-        if size < _KEEP_LOCK_BELOW_BYTES:
-            _move_with_lock(destination, source, size)
-        else:
-            ctypes.memmove(destination, source, size)
+        ctypes.memmove(destination, source, size)

@@ -5,25 +5,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
 
 from typing_extensions import override
 
 from kvtier.client.arena_map import ArenaMap, session_lock
 from kvtier_connector.engine.transfer_job import ArenaSpec
-from kvtier_connector.workers.base import Job, KVTierWorker, check_generations
+from kvtier_connector.workers.base import Job, KVTierWorker
 from kvtier_connector.workers.batched_memcpy import host_copies
+from kvtier_connector.workers.copy_plan import WorkerLayout
 from kvtier_connector.workers.cpu_affinity import use_all_cores_of_node
-from kvtier_connector.workers.page_layout import WorkerLayout
 from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
 
 logger = logging.getLogger(__name__)
-
-_PAUSE_S = 0.003
-"""Between two slices of rows: mapping takes a tenth of one core."""
-_LOOK_FIRST_S, _LOOK_LAST_S = 0.25, 8.0
-"""Pauses between two looks for rows, each twice as long as the last while there are none: a look at a million takes
-some 10 ms."""
 
 
 class KVTierCPUWorker(KVTierWorker):
@@ -34,9 +27,8 @@ class KVTierCPUWorker(KVTierWorker):
         self._jobs: queue.SimpleQueue[Job | ArenaSpec | None] = queue.SimpleQueue()
         self._pending: set[int] = set()  # protected by _changed
         self._arena: ArenaMap | None = None
-        self._rows: PrefaultedRows | None = None  # of _arena
-        self._look_at_s, self._look_every_s = 0.0, _LOOK_FIRST_S
-        self._has_found = False
+        self._rows: PrefaultedRows | None = None  # of _arena; None if they cannot be mapped ahead
+        self._map_rows_at_s = 0.0
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
         self._thread.start()
 
@@ -70,7 +62,11 @@ class KVTierCPUWorker(KVTierWorker):
         self._copy = host_copies()  # compiled while vLLM still starts
         while (job := self._next()) is not None:
             began_s = time.perf_counter()
-            num_bytes, error = self._attempt(job)
+            num_bytes, error = 0, None
+            try:
+                num_bytes = self._move(job)
+            except Exception as exc:
+                error = exc
             self._report(job, began_s, time.perf_counter() - began_s, num_bytes, error)
             with self._changed:
                 self._pending.discard(job.job_id)
@@ -80,8 +76,9 @@ class KVTierCPUWorker(KVTierWorker):
     def _next(self) -> Job | None:
         """Wait for a job, None at the end; map rows meanwhile."""
         while True:
+            pause_s = None if self._rows is None else max(0.0, self._map_rows_at_s - time.monotonic())
             try:
-                item = self._jobs.get(timeout=self._pause_s())
+                item = self._jobs.get(timeout=pause_s)
             except queue.Empty:
                 self._map_rows()
                 continue
@@ -90,70 +87,36 @@ class KVTierCPUWorker(KVTierWorker):
             with contextlib.suppress(Exception):  # the first job meets it as well
                 self._open(item)
 
-    def _pause_s(self) -> float | None:
-        """Return how long to wait for a job before rows are mapped; None: for ever."""
-        if self._rows is None or not self._rows.is_able:
-            return None
-        return _PAUSE_S if self._has_found else max(0.0, self._look_at_s - time.monotonic())
-
     def _map_rows(self) -> None:
-        """Look for rows, or map some of those that were found."""
         assert self._rows is not None
+        pause_s = None
         try:
-            if self._has_found:
-                self._has_found = self._rows.map_some(lambda: not self._jobs.empty())
-            else:
-                self._has_found = self._rows.look()
-                self._look_every_s = _LOOK_FIRST_S if self._has_found else min(2 * self._look_every_s, _LOOK_LAST_S)
-            self._look_at_s = time.monotonic() + self._look_every_s
+            pause_s = self._rows.map_some(lambda: not self._jobs.empty())
         except Exception:  # copying goes on
             logger.debug("kvtier: rows are not mapped ahead", exc_info=True)
+        if pause_s is None:
             self._rows = None
+        else:
+            self._map_rows_at_s = time.monotonic() + pause_s
 
-    def _attempt(self, job: Job) -> tuple[int, Exception | None]:
-        """Run a job; return the bytes copied and why it failed."""
-        try:
-            return (self._load(job) if job.is_load else self._store(job)), None
-        except Exception as exc:
-            return 0, exc
+    def _move(self, job: Job) -> int:
+        """Copy a job's chunks between their rows and vLLM's blocks; return the bytes.
 
-    def _load(self, job: Job) -> int:
-        """Copy all chunks of a job into vLLM's blocks; return the bytes.
+        The session's lock is taken per job, not per session: a job of an ended session finds the file gone and touches
+        nothing, and between jobs the daemon may have the slots of an ended session back at once.
 
         Raises:
-            KvtierError: A chunk is not what the scheduler promised; the blocks may hold anything.
-        """
-        with self._opened(job) as arena:
-            chunks, copies = self._plan(job, arena)
-            check_generations(arena, chunks)
-            self._copy(copies.vllm, copies.arena, copies.sizes)
-            check_generations(arena, chunks)
-        return copies.num_bytes
-
-    def _store(self, job: Job) -> int:
-        """Copy chunks into their rows, then stamp each that was copied whole; return the bytes.
-
-        Raises:
-            KvtierError: The job is not what the scheduler promised; nothing was touched.
-        """
-        with self._opened(job) as arena:
-            chunks, copies = self._plan(job, arena)
-            check_generations(arena, chunks)
-            self._copy(copies.arena, copies.vllm, copies.sizes)
-            for chunk in chunks:
-                self._stamp(arena, chunk)
-        return copies.num_bytes
-
-    @contextlib.contextmanager
-    def _opened(self, job: Job) -> Iterator[ArenaMap]:
-        """Yield the job's arena, protected by the session's lock for the length of the block.
-
-        The lock is taken per job, not per session: a job of an ended session finds the file gone and touches nothing,
-        and between jobs the daemon may have the slots of an ended session back at once.
+            KvtierError: A chunk is not what the scheduler promised. Blocks of a load may hold anything, and nothing of
+                a store is stamped.
         """
         self._check_layout(job.arena)
         with session_lock(job.arena.lock_path):
-            yield self._open(job.arena)
+            arena = self._open(job.arena)
+            chunks, copies = self._plan(job, arena)
+            source, target = (copies.arena, copies.vllm) if job.is_load else (copies.vllm, copies.arena)
+            self._copy(target, source, copies.sizes)
+            self._confirm(job, arena, chunks)
+        return copies.num_bytes
 
     def _open(self, spec: ArenaSpec) -> ArenaMap:
         """Return an arena, mapped instead of the last one if it is another.
@@ -165,8 +128,7 @@ class KVTierCPUWorker(KVTierWorker):
             # Jobs run one at a time, so nothing uses the old mapping now.
             self._unmap()
             self._arena = self._map(spec)
-            self._rows, self._has_found = PrefaultedRows(self._arena, self._layout.region_offset), False
-            self._look_at_s, self._look_every_s = 0.0, _LOOK_FIRST_S
+            self._rows, self._map_rows_at_s = PrefaultedRows(self._arena, self._layout.region_offset), 0.0
         return self._arena
 
     def _unmap(self) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from vllm._custom_ops import swap_blocks_batch
 
-from kvtier_connector.workers.copy_list import CopyList
-from kvtier_connector.workers.copy_plan import Int64s
-from kvtier_connector.workers.device import PageLockError
+from kvtier_connector.workers.copy_plan import CopyList, Int64s
+from kvtier_connector.workers.page_locked_arena import PageLockError
 
 
 class CudaTicket:

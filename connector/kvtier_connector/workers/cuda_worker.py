@@ -6,36 +6,44 @@ on a GPU yet.
 """
 
 import contextlib
-import logging
 import time
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import TransferResult
 
 from kvtier.client.arena_map import session_lock
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
-from kvtier_connector.workers.base import Job, KVTierWorker, check_generations
-from kvtier_connector.workers.device import Copies, HostMemory, Ticket
-from kvtier_connector.workers.page_layout import WorkerLayout
-from kvtier_connector.workers.page_locked_arena import PageLockedArena
-
-logger = logging.getLogger(__name__)
+from kvtier_connector.workers.base import Job, KVTierWorker
+from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout
+from kvtier_connector.workers.page_locked_arena import HostMemory, PageLockedArena
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OpenJob:
-    """A job whose copies are under way.
+class Ticket(Protocol):
+    """Copies under way. One thread asks."""
 
-    Attributes:
-        job: As submitted.
-        chunks: Those that are copied.
-        arena: Where.
-        ticket: Of its copies.
-        num_bytes: Of its copies.
-        began_s: When they were given to the device.
-        held: The session's lock and the rows.
-    """
+    def is_done(self) -> bool:
+        """Return whether the last byte has moved. Raises what the device reports."""
+
+    def wait(self) -> None:
+        """Wait for that. Raises what the device reports."""
+
+    def seconds(self) -> float:
+        """Return how long the device took; only once it is done."""
+
+
+class Copies(Protocol):
+    """Copies between device and host memory, in order of submission for each direction."""
+
+    def begin(self, copies: CopyList, *, is_load: bool) -> Ticket:
+        """Begin to copy, after what the calling thread has given the device to do so far.
+
+        Raises what the device reports; then none of the copies is under way.
+        """
+
+
+class _OpenJob(NamedTuple):
+    """A job whose copies are under way; `held` has the session's lock and the rows."""
 
     job: Job
     chunks: list[ArenaChunk]
@@ -112,47 +120,25 @@ class KVTierCUDAWorker(KVTierWorker):
             held.enter_context(session_lock(job.arena.lock_path))
             arena = self._arena_of(job.arena)
             chunks, copies = self._plan(job, arena.map)
-            check_generations(arena.map, chunks)
             slots = [chunk.slot for chunk in chunks]
             arena.hold(slots)
             held.callback(arena.release, slots)
             ticket = self._copies.begin(copies, is_load=job.is_load)
-            return _OpenJob(
-                job=job,
-                chunks=chunks,
-                arena=arena,
-                ticket=ticket,
-                num_bytes=copies.num_bytes,
-                began_s=began_s,
-                held=held.pop_all(),
-            )
+            return _OpenJob(job, chunks, arena, ticket, copies.num_bytes, began_s, held.pop_all())
 
     def _close(self, jobs: list[_OpenJob]) -> None:
         """Stamp, report and release jobs whose copies are over."""
         for job in jobs:
             self._open.remove(job)
-            error, seconds = None, 0.0
+            error, seconds, num_bytes = None, 0.0, 0
             try:
-                seconds = self._complete(job)
+                job.ticket.wait()  # over in any case; raises what went wrong on the device
+                self._confirm(job.job, job.arena.map, job.chunks)
+                seconds, num_bytes = job.ticket.seconds(), job.num_bytes
             except Exception as exc:
                 error = exc
             job.held.close()
-            num_bytes = job.num_bytes if error is None else 0
             self._report(job.job, job.began_s, seconds, num_bytes, error)
-
-    def _complete(self, job: _OpenJob) -> float:
-        """Make a copied job count; return the seconds that the device took.
-
-        Raises:
-            KvtierError: A loaded slot was given out again meanwhile.
-        """
-        job.ticket.wait()  # over in any case; raises what went wrong on the device
-        if job.job.is_load:
-            check_generations(job.arena.map, job.chunks)
-        else:
-            for chunk in job.chunks:
-                self._stamp(job.arena.map, chunk)
-        return job.ticket.seconds()
 
     def _arena_of(self, spec: ArenaSpec) -> PageLockedArena:
         if self._arena is not None and self._arena.map.arena_id == spec.arena_id:

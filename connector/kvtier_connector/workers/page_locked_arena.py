@@ -19,14 +19,14 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.client.arena_map import ArenaMap
 from kvtier.core.arena_format import has_pages
-from kvtier.errors import ArenaError
-from kvtier_connector.workers.device import HostMemory, PageLockError
+from kvtier.errors import ArenaError, KvtierError
 from kvtier_connector.workers.prefaulted_rows import whole_pages
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,23 @@ logger = logging.getLogger(__name__)
 # Rows get their pages when the daemon grants or promotes them, mostly long before a job names them.
 _LOOK_EVERY_S = 0.2
 _YIELD_S = 0.0002
+
+
+class PageLockError(KvtierError):
+    """The driver does not lock, or unlock, pages of host memory."""
+
+
+class HostMemory(Protocol):
+    """Page-locks host memory, so that the device copies at the bus's speed and without the CPU."""
+
+    def enter_thread(self) -> None:
+        """Call first in each thread that locks or unlocks."""
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """Lock whole pages; raises PageLockError with the driver's reason."""
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock` of the same address; raises PageLockError."""
 
 
 class PageLockedArena:

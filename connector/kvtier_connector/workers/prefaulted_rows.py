@@ -14,6 +14,10 @@ import numpy.typing as npt
 from kvtier.client.arena_map import ArenaMap
 from kvtier.core.arena_format import has_pages
 
+_LOOK_EVERY_S = 1.0
+"""Between two looks for rows while there are none: a look at a million takes some 10 ms, 1 % of a core."""
+_PAUSE_S = 0.003
+"""Between two slices of rows: mapping takes a tenth of one core."""
 _SLICE_BYTES = 2 * 1024**2
 """Mapped in one go: 0.3 ms where rows are long."""
 _CALL_BYTES = 256 * 1024
@@ -25,14 +29,11 @@ class PrefaultedRows:
 
     Only rows that have pages are mapped: others would get some, past the daemon's budget. (The daemon takes pages away
     and reports it afterwards: a row that is mapped in between has pages again until it is next given out.) A row whose
-    pages were taken away and given back is mapped again.
+    pages were taken away and which got others is mapped again.
 
     Args:
         arena: Outlives this object.
         region_offset: Where this rank's region begins in a row.
-
-    Attributes:
-        is_able: False on a system, or with rows, for which nothing can be done.
     """
 
     def __init__(self, arena: ArenaMap, region_offset: int) -> None:
@@ -40,34 +41,31 @@ class PrefaultedRows:
         self._arena = arena
         self._first, self._length = whole_pages(region_offset, geometry.rank_bytes)
         self._mapped: npt.NDArray[np.uint64] = np.zeros(geometry.num_slots, np.uint64)  # backing when mapped
-        self._found: npt.NDArray[np.intp] = np.zeros(0, np.intp)  # to be mapped
-        self._num_tried = 0  # of _found
-        self.is_able = geometry.row_bytes % mmap.PAGESIZE == 0 == geometry.rows_offset % mmap.PAGESIZE
+        self._found: list[int] = []  # rows to be mapped, the next one last
+        self._is_able = geometry.row_bytes % mmap.PAGESIZE == 0 == geometry.rows_offset % mmap.PAGESIZE
 
-    @property
-    def num_mapped(self) -> int:
-        """Rows that are mapped now."""
-        return int(np.count_nonzero((self._mapped != 0) & (self._mapped == self._arena.backings())))
+    def map_some(self, is_wanted: Callable[[], bool]) -> float | None:
+        """Map a slice of the rows that were found, or less when something else is wanted; or look for rows.
 
-    def look(self) -> bool:
-        """Find rows that have pages and are not mapped; return whether there are any."""
-        backed = self._arena.backings()
-        self._found, self._num_tried = np.flatnonzero((backed % 2 == 1) & (self._mapped != backed)), 0
-        return self._found.size > 0 and self.is_able
-
-    def map_some(self, is_wanted: Callable[[], bool]) -> bool:
-        """Map a slice of what was found, or less when something else is wanted; return whether any is left.
+        Returns:
+            Seconds to pause before the next call; None if this system, or these rows, cannot be mapped ahead.
 
         Raises:
             ArenaError: The file was shortened.
         """
-        self._arena.check_length()
-        most = max(1, _SLICE_BYTES // self._length)
-        for slot in self._found[self._num_tried : self._num_tried + most].tolist():
-            if is_wanted() or not self._map(slot, is_wanted):
-                break
-            self._num_tried += 1
-        return self._num_tried < self._found.size and self.is_able
+        if self._found:
+            self._arena.check_length()
+            for _ in range(max(1, _SLICE_BYTES // self._length)):
+                if not self._found or is_wanted() or not self._map(self._found[-1], is_wanted):
+                    break
+                self._found.pop()
+        else:
+            backed = self._arena.backings()
+            self._found = np.flatnonzero((backed % 2 == 1) & (self._mapped != backed))[::-1].tolist()
+        if not self._is_able:
+            self._found.clear()
+            return None
+        return _PAUSE_S if self._found else _LOOK_EVERY_S
 
     def _map(self, slot: int, is_wanted: Callable[[], bool]) -> bool:
         """Map a row if it has pages; return False to try it again later."""
@@ -81,8 +79,8 @@ class PrefaultedRows:
             try:
                 self._arena.map_pages(begin + start, min(_CALL_BYTES, self._length - start))
             except OSError as exc:
-                self.is_able = exc.errno != errno.EINVAL
-                return self.is_able  # a row that has no pages yet is found again
+                self._is_able = exc.errno != errno.EINVAL
+                return self._is_able  # a row that has no pages yet is found again
         self._mapped[slot] = number
         return True
 

@@ -130,8 +130,8 @@ def test_blocks_across_layers_of_an_old_vllm_are_announced_as_they_are_copied() 
         [CanonicalKVCacheTensor(tensor, num_layers * page)], [[CanonicalKVCacheRef(0, num_layers * page)]]
     )
     (pages,) = page_places(across, blocks_per_chunk=2)
-    assert [(each.page_bytes, each.block_stride) for each in pages] == [(num_layers * page, num_layers * page)]
-    assert group_block_bytes(config, 0) == sum(each.page_bytes for each in pages)
+    assert (pages.page_bytes.item(), pages.block_strides.item()) == (num_layers * page, num_layers * page)
+    assert group_block_bytes(config, 0) == pages.page_bytes.sum()
 
 
 @pytest.mark.parametrize(

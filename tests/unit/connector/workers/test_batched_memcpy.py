@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvtier_connector.workers import batched_memcpy
 from kvtier_connector.workers.batched_memcpy import HostCopies, compiled_copies, interpreted_copies
 
-LARGE = 40_000  # Python's lock is let go of
+LARGE = 40_000
 
 
 @pytest.fixture(scope="module", params=[compiled_copies, lambda: interpreted_copies], ids=["compiled", "interpreted"])

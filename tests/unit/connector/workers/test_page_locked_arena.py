@@ -18,8 +18,7 @@ from kvtier.core.arena_format import ArenaGeometry
 from kvtier.errors import ArenaError
 from kvtier.host.arena import Arena
 from kvtier_connector.workers import page_locked_arena
-from kvtier_connector.workers.device import PageLockError
-from kvtier_connector.workers.page_locked_arena import PageLockedArena
+from kvtier_connector.workers.page_locked_arena import PageLockedArena, PageLockError
 from tests.fakes.chunks import layout_of
 from tests.fakes.cuda_device import FakeHostMemory
 from tests.fakes.fake_daemon import set_backing, write_arena

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.client import arena_map
@@ -17,8 +18,8 @@ from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena
 from kvtier_connector.engine.transfer_job import ArenaSpec
 from kvtier_connector.workers import cpu_worker, prefaulted_rows
+from kvtier_connector.workers.copy_plan import GroupPages, WorkerLayout
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
-from kvtier_connector.workers.page_layout import PagePlace, WorkerLayout
 from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
 from tests.unit.connector.harness import Scheduler
 from tests.unit.connector.scheduler.test_lookups import keys_of
@@ -62,11 +63,17 @@ def num_pages(arena: Arena) -> int:
     return arena.path.stat().st_blocks * 512 // mmap.PAGESIZE
 
 
+def has_found(rows: PrefaultedRows) -> bool:
+    """Look for rows, or map some; return whether any are left to map."""
+    rows.map_some(lambda: False)
+    return bool(rows._found)
+
+
 def map_all(rows: PrefaultedRows) -> int:
     """Look once and map what is found; return how many slices it took."""
-    num_slices, more = 0, rows.look()
+    num_slices, more = 0, has_found(rows)
     while more:
-        more = rows.map_some(lambda: False)
+        more = has_found(rows)
         num_slices += 1
     return num_slices
 
@@ -74,19 +81,19 @@ def map_all(rows: PrefaultedRows) -> int:
 def test_rows_that_have_pages_are_mapped_and_no_others(
     arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row without pages would get some, which nobody accounts for."""
+    """A row without pages would get some, which no budget counts."""
     monkeypatch.setattr(prefaulted_rows, "_SLICE_BYTES", 2 * LAYOUT.rank_bytes)
     monkeypatch.setattr(prefaulted_rows, "_CALL_BYTES", mmap.PAGESIZE)
     rows = PrefaultedRows(mapped, LAYOUT.rank_bytes)
-    assert not rows.look()
+    assert not has_found(rows)
     arena.back([0, 2, 3, 5])
     before = num_pages(arena)
     assert in_page_table(mapped, LAYOUT.rank_bytes) == []
     assert map_all(rows) == 2
-    assert not rows.look()
+    assert not has_found(rows)
     for page in range(2):
         assert in_page_table(mapped, LAYOUT.rank_bytes + page * mmap.PAGESIZE) == [0, 2, 3, 5]
-    assert (rows.num_mapped, num_pages(arena)) == (4, before)
+    assert num_pages(arena) == before
 
 
 def test_a_row_with_new_pages_is_mapped_again(arena: Arena, mapped: ArenaMap) -> None:
@@ -94,10 +101,10 @@ def test_a_row_with_new_pages_is_mapped_again(arena: Arena, mapped: ArenaMap) ->
     arena.back([1, 2])
     map_all(rows)
     arena.unback([1])
-    assert (rows.look(), rows.num_mapped, in_page_table(mapped, 0)) == (False, 1, [2])
+    assert (has_found(rows), in_page_table(mapped, 0)) == (False, [2])
     arena.back([1])
     map_all(rows)
-    assert (rows.num_mapped, in_page_table(mapped, 0)) == (2, [1, 2])
+    assert in_page_table(mapped, 0) == [1, 2]
 
 
 @pytest.mark.parametrize("num_pages_per_call", [1, 2, 3, 8])
@@ -124,10 +131,10 @@ def test_a_row_is_mapped_to_its_end_and_no_further(monkeypatch: pytest.MonkeyPat
 def test_a_row_that_loses_its_pages_meanwhile_gets_none(arena: Arena, mapped: ArenaMap) -> None:
     rows = PrefaultedRows(mapped, 0)
     arena.back([1, 2])
-    assert rows.look()
+    assert has_found(rows)
     arena.unback([1, 2])
     before = num_pages(arena)
-    assert not rows.map_some(lambda: False)
+    assert not has_found(rows)
     assert (num_pages(arena), in_page_table(mapped, 0)) == (before, [])
 
 
@@ -135,12 +142,12 @@ def test_a_job_does_not_wait_for_a_row(arena: Arena, mapped: ArenaMap, monkeypat
     monkeypatch.setattr(prefaulted_rows, "_CALL_BYTES", mmap.PAGESIZE)
     rows = PrefaultedRows(mapped, 0)
     arena.back([1, 2])
-    assert rows.look()
+    assert has_found(rows)
     answers = iter([False, True])
-    assert rows.map_some(lambda: next(answers))
-    assert (rows.num_mapped, in_page_table(mapped, 0)) == (0, [1])
-    assert not rows.map_some(lambda: False)
-    assert rows.num_mapped == 2
+    rows.map_some(lambda: next(answers))
+    assert (len(rows._found), in_page_table(mapped, 0)) == (2, [1]), "a page of the first"
+    assert not has_found(rows)
+    assert not has_found(rows), "both are mapped"
 
 
 @pytest.mark.parametrize(("number", "is_able", "num_asked"), [(errno.EINVAL, False, 1), (errno.EFAULT, True, 4)])
@@ -166,20 +173,19 @@ def test_a_system_that_refuses(
     rows = PrefaultedRows(mapped, 0)
     for _ in range(2):
         map_all(rows)
-    assert (rows.is_able, rows.num_mapped, len(asked)) == (is_able, 0, num_asked)
+    assert (rows.map_some(lambda: False) is not None, len(asked)) == (is_able, num_asked)
 
 
-def test_looks_for_rows_are_ever_farther_apart_while_there_are_none(
+def test_slices_follow_each_other_closely_and_looks_for_rows_do_not(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look at a million rows takes 10 ms; slices of those that were found follow each other closely."""
+    """A look at a million rows takes 10 ms."""
     now_s = 100.0
     monkeypatch.setattr(cpu_worker, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(prefaulted_rows, "_SLICE_BYTES", LAYOUT.rank_bytes)
     monkeypatch.setattr(KVTierCPUWorker, "_run", lambda worker: None)  # the test is its thread
-    place = PagePlace(base_address=0, block_stride=0, page_bytes=2 * mmap.PAGESIZE, region_offset=0)
-    worker = KVTierCPUWorker(WorkerLayout(0, LAYOUT.rank_bytes, 1, {0: 0}, [[place]]), None)
-    assert worker._pause_s() is None, "there is no arena"
+    pages = GroupPages(*np.array([0, 0, 2 * mmap.PAGESIZE, 0]).reshape(4, 1, 1))
+    worker = KVTierCPUWorker(WorkerLayout(0, LAYOUT.rank_bytes, 1, {0: 0}, [pages]), None)
     mapped = worker._open(
         ArenaSpec(
             req_id="",
@@ -191,39 +197,36 @@ def test_looks_for_rows_are_ever_farther_apart_while_there_are_none(
         )
     )
 
-    def pauses(num_turns: int) -> list[float | None]:
+    def pauses(num_turns: int) -> list[float]:
         nonlocal now_s
         found = []
         for _ in range(num_turns):
             worker._map_rows()
-            found.append(worker._pause_s())
-            now_s += found[-1] or 0.0
+            found.append(round(worker._map_rows_at_s - now_s, 3))
+            now_s += found[-1]
         return found
 
-    assert worker._pause_s() == 0.0
-    assert pauses(7) == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
-    now_s += 3.0
-    assert worker._pause_s() == 0.0, "it is overdue: a job took long"
+    assert pauses(2) == [1.0, 1.0]
     arena.back([0, 2])
-    assert pauses(5) == [0.003, 0.003, 0.25, 0.5, 1.0], "found, one row, the other, and none again"
+    assert pauses(4) == [0.003, 0.003, 1.0, 1.0], "found, one row, the other, and none again"
     assert in_page_table(mapped, 0) == [0, 2]
     worker._unmap()
 
 
-def test_workers_hear_of_each_sessions_arena_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_receive_each_sessions_arena_once(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(monkeypatch)
 
-    def told() -> list[bytes]:
+    def received() -> list[bytes]:
         scheduler.ask(scheduler.new_request("sys", 2))
         arenas = [getattr(scheduler.step(), "kvtier_new_arena", None) for _ in range(2)]
         assert all(not arena.chunks for arena in arenas if arena is not None)
         return [arena.arena_id for arena in arenas if arena is not None]
 
-    assert told() == []
+    assert received() == []
     scheduler.attach()
     scheduler.pin(keys_of("sys", 1))
-    assert told() == [b"A" * 16]
+    assert received() == [b"A" * 16]
     scheduler.detach()
-    assert told() == []
+    assert received() == []
     scheduler.attach()
-    assert told() == [b"A" * 16]
+    assert received() == [b"A" * 16]
