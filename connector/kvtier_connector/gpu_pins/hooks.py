@@ -108,4 +108,4 @@ def _release_all(policy: "Policy") -> None:
     try:
         policy.release()
     except Exception:
-        logger.exception("kvtier: pinned blocks could not be given back to vLLM; restart it to free them")
+        logger.exception("kvtier: pinned blocks could not be returned to vLLM; restart it to free them")

@@ -5,28 +5,38 @@ from typing import TYPE_CHECKING, Any
 from kvtier_connector.gpu_pins.block_demand import Demand
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 from kvtier_connector.gpu_pins.hard_pins import HardPins
-from kvtier_connector.gpu_pins.residency import ResidencySampler
 from kvtier_connector.gpu_pins.soft_pins import SoftPins
 from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
-from kvtier_connector.metrics.declared import GPU_HELD_BLOCKS, GPU_MOVES, GPU_RELEASED
+from kvtier_connector.metrics.declared import (
+    GPU_HELD_BLOCKS,
+    GPU_MOVES,
+    GPU_PINNED_BLOCKS,
+    GPU_RELEASED,
+    GPU_RESIDENT_BLOCKS,
+)
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+_SLICE_BLOCKS = 16
+"""Blocks that one step looks up to count those that vLLM has."""
+
 
 class Policy:
-    """Soft pins, and hard ones if wanted, with the number of blocks that vLLM may take next."""
+    """Called before vLLM takes blocks and after each step. Scheduler thread only."""
 
     def __init__(self, pool: VllmBlockPool, pinned: PinnedBlocks, demand: Demand, *, is_hard: bool) -> None:
         self._pool, self._pinned, self._demand = pool, pinned, demand
         self._soft = SoftPins(pool, pinned)
         self._hard = HardPins(pool, pinned) if is_hard else None
-        self._residency = ResidencySampler(pool, pinned)
         self._cached_tokens = 0  # of the request that vLLM has asked for last
         self._num_next = 0
         self._taken_tokens = 0  # since the last whole block of them was counted in `pace`
         self._reported_moves = self._reported_released = self._reported_held = 0
+        self._counted = pinned.ranking  # whose blocks are being counted
+        self._next_rank = self._num_found = 0
+        self._reported_counts = (0, 0)
 
     def before_step(self) -> None:
         """Called before running requests take blocks: free enough, and move pinned blocks out of their way."""
@@ -60,19 +70,32 @@ class Policy:
         num_taken, self._taken_tokens = divmod(self._taken_tokens, self._demand.shape.block_tokens)
         if self._pinned.ranking.keys:
             self._soft.pace(num_taken)
-        self._report(stats)
-
-    def _report(self, stats: ConnectorStats) -> None:
-        self._residency.count_slice(stats)
-        if self._soft.num_moved != self._reported_moves:
-            stats.count(GPU_MOVES, num=self._soft.num_moved - self._reported_moves)
-            self._reported_moves = self._soft.num_moved
+        self._count_resident(stats)
+        stats.count(GPU_MOVES, num=self._soft.num_moved - self._reported_moves)
+        self._reported_moves = self._soft.num_moved
         if self._hard is not None:
             stats.count(GPU_RELEASED, num=self._hard.num_released - self._reported_released)
             self._reported_released = self._hard.num_released
             if self._hard.num_held != self._reported_held:
                 self._reported_held = self._hard.num_held
                 stats.set(GPU_HELD_BLOCKS, self._reported_held)
+
+    def _count_resident(self, stats: ConnectorStats) -> None:
+        """Count which pinned blocks vLLM has, a slice per step; at the end of a round report what changed."""
+        if self._pinned.ranking is not self._counted:
+            self._counted, self._next_rank, self._num_found = self._pinned.ranking, 0, 0
+        keys = self._counted.keys
+        end = min(self._next_rank + _SLICE_BLOCKS, len(keys))
+        self._num_found += sum(map(self._pool.is_cached, keys[self._next_rank : end]))
+        self._next_rank = end
+        if end < len(keys):
+            return
+        counts = len(keys), self._num_found
+        self._next_rank = self._num_found = 0
+        if counts != self._reported_counts:
+            self._reported_counts = counts
+            stats.set(GPU_PINNED_BLOCKS, counts[0])
+            stats.set(GPU_RESIDENT_BLOCKS, counts[1])
 
     def release(self) -> None:
         """Release every block that is held."""
