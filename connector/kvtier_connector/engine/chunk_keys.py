@@ -16,21 +16,13 @@ _HASH_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShape:
-    """The properties of a KV cache group that decide its chunk keys.
+    """The properties of a KV cache group that decide its chunk keys."""
 
-    Attributes:
-        group_idx: vLLM's index of the group.
-        chunk_tokens: Tokens per chunk.
-        hashes_per_chunk: Block hashes per chunk; the last of them names the chunk.
-        window_chunks: 0 when a hit needs the whole prefix, else how many last chunks it needs.
-        is_recurrent: Whether vLLM offers its chunks only when it computes them, not when it has them cached.
-    """
-
-    group_idx: int
+    group_idx: int  # vLLM's index of the group
     chunk_tokens: int
-    hashes_per_chunk: int
-    window_chunks: int
-    is_recurrent: bool = False
+    hashes_per_chunk: int  # block hashes per chunk; the last of them names the chunk
+    window_chunks: int  # 0 when a hit needs the whole prefix, else how many last chunks it needs
+    is_recurrent: bool = False  # whether vLLM offers its chunks only when it computes them, not when it has them cached
 
     def key(self, block_hashes: Sequence[bytes], chunk_idx: int, adapter_digest: bytes | None) -> ChunkKey:
         """Return the key of a prompt's chunk."""
@@ -52,15 +44,10 @@ def chunk_key(offload_key: bytes, adapter_digest: bytes | None) -> ChunkKey:
 
 @dataclass(frozen=True, kw_only=True)
 class ReachableKeys:
-    """The chunks by which a prompt is recognized and restored.
+    """The chunks by which a prompt is recognized and restored."""
 
-    Attributes:
-        keys: In prefix order within each group, groups one after the other.
-        covered_tokens: Tokens that a restore of all of them brings back.
-    """
-
-    keys: tuple[ChunkKey, ...]
-    covered_tokens: int
+    keys: tuple[ChunkKey, ...]  # in prefix order within each group, groups one after the other
+    covered_tokens: int  # tokens that a restore of all of them brings back
 
 
 def has_one_whole_prefix(groups: Sequence[GroupShape]) -> bool:

@@ -18,21 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """vLLM's configuration of this engine. Read by every thread, changed by none.
-
-    Attributes:
-        settings: The connector's settings.
-        vllm_config: vLLM's configuration.
-        kv_cache_config: Its KV cache groups.
-        offloading: vLLM's offloading view of both.
-        group_configs: vLLM's `GroupOffloadConfig` of each offloaded group.
-    """
+    """vLLM's configuration of this engine. Read by every thread, changed by none."""
 
     settings: ConnectorSettings
     vllm_config: "VllmConfig"
-    kv_cache_config: "KVCacheConfig"
-    offloading: "OffloadingConfig"
-    group_configs: Sequence[Any]
+    kv_cache_config: "KVCacheConfig"  # its KV cache groups
+    offloading: "OffloadingConfig"  # vLLM's offloading view of both
+    group_configs: Sequence[Any]  # vLLM's `GroupOffloadConfig` of each offloaded group
 
     @functools.cached_property
     def model_names(self) -> list[str]:

@@ -18,17 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class Adapter(NamedTuple):
-    """An adapter as vLLM names it.
-
-    Attributes:
-        name: Its name.
-        path: Where it is loaded from.
-        load_id: vLLM's id, another one each time the adapter is loaded; 0 for the files as they are now.
-    """
+    """An adapter as vLLM names it."""
 
     name: str
-    path: str
-    load_id: int = 0
+    path: str  # where it is loaded from
+    load_id: int = 0  # vLLM's id, another one each time the adapter is loaded; 0 for the files as they are now
 
 
 class AdapterDigests:

@@ -17,20 +17,12 @@ class ArenaChunk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ArenaSpec(LoadStoreSpec):
-    """The arena side of a load or store job; travels to the workers by pickle.
+    """The arena side of a load or store job; travels to the workers by pickle."""
 
-    Attributes:
-        req_id: vLLM's request, to report a failed load.
-        arena_id: Which arena the slots are in.
-        arena_path: Where it is mapped from.
-        lock_path: The session's lock file.
-        useful_bytes: Per offloaded group, the bytes of a chunk in one region as the engine announced them.
-        chunks: In vLLM's order: prefix order within a group, groups one after the other.
-    """
-
-    req_id: str
-    arena_id: bytes
-    arena_path: str
-    lock_path: str
+    req_id: str  # vLLM's request, to report a failed load
+    arena_id: bytes  # which arena the slots are in
+    arena_path: str  # where it is mapped from
+    lock_path: str  # the session's lock file
+    # per offloaded group, the bytes of a chunk in one region as the engine announced them
     useful_bytes: tuple[int, ...]
-    chunks: tuple[ArenaChunk, ...]
+    chunks: tuple[ArenaChunk, ...]  # in vLLM's order: prefix order within a group, groups one after the other

@@ -131,17 +131,11 @@ def is_recurrent(group_config: Any) -> bool:
 
 
 class TensorPlacement(NamedTuple):
-    """Layers whose pages lie in one allocation.
-
-    Attributes:
-        layers: Their names.
-        block_stride: Bytes from a block to the next; None where it is the page of each layer's spec.
-        is_interleaved: All layers of a block come before the next block.
-    """
+    """Layers whose pages lie in one allocation."""
 
     layers: list[str]
-    block_stride: int | None
-    is_interleaved: bool
+    block_stride: int | None  # bytes from a block to the next; None where it is the page of each layer's spec
+    is_interleaved: bool  # all layers of a block come before the next block
 
 
 def placements(kv_cache_config: "KVCacheConfig") -> Iterable[TensorPlacement]:

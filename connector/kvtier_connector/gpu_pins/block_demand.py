@@ -29,23 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:
-    """The part of vLLM's configuration that bounds its demand.
-
-    Attributes:
-        block_tokens: Tokens of a block.
-        max_step_tokens: Tokens of a step.
-        num_spec_tokens: Speculative tokens of a request and step.
-        num_lookahead_tokens: Tokens for which a request gets blocks beyond those.
-        watermark_ratio: Of the pool, what vLLM keeps free when it admits a request.
-        reserves_whole_prompt: vLLM admits a request only when its whole prompt fits.
-    """
+    """The part of vLLM's configuration that bounds its demand."""
 
     block_tokens: int
-    max_step_tokens: int
-    num_spec_tokens: int = 0
-    num_lookahead_tokens: int = 0
-    watermark_ratio: float = 0.0
-    reserves_whole_prompt: bool = True
+    max_step_tokens: int  # tokens of a step
+    num_spec_tokens: int = 0  # speculative tokens of a request and step
+    num_lookahead_tokens: int = 0  # tokens for which a request gets blocks beyond those
+    watermark_ratio: float = 0.0  # of the pool, what vLLM keeps free when it admits a request
+    reserves_whole_prompt: bool = True  # vLLM admits a request only when its whole prompt fits
 
     @staticmethod
     def of(config: "VllmConfig", block_tokens: int) -> "EngineShape":

@@ -16,15 +16,10 @@ GpuKey = bytes
 
 @dataclass(kw_only=True)
 class Ranking:
-    """The pinned blocks, best first; it may grow at its end, and is replaced when it changes otherwise.
+    """The pinned blocks, best first; it may grow at its end, and is replaced when it changes otherwise."""
 
-    Attributes:
-        keys: Each once.
-        ranks: Places in `keys`.
-    """
-
-    keys: list[GpuKey] = field(default_factory=list)
-    ranks: dict[GpuKey, int] = field(default_factory=dict)
+    keys: list[GpuKey] = field(default_factory=list)  # each once
+    ranks: dict[GpuKey, int] = field(default_factory=dict)  # places in `keys`
 
     def append(self, keys: Iterable[GpuKey], max_keys: int) -> None:
         """Add keys that are not there yet, up to the bound."""

@@ -23,33 +23,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class CurrentSession:
-    """Scheduler thread only; never waits.
+    """Scheduler thread only; never waits."""
 
-    Attributes:
-        events: What the session's threads have received.
-        useful_bytes: Per group, as announced to the daemon.
-        breaker: Opened by lookups; a probe that the daemon answers closes it here.
-        mirror: Records which chunks are pinned and held.
-        pinned_blocks: Records which of vLLM's blocks are pinned.
-        lookups: Get answers, and the end of the session that their leases were of.
-        touches: Are sent in the session.
-        slots: Get slots to store into, and the end of the session that they were of.
-        missing: Forgets what it knew of the last session.
-        stats: Reports whether there is a session.
-        attachment: The session; None while there is none.
-    """
-
-    events: DaemonEvents
-    useful_bytes: tuple[int, ...]
-    breaker: CircuitBreaker
-    mirror: ChunkMirror
-    pinned_blocks: PinnedBlocks
-    lookups: Lookups
-    touches: Touches
-    slots: StoreSlots
-    missing: MissingStates
-    stats: ConnectorStats
-    attachment: Attachment | None = None
+    events: DaemonEvents  # what the session's threads have received
+    useful_bytes: tuple[int, ...]  # per group, as announced to the daemon
+    breaker: CircuitBreaker  # opened by lookups; a probe that the daemon answers closes it here
+    mirror: ChunkMirror  # records which chunks are pinned and held
+    pinned_blocks: PinnedBlocks  # records which of vLLM's blocks are pinned
+    lookups: Lookups  # get answers, and the end of the session that their leases were of
+    touches: Touches  # are sent in the session
+    slots: StoreSlots  # get slots to store into, and the end of the session that they were of
+    missing: MissingStates  # forgets what it knew of the last session
+    stats: ConnectorStats  # reports whether there is a session
+    attachment: Attachment | None = None  # the session; None while there is none
     _prepared: Attachment | None = None  # whose arena the workers prepare
     _sent_rate: float | None = None
 

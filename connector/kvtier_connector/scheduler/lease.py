@@ -24,36 +24,22 @@ class Residency(NamedTuple):
 
 @dataclass(kw_only=True)
 class Lease:
-    """The scheduler's side of one Acquire. Scheduler thread only.
+    """The scheduler's side of one Acquire. Scheduler thread only."""
 
-    Attributes:
-        attachment: The session it belongs to; it dies with it.
-        acquire_id: Unique in the session.
-        req_id: Of the request it serves.
-        query: What was asked.
-        asked_s: When.
-        answer_deadline_s: When the first answer is late.
-        promote_deadline_s: Set by the first answer: until when promotions are worth waiting for.
-        promoting_since_s: When the first answer named promotions; None when it named none.
-        ready_s: When the promotions are forecast to end, at the last update; None while that is unknown.
-        residencies: What the daemon reported about each chunk so far.
-        loading: Chunks that a load job reads now.
-        num_to_load: How many they were at first.
-        loading_since_s: When the load began; None before.
-    """
-
-    attachment: Attachment
-    acquire_id: int
-    req_id: str
-    query: LookupQuery
+    attachment: Attachment  # the session it belongs to; it dies with it
+    acquire_id: int  # unique in the session
+    req_id: str  # of the request it serves
+    query: LookupQuery  # what was asked
     asked_s: float
-    answer_deadline_s: float
-    promote_deadline_s: float | None = None
-    promoting_since_s: float | None = None
+    answer_deadline_s: float  # when the first answer is late
+    promote_deadline_s: float | None = None  # set by the first answer: until when promotions are worth waiting for
+    promoting_since_s: float | None = None  # when the first answer named promotions; None when it named none
+    # when the promotions are forecast to end, at the last update; None while that is unknown
     ready_s: float | None = None
-    loading: set[ChunkKey] = field(default_factory=set)
-    num_to_load: int = 0
-    loading_since_s: float | None = None
+    loading: set[ChunkKey] = field(default_factory=set)  # chunks that a load job reads now
+    num_to_load: int = 0  # how many they were at first
+    loading_since_s: float | None = None  # when the load began; None before
+    # what the daemon reported about each chunk so far
     residencies: dict[ChunkKey, Residency] = field(default_factory=dict)
     _promoting: set[int] = field(default_factory=set)  # indexes of those that could be used
     _prefix_end: int | None = None  # index of the first MISS of the prefix, once answered

@@ -13,21 +13,13 @@ _WINDOWS = 4
 
 
 class LookupQuery(NamedTuple):
-    """The chunks that one Acquire asks for.
+    """The chunks that one Acquire asks for."""
 
-    Attributes:
-        keys: In prefix order within each group.
-        num_prefix_keys: How many of `keys`, the first ones, are the run of the first full-attention group.
-        chunk_tokens: Tokens of one chunk of that run.
-        first_token: Where the run begins.
-        end_token: Where it ends.
-    """
-
-    keys: tuple[ChunkKey, ...]
-    num_prefix_keys: int
-    chunk_tokens: int
-    first_token: int
-    end_token: int
+    keys: tuple[ChunkKey, ...]  # in prefix order within each group
+    num_prefix_keys: int  # how many of `keys`, the first ones, are the run of the first full-attention group
+    chunk_tokens: int  # tokens of one chunk of that run
+    first_token: int  # where the run begins
+    end_token: int  # where it ends
 
 
 class LookupPlanner:

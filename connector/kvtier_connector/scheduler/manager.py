@@ -51,27 +51,16 @@ from kvtier_connector.session.warm_start import WarmStart
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What `startup` hands the manager.
+    """What `startup` hands the manager."""
 
-    Attributes:
-        events: The session with the daemon.
-        digests: Of LoRA adapters.
-        groups: The engine's KV cache groups.
-        useful_bytes: Per group, as announced to the daemon.
-        num_credits: As asked for in Hello.
-        lookup_timeout_s: How long a first answer may take.
-        prefill_tokens_per_s: As configured; None: measure.
-        warm_start: If one is configured.
-    """
-
-    events: DaemonEvents
-    digests: AdapterDigests
-    groups: tuple[GroupShape, ...]
-    useful_bytes: tuple[int, ...]
-    num_credits: int
-    lookup_timeout_s: float
-    prefill_tokens_per_s: float | None = None
-    warm_start: WarmStart | None = None
+    events: DaemonEvents  # the session with the daemon
+    digests: AdapterDigests  # of LoRA adapters
+    groups: tuple[GroupShape, ...]  # the engine's KV cache groups
+    useful_bytes: tuple[int, ...]  # per group, as announced to the daemon
+    num_credits: int  # as asked for in Hello
+    lookup_timeout_s: float  # how long a first answer may take
+    prefill_tokens_per_s: float | None = None  # as configured; None: measure
+    warm_start: WarmStart | None = None  # if one is configured
 
 
 class KVTierOffloadingManager(OffloadingManager):

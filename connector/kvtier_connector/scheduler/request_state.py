@@ -27,42 +27,26 @@ class Phase(enum.Enum):
 
 @dataclass(kw_only=True)
 class RequestState:
-    """Scheduler thread only.
+    """Scheduler thread only."""
 
-    Attributes:
-        req_id: vLLM's id.
-        is_finished: Whether vLLM is done with it.
-        adapter: Its LoRA adapter.
-        adapter_digest: The adapter's content, once known.
-        adapter_deadline_s: Until when the request waits for that digest; None before the first question.
-        cacheable: False when chunk keys could not distinguish its KV: nothing is looked up or stored.
-        phase: Where its lookup round is.
-        asked_tokens: Where the query of this round begins; without a query, vLLM's prefix-cache hit at that time.
-        lease: Of this round.
-        failed: A load failed; every later lookup is a MISS.
-        store_deadline_s: Until when its stores wait for arena slots; None before the first shortage.
-        offered: Its chunks so far, as vLLM offered them for storing: prefix order within each group.
-        num_store_jobs: Store jobs begun; `num_open_stores` of their chunks are with the workers.
-        has_hole: One of its unpinned chunks found no slot: chunks behind it could not be hit.
-        is_over: vLLM has forgotten it, but for its jobs.
-    """
-
-    req_id: str
-    is_finished: Callable[[], bool] = lambda: True
-    adapter: Adapter | None = None
-    adapter_digest: bytes | None = None
+    req_id: str  # vLLM's id
+    is_finished: Callable[[], bool] = lambda: True  # whether vLLM is done with it
+    adapter: Adapter | None = None  # its LoRA adapter
+    adapter_digest: bytes | None = None  # the adapter's content, once known
+    # until when the request waits for that digest; None before the first question
     adapter_deadline_s: float | None = None
-    cacheable: bool = True
-    phase: Phase = Phase.NEW
-    asked_tokens: int = 0
-    lease: Lease | None = None
-    failed: bool = False
-    store_deadline_s: float | None = None
+    cacheable: bool = True  # False when chunk keys could not distinguish its KV: nothing is looked up or stored
+    phase: Phase = Phase.NEW  # where its lookup round is
+    asked_tokens: int = 0  # where the query of this round begins; without a query, vLLM's prefix-cache hit at that time
+    lease: Lease | None = None  # of this round
+    failed: bool = False  # a load failed; every later lookup is a MISS
+    store_deadline_s: float | None = None  # until when its stores wait for arena slots; None before the first shortage
+    # its chunks so far, as vLLM offered them for storing: prefix order within each group
     offered: list[ChunkKey] = field(default_factory=list)
-    num_store_jobs: int = 0
+    num_store_jobs: int = 0  # store jobs begun; `num_open_stores` of their chunks are with the workers
     num_open_stores: int = 0
-    has_hole: bool = False
-    is_over: bool = False
+    has_hole: bool = False  # one of its unpinned chunks found no slot: chunks behind it could not be hit
+    is_over: bool = False  # vLLM has forgotten it, but for its jobs
 
     @property
     def lacks_digest(self) -> bool:

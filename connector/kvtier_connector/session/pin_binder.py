@@ -43,21 +43,14 @@ class _Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundPin:
-    """A pin whose chunk keys are known.
+    """A pin whose chunk keys are known."""
 
-    Attributes:
-        pin_id: The daemon's name for it.
-        keys: Its reachable chunks.
-        pinned: False when it was unpinned: it may be loaded, nothing of it is stored.
-        gpu_keys: By which vLLM caches the blocks of these chunks; empty where that does not suffice for a hit.
-        priority: The higher, the longer it stays in vLLM's cache.
-    """
-
-    pin_id: str
-    keys: tuple[ChunkKey, ...]
-    pinned: bool
+    pin_id: str  # the daemon's name for it
+    keys: tuple[ChunkKey, ...]  # its reachable chunks
+    pinned: bool  # False when it was unpinned: it may be loaded, nothing of it is stored
+    # by which vLLM caches the blocks of these chunks; empty where that does not suffice for a hit
     gpu_keys: tuple[bytes, ...] = ()
-    priority: int = 0
+    priority: int = 0  # the higher, the longer it stays in vLLM's cache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,25 +50,15 @@ _UNAUTHORIZED = (401, 403)
 
 @dataclass(frozen=True, kw_only=True)
 class WarmFacts:
-    """What the warm start needs from this engine.
+    """What the warm start needs from this engine."""
 
-    Attributes:
-        socket: The daemon's.
-        url: Of vLLM's API server, as the log shows it.
-        model_names: As in Hello; requests name the first one.
-        cache_tokens: Returns how many tokens vLLM's prefix cache takes.
-        block_tokens: Of one block.
-        by_priority: vLLM schedules by priority.
-        daemon_uid: As whom the daemon may run, besides our own uid and root.
-    """
-
-    socket: Path
-    url: str
-    model_names: Sequence[str]
-    cache_tokens: Callable[[], int]
-    block_tokens: int
-    by_priority: bool
-    daemon_uid: int | None = None
+    socket: Path  # the daemon's
+    url: str  # of vLLM's API server, as the log shows it
+    model_names: Sequence[str]  # as in Hello; requests name the first one
+    cache_tokens: Callable[[], int]  # returns how many tokens vLLM's prefix cache takes
+    block_tokens: int  # of one block
+    by_priority: bool  # vLLM schedules by priority
+    daemon_uid: int | None = None  # as whom the daemon may run, besides our own uid and root
 
 
 @dataclass

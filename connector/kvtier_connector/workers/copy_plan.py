@@ -47,19 +47,12 @@ class GroupCopies(NamedTuple):
 
 
 class GroupPages(NamedTuple):
-    """Where the pages of a group's tensors lie, each `(num_tensors, 1)` int64.
+    """Where the pages of a group's tensors lie, each `(num_tensors, 1)` int64."""
 
-    Attributes:
-        base_addresses: Of block 0's page.
-        block_strides: Bytes from a block's page to the next block's.
-        page_bytes: Useful bytes of a page.
-        region_offsets: The tensor's first page of a chunk within a rank's region.
-    """
-
-    base_addresses: Int64s
-    block_strides: Int64s
-    page_bytes: Int64s
-    region_offsets: Int64s
+    base_addresses: Int64s  # of block 0's page
+    block_strides: Int64s  # bytes from a block's page to the next block's
+    page_bytes: Int64s  # useful bytes of a page
+    region_offsets: Int64s  # the tensor's first page of a chunk within a rank's region
 
     def copies(self, regions: Int64s, group: GroupCopies) -> tuple[Int64s, Int64s, Int64s]:
         """Return the columns of a copy list; `regions[i]` is where this rank's region of chunk i's row begins."""
@@ -70,21 +63,13 @@ class GroupPages(NamedTuple):
 
 
 class WorkerLayout(NamedTuple):
-    """Where this worker's bytes lie.
+    """Where this worker's bytes lie."""
 
-    Attributes:
-        region: This rank's region of a row.
-        rank_bytes: Bytes of a region.
-        blocks_per_chunk: vLLM blocks per chunk.
-        group_positions: Group index (in keys) to position among the offloaded groups.
-        pages: Per position, the group's tensors.
-    """
-
-    region: int
-    rank_bytes: int
-    blocks_per_chunk: int
-    group_positions: dict[int, int]
-    pages: Sequence[GroupPages]
+    region: int  # this rank's region of a row
+    rank_bytes: int  # bytes of a region
+    blocks_per_chunk: int  # vLLM blocks per chunk
+    group_positions: dict[int, int]  # group index (in keys) to position among the offloaded groups
+    pages: Sequence[GroupPages]  # per position, the group's tensors
 
     @property
     def region_offset(self) -> int:
