@@ -1,6 +1,6 @@
 """Lookup rounds beside a daemon that answers when it likes, and a vLLM that evicts while requests wait.
 
-After every turn: what the daemon leases is one request's, and given back once; a request reads what is ready under its
+After every turn: what the daemon leases is one request's, and released once; a request reads what is ready under its
 lease, all of it and nothing else; it waits for an answer no longer than the lookup timeout, for promotions no longer
 than computing would take, and for nothing while there is no session. A daemon that does not answer is asked nothing,
 and no session is sent what was touched in another.
@@ -60,7 +60,7 @@ class Question:
 
     Attributes:
         waits_since_s: When its request began to wait for an answer.
-        chunks: State and slot of what it has named and was not given back.
+        chunks: State and slot of what it has named and was not released.
     """
 
     req_id: str
@@ -71,7 +71,7 @@ class Question:
 
 
 @dataclass
-class Asker:
+class Waiter:
     """A request.
 
     Attributes:
@@ -101,7 +101,7 @@ class Run:
         planner = LookupPlanner([GROUP], self.mirror)
         self.touches = Touches(planner)
         self.lookups = Lookups(planner, self.touches, self.breaker, rate, ConnectorStats())
-        self.askers: dict[str, Asker] = {}
+        self.waiters: dict[str, Waiter] = {}
         self.outbox: Outbox | None = None
         self.questions: dict[int, Question] = {}
         self.past_ids: list[int] = []
@@ -115,10 +115,10 @@ class Run:
         self.happen(self.chance.random())
         while self.chance.random() < 0.4:
             self.say()
-        if sum(not asker.is_over for asker in self.askers.values()) < self.chance.randrange(4):
+        if sum(not waiter.is_over for waiter in self.waiters.values()) < self.chance.randrange(4):
             self.arrive()
-        if self.askers:
-            self.go_on(self.chance.choice(list(self.askers.values())))
+        if self.waiters:
+            self.go_on(self.chance.choice(list(self.waiters.values())))
         if self.chance.random() < 0.3:
             self.touches.flush()
         self.receive(None)
@@ -173,16 +173,16 @@ class Run:
         question.answered_s = self.now_s if question.answered_s is None else question.answered_s
         self.lookups.apply(update, self.now_s)
 
-    def receive(self, asker: Asker | None, waits_since_s: float = 0.0) -> None:
+    def receive(self, waiter: Waiter | None, waits_since_s: float = 0.0) -> None:
         """Take in what the daemon is sent, of a request's question if it is an acquire."""
         while self.outbox is not None and (messages := self.outbox.take(0)):
             for message in messages:
                 match message.WhichOneof("kind"):
                     case "acquire":
-                        assert asker is not None
+                        assert waiter is not None
                         assert message.acquire.acquire_id not in [*self.questions, *self.past_ids]
                         assert message.acquire.keys
-                        question = Question(asker.state.req_id, list(message.acquire.keys), waits_since_s)
+                        question = Question(waiter.state.req_id, list(message.acquire.keys), waits_since_s)
                         self.questions[message.acquire.acquire_id] = question
                     case "release":
                         self.receive_release(message.release)
@@ -192,7 +192,7 @@ class Run:
                         raise AssertionError(kind)
 
     def receive_release(self, release: pb.Release) -> None:
-        question = self.questions[release.acquire_id]  # else it was given back before
+        question = self.questions[release.acquire_id]  # else it was released before
         if release.all:
             del self.questions[release.acquire_id]
             self.past_ids.append(release.acquire_id)
@@ -207,74 +207,74 @@ class Run:
         self.num_requests += 1
         state = RequestState(req_id=f"r{self.num_requests}")
         hashes = self.chance.choice((*PROMPTS, *PROMPTS[:2]))
-        self.askers[state.req_id] = Asker(state, hashes, self.chance.randint(0, NUM_BLOCKS))
+        self.waiters[state.req_id] = Waiter(state, hashes, self.chance.randint(0, NUM_BLOCKS))
 
-    def go_on(self, asker: Asker) -> None:
-        if not asker.is_over and self.chance.random() < 0.1:
-            self.finish(asker)
-        elif asker.loading:
-            asker.state.failed |= self.chance.random() < 0.2
-            self.end_load(asker)
-        elif not asker.is_over:
-            has_hit = self.ask(asker, max(0, min(NUM_BLOCKS, asker.hit - self.chance.choice((0, 0, 1, 2, -1)))))
+    def go_on(self, waiter: Waiter) -> None:
+        if not waiter.is_over and self.chance.random() < 0.1:
+            self.finish(waiter)
+        elif waiter.loading:
+            waiter.state.failed |= self.chance.random() < 0.2
+            self.end_load(waiter)
+        elif not waiter.is_over:
+            has_hit = self.ask(waiter, max(0, min(NUM_BLOCKS, waiter.hit - self.chance.choice((0, 0, 1, 2, -1)))))
             if has_hit and self.chance.random() < 0.4:
-                self.allocate(asker, loads=self.chance.random() < 0.7)
+                self.allocate(waiter, loads=self.chance.random() < 0.7)
 
-    def ask(self, asker: Asker, hit: int) -> bool:
+    def ask(self, waiter: Waiter, hit: int) -> bool:
         """vLLM asks for a request, of which it may have lost blocks meanwhile; return whether it may go on with it."""
-        before, was_open = self.question_of(asker), not self.breaker.is_closed
+        before, was_open = self.question_of(waiter), not self.breaker.is_closed
         waits_since_s = self.now_s if before is None or before.answered_s is not None else before.waits_since_s
-        has_shrunk, asker.hit = hit < asker.hit, hit
-        self.note_touches(asker)
-        request: Any = SimpleNamespace(block_hashes=asker.hashes)
-        is_settled = self.lookups.advance(asker.state, request, hit * BLOCK_TOKENS, self.now_s)
-        self.receive(asker, waits_since_s)
-        after = self.question_of(asker)
+        has_shrunk, waiter.hit = hit < waiter.hit, hit
+        self.note_touches(waiter)
+        request: Any = SimpleNamespace(block_hashes=waiter.hashes)
+        is_decided = self.lookups.advance(waiter.state, request, hit * BLOCK_TOKENS, self.now_s)
+        self.receive(waiter, waits_since_s)
+        after = self.question_of(waiter)
         if has_shrunk and before is not None and after is not before:
             self.seen["asked again" if after is not None else "given up"] += before.answered_s is None
         assert after in (None, before) or not was_open, "a daemon that does not answer was asked"
-        if not is_settled:
+        if not is_decided:
             assert after is not None, "it waits, and asks nothing"
             self.check_wait(after, was_open=was_open)
-        self.check_reads(asker, after)
-        return is_settled
+        self.check_reads(waiter, after)
+        return is_decided
 
-    def note_touches(self, asker: Asker) -> None:
+    def note_touches(self, waiter: Waiter) -> None:
         """What the question may touch: what is known of vLLM's own hit, if there is a daemon that answers."""
         if self.outbox is not None and self.breaker.is_closed:
-            keys = [GROUP.key(asker.hashes, index, None) for index in range(asker.hit)]
+            keys = [GROUP.key(waiter.hashes, index, None) for index in range(waiter.hit)]
             self.to_touch.update(key for key in keys if self.mirror.knows(key))
 
-    def allocate(self, asker: Asker, *, loads: bool) -> None:
+    def allocate(self, waiter: Waiter, *, loads: bool) -> None:
         """What is a hit is loaded, unless another request has by now."""
         if loads:
-            asker.loading = self.run_of(asker)
-            self.lookups.loading(asker.state, asker.loading, self.now_s)
-            self.seen["loaded"] += bool(asker.loading)
-        self.lookups.take(asker.state)
+            waiter.loading = self.run_of(waiter)
+            self.lookups.loading(waiter.state, waiter.loading, self.now_s)
+            self.seen["loaded"] += bool(waiter.loading)
+        self.lookups.take(waiter.state)
 
-    def run_of(self, asker: Asker) -> list[ChunkKey]:
+    def run_of(self, waiter: Waiter) -> list[ChunkKey]:
         """Return the hits behind vLLM's own."""
         run: list[ChunkKey] = []
-        for index in range(asker.hit, NUM_BLOCKS):
-            key = GROUP.key(asker.hashes, index, None)
-            if self.lookups.hit(asker.state, key) is None:
+        for index in range(waiter.hit, NUM_BLOCKS):
+            key = GROUP.key(waiter.hashes, index, None)
+            if self.lookups.hit(waiter.state, key) is None:
                 break
             run.append(key)
         return run
 
-    def end_load(self, asker: Asker) -> None:
-        self.lookups.loaded(asker.state, asker.loading, self.now_s)
-        asker.loading = []
+    def end_load(self, waiter: Waiter) -> None:
+        self.lookups.loaded(waiter.state, waiter.loading, self.now_s)
+        waiter.loading = []
 
-    def finish(self, asker: Asker) -> None:
-        asker.is_over = True
-        self.lookups.finish(asker.state)
+    def finish(self, waiter: Waiter) -> None:
+        waiter.is_over = True
+        self.lookups.finish(waiter.state)
 
     # Checks
 
-    def question_of(self, asker: Asker) -> Question | None:
-        found = [question for question in self.questions.values() if question.req_id == asker.state.req_id]
+    def question_of(self, waiter: Waiter) -> Question | None:
+        found = [question for question in self.questions.values() if question.req_id == waiter.state.req_id]
         assert len(found) <= 1, "two questions of one request are open"
         return found[0] if found else None
 
@@ -286,29 +286,29 @@ class Run:
             self.seen["waited for promotions"] += 1
             assert self.now_s < question.answered_s + NUM_BLOCKS * BLOCK_TOKENS / TOKENS_PER_S
 
-    def check_reads(self, asker: Asker, question: Question | None) -> None:
+    def check_reads(self, waiter: Waiter, question: Question | None) -> None:
         """What is ready under the request's lease is a hit, in that very slot; nothing else is."""
         for index in range(NUM_BLOCKS):
-            key = GROUP.key(asker.hashes, index, None)
+            key = GROUP.key(waiter.hashes, index, None)
             state, slot = (MISS, 0) if question is None else question.chunks.get(key, (MISS, 0))
-            readable = self.lookups.hit(asker.state, key)
+            readable = self.lookups.hit(waiter.state, key)
             assert (None if readable is None else readable.slot) == (slot if state == HOST else None)
 
     def check_owners(self) -> None:
-        for asker in self.askers.values():
-            question = self.question_of(asker)
-            if asker.loading:
-                assert question is None or question.chunks.keys() >= set(asker.loading), "a worker still reads it"
-            elif asker.is_over or asker.state.phase is Phase.TAKEN:
+        for waiter in self.waiters.values():
+            question = self.question_of(waiter)
+            if waiter.loading:
+                assert question is None or question.chunks.keys() >= set(waiter.loading), "a worker still reads it"
+            elif waiter.is_over or waiter.state.phase is Phase.TAKEN:
                 assert question is None, "a lease without a use"
-        self.askers = {each: asker for each, asker in self.askers.items() if asker.loading or not asker.is_over}
+        self.waiters = {each: waiter for each, waiter in self.waiters.items() if waiter.loading or not waiter.is_over}
 
     def end(self) -> None:
-        for asker in self.askers.values():
-            if asker.loading:
-                self.end_load(asker)
-            if not asker.is_over:
-                self.finish(asker)
+        for waiter in self.waiters.values():
+            if waiter.loading:
+                self.end_load(waiter)
+            if not waiter.is_over:
+                self.finish(waiter)
         self.receive(None)
         assert not self.questions
         assert not self.lookups._leases

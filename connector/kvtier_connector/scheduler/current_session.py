@@ -11,7 +11,6 @@ from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.metrics.declared import ATTACHED
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
-from kvtier_connector.scheduler.forecasts import changed_much
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.stores import StoreSlots
@@ -107,11 +106,12 @@ class CurrentSession:
         self.events.probe(False)
 
     def report_rate(self, tokens_per_s: float | None) -> None:
-        """Send the daemon the measured prefill rate, if it differs much from the last one sent."""
-        if self.attachment is None or tokens_per_s is None or not changed_much(tokens_per_s, self._sent_rate):
+        """Send the daemon the measured prefill rate, if it differs from the last one sent by more than a fifth."""
+        if self.attachment is None or tokens_per_s is None:
             return
-        self._sent_rate = tokens_per_s
-        self.attachment.send(pb.EngineMessage(engine_rates=pb.EngineRates(prefill_tokens_per_s=tokens_per_s)))
+        if self._sent_rate is None or abs(tokens_per_s - self._sent_rate) > self._sent_rate / 5:
+            self._sent_rate = tokens_per_s
+            self.attachment.send(pb.EngineMessage(engine_rates=pb.EngineRates(prefill_tokens_per_s=tokens_per_s)))
 
     def new_arena(self) -> ArenaSpec | None:
         """Return the session's arena, naming no chunks, for the workers to prepare; once for each session."""

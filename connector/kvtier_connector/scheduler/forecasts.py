@@ -29,15 +29,8 @@ class PrefillRate:
         self._tokens_per_s: float | None = None
 
     @property
-    def tokens_per_s(self) -> float:
-        """The average, or a guess before the first measurement."""
-        if self._fixed_tokens_per_s is not None:
-            return self._fixed_tokens_per_s
-        return UNMEASURED_TOKENS_PER_S if self._tokens_per_s is None else self._tokens_per_s
-
-    @property
-    def known_tokens_per_s(self) -> float | None:
-        """The average, or what is configured; None before the first measurement."""
+    def tokens_per_s(self) -> float | None:
+        """What is configured, or the average; None before the first measurement."""
         return self._tokens_per_s if self._fixed_tokens_per_s is None else self._fixed_tokens_per_s
 
     def step_began(self, num_tokens: int, now_s: float) -> None:
@@ -48,24 +41,18 @@ class PrefillRate:
         """The oldest open step is done: return when it began, and its tokens; None when none is open."""
         if not self._open:
             return None
-        step = self._open.popleft()
-        self._measure(*step, now_s)
-        return step
-
-    def _measure(self, began_s: float, num_tokens: int, now_s: float) -> None:
+        began_s, num_tokens = self._open.popleft()
         elapsed_s = now_s - max(began_s, self._last_end_s)
         self._last_end_s = now_s
-        if num_tokens < _MIN_STEP_TOKENS or elapsed_s <= 0:
-            return
-        rate = num_tokens / elapsed_s
-        if self._tokens_per_s is None:
-            self._tokens_per_s = rate
-        else:
-            self._tokens_per_s += _EWMA_WEIGHT * (rate - self._tokens_per_s)
+        if num_tokens >= _MIN_STEP_TOKENS and elapsed_s > 0:
+            rate = num_tokens / elapsed_s
+            average = rate if self._tokens_per_s is None else self._tokens_per_s
+            self._tokens_per_s = average + _EWMA_WEIGHT * (rate - average)
+        return began_s, num_tokens
 
     def prefill_s(self, num_tokens: int) -> float:
         """Forecast how long computing these tokens would take."""
-        return num_tokens / self.tokens_per_s
+        return num_tokens / (self.tokens_per_s or UNMEASURED_TOKENS_PER_S)
 
 
 class LoadCost:
@@ -102,35 +89,11 @@ class LoadCost:
         return fastest_s + (num_chunks - least) * min(further, default=0.0)
 
     def is_slower(self, num_chunks: int, compute_s: float) -> bool:
-        """Return whether computing what these chunks hold would take less time than loading them.
-
-        Args:
-            num_chunks: That a load would bring.
-            compute_s: Forecast of computing the same tokens.
-        """
+        """Return whether computing what these chunks hold, in `compute_s`, would take less time than loading them."""
         if self.load_s(num_chunks) <= compute_s:
             return False
         self._num_skipped += 1
         return self._num_skipped % _PROBE_EVERY != 0
-
-
-def changed_much(value: float, last: float | None) -> bool:
-    """Return whether a measurement differs by more than a fifth from the one reported last."""
-    return last is None or abs(value - last) > last / 5
-
-
-def ready_s(updated_s: float, ready_in_s: float, pending_bytes: int, promote_bytes_per_s: float) -> float | None:
-    """Return when a promotion is forecast to end, None while nothing is known.
-
-    Args:
-        updated_s: When the daemon sent this update.
-        ready_in_s: The daemon's forecast, which knows what is queued ahead; 0 when it has none (or is older than that).
-        pending_bytes: Still to be promoted for this request.
-        promote_bytes_per_s: The daemon's measured rate; 0 when it has none yet.
-    """
-    if ready_in_s > 0:
-        return updated_s + ready_in_s
-    return updated_s + pending_bytes / promote_bytes_per_s if promote_bytes_per_s > 0 else None
 
 
 def worth_waiting(forecast_s: float | None, now_s: float, deadline_s: float) -> bool:

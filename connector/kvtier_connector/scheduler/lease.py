@@ -7,7 +7,6 @@ from typing import NamedTuple
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
-from kvtier_connector.scheduler.forecasts import ready_s
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
 
 HOST, _MISS, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
@@ -68,7 +67,7 @@ class Lease:
             if chunk.state == _MISS:
                 missed.append(chunk.index)
         self._cut_prefix(missed)
-        self.ready_s = ready_s(now_s, update.ready_in_s, update.pending_bytes, update.promote_bytes_per_s)
+        self.ready_s = now_s + update.ready_in_s if update.ready_in_s else None
 
     def _cut_prefix(self, missed: Sequence[int]) -> None:
         """Ignore what lies behind the first MISS of the prefix; windows too, which need all of it."""

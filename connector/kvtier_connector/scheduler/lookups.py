@@ -1,6 +1,6 @@
 """Decides which lookups are hits: one lookup round per request, one Acquire per round, answered in the background.
 
-A round goes NEW -> ASKED -> PROMOTING -> SETTLED -> TAKEN. A lookup after TAKEN begins another round (preemption), and
+A round goes NEW -> ASKED -> PROMOTING -> DECIDED -> TAKEN. A lookup after TAKEN begins another round (preemption), and
 so does one when vLLM's prefix-cache hit has shrunk since the round began. While ASKED or PROMOTING, vLLM does not scan
 the request.
 """
@@ -19,7 +19,7 @@ from kvtier_connector.metrics.declared import ANSWER_SECONDS, LOOKUPS, PROMOTION
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.forecasts import LoadCost, PrefillRate, worth_waiting
 from kvtier_connector.scheduler.lease import HOST, Lease, Residency
-from kvtier_connector.scheduler.lookup_planner import LookupPlanner, LookupQuery
+from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.request_state import Phase, RequestState
 from kvtier_connector.scheduler.touches import Touches
 
@@ -80,15 +80,13 @@ class Lookups:
             num_computed_tokens: vLLM's prefix-cache hit at this moment.
             now_s: Monotonic seconds.
         """
-        if state.phase in (Phase.NEW, Phase.TAKEN):
+        if state.phase in (Phase.NEW, Phase.TAKEN) or _hit_shrank(state, num_computed_tokens):
             self._ask(state, request, num_computed_tokens, now_s)
-        elif _hit_shrank(state, num_computed_tokens):
-            self._ask_again(state, request, num_computed_tokens, now_s)
         if state.phase is Phase.ASKED:
             self._await_answer(state, now_s)
         if state.phase is Phase.PROMOTING:
             self._await_promotion(state, now_s)
-        return state.phase is Phase.SETTLED
+        return state.phase is Phase.DECIDED
 
     def hit(self, state: RequestState, key: ChunkKey) -> Residency | None:
         """Decide whether a chunk is a hit: return its place in the arena, or None for a miss.
@@ -141,8 +139,7 @@ class Lookups:
 
     def drop(self, state: RequestState) -> None:
         """Release all that the request leases, also what the daemon has not answered yet: messages stay in order."""
-        lease = self._live(state)
-        state.lease = None
+        lease, state.lease = self._live(state), None
         if lease is not None:
             self._release(lease)
 
@@ -155,28 +152,19 @@ class Lookups:
         return self._leases.get(state.lease.acquire_id) if state.lease is not None else None
 
     def _ask(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
-        self.drop(state)
-        self._begin(state, request, num_computed_tokens, now_s, is_shrinking=False)
-
-    def _ask_again(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> None:
-        """Begin the round again: vLLM has evicted what lay before the chunks that were asked for."""
+        """Begin a round, or begin it again because vLLM has evicted what lay before the chunks that were asked for."""
         before, state.lease = self._live(state), None
-        self._begin(state, request, num_computed_tokens, now_s, is_shrinking=before is not None)
-        if before is None:
-            return
-        if state.lease is not None and not before.is_answered:
-            state.lease.answer_deadline_s = before.answer_deadline_s
-        self._release(before)  # after the new query: what both name stays leased, and its promotion goes on
-
-    def _begin(
-        self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float, *, is_shrinking: bool
-    ) -> None:
+        is_shrinking = before is not None and state.phase is not Phase.TAKEN
         state.asked_tokens = num_computed_tokens
         end = self._query(state, request, num_computed_tokens, now_s, is_shrinking=is_shrinking)
         if end is None:
             state.phase = Phase.ASKED
         else:
-            self._settle(state, end)
+            self._decide(state, end)
+        if before is not None:
+            if state.lease is not None and not before.is_answered:
+                state.lease.answer_deadline_s = before.answer_deadline_s
+            self._release(before)  # after the new query: what both name stays leased, and its promotion goes on
 
     def _query(
         self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float, *, is_shrinking: bool
@@ -206,26 +194,22 @@ class Lookups:
         if len(query.keys) > MAX_KEYS:  # the daemon would end the session
             return LookupEnd.NOT_CACHEABLE
         state.asked_tokens = query.first_token
-        state.lease = self._acquire(state.req_id, query, attachment, now_s)
-        return None
-
-    def _settle(self, state: RequestState, end: LookupEnd) -> None:
-        """Hits and misses of the request are fixed."""
-        state.phase = Phase.SETTLED
-        self._stats.count(LOOKUPS, end.value)
-
-    def _acquire(self, req_id: str, query: LookupQuery, attachment: Attachment, now_s: float) -> Lease:
-        lease = Lease(
+        state.lease = lease = Lease(
             attachment=attachment,
             acquire_id=next(self._ids),
-            req_id=req_id,
+            req_id=state.req_id,
             query=query,
             asked_s=now_s,
             answer_deadline_s=self._breaker.deadline_s(now_s),
         )
         self._leases[lease.acquire_id] = lease
         attachment.send(pb.EngineMessage(acquire=pb.Acquire(acquire_id=lease.acquire_id, keys=query.keys)))
-        return lease
+        return None
+
+    def _decide(self, state: RequestState, end: LookupEnd) -> None:
+        """Hits and misses of the request are fixed."""
+        state.phase = Phase.DECIDED
+        self._stats.count(LOOKUPS, end.value)
 
     def _await_answer(self, state: RequestState, now_s: float) -> None:
         """Move on when the answer is there. If it is late, or the session broke, the lookup becomes a miss."""
@@ -234,41 +218,41 @@ class Lookups:
             state.phase = Phase.PROMOTING
         elif lease is None or self._breaker.late(lease.answer_deadline_s, now_s):
             self.drop(state)
-            self._settle(state, LookupEnd.NO_SESSION if lease is None else LookupEnd.LATE)
+            self._decide(state, LookupEnd.NO_SESSION if lease is None else LookupEnd.LATE)
 
     def _await_promotion(self, state: RequestState, now_s: float) -> None:
         """Fix hits and misses once waiting for promotions ends, or is not worth it."""
         lease = self._live(state)
-        is_worth_it = (
-            lease is not None
-            and lease.promote_deadline_s is not None
+        if lease is None:
+            self._decide(state, LookupEnd.NO_SESSION)
+            return
+        if (
+            lease.promote_deadline_s is not None
             and lease.is_promoting
             # Promotions come in their order: an update of any shows that they proceed.
             and now_s < self._silent_deadline_s
             and worth_waiting(lease.ready_s, now_s, lease.promote_deadline_s)
-        )
-        if not is_worth_it:
-            end = _end_of(lease)
-            if lease is not None and self._is_slower(lease):
-                self.drop(state)
-                end = LookupEnd.SLOWER
-            self._settle(state, end)
-            if lease is not None and lease.promoting_since_s is not None:
-                self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
-                trace.record("wait for promotion", lease.promoting_since_s, now_s, of=state.req_id, result=end.value)
+        ):
+            return
+        end = _end_of(lease)
+        if self._is_slower(lease):
+            self.drop(state)
+            end = LookupEnd.SLOWER
+        self._decide(state, end)
+        if lease.promoting_since_s is not None:
+            self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
+            trace.record("wait for promotion", lease.promoting_since_s, now_s, of=state.req_id, result=end.value)
 
     def _is_slower(self, lease: Lease) -> bool:
         """Return whether computing what can be loaded would take less time. Windows are always loaded, whole."""
-        tokens_per_s = self._rate.known_tokens_per_s
+        tokens_per_s = self._rate.tokens_per_s
         num_chunks = lease.num_usable
         if tokens_per_s is None or not num_chunks:
             return False
         return self._cost.is_slower(num_chunks, num_chunks * lease.query.chunk_tokens / tokens_per_s)
 
 
-def _end_of(lease: Lease | None) -> LookupEnd:
-    if lease is None:
-        return LookupEnd.NO_SESSION
+def _end_of(lease: Lease) -> LookupEnd:
     if not lease.query.num_prefix_keys:  # windows only: all of one, or nothing
         return LookupEnd.NONE if lease.tokens_at_stake() else LookupEnd.WHOLE
     if lease.num_usable == lease.query.num_prefix_keys and not lease.is_promoting:

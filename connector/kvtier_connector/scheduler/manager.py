@@ -139,16 +139,16 @@ class KVTierOffloadingManager(OffloadingManager):
         if state.adapter is not None and state.adapter_digest is None:
             return not self._awaits_adapter(state, state.adapter, now_s)
         was_closed = self._breaker.is_closed
-        is_settled = self._lookups.advance(state, request, num_computed_tokens, now_s)
-        while not is_settled and self._idle.wait_in_lookup():
+        is_decided = self._lookups.advance(state, request, num_computed_tokens, now_s)
+        while not is_decided and self._idle.wait_in_lookup():
             now_s = self._clock()
             self._session.take_events(now_s)
-            is_settled = self._lookups.advance(state, request, num_computed_tokens, now_s)
+            is_decided = self._lookups.advance(state, request, num_computed_tokens, now_s)
         if was_closed and not self._breaker.is_closed:
             self._session.probe_daemon()
-        if not is_settled:
+        if not is_decided:
             self._idle.lookup_waits()
-        return is_settled
+        return is_decided
 
     def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
         """Return whether the adapter's content will be known within the lookup timeout: a pin has had it read."""
@@ -254,7 +254,7 @@ class KVTierOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._session.take_events(self._clock())
         self._touches.flush()
-        self._session.report_rate(self._rate.known_tokens_per_s)
+        self._session.report_rate(self._rate.tokens_per_s)
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:

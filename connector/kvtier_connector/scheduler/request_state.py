@@ -19,7 +19,7 @@ class Phase(enum.Enum):
     """Acquire sent, no answer yet."""
     PROMOTING = enum.auto()
     """Answered; waiting for promotions."""
-    SETTLED = enum.auto()
+    DECIDED = enum.auto()
     """HIT and MISS are fixed; vLLM may ask again for many steps."""
     TAKEN = enum.auto()
     """vLLM allocated; another question means a new round (preemption, failed load)."""

@@ -8,7 +8,6 @@ from kvtier.core.layout import ChunkKey
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 
 _TOUCH_PERIOD_S = 1.0
-_MAX_TOUCHED = 4096
 MAX_TOUCHED_KEYS = 65_536
 """The most keys of one message, 2.5 MB."""
 
@@ -23,25 +22,25 @@ class Touches:
     def __init__(self, planner: LookupPlanner) -> None:
         self._planner = planner
         self._attachment: Attachment | None = None
-        self._touched_s: dict[ChunkKey, float] = {}
+        self._touched: set[ChunkKey] = set()  # first chunks of the prompts noted in this period
+        self._period_end_s = 0.0
         self._pending: list[ChunkKey] = []
 
     def attach(self, attachment: Attachment | None) -> None:
         """Another session is up, or none: what was to be touched in the last one is dropped."""
         self._attachment = attachment
         self._pending.clear()
-        self._touched_s.clear()
+        self._touched.clear()
 
     def note(
         self, first_key: ChunkKey, hashes: Sequence[bytes], digest: bytes | None, num_tokens: int, now_s: float
     ) -> None:
         """Note a prefix-cache hit of a known prompt, at most once a second per prompt."""
-        if len(self._touched_s) > _MAX_TOUCHED:
-            self._touched_s = {key: at_s for key, at_s in self._touched_s.items() if now_s - at_s < _TOUCH_PERIOD_S}
-        if now_s - self._touched_s.get(first_key, -_TOUCH_PERIOD_S) < _TOUCH_PERIOD_S:
-            return
-        if keys := self._planner.known_prefix(hashes, digest, num_tokens):
-            self._touched_s[first_key] = now_s
+        if now_s >= self._period_end_s:
+            self._touched.clear()
+            self._period_end_s = now_s + _TOUCH_PERIOD_S
+        if first_key not in self._touched and (keys := self._planner.known_prefix(hashes, digest, num_tokens)):
+            self._touched.add(first_key)
             self._pending.extend(keys)
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""However a request ends, each lease that it took is given back exactly once."""
+"""However a request ends, each lease that it took is released exactly once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_a_request_of_no_pin_is_a_miss_without_a_question(scheduler: Scheduler) 
 
 
 def test_a_pin_of_which_the_daemon_has_yet_to_speak_is_asked_for(scheduler: Scheduler) -> None:
-    """After a daemon restart a request came between the pin's binding and word of its chunks: a needless miss."""
+    """After a daemon restart a request came between the pin's binding and the report of its chunks: a needless miss."""
     scheduler.attach()
     keys = keys_of("sys", 6)
     assert scheduler.attachment is not None
@@ -108,39 +108,39 @@ def test_a_pin_of_which_the_daemon_has_yet_to_speak_is_asked_for(scheduler: Sche
 def test_an_idle_engine_waits_for_the_answer(scheduler: Scheduler) -> None:
     """An empty step of vLLM takes 2 ms; with TP=2 on a busy machine it kept the answer from it for 10 s."""
     scheduler.step()
-    assert scheduler.link.num_waits == 0, "nobody waits for the daemon"
+    assert scheduler.link.num_waits == 0, "no request waits for the daemon"
     request = scheduler.new_request("sys", 8)
     scheduler.sent()
     scheduler.link.meanwhile = lambda: scheduler.answer(scheduler.sent_one("acquire"), [HOST] * 6)
-    assert scheduler.ask(request) == 24, "settled in the step that asked"
+    assert scheduler.ask(request) == 24, "decided in the step that asked"
     assert scheduler.link.num_waits == 1
 
 
 def test_an_idle_engine_waits_for_the_last_of_a_promotion(scheduler: Scheduler) -> None:
-    """Word that does not settle it is followed by more, as long as the step may wait."""
+    """An event that does not decide it is followed by others, as long as the step may wait."""
     words = [[PROMOTING] * 6, [HOST] * 2 + [PROMOTING] * 4, [HOST] * 6]
     request = scheduler.new_request("sys", 8)
     scheduler.sent()
     acquires: list[pb.Acquire] = []
 
-    def hear() -> None:
+    def receive() -> None:
         acquires.extend(message.acquire for message in scheduler.sent() if message.WhichOneof("kind") == "acquire")
-        scheduler.answer(acquires[0], words.pop(0), pending_bytes=1000, promote_bytes_per_s=1e6)
+        scheduler.answer(acquires[0], words.pop(0), ready_in_s=0.001)
 
-    scheduler.link.meanwhile = hear
+    scheduler.link.meanwhile = receive
     assert scheduler.ask(request) == 24
     assert scheduler.link.num_waits == 3
 
 
 def test_an_idle_engine_waits_a_moment_per_step(scheduler: Scheduler) -> None:
-    """However many requests there are, and whatever else is heard."""
+    """However many requests there are, and whatever else is received."""
     requests = [scheduler.new_request("sys", 8, req_id=str(number)) for number in range(3)]
 
-    def hear() -> None:
+    def receive() -> None:
         scheduler.clock.now_s += 0.6 * IDLE_WAIT_S
         scheduler.hold(keys_of("other", 1))
 
-    scheduler.link.meanwhile = hear
+    scheduler.link.meanwhile = receive
     for request in requests:
         assert scheduler.ask(request) is None
     assert scheduler.link.num_waits == 2, "only once all were asked for"
@@ -150,7 +150,7 @@ def test_an_idle_engine_waits_a_moment_per_step(scheduler: Scheduler) -> None:
 
 
 def test_an_engine_with_work_does_not_wait(scheduler: Scheduler) -> None:
-    """A request that waits for nobody, or whose load the workers are to report, is not held up."""
+    """A request that waits for no answer, or whose load the workers are to report, is not held up."""
     other = scheduler.new_request("unknown", 8, req_id="other")
     assert scheduler.ask(other) == 0
     request = scheduler.new_request("sys", 8)
@@ -218,7 +218,7 @@ def test_a_hit_that_shrinks_to_a_head_that_is_not_held_is_asked_for_from_there(s
     assert list(acquire.acquire.keys) == keys[2:]
 
 
-def test_a_question_asked_anew_is_late_when_the_first_one_is(scheduler: Scheduler) -> None:
+def test_a_question_asked_again_is_late_when_the_first_one_is(scheduler: Scheduler) -> None:
     """A hit that shrinks gives a daemon that hangs no more time."""
     request = scheduler.new_request("sys", 8)
     acquired(scheduler, request, num_computed_tokens=12)
@@ -312,7 +312,7 @@ def test_reset_cache_drops_the_session_and_what_workers_still_report_is_nobodys(
 
 
 def test_a_second_reset_of_an_idle_engine_is_none_the_worse(scheduler: Scheduler) -> None:
-    """vLLM asserts that a step has told the workers of the first; the workers still hear of the jobs it dropped."""
+    """vLLM asserts that a step has sent the workers those of the first; the workers still receive the jobs it dropped."""
     _, job_id = loading(scheduler, scheduler.new_request("sys", 8))
     scheduler.connector.reset_cache()
     scheduler.connector.reset_cache()
@@ -384,31 +384,24 @@ def test_all_ranks_must_report_before_a_release(monkeypatch: pytest.MonkeyPatch)
 def test_waits_for_a_promotion_that_beats_recomputing(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
     acquire = acquired(scheduler, request)
-    scheduler.answer(acquire, [HOST, HOST, PROMOTING, PROMOTING, PROMOTING, PROMOTING], pending_bytes=10)
+    scheduler.answer(acquire, [HOST, HOST, PROMOTING, PROMOTING, PROMOTING, PROMOTING])
     assert scheduler.ask(request) is None
     scheduler.answer(acquire, [HOST] * 6)
     assert scheduler.ask(request) == 24
 
 
-def test_does_not_wait_for_a_promotion_slower_than_recomputing(scheduler: Scheduler) -> None:
-    request = scheduler.new_request("sys", 8)
-    acquire = acquired(scheduler, request)
-    scheduler.answer(acquire, [HOST, HOST] + [PROMOTING] * 4, pending_bytes=10**9, promote_bytes_per_s=1.0)
-    assert scheduler.ask(request) == 8
-
-
 def test_does_not_wait_behind_what_is_queued_ahead(scheduler: Scheduler) -> None:
-    """Its own 10 bytes are read in no time, but after another request's: the forecast says when."""
+    """Its own 10 bytes are read at once, but after another request's: the forecast says when."""
     request = scheduler.new_request("sys", 8)
     acquire = acquired(scheduler, request)
     states = [HOST, HOST] + [PROMOTING] * 4
-    scheduler.answer(acquire, states, pending_bytes=10, promote_bytes_per_s=1e9, ready_in_s=3600.0)
+    scheduler.answer(acquire, states, ready_in_s=3600.0)
     assert scheduler.ask(request) == 8
 
 
 def test_never_waits_longer_than_recomputing_would_take(scheduler: Scheduler) -> None:
     request = scheduler.new_request("sys", 8)
-    scheduler.answer(acquired(scheduler, request), [PROMOTING] * 6, pending_bytes=10)
+    scheduler.answer(acquired(scheduler, request), [PROMOTING] * 6)
     assert scheduler.ask(request) is None
     scheduler.clock.now_s += 1.0
     assert scheduler.ask(request) == 0
@@ -546,9 +539,9 @@ def test_promotions_behind_a_miss_are_not_waited_for(scheduler: Scheduler) -> No
     """The second chunk was damaged on disk: what comes after it is of no use."""
     request = scheduler.new_request("sys", 8)
     acquire = acquired(scheduler, request)
-    scheduler.answer(acquire, [PROMOTING] * 6, pending_bytes=10)
+    scheduler.answer(acquire, [PROMOTING] * 6)
     assert scheduler.ask(request) is None
-    scheduler.answer(acquire, [HOST, MISS] + [PROMOTING] * 4, pending_bytes=10)
+    scheduler.answer(acquire, [HOST, MISS] + [PROMOTING] * 4)
     assert scheduler.ask(request) == 4
 
 
