@@ -2,7 +2,6 @@
 
 import os
 
-from kvtier.printable import shown_url
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
@@ -13,7 +12,7 @@ from kvtier_connector.session.daemon_events import DaemonEvents
 from kvtier_connector.session.engine_api_client import EngineApiClient
 from kvtier_connector.session.hello import HelloMaker
 from kvtier_connector.session.pin_binder import PinBinder
-from kvtier_connector.session.warm_start import WarmFacts, WarmStart
+from kvtier_connector.session.warm_start import WarmStart
 
 
 def start_session(facts: EngineFacts) -> EngineParts:
@@ -21,12 +20,14 @@ def start_session(facts: EngineFacts) -> EngineParts:
     background = BackgroundThread("kvtier-bind")
     digests = AdapterDigests(background.submit)
     hello = HelloMaker(facts)
-    warm_start = _warm_start(facts)
+    warm_start = None
+    if (url := facts.settings.warm_url) is not None:
+        warm_start = WarmStart(facts, EngineApiClient(url, os.environ.get("VLLM_API_KEY", "")))
     max_model_len = facts.vllm_config.model_config.max_model_len
     events = DaemonEvents(
         facts.settings.socket,
         hello.make,
-        lambda: PinBinder(facts.shapes, facts.block_hasher, digests, max_model_len),
+        PinBinder(facts.shapes, facts.block_hasher, digests, max_model_len),
         background,
         warm_start.bound if warm_start is not None else lambda attachment: None,
         facts.settings.daemon_uid,
@@ -49,19 +50,3 @@ def gpu_shape(facts: EngineFacts) -> EngineShape | None:
     if len(facts.kv_cache_config.kv_cache_groups) > 1 or not has_one_whole_prefix(facts.shapes):
         return None
     return EngineShape.of(facts.vllm_config, facts.shapes[0].chunk_tokens // facts.settings.blocks_per_chunk)
-
-
-def _warm_start(facts: EngineFacts) -> WarmStart | None:
-    settings, config = facts.settings, facts.vllm_config
-    if settings.warm_url is None:
-        return None
-    warm_facts = WarmFacts(
-        socket=settings.socket,
-        daemon_uid=settings.daemon_uid,
-        url=shown_url(settings.warm_url),
-        model_names=facts.model_names,
-        cache_tokens=facts.cache_tokens,
-        block_tokens=config.cache_config.block_size,
-        by_priority=config.scheduler_config.policy == "priority",
-    )
-    return WarmStart(warm_facts, EngineApiClient(settings.warm_url, os.environ.get("VLLM_API_KEY", "")))

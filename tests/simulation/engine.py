@@ -4,7 +4,7 @@ import functools
 import json
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ class Clock:
 class SimulatedLink:
     """What the scheduler hears of the daemon, and the binding of pins that the real link does in the background."""
 
-    def __init__(self, daemon: SimulatedDaemon, binder: Callable[[], PinBinder]) -> None:
-        self._daemon, self._make_binder = daemon, binder
+    def __init__(self, daemon: SimulatedDaemon, binder: PinBinder) -> None:
+        self._daemon, self._binder = daemon, binder
         self.probing = False
 
     def wait_for_events(self, timeout_s: float) -> bool:
@@ -122,7 +122,7 @@ class SimulatedLink:
     def bind(self, pin: pb.Pin) -> None:
         """Bind a pin as the background thread does: the mirror first, then the daemon."""
         attachment = self._daemon.attachment
-        binding = self._make_binder().bind(pin)
+        binding = self._binder.bind(pin)
         if binding.bound is not None:
             self._daemon.events.append(PinBound(attachment, binding.bound))
         attachment.send(pb.EngineMessage(bind_pin=binding.message))
@@ -205,7 +205,7 @@ class SimulatedEngine:
         layout = engine_layout(facts.offloading, facts.kv_cache_config, shapes)
         digests = AdapterDigests(BackgroundThread("test").submit)
         binder = PinBinder(shapes, lambda: self._hasher, digests, MAX_MODEL_LEN)
-        self.link = SimulatedLink(self.daemon, lambda: binder)
+        self.link = SimulatedLink(self.daemon, binder)
         link: Any = self.link
         return EngineParts(
             events=link,

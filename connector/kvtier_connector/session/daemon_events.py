@@ -72,13 +72,13 @@ class DaemonEvents:
         self,
         socket_path: Path,
         make_hello: Callable[[int], pb.Hello],
-        make_binder: Callable[[], PinBinder],
+        binder: PinBinder,
         background: BackgroundThread,
         on_bound: Callable[[Attachment], None] = lambda attachment: None,
         daemon_uid: int | None = None,
     ) -> None:
         self._session = EngineSession(socket_path, make_hello, self, daemon_uid)
-        self._make_binder, self._background, self._on_bound = make_binder, background, on_bound
+        self._binder, self._background, self._on_bound = binder, background, on_bound
         self._lock = threading.Lock()  # protects the next three
         self._events: deque[Event] = deque()
         self._num_items = 0
@@ -182,7 +182,7 @@ class DaemonEvents:
         self._background.submit(lambda: self._bind(attachment, pin))
 
     def _bind(self, attachment: Attachment, pin: pb.Pin) -> None:
-        binding = self._make_binder().bind(pin)
+        binding = self._binder.bind(pin)
         if binding.bound is not None:
             self._enqueue(PinBound(attachment, binding.bound))
         attachment.send(pb.EngineMessage(bind_pin=binding.message))

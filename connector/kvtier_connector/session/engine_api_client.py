@@ -15,15 +15,11 @@ _SHOWN_CHARS = 200
 
 
 class ApiRefusedError(KvtierError):
-    """The server answered with an error.
-
-    Attributes:
-        status: Of HTTP.
-    """
+    """The server answered with an error."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(f"{status}: {said}")
-        self.status = status
+        self.status = status  # of HTTP
 
 
 class ApiGoneError(KvtierError):
@@ -60,12 +56,7 @@ class EngineApiClient:
         return True
 
     def complete(self, body: Mapping[str, Any], timeout_s: float) -> None:
-        """Request a completion and drop its text.
-
-        Raises:
-            ApiRefusedError: The server refused it.
-            ApiGoneError: It did not answer.
-        """
+        """Request a completion and drop its text; raises ApiRefusedError or ApiGoneError."""
         self._ask("POST", "/v1/completions", json.dumps(body), timeout_s)
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """The Hello: what an engine says of itself when it attaches to the daemon."""
 
+import functools
 import os
 import uuid
 
@@ -12,17 +13,11 @@ from kvtier_connector.engine.row_layout import engine_layout, store_credits
 
 
 class HelloMaker:
-    """Makes the Hello of each session. The slow part, the weights fingerprint, is computed once. Session thread.
-
-    Attributes:
-        layout: The engine's row layout.
-        num_credits: Arena slots to ask for ahead.
-    """
+    """Makes the Hello of each session. The slow part, the weights fingerprint, is computed once. Session thread."""
 
     def __init__(self, facts: EngineFacts) -> None:
         self._facts = facts
         self._engine_id = uuid.uuid4().hex
-        self._weights: str | None = None
         self.layout = engine_layout(facts.offloading, facts.kv_cache_config, facts.shapes)
         max_tokens = facts.vllm_config.scheduler_config.max_num_batched_tokens
         row_bytes = self.layout.num_ranks * self.layout.rank_bytes
@@ -52,7 +47,7 @@ class HelloMaker:
                 facts.vllm_config,
                 facts.kv_cache_config,
                 facts.offloading,
-                weights=self._weights_once(),
+                weights=self._weights,
                 none_hash=none_hash,
                 epoch=f"{self._engine_id}:{turn}" if turn else "",
             ),
@@ -61,7 +56,6 @@ class HelloMaker:
             ephemeral=turn > 0,
         )
 
-    def _weights_once(self) -> str:
-        if self._weights is None:
-            self._weights = weights_field(self._facts.vllm_config, self._facts.settings.weights_fingerprint)
-        return self._weights
+    @functools.cached_property
+    def _weights(self) -> str:
+        return weights_field(self._facts.vllm_config, self._facts.settings.weights_fingerprint)

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey
@@ -15,30 +16,6 @@ logger = logging.getLogger(__name__)
 
 BlockHasher = Callable[[Any], list[bytes]]
 """vLLM's `get_request_block_hasher`: block hashes of a request from its first unhashed block on."""
-
-
-@dataclass(kw_only=True)
-class _LoraName:
-    """As much of vLLM's LoRARequest as its hasher reads."""
-
-    lora_name: str
-    lora_path: str
-
-
-@dataclass(kw_only=True)
-class _Prompt:
-    """As much of vLLM's Request as its hasher reads: so salts and adapters enter exactly as for a request."""
-
-    all_token_ids: list[int]
-    cache_salt: str | None
-    lora_request: _LoraName | None
-    block_hashes: list[bytes] = field(default_factory=list)
-    mm_features: tuple[()] = ()
-    prompt_embeds: None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +30,7 @@ class BoundPin:
     priority: int = 0  # the higher, the longer it stays in vLLM's cache
 
 
-@dataclass(frozen=True, kw_only=True)
-class Binding:
+class Binding(NamedTuple):
     """The outcome for one pin: the message to the daemon, and what the mirror records (nothing on error)."""
 
     message: pb.BindPin
@@ -105,11 +81,7 @@ class PinBinder:
             return _refuse(pin, f"the prompt has {len(reachable.keys)} chunks; {remedy}")
         logger.info("kvtier pin bound name=%s tokens=%d covered=%d", pin.name, num_tokens, reachable.covered_tokens)
         return Binding(
-            message=pb.BindPin(
-                pin_id=pin.pin_id,
-                keys=reachable.keys,
-                covered_tokens=reachable.covered_tokens,
-            ),
+            message=pb.BindPin(pin_id=pin.pin_id, keys=reachable.keys, covered_tokens=reachable.covered_tokens),
             bound=BoundPin(
                 pin_id=pin.pin_id,
                 keys=reachable.keys,
@@ -120,9 +92,17 @@ class PinBinder:
         )
 
     def _block_hashes(self, pin: pb.Pin) -> list[bytes]:
-        lora = _LoraName(lora_name=pin.lora_name, lora_path=pin.lora_path) if pin.lora_name else None
-        prompt = _Prompt(all_token_ids=list(pin.tokens), cache_salt=pin.cache_salt or None, lora_request=lora)
-        return self._hasher()(prompt)
+        # As much of vLLM's Request as its hasher reads: so salts and adapters enter exactly as for a request.
+        request = SimpleNamespace(
+            all_token_ids=list(pin.tokens),
+            num_tokens=len(pin.tokens),
+            cache_salt=pin.cache_salt or None,
+            lora_request=SimpleNamespace(lora_name=pin.lora_name, lora_path=pin.lora_path) if pin.lora_name else None,
+            block_hashes=[],
+            mm_features=(),
+            prompt_embeds=None,
+        )
+        return self._hasher()(request)
 
 
 def _refuse(pin: pb.Pin, error: str) -> Binding:

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvtier._pb.cache_pb2 import PromptStatus
@@ -33,6 +32,8 @@ from kvtier.client.warm_requests import (
     warm_tokens,
 )
 from kvtier.errors import KvtierError
+from kvtier.printable import shown_url
+from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedError, EngineApiClient
 
 logger = logging.getLogger(__name__)
@@ -46,19 +47,6 @@ _LOOK_S = 1.0
 _LAST_PRIORITY = 2**31 - 1
 """vLLM handles the lowest number first."""
 _UNAUTHORIZED = (401, 403)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmFacts:
-    """What the warm start needs from this engine."""
-
-    socket: Path  # the daemon's
-    url: str  # of vLLM's API server, as the log shows it
-    model_names: Sequence[str]  # as in Hello; requests name the first one
-    cache_tokens: Callable[[], int]  # returns how many tokens vLLM's prefix cache takes
-    block_tokens: int  # of one block
-    by_priority: bool  # vLLM schedules by priority
-    daemon_uid: int | None = None  # as whom the daemon may run, besides our own uid and root
 
 
 @dataclass
@@ -80,8 +68,10 @@ class WarmStart:
         clock: Monotonic seconds.
     """
 
-    def __init__(self, facts: WarmFacts, api: EngineApiClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, facts: EngineFacts, api: EngineApiClient, clock: Callable[[], float] = time.monotonic) -> None:
+        assert facts.settings.warm_url is not None
         self._facts, self._api, self._clock = facts, api, clock
+        self._url = shown_url(facts.settings.warm_url)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-warm", daemon=True)
         self._attachment: Attachment | None = None
@@ -148,7 +138,8 @@ class WarmStart:
         if (attachment := self._attachment) is None:
             return cache
         try:
-            with AdminClient(self._facts.socket, daemon_uid=self._facts.daemon_uid) as daemon:
+            settings = self._facts.settings
+            with AdminClient(settings.socket, daemon_uid=settings.daemon_uid) as daemon:
                 self._warm_all(daemon, self._held(daemon.list(), attachment), attachment)
         except KvtierError as exc:
             self._warn_unless_stopped("of %s ends: %s", exc)
@@ -159,15 +150,16 @@ class WarmStart:
 
         Of several names for one prompt, the first stands for all.
         """
-        namespace_id, facts = attachment.welcome.namespace_id, self._facts
+        namespace_id = attachment.welcome.namespace_id
+        block_tokens = self._facts.vllm_config.cache_config.block_size
         seen = set()
-        left = int(facts.cache_tokens() * MAX_RATIO)
+        left = int(self._facts.cache_tokens() * MAX_RATIO)
         chosen = []
         for status in by_importance(status for status in prompts if self._is_ours(status, namespace_id)):
             if (request := same_request(status)) in seen:
                 continue
             seen.add(request)
-            needed = cache_tokens_taken(status.num_tokens, facts.block_tokens)
+            needed = cache_tokens_taken(status.num_tokens, block_tokens)
             if needed > left:
                 logger.info(
                     "kvtier warm start leaves out name=%s tokens=%d: half of vLLM's cache leaves %d",
@@ -224,14 +216,14 @@ class WarmStart:
                 logger.warning(
                     "kvtier: %s refuses the warm start (%s): set VLLM_API_KEY in vLLM's environment, or leave warm_url "
                     "out",
-                    self._facts.url,
+                    self._url,
                     exc,
                 )
                 return
-            logger.warning("kvtier: %s refuses to warm %s (%s)", self._facts.url, status.name, exc)
+            logger.warning("kvtier: %s refuses to warm %s (%s)", self._url, status.name, exc)
         except ApiGoneError as exc:
             self._failed(done)
-            done.stopped_by = f"{self._facts.url}: {exc}"
+            done.stopped_by = f"{self._url}: {exc}"
         else:
             done.num_prompts += 1
             done.num_tokens += status.num_tokens
@@ -244,7 +236,7 @@ class WarmStart:
     def _body(self, status: PromptStatus, tokens: Sequence[int]) -> dict[str, Any]:
         model = status.lora_name or self._facts.model_names[0]
         body = warm_body(model, warm_tokens(status, tokens), status.cache_salt, new_request_id())
-        if self._facts.by_priority:  # without that policy vLLM refuses the field
+        if self._facts.vllm_config.scheduler_config.policy == "priority":  # without it vLLM refuses the field
             body["priority"] = _LAST_PRIORITY
         return body
 
@@ -261,7 +253,7 @@ class WarmStart:
 
     def _warn_unless_stopped(self, problem: str, *values: object) -> None:
         if not self._stop.is_set():
-            logger.warning(f"kvtier: the warm start {problem}", self._facts.url, *values)
+            logger.warning(f"kvtier: the warm start {problem}", self._url, *values)
 
 
 def _is_held(status: PromptStatus, namespace_id: str) -> Iterator[bool]:

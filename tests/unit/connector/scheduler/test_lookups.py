@@ -312,7 +312,7 @@ def test_reset_cache_drops_the_session_and_what_workers_still_report_is_nobodys(
 
 
 def test_a_second_reset_of_an_idle_engine_is_none_the_worse(scheduler: Scheduler) -> None:
-    """vLLM asserts that a step has sent the workers those of the first; the workers still receive the jobs it dropped."""
+    """vLLM asserts that a step has sent the first to the workers, which still receive the jobs that it dropped."""
     _, job_id = loading(scheduler, scheduler.new_request("sys", 8))
     scheduler.connector.reset_cache()
     scheduler.connector.reset_cache()

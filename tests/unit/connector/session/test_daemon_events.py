@@ -37,7 +37,7 @@ def link(daemon: FakeDaemon) -> Iterator[DaemonEvents]:
     background = BackgroundThread("kvtier-test")
     hasher: Any = get_request_block_hasher(4, hash_fn)
     binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
-    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background)
+    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background)
     made.start()
     yield made
     made.close()
@@ -82,7 +82,7 @@ def test_whoever_waits_for_the_pins_of_a_session_is_told_when_they_are_bound(dae
     def on_bound(attachment: object) -> None:
         told.append([type(event) for event in made.poll()])
 
-    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
+    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background, on_bound)
     made.start()
     wait_for(lambda: len(told) == 1)
     assert PinBound in told[0]
@@ -102,7 +102,7 @@ def test_pins_that_come_behind_the_welcome_are_waited_for_too(daemon: FakeDaemon
     def on_bound(attachment: object) -> None:
         told.append([event.pin.pin_id for event in made.poll() if isinstance(event, PinBound)])
 
-    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), lambda: binder, background, on_bound)
+    made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background, on_bound)
     made.start()
     session = daemon.wait_sessions(1)
     later = pb.Pin(pin_id="q", name="q", tokens=range(100, 120), pinned=True)

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier._pb.cache_pb2 import PinRequest, PromptBinding, PromptStatus
 from kvtier.client.engine_session import Attachment
 from kvtier.client.warm_requests import is_warm_request, new_request_id, warm_tokens
-from kvtier_connector import startup
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.session import warm_start
 from kvtier_connector.session.engine_api_client import ApiGoneError, EngineApiClient
-from kvtier_connector.session.warm_start import WarmFacts, WarmStart
+from kvtier_connector.session.warm_start import WarmStart
 from kvtier_connector.settings import parse_settings
 from tests.fakes.waiting import wait_for
 from tests.unit.cli import fake_daemon, fake_vllm
@@ -62,13 +62,14 @@ class Rig:
 
     def start(self, *, by_priority: bool = False, cache_tokens: int = 10_000) -> WarmStart:
         """Begin, as if the first session had bound its pins."""
-        facts = WarmFacts(
-            socket=self.socket,
-            url=self.vllm.url,
+        facts: Any = SimpleNamespace(
+            settings=parse_settings({"socket": str(self.socket), "warm_url": self.vllm.url}),
+            vllm_config=SimpleNamespace(
+                cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
+                scheduler_config=SimpleNamespace(policy="priority" if by_priority else "fcfs"),
+            ),
             model_names=["toy", "/models/toy"],
             cache_tokens=lambda: cache_tokens,
-            block_tokens=BLOCK_TOKENS,
-            by_priority=by_priority,
         )
         made = WarmStart(facts, EngineApiClient(self.vllm.url, "secret"))
         made.watch(lambda: self.serves_users, lambda: self.cache)
@@ -128,9 +129,9 @@ def test_several_names_of_one_prompt_are_one_request(rig: Rig, said: Said) -> No
     rig.pin("salted", tokens_digest="d", cache_salt="pepper")
     rig.pin("a", tokens_digest="d")
     rig.pin("b", tokens_digest="d")
-    rig.start(cache_tokens=512)  # room for two
+    rig.start(cache_tokens=512)  # space for two
     wait_for(said("warm start ended prompts=2 of 2"))
-    assert rig.warmed() == [2, 0], "further names of one prompt took the room of others"
+    assert rig.warmed() == [2, 0], "further names of one prompt took the space of others"
 
 
 def test_its_requests_come_last_where_vllm_schedules_by_priority(rig: Rig, said: Said) -> None:
@@ -259,7 +260,7 @@ def test_a_server_that_goes_away_ends_the_round(rig: Rig, said: Said) -> None:
     assert len(rig.warmed()) == 1
 
 
-def test_a_server_that_never_is_healthy_is_given_up(rig: Rig, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_is_healthy_is_reported(rig: Rig, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_start, "HEALTH_TIMEOUT_S", 0.05)
     rig.pin("a")
     rig.vllm.statuses["/health"] = 503
@@ -282,7 +283,7 @@ def test_a_close_ends_the_request_that_it_waits_for(rig: Rig, said: Said) -> Non
     released.set()
 
 
-def test_a_closed_api_answers_nobody(rig: Rig) -> None:
+def test_a_closed_api_answers_no_request(rig: Rig) -> None:
     api = EngineApiClient(rig.vllm.url, "")
     assert api.is_healthy()
     api.close()
@@ -291,28 +292,16 @@ def test_a_closed_api_answers_nobody(rig: Rig) -> None:
         api.complete({}, 1.0)
 
 
-def test_what_the_engine_tells_its_warm_start() -> None:
-    config = vllm_config_of()
-    config.scheduler_config.policy = "priority"
-    two_groups = kv_cache_config_of([full_spec(), sliding_spec(8)], num_blocks=64)
-
-    def facts_of(**extra: Any) -> WarmFacts | None:
-        offloading: Any = None
-        engine = EngineFacts(
-            settings=parse_settings({"socket": "/s", **extra}),
-            vllm_config=config,
-            kv_cache_config=two_groups,
-            offloading=offloading,
-            group_configs=(),
-        )
-        made = startup._warm_start(engine)
-        return None if made is None else made._facts
-
-    assert facts_of() is None, "off unless asked for"
-    facts = facts_of(warm_url="http://127.0.0.1:8000/v1")
-    assert facts is not None
-    assert (facts.url, facts.socket) == ("http://127.0.0.1:8000", Path("/s"))
-    assert (facts.model_names, facts.by_priority) == (["llama", "/models/llama"], True)
+def test_how_many_tokens_vllms_cache_takes() -> None:
+    config, unused = vllm_config_of(), SimpleNamespace()
+    facts = EngineFacts(
+        settings=parse_settings({"socket": "/s"}),
+        vllm_config=config,
+        kv_cache_config=kv_cache_config_of([full_spec(), sliding_spec(8)], num_blocks=64),
+        offloading=unused,  # type: ignore[arg-type]
+        group_configs=(),
+    )
+    assert facts.model_names == ["llama", "/models/llama"]
     assert facts.cache_tokens() == 64 * 4 // 2, "both groups take of the same blocks"
     config.cache_config.kv_cache_size_tokens = 999
     assert facts.cache_tokens() == 999, "vLLM knows better, once it has computed it"
