@@ -6,7 +6,7 @@ from kvtier.obs.counters import Counters
 from kvtier.obs.declare import Kind, Metric, declared, metrics_of
 from kvtier.obs.gauges import Gauges
 from kvtier.obs.timings import Timings
-from kvtier_connector.metrics.declared import LOOKUP_ENDS, LOOKUPS, METRICS
+from kvtier_connector.metrics.declared import LOOKUPS, METRICS, LookupEnd
 
 RECORDS = (Counters, Gauges, Timings)
 
@@ -64,7 +64,7 @@ def document() -> str:
         *_section(
             "What the connector adds to vLLM's /metrics",
             METRICS,
-            {(LOOKUPS.name, end): meaning for end, meaning in LOOKUP_ENDS.items()},
+            {(LOOKUPS.name, end): end.meaning for end in LookupEnd},
         ),
         "They carry vLLM's labels `model_name` and `engine` too, and are counted once per engine, whatever its TP size.\n",
         VLLM,

@@ -18,7 +18,6 @@ from kvtier.errors import ConfigError
 from kvtier.obs import trace
 from kvtier_connector import startup
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.log_handlers import share_vllm_handlers
 from kvtier_connector.engine.row_layout import check_layer_specs
 from kvtier_connector.engine.vllm_compat import (
     check_failed_loads_can_be_named,
@@ -55,7 +54,7 @@ class KVTierConnector(OffloadingConnector):
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        share_vllm_handlers()
+        _share_vllm_handlers()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = parse_settings(extra)
         _start_trace(settings.trace_folder, role)
@@ -199,6 +198,18 @@ class KVTierConnector(OffloadingConnector):
         # Runs in the API server's process, where no connector is constructed.
         name_our_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+
+def _share_vllm_handlers() -> None:
+    """Give our loggers vLLM's handlers, once, unless they or the root logger are configured already."""
+    theirs = logging.getLogger("vllm")
+    if logging.getLogger().handlers or not theirs.handlers:
+        return
+    for ours in map(logging.getLogger, ("kvtier", "kvtier_connector")):
+        if not ours.handlers:
+            ours.handlers = list(theirs.handlers)
+            ours.setLevel(theirs.getEffectiveLevel())
+            ours.propagate = False
 
 
 def _start_trace(folder: Path | None, role: KVConnectorRole) -> None:

@@ -11,7 +11,6 @@ from kvtier_connector.engine.weights_fingerprint import local_files
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt"})
 _CONFIG_NAME = "adapter_config.json"
-_READ_BYTES = 1 << 20
 _RETRY_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -94,8 +93,7 @@ def adapter_digest(folder: Path) -> bytes:
     for path in adapter_files(folder):
         digest.update(path.name.encode() + b"\0" + path.stat().st_size.to_bytes(8, "big"))
         with path.open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.digest()
 
 

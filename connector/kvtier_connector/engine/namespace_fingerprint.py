@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import platformdirs
+
 from kvtier_connector.engine.vllm_compat import group_id_of, kv_layout_of
-from kvtier_connector.engine.weights_fingerprint import (
-    DigestCache,
-    default_cache_path,
-    fingerprint_files,
-    local_files,
-    weight_files,
-)
+from kvtier_connector.engine.weights_fingerprint import fingerprint_files, local_files, weight_files
 from kvtier_connector.settings import WeightsFingerprint
 
 if TYPE_CHECKING:
@@ -103,7 +99,8 @@ def weights_field(vllm_config: "VllmConfig", mode: WeightsFingerprint, cache_pat
     try:
         folder = local_files(model.model, model.revision, getattr(load, "download_dir", None))
         files = weight_files(folder, load_format)
-        entries = fingerprint_files(files, mode, DigestCache(cache_path or default_cache_path()))
+        cache_path = cache_path or platformdirs.user_cache_path("kvtier") / "fingerprints.json"
+        entries = fingerprint_files(files, mode, cache_path)
     except OSError as exc:
         logger.warning("kvtier: cannot read the weights of %s (%s)", model.model, exc)
         entries = []

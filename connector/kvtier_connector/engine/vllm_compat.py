@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource  # for the manager
 except ImportError:
 
     class CacheHitSource(enum.Enum):  # type: ignore[no-redef]
@@ -29,23 +29,6 @@ except ImportError:
         DISK = enum.auto()
         EXTERNAL_UNSPECIFIED = enum.auto()
 
-
-__all__ = [
-    "CacheHitSource",
-    "TensorPlacement",
-    "attach",
-    "attached",
-    "block_hasher",
-    "check_failed_loads_can_be_named",
-    "failed_requests",
-    "group_id_of",
-    "is_recurrent",
-    "is_replicated",
-    "kv_layout_of",
-    "names_failed_requests",
-    "placements",
-    "prefix_cacheable_groups",
-]
 
 _State = TypeVar("_State")
 _STATE = "_kvtier_state"

@@ -3,10 +3,9 @@
 import hashlib
 import json
 import logging
-import os
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +14,6 @@ from kvtier_connector.settings import WeightsFingerprint
 _SAMPLE_BYTES = 4096
 _MAX_SAMPLES = 3
 _OPAQUE_SAMPLES = 256
-_READ_BYTES = 1 << 20
 _SAFETENSORS, _OTHERS = (".safetensors",), (".bin", ".pt", ".pth", ".gguf")
 _PYTORCH_FORMATS = frozenset({"pt", "npcache"})
 _MAX_HEADER_BYTES = 100 << 20
@@ -55,22 +53,24 @@ def weight_files(model: Path, load_format: str = "auto") -> list[Path]:
     return []
 
 
-def fingerprint_files(files: Sequence[Path], mode: WeightsFingerprint, cache: "DigestCache") -> list[dict[str, object]]:
+def fingerprint_files(files: Sequence[Path], mode: WeightsFingerprint, cache_path: Path) -> list[dict[str, object]]:
     """Return name, size and content digest of each file.
+
+    Digests of unchanged files are kept in one JSON file, best effort: one that cannot be read is computed again.
 
     Raises:
         OSError: A file cannot be read.
     """
-    entries: list[dict[str, object]] = []
+    known = _read_cache(cache_path)
+    digests, entries = dict(known), list[dict[str, object]]()
     for path in files:
         stat = path.stat()
         identity = f"{mode.value}:{path.absolute()}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{stat.st_size}"
-        digest = cache.get(identity)
-        if digest is None:
-            digest = file_digest(path, mode)
-            cache.put(identity, digest)
-        entries.append({"name": path.name, "size": stat.st_size, "digest": digest})
-    cache.save()
+        if identity not in digests:
+            digests[identity] = file_digest(path, mode)
+        entries.append({"name": path.name, "size": stat.st_size, "digest": digests[identity]})
+    if digests != known:
+        _write_cache(cache_path, digests)
     return entries
 
 
@@ -80,12 +80,10 @@ def file_digest(path: Path, mode: WeightsFingerprint) -> str:
     Raises:
         OSError: The file cannot be read.
     """
-    digest = hashlib.sha256()
     with path.open("rb") as file:
         if mode is WeightsFingerprint.FULL:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-            return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
         for offset, length in _sampled_ranges(file, path, digest):
             file.seek(offset)
             digest.update(file.read(length))
@@ -132,43 +130,20 @@ def _spread(begin: int, end: int, num_samples: int) -> Iterator[tuple[int, int]]
         yield begin + int(sample * stride), _SAMPLE_BYTES
 
 
-class DigestCache:
-    """Digests of unchanged files, in one JSON file. Best effort: a digest that cannot be read is computed again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._digests: dict[str, str] = {}
-        self._changed = False
-        try:
-            loaded = json.loads(path.read_text())
-            self._digests = {key: value for key, value in loaded.items() if isinstance(value, str)}
-        except (OSError, ValueError, AttributeError):
-            logger.debug("no fingerprint cache at %s", path)
-
-    def get(self, identity: str) -> str | None:
-        """Return the digest of an unchanged file, if known."""
-        return self._digests.get(identity)
-
-    def put(self, identity: str, digest: str) -> None:
-        """Remember a digest until `save`."""
-        self._digests[identity] = digest
-        self._changed = True
-
-    def save(self) -> None:
-        """Write the file atomically, if anything is new."""
-        if not self._changed:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-                json.dump(self._digests, file)
-            Path(file.name).replace(self._path)
-        except OSError as exc:
-            logger.debug("fingerprint cache not written: %s", exc)
-        self._changed = False
+def _read_cache(path: Path) -> dict[str, str]:
+    try:
+        return {key: value for key, value in json.loads(path.read_text()).items() if isinstance(value, str)}
+    except (OSError, ValueError, AttributeError):
+        logger.debug("no fingerprint cache at %s", path)
+        return {}
 
 
-def default_cache_path() -> Path:
-    """Return `$XDG_CACHE_HOME/kvtier/fingerprints.json`."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_home) / "kvtier" / "fingerprints.json"
+def _write_cache(path: Path, digests: Mapping[str, str]) -> None:
+    """Write the file atomically."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(digests, file)
+        Path(file.name).replace(path)
+    except OSError as exc:
+        logger.debug("fingerprint cache not written: %s", exc)

@@ -5,7 +5,7 @@ the workers', which vLLM adds up over them as `vllm:kv_offload_load_bytes` and t
 `vllm:prompt_tokens_cached_by_source`: kvtier reports `host` or `disk` for each chunk, and vLLM knows no other sources.
 """
 
-from enum import StrEnum, auto
+from enum import StrEnum
 
 from kvtier.obs.declare import counter, gauge, histogram
 
@@ -13,36 +13,32 @@ _WAIT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 class LookupEnd(StrEnum):
-    """How a request's lookup round ended; `LOOKUP_ENDS` has the meanings."""
+    """How a request's lookup round ended."""
 
-    WHOLE = auto()
-    PART = auto()
-    NONE = auto()
-    SLOWER = auto()
-    UNKNOWN = auto()
-    PREFIX_CACHE = auto()
-    NO_SESSION = auto()
-    LATE = auto()
-    BREAKER_OPEN = auto()
-    FAILED = auto()
-    NOT_CACHEABLE = auto()
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> "LookupEnd":
+        end = str.__new__(cls, value)
+        end._value_, end.meaning = value, meaning
+        return end
+
+    WHOLE = "whole", "All that was asked for can be loaded."
+    PART = "part", "Some of it: the rest was evicted meanwhile, or not worth waiting for."
+    NONE = "none", "Nothing of it."
+    SLOWER = "slower", "Some of it, but so little that computing it is faster than a load, as both were measured."
+    UNKNOWN = "unknown", "Not asked: the prompt begins like nothing that is pinned or held."
+    PREFIX_CACHE = "prefix_cache", "Not asked: nothing is held beyond vLLM's prefix-cache hit."
+    NO_SESSION = "no_session", "Not asked, or asked in vain: no daemon, or the session broke."
+    LATE = "late", "The daemon did not answer in time; lookups miss at once until it answers."
+    BREAKER_OPEN = "breaker_open", "Not asked, because of such a lookup before."
+    FAILED = "failed", "Not asked again: a load of this request has failed."
+    NOT_CACHEABLE = (
+        "not_cacheable",
+        "Not asked: its KV cannot be distinguished from other KV (an adapter loaded in place).",
+    )
 
 
-LOOKUP_ENDS = {
-    LookupEnd.WHOLE: "All that was asked for can be loaded.",
-    LookupEnd.PART: "Some of it: the rest was evicted meanwhile, or not worth waiting for.",
-    LookupEnd.NONE: "Nothing of it.",
-    LookupEnd.SLOWER: "Some of it, but so little that computing it is faster than a load, as both were measured.",
-    LookupEnd.UNKNOWN: "Not asked: the prompt begins like nothing that is pinned or held.",
-    LookupEnd.PREFIX_CACHE: "Not asked: nothing is held beyond vLLM's prefix-cache hit.",
-    LookupEnd.NO_SESSION: "Not asked, or asked in vain: no daemon, or the session broke.",
-    LookupEnd.LATE: "The daemon did not answer in time; lookups miss at once until it answers.",
-    LookupEnd.BREAKER_OPEN: "Not asked, because of such a lookup before.",
-    LookupEnd.FAILED: "Not asked again: a load of this request has failed.",
-    LookupEnd.NOT_CACHEABLE: "Not asked: its KV cannot be distinguished from other KV (an adapter loaded in place).",
-}
-
-LOOKUPS = counter("connector_lookups", "Lookup rounds of requests, by how they ended.", result=tuple(LOOKUP_ENDS))
+LOOKUPS = counter("connector_lookups", "Lookup rounds of requests, by how they ended.", result=tuple(LookupEnd))
 ANSWER_SECONDS = histogram(
     "connector_answer_seconds", "From an Acquire sent to the daemon's first answer in the scheduler.", _WAIT_S
 )

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvtier_connector.engine import weights_fingerprint as weights_module
 from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, explain_difference, weights_field
-from kvtier_connector.engine.weights_fingerprint import DigestCache, fingerprint_files, weight_files
+from kvtier_connector.engine.weights_fingerprint import fingerprint_files, weight_files
 from kvtier_connector.settings import WeightsFingerprint
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, vllm_config_of
 
@@ -107,7 +107,7 @@ def test_weights_changed_under_the_same_path_and_size(
 def test_every_tensor_is_sampled_at_both_ends_and_full_reads_all(model: Path, tmp_path: Path) -> None:
     def digest(mode: WeightsFingerprint, data: bytes) -> object:
         write_safetensors(model / "model.safetensors", {"a": data, "b": bytes(50)})
-        return fingerprint_files(weight_files(model), mode, DigestCache(tmp_path / "none.json"))[0]["digest"]
+        return fingerprint_files(weight_files(model), mode, tmp_path / "none.json")[0]["digest"]
 
     plain = bytes(100_000)
     last = plain[:-1] + b"\1"
@@ -133,26 +133,18 @@ def test_samples_are_spread_evenly_over_the_whole(num_bytes: int, num_samples: i
     assert max(gaps) - min(gaps) <= 1
 
 
-def test_digests_are_kept_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert weights_module.default_cache_path() == tmp_path / ".cache" / "kvtier" / "fingerprints.json"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    assert weights_module.default_cache_path() == tmp_path / "elsewhere" / "kvtier" / "fingerprints.json"
-
-
 def test_unchanged_files_are_not_read_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_path = tmp_path / "cache" / "fingerprints.json"
-    first = fingerprint_files(weight_files(model), FULL, DigestCache(cache_path))
+    first = fingerprint_files(weight_files(model), FULL, cache_path)
     monkeypatch.setattr("kvtier_connector.engine.weights_fingerprint.file_digest", lambda *_: pytest.fail("read again"))
-    assert fingerprint_files(weight_files(model), FULL, DigestCache(cache_path)) == first
+    assert fingerprint_files(weight_files(model), FULL, cache_path) == first
 
 
 def test_a_damaged_cache_is_ignored(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     for damage in ("{", "[1]", '{"a": 1}'):
         path.write_text(damage)
-        assert fingerprint_files(weight_files(model), SAMPLED, DigestCache(path))
+        assert fingerprint_files(weight_files(model), SAMPLED, path)
 
 
 def test_dummy_weights_are_their_seed(config: Any) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.warm_requests import new_request_id
 from kvtier_connector.connector import KVTierConnector
-from kvtier_connector.metrics.declared import LOOKUP_ENDS, METRICS, LookupEnd
+from kvtier_connector.metrics.declared import METRICS
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, hashes_of, vllm_config_of
 
 HOST, MISS, PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
@@ -157,10 +157,6 @@ def test_warm_requests_are_told_from_those_of_users(scheduler: Scheduler) -> Non
     user.status = RequestStatus.FINISHED_STOPPED
     assert not scheduler.manager.serves_users(), "vLLM tells the connector with its next step only"
     assert "warm_requests" not in counted(scheduler)
-
-
-def test_every_end_has_a_meaning() -> None:
-    assert set(LOOKUP_ENDS) == set(LookupEnd)
 
 
 def test_stores_are_counted_once_however_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:

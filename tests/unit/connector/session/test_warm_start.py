@@ -298,7 +298,7 @@ def test_how_many_tokens_vllms_cache_takes() -> None:
         settings=parse_settings({"socket": "/s"}),
         vllm_config=config,
         kv_cache_config=kv_cache_config_of([full_spec(), sliding_spec(8)], num_blocks=64),
-        offloading=unused,  # type: ignore[arg-type]
+        offloading=unused,
         group_configs=(),
     )
     assert facts.model_names == ["llama", "/models/llama"]
