@@ -28,9 +28,6 @@ class AdapterDigests:
     """Content digests of adapters, in the background, once per load; files that have not changed are read once.
 
     `digest` may be asked from the scheduler's thread: it reads dicts and never waits.
-
-    Args:
-        submit: Runs a task in a background thread.
     """
 
     def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:

@@ -58,12 +58,7 @@ def names_failed_requests() -> bool:
 
 
 def failed_requests(output: Any, loading: Mapping[str, Collection[int]]) -> Collection[str]:
-    """Return the requests whose loads failed; each step asks.
-
-    Args:
-        output: vLLM's `KVConnectorOutput`.
-        loading: The blocks of each request that loads; only used where vLLM names blocks.
-    """
+    """Return the requests whose loads failed; each step asks."""
     if hasattr(output, "failed_recving"):
         return output.failed_recving or ()
     if not (blocks := output.invalid_block_ids):

@@ -24,11 +24,6 @@ logger = logging.getLogger(__name__)
 def local_files(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the folder (or file) of a model or LoRA adapter, without going online.
 
-    Args:
-        name: A path, or a name in the Hugging Face cache.
-        revision: Of it in the Hugging Face cache.
-        download_dir: vLLM's own place of that cache, if any.
-
     Raises:
         OSError: It is neither a path nor in the Hugging Face cache.
     """

@@ -119,13 +119,7 @@ class Demand:
         return num_left
 
     def of_admission(self, request: Any, num_cached_tokens: int, *, is_load: bool) -> int:
-        """Return how many blocks vLLM may take for a request that it has asked for.
-
-        Args:
-            request: vLLM's.
-            num_cached_tokens: Of its prefix-cache hit and of what is loaded.
-            is_load: Nothing is computed in this step.
-        """
+        """Return how many blocks vLLM may take for a request that it has asked for."""
         shape = self.shape
         if is_load:
             return shape.blocks(num_cached_tokens)

@@ -39,9 +39,6 @@ class PinnedBlocks:
     """The blocks of the current session's pins; without a session those of the last one. Scheduler thread only.
 
     A new pin costs time linear in its own blocks; one that ends, or goes before others, in all that are ranked.
-
-    Attributes:
-        ranking: The blocks within the bound.
     """
 
     def __init__(self) -> None:

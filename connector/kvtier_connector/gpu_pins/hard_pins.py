@@ -13,18 +13,14 @@ _SLICE = 128
 
 
 class HardPins:
-    """Holds pinned blocks while enough others are free. Scheduler thread only.
-
-    Attributes:
-        num_released: References released because vLLM was short of blocks, since the start.
-    """
+    """Holds pinned blocks while enough others are free. Scheduler thread only."""
 
     def __init__(self, pool: VllmBlockPool, pinned: PinnedBlocks) -> None:
         self._pool, self._pinned = pool, pinned
         self._holds: dict[GpuKey, Hold] = {}
         self._seen: Ranking | None = None
         self._next_rank = 0
-        self.num_released = 0
+        self.num_released = 0  # since the start, because vLLM was short of blocks
 
     @property
     def num_held(self) -> int:

@@ -28,14 +28,7 @@ priority are left out, tails first."""
 
 
 class GpuPins:
-    """Called before vLLM takes blocks and after each step. Scheduler thread only.
-
-    Args:
-        settings: The connector's.
-        shape: What bounds vLLM's demand; None: the model's prefixes are more than pins can keep.
-        pinned: Which blocks are pinned; the manager keeps it up to date.
-        stats: Counts blocks.
-    """
+    """Called before vLLM takes blocks and after each step. Scheduler thread only."""
 
     def __init__(
         self, settings: ConnectorSettings, shape: EngineShape | None, pinned: PinnedBlocks, stats: ConnectorStats

@@ -19,15 +19,11 @@ RATIO = 5
 
 
 class SoftPins:
-    """Keeps the invariant, when it is asked to before vLLM takes blocks. Scheduler thread only.
-
-    Attributes:
-        num_moved: Blocks moved since the start.
-    """
+    """Keeps the invariant, when it is asked to before vLLM takes blocks. Scheduler thread only."""
 
     def __init__(self, pool: VllmBlockPool, pinned: PinnedBlocks) -> None:
         self._pool, self._pinned = pool, pinned
-        self.num_moved = 0
+        self.num_moved = 0  # since the start
 
     @property
     def num_protected(self) -> int:

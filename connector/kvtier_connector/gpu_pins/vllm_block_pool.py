@@ -46,10 +46,6 @@ class UnknownPoolError(Exception):
 class VllmBlockPool:
     """The pool's free blocks in eviction order, and the blocks that it has cached. Scheduler thread only.
 
-    Args:
-        manager: vLLM's; one per engine, alive as long as the connector.
-        block_tokens: Tokens of a block.
-
     Raises:
         UnknownPoolError: Something that is relied on is not there; the message names it.
     """
@@ -150,11 +146,7 @@ class VllmBlockPool:
 
 
 class Hold:
-    """A reference to a block.
-
-    Attributes:
-        key: What it was taken for.
-    """
+    """A reference to a block."""
 
     def __init__(self, block: Any, key: GpuKey) -> None:
         self.block, self.key = block, key

@@ -20,9 +20,6 @@ class ChunkMirror:
     """Knows which chunks may be looked up, and which to store. Scheduler thread only; dict lookups.
 
     Several pins share the chunks of a common prefix, so chunks are counted.
-
-    Attributes:
-        stores_all: The session's mode is STORE_ALL.
     """
 
     def __init__(self) -> None:
@@ -30,10 +27,9 @@ class ChunkMirror:
         self._known: Counter[ChunkKey] = Counter()
         self._wanted: Counter[ChunkKey] = Counter()
         self._held: set[ChunkKey] = set()
-        self._unreported: set[ChunkKey] = (
-            set()
-        )  # of pins just bound: the daemon has not reported yet whether it holds them
-        self.stores_all = False
+        # Of pins just bound: the daemon has not reported yet whether it holds them.
+        self._unreported: set[ChunkKey] = set()
+        self.stores_all = False  # the session's mode is STORE_ALL
         self._is_complete = False
         self._is_full = False
 

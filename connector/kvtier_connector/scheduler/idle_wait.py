@@ -16,11 +16,6 @@ class IdleWait:
     An empty step of vLLM takes 2 ms, in half of which it sleeps. With several workers it spins instead, in
     `os.sched_yield`, which keeps the interpreter's lock from the session's threads: on a busy machine the answer took
     seconds to get through. Nothing is computed meanwhile, and a request that comes now loses 5 ms.
-
-    Args:
-        requests: All that vLLM has.
-        wait_for_events: Waits up to that many seconds for a daemon event; returns whether one is there.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -46,13 +46,7 @@ class LookupPlanner:
         return None
 
     def plan(self, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int) -> LookupQuery | None:
-        """Return what to ask beyond vLLM's prefix-cache hit, or None when nothing that may be held could extend it.
-
-        Args:
-            hashes: The request's block hashes.
-            digest: Of its LoRA adapter.
-            num_computed_tokens: vLLM's prefix-cache hit.
-        """
+        """Return what to ask beyond vLLM's prefix-cache hit, or None when nothing that may be held could extend it."""
         end_token = max(group.num_chunks(hashes) * group.chunk_tokens for group in self._full + self._windowed)
         runs: list[list[ChunkKey]] = []
         for group in self._full:

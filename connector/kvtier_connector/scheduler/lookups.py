@@ -27,15 +27,7 @@ _SILENT_TIMEOUTS = 4
 
 
 class Lookups:
-    """The rounds of all requests, and their leases in the current session. Scheduler thread only; never waits, no I/O.
-
-    Args:
-        planner: Chooses what to ask.
-        touches: Note prefix-cache hits of known prompts.
-        breaker: Decides whether to ask.
-        rate: Forecasts what recomputing would cost.
-        stats: Counts how rounds end.
-    """
+    """The rounds of all requests, and their leases in the current session. Scheduler thread only; never waits, no I/O."""
 
     def __init__(
         self,
@@ -72,14 +64,7 @@ class Lookups:
             trace.record("answer", lease.asked_s, now_s, of=lease.req_id, chunks=len(lease.query.keys))
 
     def advance(self, state: RequestState, request: Any, num_computed_tokens: int, now_s: float) -> bool:
-        """Move the request's round on; return whether its HITs and MISSes are fixed.
-
-        Args:
-            state: The request's state.
-            request: vLLM's Request; its block hashes are read when a round begins.
-            num_computed_tokens: vLLM's prefix-cache hit at this moment.
-            now_s: Monotonic seconds.
-        """
+        """Move the request's round on; return whether its HITs and MISSes are fixed."""
         if state.phase in (Phase.NEW, Phase.TAKEN) or _hit_shrank(state, num_computed_tokens):
             self._ask(state, request, num_computed_tokens, now_s)
         if state.phase is Phase.ASKED:

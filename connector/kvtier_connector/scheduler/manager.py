@@ -64,21 +64,13 @@ class EngineParts:
 
 
 class KVTierOffloadingManager(OffloadingManager):
-    """Answers vLLM from local knowledge only; vLLM's spec factory makes it, the connector starts it.
-
-    Args:
-        clock: Monotonic seconds.
-
-    Attributes:
-        pinned_blocks: Which of vLLM's blocks are pinned; kept up to date, `GpuPins` reads it.
-        stats: What was counted since vLLM last asked; the whole scheduler half adds to it.
-    """
+    """Answers vLLM from local knowledge only; vLLM's spec factory makes it, the connector starts it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
-        self.pinned_blocks = PinnedBlocks()
-        self.stats = ConnectorStats()
+        self.pinned_blocks = PinnedBlocks()  # kept up to date here; `GpuPins` reads it
+        self.stats = ConnectorStats()  # the whole scheduler half adds to it
 
     def start(self, parts: EngineParts) -> None:
         """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""

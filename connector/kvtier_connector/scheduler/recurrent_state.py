@@ -16,12 +16,7 @@ _PERIOD_S = 10.0
 
 
 class MissingStates:
-    """Which requests must not read vLLM's cache. Scheduler thread only.
-
-    Args:
-        groups: All offloaded groups.
-        mirror: Says what is pinned and held.
-    """
+    """Which requests must not read vLLM's cache. Scheduler thread only."""
 
     def __init__(self, groups: Sequence[GroupShape], mirror: ChunkMirror) -> None:
         self._groups = [group for group in groups if group.is_recurrent]

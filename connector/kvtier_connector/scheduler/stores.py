@@ -29,15 +29,10 @@ class Grant(NamedTuple):
 
 
 class StoreSlots:
-    """Standing credits and stores in flight of the current session. Scheduler thread only; never waits.
-
-    Args:
-        mirror: Says which chunks are pinned.
-        num_credits: What Hello asked for: the most that can stand.
-    """
+    """Standing credits and stores in flight of the current session. Scheduler thread only; never waits."""
 
     def __init__(self, mirror: ChunkMirror, num_credits: int) -> None:
-        self._mirror, self._num_credits = mirror, num_credits
+        self._mirror, self._num_credits = mirror, num_credits  # as many as Hello asked for
         self._credits: deque[Grant] = deque()
         self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
         self._writing: dict[ChunkKey, Grant] = {}
@@ -125,14 +120,7 @@ class StoreSlots:
 
 
 class RequestStores:
-    """Decides which of a request's blocks are stored. Scheduler thread only; never waits.
-
-    Args:
-        mirror: Says which chunks are wanted, and which are pinned.
-        slots: Of the current session.
-        touches: Send the prefix order of what a request has stored.
-        stats: Counts chunks.
-    """
+    """Decides which of a request's blocks are stored. Scheduler thread only; never waits."""
 
     def __init__(self, mirror: ChunkMirror, slots: StoreSlots, touches: Touches, stats: ConnectorStats) -> None:
         self._mirror, self._slots, self._touches, self._stats = mirror, slots, touches, stats

@@ -13,11 +13,7 @@ MAX_TOUCHED_KEYS = 65_536
 
 
 class Touches:
-    """Chunks to touch in the current session. Scheduler thread only; never waits.
-
-    Args:
-        planner: Says which chunks of a prompt are known.
-    """
+    """Chunks to touch in the current session. Scheduler thread only; never waits."""
 
     def __init__(self, planner: LookupPlanner) -> None:
         self._planner = planner

@@ -30,10 +30,6 @@ class EngineApiClient:
     """One server. One thread sends requests; `close`, from any thread, ends the one it waits for.
 
     Connects directly, whatever proxies the environment names: the server is this vLLM's own.
-
-    Args:
-        url: Base URL, without /v1.
-        api_key: Bearer token; empty for none.
     """
 
     def __init__(self, url: str, api_key: str) -> None:

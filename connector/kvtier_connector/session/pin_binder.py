@@ -38,14 +38,7 @@ class Binding(NamedTuple):
 
 
 class PinBinder:
-    """Turns pins into chunk keys. Background thread only.
-
-    Args:
-        groups: The engine's KV cache groups.
-        hasher: Returns vLLM's block hasher once the engine has initialized it.
-        digests: Content digests of LoRA adapters.
-        max_model_len: Longest prompt the engine serves.
-    """
+    """Turns pins into chunk keys. Background thread only."""
 
     def __init__(
         self,

@@ -60,13 +60,7 @@ class _Round:
 
 
 class WarmStart:
-    """The thread and its state.
-
-    Args:
-        facts: Of the engine.
-        api: Its API server.
-        clock: Monotonic seconds.
-    """
+    """The thread and its state."""
 
     def __init__(self, facts: EngineFacts, api: EngineApiClient, clock: Callable[[], float] = time.monotonic) -> None:
         assert facts.settings.warm_url is not None
@@ -77,18 +71,13 @@ class WarmStart:
         self._attachment: Attachment | None = None
         self._turn = 0  # sessions of an earlier turn are void
         self._serves_users: Callable[[], bool] = lambda: False
-        self._prefix_cache: Callable[[], object] = lambda: None
+        self._prefix_cache: Callable[[], object] = lambda: None  # vLLM's index of it, another one after each reset
         self._is_refused = False
         self._lock = threading.Lock()  # protects the next one
         self._num_failures = 0
 
     def watch(self, serves_users: Callable[[], bool], prefix_cache: Callable[[], object]) -> None:
-        """Set what to watch; called before the first session.
-
-        Args:
-            serves_users: Whether a request of a user is open in this engine.
-            prefix_cache: vLLM's index of its prefix cache, another object after each reset.
-        """
+        """Set what to watch; called before the first session."""
         self._serves_users, self._prefix_cache = serves_users, prefix_cache
 
     def bound(self, attachment: Attachment) -> None:

@@ -55,14 +55,7 @@ class _OpenJob(NamedTuple):
 
 
 class KVTierCUDAWorker(KVTierWorker):
-    """Has a device copy chunks. See the contract in `kvtier_connector.workers.base`.
-
-    Args:
-        layout: Where this worker's bytes lie.
-        keepalive: The tensors whose addresses `layout` holds.
-        copies: Of the device.
-        memory: Of the device.
-    """
+    """Has a device copy chunks. See the contract in `kvtier_connector.workers.base`."""
 
     _copies_overlap = True
 

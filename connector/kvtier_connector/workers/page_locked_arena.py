@@ -58,15 +58,10 @@ class PageLockedArena:
 
     Any one thread holds and releases; the rows are locked and unlocked by the thread of this object, except for those
     that turn out to have got other pages when they are about to be held.
-
-    Args:
-        arena: The mapping; closed by this object.
-        region_offset: Where this rank's region begins in a row.
-        memory: Of the device.
     """
 
     def __init__(self, arena: ArenaMap, region_offset: int, memory: HostMemory) -> None:
-        self.map = arena
+        self.map = arena  # closed by this object
         self._memory = memory
         self._first, self._length = whole_pages(region_offset, arena.geometry.rank_bytes)
         self._locked: npt.NDArray[np.uint64] = np.zeros(arena.geometry.num_slots, np.uint64)  # number when locked, or 0

@@ -30,15 +30,11 @@ class PrefaultedRows:
     Only rows that have pages are mapped: others would get some, past the daemon's budget. (The daemon takes pages away
     and reports it afterwards: a row that is mapped in between has pages again until it is next given out.) A row whose
     pages were taken away and which got others is mapped again.
-
-    Args:
-        arena: Outlives this object.
-        region_offset: Where this rank's region begins in a row.
     """
 
     def __init__(self, arena: ArenaMap, region_offset: int) -> None:
         geometry = arena.geometry
-        self._arena = arena
+        self._arena = arena  # outlives this object
         self._first, self._length = whole_pages(region_offset, geometry.rank_bytes)
         self._mapped: npt.NDArray[np.uint64] = np.zeros(geometry.num_slots, np.uint64)  # backing when mapped
         self._found: list[int] = []  # rows to be mapped, the next one last
