@@ -279,10 +279,10 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert not any(slot.leases for slot in daemon.slots)
         assert not manager._requests
         assert not manager._lookups._leases
-        assert not manager._slots._writing
-        assert not manager._slots._orphaned
+        assert not manager._stores._writing
+        assert not manager._stores._orphaned
         granted = {number for number, slot in enumerate(daemon.slots) if slot.granted_to is not None}
-        assert granted == {grant.slot for grant in manager._slots._credits}
+        assert granted == {grant.slot for grant in manager._stores._credits}
         seen = self.seen
         seen["requests"] += self.num_requests
         seen["aborted"] += len(self.engine.aborted)

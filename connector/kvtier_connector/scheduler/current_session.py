@@ -13,7 +13,7 @@ from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
-from kvtier_connector.scheduler.stores import StoreSlots
+from kvtier_connector.scheduler.stores import Stores
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import Attached, DaemonEvents, Detached, PinBound, PinGone, Received
 
@@ -29,9 +29,9 @@ class CurrentSession:
     breaker: CircuitBreaker  # opened by lookups; a probe that the daemon answers closes it here
     mirror: ChunkMirror  # records which chunks are pinned and held
     pinned_blocks: PinnedBlocks  # records which of vLLM's blocks are pinned
-    lookups: Lookups  # get answers, and the end of the session that their leases were of
-    touches: Touches  # are sent in the session
-    slots: StoreSlots  # get slots to store into, and the end of the session that they were of
+    lookups: Lookups  # get answers; this one and the next two have the session to send in
+    touches: Touches
+    stores: Stores  # get slots
     missing: MissingStates  # forgets what it knew of the last session
     stats: ConnectorStats  # reports whether there is a session
     attachment: Attachment | None = None  # the session; None while there is none
@@ -62,10 +62,10 @@ class CurrentSession:
             case "acquire_update":
                 self.lookups.apply(message.acquire_update, now_s)
             case "store_credits":
-                self.slots.add_credits(message.store_credits.slots)
+                self.stores.add_credits(message.store_credits.slots)
             case "chunks_held":
                 self.mirror.set_held(message.chunks_held.keys, message.chunks_held.held)
-                self.slots.commit_answered(message.chunks_held.keys)
+                self.stores.commit_answered(message.chunks_held.keys)
                 if message.chunks_held.complete:
                     self.mirror.complete()
             case "pong":
@@ -73,26 +73,25 @@ class CurrentSession:
 
     def _begin(self, attachment: Attachment) -> None:
         self.end()
-        self.attachment = attachment
-        self.stats.set(ATTACHED, 1)
+        self._attach(attachment)
         welcome = attachment.welcome
         self.mirror.attach(stores_all=welcome.store_mode == pb.STORE_ALL)
         # Kept without a session too: what the daemon cannot bring back is worth the more in vLLM's prefix cache.
         self.pinned_blocks.retain({*welcome.pin_ids, *(pin.pin_id for pin in welcome.pins)})
         self._sent_rate = None
-        self.lookups.attach(attachment)
-        self.touches.attach(attachment)
         self._close_breaker()
 
     def end(self) -> None:
         """Work without a session until the next one begins: every lookup is a MISS, nothing is stored."""
-        self.attachment = None
-        self.stats.set(ATTACHED, 0)
-        self.lookups.attach(None)
-        self.touches.attach(None)
-        self.slots.session_lost()
+        self._attach(None)
         self.missing.clear()
         self.mirror.clear()
+
+    def _attach(self, attachment: Attachment | None) -> None:
+        self.attachment = attachment
+        self.stats.set(ATTACHED, int(attachment is not None))
+        for each in (self.lookups, self.touches, self.stores):
+            each.attach(attachment)
 
     def probe_daemon(self) -> None:
         """The breaker has opened: ping the daemon until it answers."""

@@ -27,7 +27,7 @@ _SILENT_TIMEOUTS = 4
 
 
 class Lookups:
-    """The rounds of all requests, and their leases in the current session. Scheduler thread only; never waits, no I/O."""
+    """The rounds of all requests, and their leases in the current session. Scheduler thread only; never waits."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.request_state import RequestState
-from kvtier_connector.scheduler.stores import RequestStores, StoreSlots
+from kvtier_connector.scheduler.stores import Stores
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents
 from kvtier_connector.session.warm_start import WarmStart
@@ -81,8 +81,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
         self._touches = Touches(planner)
         self._lookups = Lookups(planner, self._touches, self._breaker, self._rate, self.stats)
-        self._slots = StoreSlots(mirror, parts.num_credits)
-        self._stores = RequestStores(mirror, self._slots, self._touches, self.stats)
+        self._stores = Stores(mirror, self._touches, parts.num_credits, self.stats)
         self._missing = MissingStates(parts.groups, mirror)
         self._session = CurrentSession(
             events=parts.events,
@@ -92,7 +91,7 @@ class KVTierOffloadingManager(OffloadingManager):
             pinned_blocks=self.pinned_blocks,
             lookups=self._lookups,
             touches=self._touches,
-            slots=self._slots,
+            stores=self._stores,
             missing=self._missing,
             stats=self.stats,
         )
@@ -216,7 +215,7 @@ class KVTierOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         state = attached(req_context, RequestState)
         state.read_adapter(self._digests)
-        stores = self._stores.begin(keys, state, self._session.attachment, self._clock())
+        stores = self._stores.begin(keys, state, self._clock())
         if stores is None:
             return None
         chunks = [_arena_chunk(key, grant.slot, grant.generation) for _, key, grant in stores]
@@ -225,7 +224,7 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         state = attached(req_context, RequestState)
-        self._stores.complete(keys, state, self._session.attachment, self._clock())
+        self._stores.complete(keys, state, self._clock())
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -268,7 +267,7 @@ class KVTierOffloadingManager(OffloadingManager):
         # vLLM forgets its jobs, the workers do not: slots of the old session stay out of use until no worker holds the
         # session's lock. So nothing is released one by one; the session ends, and with it all its leases and slots.
         self._session.end()
-        self._slots.jobs_dropped()
+        self._stores.jobs_dropped()
         if self._warm_start is not None:
             self._warm_start.reset()
         self._session.events.reopen()

@@ -28,31 +28,103 @@ class Grant(NamedTuple):
     generation: int
 
 
-class StoreSlots:
-    """Standing credits and stores in flight of the current session. Scheduler thread only; never waits."""
+class Stores:
+    """Decides which of a request's blocks are stored, and where. Scheduler thread only; never waits.
 
-    def __init__(self, mirror: ChunkMirror, num_credits: int) -> None:
-        self._mirror, self._num_credits = mirror, num_credits  # as many as Hello asked for
+    Slots are standing credits of the current session.
+    """
+
+    def __init__(self, mirror: ChunkMirror, touches: Touches, num_credits: int, stats: ConnectorStats) -> None:
+        self._mirror, self._touches, self._stats = mirror, touches, stats
+        self._num_credits = num_credits  # as many as Hello asked for
+        self._attachment: Attachment | None = None
         self._credits: deque[Grant] = deque()
         self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
         self._writing: dict[ChunkKey, Grant] = {}
         self._committing: dict[ChunkKey, float] = {}
         self._orphaned: set[ChunkKey] = set()
 
+    def attach(self, attachment: Attachment | None) -> None:
+        """Another session is up, or none: the last one's slots are the daemon's once no worker holds its lock.
+
+        vLLM's jobs go on, and name chunks, not sessions, when they end: which session's slots they wrote could not be
+        said. So their chunks are not stored again before these jobs end.
+        """
+        self._attachment = attachment
+        self._orphaned.update(self._writing)
+        self._credits.clear()
+        self._num_standing = 0
+        self._writing.clear()
+        self._committing.clear()
+
+    def jobs_dropped(self) -> None:
+        """vLLM has dropped its jobs and will not report their end."""
+        self._orphaned.clear()
+
     def add_credits(self, slots: Iterable[pb.SlotRef]) -> None:
         """Take in slots that the daemon gave ahead."""
         self._credits.extend(Grant(slot.slot, slot.generation) for slot in slots)
         self._num_standing = max(self._num_standing, len(self._credits))
 
-    def is_in_flight(self, key: ChunkKey, now_s: float) -> bool:
-        """Return whether the chunk is being stored already."""
+    def commit_answered(self, keys: Iterable[ChunkKey]) -> None:
+        """The daemon said whether it holds these; its commit need not be awaited any longer."""
+        for key in keys:
+            self._committing.pop(key, None)
+
+    def begin(
+        self, keys: Collection[OffloadKey], state: RequestState, now_s: float
+    ) -> list[tuple[OffloadKey, ChunkKey, Grant]] | None:
+        """Begin to store what of the offered chunks is wanted, as far as there are slots.
+
+        Returns:
+            The stores in the order offered; None when vLLM is to offer them again: the stores wait for slots.
+        """
+        wanted = self._wanted(keys, state, now_s)
+        attachment = self._attachment
+        begun: list[tuple[ChunkKey, Grant]] = []
+        if wanted and attachment is not None:
+            if self._awaits_slots(wanted, state, now_s):
+                attachment.flush()
+                return None
+            begun = self._take_slots(list(wanted), attachment)
+            state.has_hole |= len(begun) < len(wanted)
+            self._stats.count(UNSTORED_CHUNKS, num=len(wanted) - len(begun))
+            state.num_store_jobs += bool(begun)
+            state.num_open_stores += len(begun)
+        if state.cacheable and self._mirror.stores_all:
+            state.offered.extend(state.chunk_keys(keys))
+        return [(wanted[key], key, grant) for key, grant in begun]
+
+    def _wanted(self, keys: Collection[OffloadKey], state: RequestState, now_s: float) -> dict[ChunkKey, OffloadKey]:
+        """Decide which of the offered chunks are stored; return them by chunk key, in the order offered.
+
+        Those that the mirror wants and that are not in flight. Behind a hole only pinned ones: an unpinned chunk there
+        could not be hit, a pinned one can once the hole is filled.
+        """
+        if not state.cacheable or state.lacks_digest:
+            return {}
+        wanted: dict[ChunkKey, OffloadKey] = {}
+        for offload_key in keys:
+            key = chunk_key(offload_key, state.adapter_digest)
+            if not self._mirror.wants(key) or self._is_in_flight(key, now_s):
+                continue
+            if not state.has_hole or self._mirror.is_pinned(key):
+                wanted[key] = offload_key
+        return wanted
+
+    def _is_in_flight(self, key: ChunkKey, now_s: float) -> bool:
         return key in self._writing or key in self._orphaned or self._committing.get(key, now_s) > now_s
 
-    def lacks_slots(self, num_chunks: int) -> bool:
-        """Return whether waiting for credits can help: fewer stand than are needed and were asked for."""
-        return len(self._credits) < min(num_chunks, self._num_credits)
+    def _awaits_slots(self, keys: Iterable[ChunkKey], state: RequestState, now_s: float) -> bool:
+        """Return whether the request's stores wait for slots; only pinned chunks are worth that."""
+        num_needed = min(sum(map(self._mirror.is_pinned, keys)), self._num_credits)
+        # What a finished request offers it offers for the last time.
+        if state.is_finished() or len(self._credits) >= num_needed:
+            return False
+        state.store_deadline_s = state.store_deadline_s or now_s + _WAIT_FOR_SLOTS_S
+        return now_s < state.store_deadline_s
 
-    def begin(self, keys: Sequence[ChunkKey], attachment: Attachment) -> list[tuple[ChunkKey, Grant]]:
+    def _take_slots(self, keys: Sequence[ChunkKey], attachment: Attachment) -> list[tuple[ChunkKey, Grant]]:
         """Take slots for as many of these as there are credits, and send a StoreBegin; return them in the order given.
 
         That order is vLLM's: it pairs its blocks with our slots by it. Which chunks get a slot is another matter:
@@ -72,43 +144,6 @@ class StoreSlots:
             attachment.flush()
         return begun
 
-    def complete(self, keys: Collection[ChunkKey], attachment: Attachment | None, now_s: float) -> int:
-        """All workers reported these; the daemon looks at the stamps. Stores of an earlier session end here.
-
-        Returns:
-            How many were reported to the daemon.
-        """
-        self._orphaned.difference_update(keys)
-        ours = self._writing.keys() & keys
-        # In the order in which they were begun, which is prefix order; vLLM names them in none.
-        done = [(key, self._writing.pop(key)) for key in list(self._writing) if key in ours] if ours else []
-        if done and attachment is not None:
-            self._committing.update((key, now_s + _COMMIT_GRACE_S) for key, _ in done)
-            message = pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done)))
-            self._send(attachment, message, is_urgent=any(self._mirror.is_pinned(key) for key, _ in done))
-        return len(done)
-
-    def commit_answered(self, keys: Iterable[ChunkKey]) -> None:
-        """The daemon said whether it holds these; its commit need not be awaited any longer."""
-        for key in keys:
-            self._committing.pop(key, None)
-
-    def session_lost(self) -> None:
-        """The session is over: its slots are the daemon's again once no worker holds the session's lock.
-
-        vLLM's jobs go on, and name chunks, not sessions, when they end: which session's slots they wrote could not be
-        said. So their chunks are not stored again before these jobs end.
-        """
-        self._orphaned.update(self._writing)
-        self._credits.clear()
-        self._num_standing = 0
-        self._writing.clear()
-        self._committing.clear()
-
-    def jobs_dropped(self) -> None:
-        """vLLM has dropped its jobs and will not report their end."""
-        self._orphaned.clear()
-
     def _send(self, attachment: Attachment, message: pb.EngineMessage, *, is_urgent: bool) -> None:
         """Send at once if it is urgent or slots are short: the daemon gives new ones for those that are reported.
 
@@ -118,67 +153,18 @@ class StoreSlots:
         is_short = 4 * len(self._credits) < 3 * self._num_standing
         (attachment.send if is_urgent or is_short else attachment.send_later)(message)
 
-
-class RequestStores:
-    """Decides which of a request's blocks are stored. Scheduler thread only; never waits."""
-
-    def __init__(self, mirror: ChunkMirror, slots: StoreSlots, touches: Touches, stats: ConnectorStats) -> None:
-        self._mirror, self._slots, self._touches, self._stats = mirror, slots, touches, stats
-
-    def begin(
-        self, keys: Collection[OffloadKey], state: RequestState, attachment: Attachment | None, now_s: float
-    ) -> list[tuple[OffloadKey, ChunkKey, Grant]] | None:
-        """Begin to store what of the offered chunks is wanted, as far as there are slots.
-
-        Returns:
-            The stores in the order offered; None when vLLM is to offer them again: the stores wait for slots.
-        """
-        wanted = self._wanted(keys, state, now_s)
-        if not wanted or attachment is None:
-            self._note_offered(keys, state)
-            return []
-        if self._awaits_slots(wanted, state, now_s):
-            attachment.flush()
-            return None
-        begun = self._slots.begin(list(wanted), attachment)
-        state.has_hole |= len(begun) < len(wanted)
-        self._stats.count(UNSTORED_CHUNKS, num=len(wanted) - len(begun))
-        state.num_store_jobs += bool(begun)
-        state.num_open_stores += len(begun)
-        self._note_offered(keys, state)
-        return [(wanted[key], key, grant) for key, grant in begun]
-
-    def _wanted(self, keys: Collection[OffloadKey], state: RequestState, now_s: float) -> dict[ChunkKey, OffloadKey]:
-        """Decide which of the offered chunks are stored; return them by chunk key, in the order offered.
-
-        Those that the mirror wants and that are not in flight. Behind a hole only pinned ones: an unpinned chunk there
-        could not be hit, a pinned one can once the hole is filled.
-        """
-        if not state.cacheable or state.lacks_digest:
-            return {}
-        wanted: dict[ChunkKey, OffloadKey] = {}
-        for offload_key in keys:
-            key = chunk_key(offload_key, state.adapter_digest)
-            if not self._mirror.wants(key) or self._slots.is_in_flight(key, now_s):
-                continue
-            if not state.has_hole or self._mirror.is_pinned(key):
-                wanted[key] = offload_key
-        return wanted
-
-    def _awaits_slots(self, keys: Iterable[ChunkKey], state: RequestState, now_s: float) -> bool:
-        """Return whether the request's stores wait for slots; only pinned chunks are worth that."""
-        # What a finished request offers it offers for the last time.
-        if state.is_finished() or not self._slots.lacks_slots(sum(map(self._mirror.is_pinned, keys))):
-            return False
-        state.store_deadline_s = state.store_deadline_s or now_s + _WAIT_FOR_SLOTS_S
-        return now_s < state.store_deadline_s
-
-    def complete(
-        self, keys: Collection[OffloadKey], state: RequestState, attachment: Attachment | None, now_s: float
-    ) -> None:
-        """All workers are done with these chunks, well or badly."""
-        num_stored = self._slots.complete(state.chunk_keys(keys), attachment, now_s)
-        self._stats.count(STORED_CHUNKS, num=num_stored)
+    def complete(self, offload_keys: Collection[OffloadKey], state: RequestState, now_s: float) -> None:
+        """All workers are done with these, well or badly; the daemon looks at the stamps."""
+        keys = state.chunk_keys(offload_keys)
+        self._orphaned.difference_update(keys)  # stores of an earlier session end here
+        ours = self._writing.keys() & keys
+        # In the order in which they were begun, which is prefix order; vLLM names them in none.
+        done = [(key, self._writing.pop(key)) for key in list(self._writing) if key in ours] if ours else []
+        if done and self._attachment is not None:
+            self._committing.update((key, now_s + _COMMIT_GRACE_S) for key, _ in done)
+            message = pb.EngineMessage(store_done=pb.StoreDone(stores=_store_slots(done)))
+            self._send(self._attachment, message, is_urgent=any(self._mirror.is_pinned(key) for key, _ in done))
+        self._stats.count(STORED_CHUNKS, num=len(done))
         state.num_open_stores -= len(keys)
         self._send_order(state)
 
@@ -186,10 +172,6 @@ class RequestStores:
         """vLLM has forgotten the request, but for its jobs."""
         state.is_over = True
         self._send_order(state)
-
-    def _note_offered(self, keys: Collection[OffloadKey], state: RequestState) -> None:
-        if state.cacheable and self._mirror.stores_all:
-            state.offered.extend(state.chunk_keys(keys))
 
     def _send_order(self, state: RequestState) -> None:
         """After the last of several store jobs: the chunks stored first are the head, and to be kept the longest."""
