@@ -16,8 +16,7 @@ the rest runs in the thread of the warm start, which is not the one that binds: 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtier._pb.cache_pb2 import PromptStatus
@@ -49,22 +48,12 @@ _LAST_PRIORITY = 2**31 - 1
 _UNAUTHORIZED = (401, 403)
 
 
-@dataclass
-class _Round:
-    """The progress of one round."""
-
-    num_prompts: int = 0
-    num_tokens: int = 0
-    num_failed: int = 0
-    stopped_by: str = ""
-
-
 class WarmStart:
     """The thread and its state."""
 
-    def __init__(self, facts: EngineFacts, api: EngineApiClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, facts: EngineFacts, api: EngineApiClient) -> None:
         assert facts.settings.warm_url is not None
-        self._facts, self._api, self._clock = facts, api, clock
+        self._facts, self._api = facts, api
         self._url = shown_url(facts.settings.warm_url)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-warm", daemon=True)
@@ -73,8 +62,8 @@ class WarmStart:
         self._serves_users: Callable[[], bool] = lambda: False
         self._prefix_cache: Callable[[], object] = lambda: None  # vLLM's index of it, another one after each reset
         self._is_refused = False
-        self._lock = threading.Lock()  # protects the next one
-        self._num_failures = 0
+        self._num_failures = 0  # since the start
+        self._num_taken = 0  # of them
 
     def watch(self, serves_users: Callable[[], bool], prefix_cache: Callable[[], object]) -> None:
         """Set what to watch; called before the first session."""
@@ -95,9 +84,9 @@ class WarmStart:
 
     def take_failures(self) -> int:
         """Return how many prompts could not be warmed since the last call."""
-        with self._lock:
-            taken, self._num_failures = self._num_failures, 0
-        return taken
+        num_new = self._num_failures - self._num_taken
+        self._num_taken += num_new
+        return num_new
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread, and the request that it waits for."""
@@ -162,8 +151,14 @@ class WarmStart:
         return chosen
 
     def _is_ours(self, status: PromptStatus, namespace_id: str) -> bool:
+        """Return whether this engine serves the prompt, and all of it is in one tier: else there is computing to do."""
         is_served = not status.model or status.model in self._facts.model_names
-        return status.pinned and is_served and any(_is_held(status, namespace_id))
+        is_held = any(
+            binding.namespace_id == namespace_id
+            and 0 < binding.num_chunks <= max(binding.num_host_chunks, binding.num_durable_chunks)
+            for binding in status.bindings
+        )
+        return status.pinned and is_served and is_held
 
     def _warm_all(self, daemon: AdminClient, prompts: Sequence[PromptStatus], attachment: Attachment) -> None:
         if not prompts:
@@ -171,56 +166,52 @@ class WarmStart:
             return
         num_tokens = sum(status.num_tokens for status in prompts)
         logger.info("kvtier warm start began prompts=%d tokens=%d", len(prompts), num_tokens)
-        began_s, done = self._clock(), _Round()
+        began_s, num_failures, warmed, problem = time.monotonic(), self._num_failures, list[PromptStatus](), ""
         deadline_s = began_s + TOTAL_TIMEOUT_S
         for status in prompts:
-            is_quiet = self._until(lambda: not self._serves_users(), deadline_s - self._clock())
+            is_quiet = self._until(lambda: not self._serves_users(), deadline_s - time.monotonic())
             if self._stop.is_set():
                 return
-            if not is_quiet:
-                done.stopped_by = "vLLM is busy"
             if attachment.turn < self._turn:  # asleep, perhaps
-                done.stopped_by = "kvtier was reset"
-            if done.stopped_by:
+                problem = "kvtier was reset"
+            elif not is_quiet:
+                problem = "vLLM is busy"
+            else:
+                problem = self._warm(daemon, status, max(1.0, deadline_s - time.monotonic()), warmed)
+            if problem:
                 break
-            self._warm(daemon, status, max(1.0, deadline_s - self._clock()), done)
         logger.log(
-            logging.WARNING if done.stopped_by else logging.INFO,
+            logging.WARNING if problem else logging.INFO,
             "kvtier warm start ended prompts=%d of %d tokens=%d failed=%d seconds=%.2f%s",
-            done.num_prompts,
+            len(warmed),
             len(prompts),
-            done.num_tokens,
-            done.num_failed,
-            self._clock() - began_s,
-            f": {done.stopped_by}" if done.stopped_by else "",
+            sum(status.num_tokens for status in warmed),
+            self._num_failures - num_failures,
+            time.monotonic() - began_s,
+            f": {problem}" if problem else "",
         )
 
-    def _warm(self, daemon: AdminClient, status: PromptStatus, timeout_s: float, done: _Round) -> None:
+    def _warm(self, daemon: AdminClient, status: PromptStatus, timeout_s: float, warmed: list[PromptStatus]) -> str:
+        """Warm one prompt; return why the round ends with it, if it does."""
         try:
             self._api.complete(self._body(status, daemon.tokens(status.name)), timeout_s)
-        except ApiRefusedError as exc:
-            self._failed(done)
-            if exc.status in _UNAUTHORIZED:
-                self._is_refused, done.stopped_by = True, "no API key"
-                logger.warning(
-                    "kvtier: %s refuses the warm start (%s): set VLLM_API_KEY in vLLM's environment, or leave warm_url "
-                    "out",
-                    self._url,
-                    exc,
-                )
-                return
-            logger.warning("kvtier: %s refuses to warm %s (%s)", self._url, status.name, exc)
         except ApiGoneError as exc:
-            self._failed(done)
-            done.stopped_by = f"{self._url}: {exc}"
-        else:
-            done.num_prompts += 1
-            done.num_tokens += status.num_tokens
-
-    def _failed(self, done: _Round) -> None:
-        done.num_failed += 1
-        with self._lock:
             self._num_failures += 1
+            return f"{self._url}: {exc}"
+        except ApiRefusedError as exc:
+            self._num_failures += 1
+            self._is_refused = exc.status in _UNAUTHORIZED
+            if not self._is_refused:
+                logger.warning("kvtier: %s refuses to warm %s (%s)", self._url, status.name, exc)
+                return ""
+            logger.warning(
+                "kvtier: %s refuses the warm start (%s): set VLLM_API_KEY in vLLM's environment, or leave warm_url out",
+                self._url,
+                exc,
+            )
+            return "no API key"
+        warmed.append(status)
+        return ""
 
     def _body(self, status: PromptStatus, tokens: Sequence[int]) -> dict[str, Any]:
         model = status.lora_name or self._facts.model_names[0]
@@ -231,11 +222,11 @@ class WarmStart:
 
     def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until it holds; False after the timeout, or when the warm start ends."""
-        deadline_s = self._clock() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         while not self._stop.is_set():
             if holds():
                 return True
-            if self._clock() >= deadline_s:
+            if time.monotonic() >= deadline_s:
                 return False
             self._stop.wait(_TICK_S)
         return False
@@ -243,10 +234,3 @@ class WarmStart:
     def _warn_unless_stopped(self, problem: str, *values: object) -> None:
         if not self._stop.is_set():
             logger.warning(f"kvtier: the warm start {problem}", self._url, *values)
-
-
-def _is_held(status: PromptStatus, namespace_id: str) -> Iterator[bool]:
-    """Yield, of the prompt's binding in the namespace, whether all is in one tier: else there is computing to do."""
-    for binding in status.bindings:
-        if binding.namespace_id == namespace_id:
-            yield 0 < binding.num_chunks <= max(binding.num_host_chunks, binding.num_durable_chunks)
