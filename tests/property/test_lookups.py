@@ -292,7 +292,7 @@ class Run:
             key = GROUP.key(waiter.hashes, index, None)
             state, slot = (MISS, 0) if question is None else question.chunks.get(key, (MISS, 0))
             readable = self.lookups.hit(waiter.state, key)
-            assert (None if readable is None else readable.slot) == (slot if state == HOST else None)
+            assert (None if readable is None else readable.slot.slot) == (slot if state == HOST else None)
 
     def check_owners(self) -> None:
         for waiter in self.waiters.values():

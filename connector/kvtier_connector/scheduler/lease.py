@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
@@ -10,15 +9,6 @@ from kvtier.core.layout import ChunkKey
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
 
 HOST, _MISS, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
-
-
-class Residency(NamedTuple):
-    """What the daemon reported about one chunk."""
-
-    state: int
-    slot: int
-    generation: int
-    from_disk: bool
 
 
 @dataclass(kw_only=True)
@@ -39,7 +29,7 @@ class Lease:
     num_to_load: int = 0  # how many they were at first
     loading_since_s: float | None = None  # when the load began; None before
     # what the daemon reported about each chunk so far
-    residencies: dict[ChunkKey, Residency] = field(default_factory=dict)
+    residencies: dict[ChunkKey, pb.ChunkResidency] = field(default_factory=dict)
     _promoting: set[int] = field(default_factory=set)  # indexes of those that could be used
     _prefix_end: int | None = None  # index of the first MISS of the prefix, once answered
 
@@ -57,9 +47,7 @@ class Lease:
         """Record the daemon's update. It costs what the update names: a long promotion is a thousand updates."""
         missed: list[int] = []
         for chunk in update.chunks:
-            self.residencies[self.query.keys[chunk.index]] = Residency(
-                chunk.state, chunk.slot.slot, chunk.slot.generation, chunk.from_disk
-            )
+            self.residencies[self.query.keys[chunk.index]] = chunk
             if chunk.state == _PROMOTING:
                 self._promoting.add(chunk.index)
             else:

@@ -1,7 +1,7 @@
 """Which chunks of a request are worth asking the daemon for. Dict lookups only; most requests cost one."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from kvtier.core.layout import ChunkKey
@@ -50,10 +50,12 @@ class LookupPlanner:
         end_token = max(group.num_chunks(hashes) * group.chunk_tokens for group in self._full + self._windowed)
         runs: list[list[ChunkKey]] = []
         for group in self._full:
-            run = self._held_run(group, hashes, digest, num_computed_tokens)
+            first = num_computed_tokens // group.chunk_tokens
+            candidates = (group.key(hashes, idx, digest) for idx in range(first, group.num_chunks(hashes)))
+            run = list(takewhile(self._mirror.may_be_held, candidates))
             if not run:
                 return None
-            end_token = min(end_token, (num_computed_tokens // group.chunk_tokens + len(run)) * group.chunk_tokens)
+            end_token = min(end_token, (first + len(run)) * group.chunk_tokens)
             runs.append(run)
         windows: list[dict[int, ChunkKey]] = []
         for group in self._windowed:
@@ -95,17 +97,6 @@ class LookupPlanner:
             candidates = (group.key(hashes, chunk_idx, digest) for chunk_idx in range(num_chunks))
             keys.extend(key for key in candidates if self._mirror.knows(key))
         return keys
-
-    def _held_run(
-        self, group: GroupShape, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int
-    ) -> list[ChunkKey]:
-        run: list[ChunkKey] = []
-        for chunk_idx in range(num_computed_tokens // group.chunk_tokens, group.num_chunks(hashes)):
-            key = group.key(hashes, chunk_idx, digest)
-            if not self._mirror.may_be_held(key):
-                break
-            run.append(key)
-        return run
 
     def _held_chunks(
         self, group: GroupShape, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int, end_token: int

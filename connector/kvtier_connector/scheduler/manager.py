@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvtier._pb import engine_pb2 as pb
 from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.arena_format import key_tag_of
@@ -200,7 +201,7 @@ class KVTierOffloadingManager(OffloadingManager):
             if hit is not None:
                 found.append(key)
                 num_from_disk += hit.from_disk
-                chunks.append(_arena_chunk(key, hit.slot, hit.generation))
+                chunks.append(_arena_chunk(key, hit.slot))
         self._lookups.loading(state, found, self._clock())
         self.stats.count(LOADED_CHUNKS, "host", num=len(chunks) - num_from_disk)
         self.stats.count(LOADED_CHUNKS, "disk", num=num_from_disk)
@@ -218,7 +219,7 @@ class KVTierOffloadingManager(OffloadingManager):
         stores = self._stores.begin(keys, state, self._clock())
         if stores is None:
             return None
-        chunks = [_arena_chunk(key, grant.slot, grant.generation) for _, key, grant in stores]
+        chunks = [_arena_chunk(key, slot) for _, key, slot in stores]
         return PrepareStoreOutput([key for key, _, _ in stores], self._session.arena_spec(state.req_id, chunks), [])
 
     @override
@@ -279,5 +280,5 @@ class KVTierOffloadingManager(OffloadingManager):
         self._session.events.close()
 
 
-def _arena_chunk(key: ChunkKey, slot: int, generation: int) -> ArenaChunk:
-    return ArenaChunk(key_tag=key_tag_of(key), slot=slot, generation=generation, group_idx=group_idx_of(key))
+def _arena_chunk(key: ChunkKey, slot: pb.SlotRef) -> ArenaChunk:
+    return ArenaChunk(key_tag_of(key), slot.slot, slot.generation, group_idx_of(key))

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -21,13 +20,6 @@ _PINNED_SHARE = 4
 _COMMIT_GRACE_S = 2.0
 
 
-class Grant(NamedTuple):
-    """An arena slot to write a chunk into."""
-
-    slot: int
-    generation: int
-
-
 class Stores:
     """Decides which of a request's blocks are stored, and where. Scheduler thread only; never waits.
 
@@ -38,9 +30,9 @@ class Stores:
         self._mirror, self._touches, self._stats = mirror, touches, stats
         self._num_credits = num_credits  # as many as Hello asked for
         self._attachment: Attachment | None = None
-        self._credits: deque[Grant] = deque()
+        self._credits: deque[pb.SlotRef] = deque()
         self._num_standing = 0  # the most that stood in this session: small arenas give less than was asked for
-        self._writing: dict[ChunkKey, Grant] = {}
+        self._writing: dict[ChunkKey, pb.SlotRef] = {}
         self._committing: dict[ChunkKey, float] = {}
         self._orphaned: set[ChunkKey] = set()
 
@@ -63,7 +55,7 @@ class Stores:
 
     def add_credits(self, slots: Iterable[pb.SlotRef]) -> None:
         """Take in slots that the daemon gave ahead."""
-        self._credits.extend(Grant(slot.slot, slot.generation) for slot in slots)
+        self._credits.extend(slots)
         self._num_standing = max(self._num_standing, len(self._credits))
 
     def commit_answered(self, keys: Iterable[ChunkKey]) -> None:
@@ -73,7 +65,7 @@ class Stores:
 
     def begin(
         self, keys: Collection[OffloadKey], state: RequestState, now_s: float
-    ) -> list[tuple[OffloadKey, ChunkKey, Grant]] | None:
+    ) -> list[tuple[OffloadKey, ChunkKey, pb.SlotRef]] | None:
         """Begin to store what of the offered chunks is wanted, as far as there are slots.
 
         Returns:
@@ -81,7 +73,7 @@ class Stores:
         """
         wanted = self._wanted(keys, state, now_s)
         attachment = self._attachment
-        begun: list[tuple[ChunkKey, Grant]] = []
+        begun: list[tuple[ChunkKey, pb.SlotRef]] = []
         if wanted and attachment is not None:
             if self._awaits_slots(wanted, state, now_s):
                 attachment.flush()
@@ -93,7 +85,7 @@ class Stores:
             state.num_open_stores += len(begun)
         if state.cacheable and self._mirror.stores_all:
             state.offered.extend(state.chunk_keys(keys))
-        return [(wanted[key], key, grant) for key, grant in begun]
+        return [(wanted[key], key, slot) for key, slot in begun]
 
     def _wanted(self, keys: Collection[OffloadKey], state: RequestState, now_s: float) -> dict[ChunkKey, OffloadKey]:
         """Decide which of the offered chunks are stored; return them by chunk key, in the order offered.
@@ -124,7 +116,7 @@ class Stores:
         state.store_deadline_s = state.store_deadline_s or now_s + _WAIT_FOR_SLOTS_S
         return now_s < state.store_deadline_s
 
-    def _take_slots(self, keys: Sequence[ChunkKey], attachment: Attachment) -> list[tuple[ChunkKey, Grant]]:
+    def _take_slots(self, keys: Sequence[ChunkKey], attachment: Attachment) -> list[tuple[ChunkKey, pb.SlotRef]]:
         """Take slots for as many of these as there are credits, and send a StoreBegin; return them in the order given.
 
         That order is vLLM's: it pairs its blocks with our slots by it. Which chunks get a slot is another matter:
@@ -180,7 +172,5 @@ class Stores:
             self._touches.send_order(state.offered)
 
 
-def _store_slots(stores: Iterable[tuple[ChunkKey, Grant]]) -> list[pb.StoreSlot]:
-    return [
-        pb.StoreSlot(key=key, slot=pb.SlotRef(slot=grant.slot, generation=grant.generation)) for key, grant in stores
-    ]
+def _store_slots(stores: Iterable[tuple[ChunkKey, pb.SlotRef]]) -> list[pb.StoreSlot]:
+    return [pb.StoreSlot(key=key, slot=slot) for key, slot in stores]
