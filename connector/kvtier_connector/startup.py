@@ -7,8 +7,7 @@ from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
 from kvtier_connector.gpu_pins.block_demand import EngineShape
 from kvtier_connector.scheduler.manager import EngineParts
-from kvtier_connector.session.background_thread import BackgroundThread
-from kvtier_connector.session.daemon_events import DaemonEvents
+from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
 from kvtier_connector.session.engine_api_client import EngineApiClient
 from kvtier_connector.session.hello import HelloMaker
 from kvtier_connector.session.pin_binder import PinBinder

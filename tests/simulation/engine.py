@@ -39,8 +39,7 @@ from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
 from kvtier_connector.engine.row_layout import engine_layout, group_shapes
 from kvtier_connector.scheduler.manager import EngineParts, KVTierOffloadingManager
-from kvtier_connector.session.background_thread import BackgroundThread
-from kvtier_connector.session.daemon_events import Event, PinBound, PinGone
+from kvtier_connector.session.daemon_events import BackgroundThread, Event, PinBound, PinGone
 from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
 from tests.simulation.daemon import MAX_CREDITS, SimulatedDaemon
 from tests.simulation.memory import Digests, TokenSequence

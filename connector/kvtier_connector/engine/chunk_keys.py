@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey
 
@@ -42,8 +43,7 @@ def chunk_key(offload_key: bytes, adapter_digest: bytes | None) -> ChunkKey:
     return hashlib.sha256(block_hash + (adapter_digest or b"")).digest() + suffix
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReachableKeys:
+class ReachableKeys(NamedTuple):
     """The chunks by which a prompt is recognized and restored."""
 
     keys: tuple[ChunkKey, ...]  # in prefix order within each group, groups one after the other
@@ -85,4 +85,4 @@ def reachable_keys(
         end = covered_tokens // group.chunk_tokens
         first = max(0, end - group.window_chunks) if group.window_chunks else 0
         keys.extend(group.key(block_hashes, chunk_idx, adapter_digest) for chunk_idx in range(first, end))
-    return ReachableKeys(keys=tuple(keys), covered_tokens=covered_tokens)
+    return ReachableKeys(tuple(keys), covered_tokens)

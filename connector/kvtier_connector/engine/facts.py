@@ -51,7 +51,4 @@ class EngineFacts:
         from vllm.utils.hashing import get_hash_fn_by_name
 
         hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        hasher: Callable[[Any], list[bytes]] = block_hasher(
-            self.vllm_config, self.offloading.cache.tokens_per_hash, hash_fn
-        )
-        return hasher
+        return block_hasher(self.vllm_config, self.offloading.cache.tokens_per_hash, hash_fn)

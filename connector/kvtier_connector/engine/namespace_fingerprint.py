@@ -60,7 +60,10 @@ def engine_fingerprint(
         none_hash: vLLM's NONE_HASH, the seed of every block hash chain.
         epoch: Not empty after a weight update in place.
     """
+    import vllm
+
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, offloading.parallel
+    draft = vllm_config.speculative_config
     fields: dict[str, object] = {
         "weights": json.loads(weights),
         "hf_config": _model_config(model.hf_config),
@@ -82,8 +85,8 @@ def engine_fingerprint(
         "hash_seed": hashlib.sha256(none_hash).hexdigest(),
         "attention": str(vllm_config.attention_config.backend),
         **_processor(),
-        "vllm_version": _vllm_version(),
-        "speculative": _speculative(vllm_config.speculative_config),
+        "vllm_version": ".".join(vllm.__version__.split(".")[:2]),
+        "speculative": draft and {"method": draft.method, "model": draft.model, "tokens": draft.num_speculative_tokens},
         "layout_version": LAYOUT_VERSION,
         "epoch": epoch,
     }
@@ -162,12 +165,6 @@ def _groups(kv_cache_config: "KVCacheConfig", offloading: "OffloadingConfig") ->
     return groups
 
 
-def _speculative(config: Any) -> object:
-    if config is None:
-        return None
-    return {"method": config.method, "model": config.model, "tokens": config.num_speculative_tokens}
-
-
 def _processor() -> dict[str, object]:
     """Return the field that names the processor: the attention backend, when left to vLLM, follows from it."""
     import torch
@@ -176,12 +173,6 @@ def _processor() -> dict[str, object]:
     if current_platform.is_cpu():
         return {"cpu_isa": torch.backends.cpu.get_cpu_capability()}
     return {"device": [current_platform.device_type, current_platform.get_device_capability()]}
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return ".".join(str(vllm.__version__).split(".")[:2])
 
 
 def _plain(value: object) -> object:

@@ -131,11 +131,14 @@ def prefix_cacheable_groups(kv_cache_config: "KVCacheConfig") -> Iterable[Any]:
     return groups
 
 
-def block_hasher(config: "VllmConfig", tokens_per_hash: int, hash_fn: Callable[[Any], bytes]) -> Any:
+def block_hasher(
+    config: "VllmConfig", tokens_per_hash: int, hash_fn: Callable[[Any], bytes]
+) -> Callable[[Any], list[bytes]]:
     """Return vLLM's own block hasher, as its engine makes it; from 0.33 on a hash may cover tokens after its block."""
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
     lookahead = getattr(config, "num_hash_lookahead_tokens", None)
-    if lookahead is None:
-        return get_request_block_hasher(tokens_per_hash, hash_fn)
-    return get_request_block_hasher(tokens_per_hash, hash_fn, lookahead)
+    hasher: Callable[[Any], list[bytes]] = get_request_block_hasher(
+        tokens_per_hash, hash_fn, *([] if lookahead is None else [lookahead])
+    )
+    return hasher

@@ -14,7 +14,7 @@ and usage metric go by, is the same before and after.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier_connector.gpu_pins.block_ranking import GpuKey
 from kvtier_connector.vllm_versions import TESTED_SERIES
@@ -84,11 +84,7 @@ class VllmBlockPool:
         return True
 
     def move_to_tail(self, keys: Iterable[GpuKey]) -> int:
-        """Make the cached and free blocks among these the last to be evicted, the last key the very last.
-
-        Returns:
-            How many were moved.
-        """
+        """Make the cached and free blocks among these the last to be evicted, in order; return how many were moved."""
         queue, cached = self._pool.free_block_queue, self._pool.cached_block_hash_to_block
         moved: list[Any] = []
         try:
@@ -145,11 +141,11 @@ class VllmBlockPool:
         self._pool.reset_prefix_cache = release_and_reset
 
 
-class Hold:
-    """A reference to a block."""
+class Hold(NamedTuple):
+    """A reference to a block, and the key that it was taken for."""
 
-    def __init__(self, block: Any, key: GpuKey) -> None:
-        self.block, self.key = block, key
+    block: Any
+    key: GpuKey
 
     @property
     def is_ours_alone(self) -> bool:

@@ -1,6 +1,7 @@
 """The event queue from the session's threads to the scheduler's; pins are bound on the way."""
 
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,10 +11,35 @@ from typing import NamedTuple
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment, EngineSession
 from kvtier_connector.engine.namespace_fingerprint import explain_difference
-from kvtier_connector.session.background_thread import BackgroundThread
 from kvtier_connector.session.pin_binder import BoundPin, PinBinder
 
 logger = logging.getLogger(__name__)
+
+
+class BackgroundThread:
+    """Runs what is too slow for the scheduler (hashing pins and adapters) in order, in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = threading.Lock()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Enqueue a task from any thread; never waits for it."""
+        if self._started.acquire(blocking=False):
+            self._thread.start()
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """Stop after the task that runs; does not wait."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:  # a broken pin must not end the binding of others
+                logger.exception("kvtier: background task failed")
 
 
 class Attached(NamedTuple):
@@ -145,14 +171,13 @@ class DaemonEvents:
     def on_attached(self, attachment: Attachment) -> None:
         """Enqueue; bind the pins that stand. Session thread."""
         self._enqueue(Attached(attachment))
-        for other in attachment.welcome.other_namespaces:
+        welcome = attachment.welcome
+        for other in welcome.other_namespaces:
             logger.warning("%s", explain_difference(other.namespace_id, sorted(other.fields), other.num_prompts))
-        self._awaited = set(attachment.welcome.pin_ids)
-        for pin in attachment.welcome.pins:
+        for pin in welcome.pins:
             self._submit_bind(attachment, pin)
-            self._awaited.discard(pin.pin_id)
-        if not self._awaited:
-            self._background.submit(lambda: self._on_bound(attachment))
+        self._awaited = {*welcome.pin_ids} - {pin.pin_id for pin in welcome.pins}
+        self._report_bound(attachment)
 
     def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
         """Enqueue; pins by way of the background thread. Session thread."""
@@ -172,11 +197,14 @@ class DaemonEvents:
         self._enqueue(Detached(attachment))
 
     def _pin_arrived(self, attachment: Attachment, pin_id: str) -> None:
-        """A pin that the Welcome named has arrived, or was removed."""
+        """A pin that the Welcome named, or another one, has arrived or was removed."""
         if pin_id in self._awaited:
             self._awaited.discard(pin_id)
-            if not self._awaited:
-                self._background.submit(lambda: self._on_bound(attachment))
+            self._report_bound(attachment)
+
+    def _report_bound(self, attachment: Attachment) -> None:
+        if not self._awaited:
+            self._background.submit(lambda: self._on_bound(attachment))
 
     def _submit_bind(self, attachment: Attachment, pin: pb.Pin) -> None:
         self._background.submit(lambda: self._bind(attachment, pin))

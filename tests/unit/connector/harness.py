@@ -30,8 +30,15 @@ from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
 from kvtier_connector.engine.row_layout import engine_layout, group_shapes
 from kvtier_connector.scheduler.manager import EngineParts
-from kvtier_connector.session.background_thread import BackgroundThread
-from kvtier_connector.session.daemon_events import Attached, Detached, Event, PinBound, PinGone, Received
+from kvtier_connector.session.daemon_events import (
+    Attached,
+    BackgroundThread,
+    Detached,
+    Event,
+    PinBound,
+    PinGone,
+    Received,
+)
 from kvtier_connector.session.pin_binder import BoundPin
 
 BLOCK_TOKENS = 4

@@ -12,8 +12,16 @@ import kvtier_connector.session.daemon_events
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.engine.lora_adapters import AdapterDigests
-from kvtier_connector.session.background_thread import BackgroundThread
-from kvtier_connector.session.daemon_events import Attached, DaemonEvents, Detached, Event, PinBound, PinGone, Received
+from kvtier_connector.session.daemon_events import (
+    Attached,
+    BackgroundThread,
+    DaemonEvents,
+    Detached,
+    Event,
+    PinBound,
+    PinGone,
+    Received,
+)
 from kvtier_connector.session.pin_binder import PinBinder
 from tests.fakes.fake_daemon import FakeDaemon
 from tests.fakes.waiting import wait_for
