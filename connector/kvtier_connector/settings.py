@@ -72,7 +72,7 @@ class ConnectorSettings:
     blocks_per_chunk: int = 1
     """vLLM blocks that make one chunk, our stored unit."""
     gpu_pin: GpuPin = GpuPin.SOFT
-    """soft: vLLM evicts pinned blocks last; hard: they are held until requests need the room; off: as vLLM likes."""
+    """soft: vLLM evicts pinned blocks last; hard: they are held until requests need the memory; off: as vLLM likes."""
     lookup_timeout_s: float = 0.25
     """How long a request waits for the daemon's first answer before it counts as a miss."""
     prefill_tokens_per_s: int | None = None

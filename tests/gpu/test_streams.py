@@ -84,8 +84,8 @@ def test_a_row_that_got_other_pages_holds_what_is_stored_next(make_rig: MakeRig)
         assert [rig.in_arena(slot, group) for slot, group, _ in source] == expected
 
 
-def test_rows_without_pages_are_let_go_of(make_rig: MakeRig) -> None:
-    """Else the memory that the daemon gives back to others stays the device's."""
+def test_rows_without_pages_are_unlocked(make_rig: MakeRig) -> None:
+    """Else the memory that the daemon gives to others stays the device's."""
     rig = make_rig()
     rig.lock_all()
     rig.arena.unback(range(1, rig.num_slots))

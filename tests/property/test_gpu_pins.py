@@ -69,7 +69,7 @@ PREFIXES: Sequence[list[int]] = (
 
 
 class QueueModel:
-    """The free queue as a plain list, told what vLLM's pool is told."""
+    """The free queue as a plain list, called as vLLM's pool is."""
 
     def __init__(self, pool: Any) -> None:
         self.order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
@@ -293,7 +293,7 @@ class GpuPinsMachine(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
-        """As vLLM's scheduler: running requests, then waiting ones, then the connector is told."""
+        """As vLLM's scheduler: running requests, then waiting ones, then the connector is called."""
         for _ in range(num_steps):
             self.one_step()
 
@@ -348,7 +348,7 @@ class GpuPinsMachine(RuleBasedStateMachine):
         )
 
     def admit(self, req_id: str, budget: int) -> int | None:
-        """Admit a waiting request if there is room; return its tokens of this step."""
+        """Admit a waiting request if there is space; return its tokens of this step."""
         request = self.engines[0].requests[req_id]
         hits = [engine.manager.get_computed_blocks(engine.requests[req_id]) for engine in self.engines]
         num_hit = self.same(hit[1] for hit in hits)
@@ -516,7 +516,7 @@ class GpuPinsMachine(RuleBasedStateMachine):
             policy = self.engines[0].policy
             assert policy is not None
             self.seen["moves"] += policy._soft.num_moved
-            self.seen["let go"] += policy._hard.num_released if policy._hard is not None else 0
+            self.seen["released"] += policy._hard.num_released if policy._hard is not None else 0
 
 
 class SoftTwinMachine(GpuPinsMachine):

@@ -231,7 +231,7 @@ class Run:
         self.receive(waiter, waits_since_s)
         after = self.question_of(waiter)
         if has_shrunk and before is not None and after is not before:
-            self.seen["asked again" if after is not None else "given up"] += before.answered_s is None
+            self.seen["asked again" if after is not None else "dropped"] += before.answered_s is None
         assert after in (None, before) or not was_open, "a daemon that does not answer was asked"
         if not is_decided:
             assert after is not None, "it waits, and asks nothing"
@@ -240,7 +240,7 @@ class Run:
         return is_decided
 
     def note_touches(self, waiter: Waiter) -> None:
-        """What the question may touch: what is known of vLLM's own hit, if there is a daemon that answers."""
+        """What the question may touch: what is known of vLLM's prefix-cache hit, if there is a daemon that answers."""
         if self.outbox is not None and self.breaker.is_closed:
             keys = [GROUP.key(waiter.hashes, index, None) for index in range(waiter.hit)]
             self.to_touch.update(key for key in keys if self.mirror.knows(key))
@@ -321,4 +321,4 @@ def test_lookups(seed: int) -> None:
     for _ in range(NUM_TURNS):
         run.turn()
     run.end()
-    assert min(run.seen[what] for what in ("loaded", "waited for promotions", "asked again", "given up")), run.seen
+    assert min(run.seen[what] for what in ("loaded", "waited for promotions", "asked again", "dropped")), run.seen

@@ -13,7 +13,7 @@ from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
 
 MIN_PROTECTED = 1024
-"""So many blocks may be protected in any case; moving them takes about 0.2 ms."""
+"""This many blocks may be protected in any case; moving them takes about 0.2 ms."""
 RATIO = 5
 """At most a fifth of the free blocks is protected (P / (F - P) is 0.25), when that is more."""
 

@@ -13,7 +13,7 @@ from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
-from kvtier_connector.scheduler.stores import Stores
+from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import Attached, DaemonEvents, Detached, PinBound, PinGone, Received
 
@@ -31,7 +31,7 @@ class CurrentSession:
     pinned_blocks: PinnedBlocks  # records which of vLLM's blocks are pinned
     lookups: Lookups  # get answers; this one and the next two have the session to send in
     touches: Touches
-    stores: Stores  # get slots
+    stores: StorePlanner  # get slots
     missing: MissingStates  # forgets what it knew of the last session
     stats: ConnectorStats  # reports whether there is a session
     attachment: Attachment | None = None  # the session; None while there is none

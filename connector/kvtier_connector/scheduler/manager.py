@@ -44,7 +44,7 @@ from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
 from kvtier_connector.scheduler.request_state import RequestState
-from kvtier_connector.scheduler.stores import Stores
+from kvtier_connector.scheduler.stores import StorePlanner
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.daemon_events import DaemonEvents
 from kvtier_connector.session.warm_start import WarmStart
@@ -82,7 +82,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
         self._touches = Touches(planner)
         self._lookups = Lookups(planner, self._touches, self._breaker, self._rate, self.stats)
-        self._stores = Stores(mirror, self._touches, parts.num_credits, self.stats)
+        self._stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats)
         self._missing = MissingStates(parts.groups, mirror)
         self._session = CurrentSession(
             events=parts.events,

@@ -20,7 +20,7 @@ _PINNED_SHARE = 4
 _COMMIT_GRACE_S = 2.0
 
 
-class Stores:
+class StorePlanner:
     """Decides which of a request's blocks are stored, and where. Scheduler thread only; never waits.
 
     Slots are standing credits of the current session.

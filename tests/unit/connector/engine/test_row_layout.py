@@ -56,7 +56,7 @@ def uneven_heads(num_kv_heads: list[int]) -> KVCacheConfig:
 
 @pytest.mark.parametrize("num_kv_heads", [[1, 2, 4], [4, 2, 1], [2, 2, 2]])
 def test_layers_of_different_sizes_in_one_group(num_kv_heads: list[int]) -> None:
-    """vLLM's scheduler is told the first layer's spec only."""
+    """vLLM's scheduler has the first layer's spec only."""
     worker = uneven_heads(num_kv_heads)
     scheduler = generate_scheduler_kv_cache_config([copy.deepcopy(worker)])
     page = full_spec().page_size_bytes // full_spec().num_kv_heads

@@ -27,7 +27,7 @@ class OldReqContext:
     req_id: str
 
 
-def test_state_stays_with_a_context_that_has_no_room_for_it() -> None:
+def test_state_stays_with_a_context_that_has_no_place_for_it() -> None:
     context: Any = OldReqContext("r")
     with pytest.raises(AssertionError, match="on_new_request comes first"):
         vllm_compat.attached(context, dict)
@@ -168,19 +168,19 @@ def test_only_in_a_vllm_that_was_run_its_own_blocks_are_moved(
     assert len(bound) == num_bound
 
 
-def test_before_vllm_sleeps_its_kv_cache_is_let_go() -> None:
+def test_before_vllm_sleeps_its_kv_cache_is_released() -> None:
     worker = FailingWorker()
     worker_half(worker).unregister_kv_caches()
     assert worker.num_drained == 1
 
 
 def test_loads_within_a_step_cannot_be_asked_for() -> None:
-    """vLLM 0.33: a request already runs while such a load is under way, and that it failed could be told to nobody."""
+    """vLLM 0.33: a request already runs while such a load is under way, and that it failed could not be reported."""
     with pytest.raises(ConfigError, match="sync_load_budget_bytes = 1: unknown key"):
         parse_settings({"sync_load_budget_bytes": 1})
 
 
-def test_the_scheduler_half_has_nothing_to_let_go() -> None:
+def test_the_scheduler_half_has_nothing_to_release() -> None:
     connector = KVTierConnector.__new__(KVTierConnector)
     connector.connector_worker = None
     connector.unregister_kv_caches()

@@ -108,7 +108,7 @@ def test_the_oldest_pin_is_the_best_and_shared_blocks_are_its_own() -> None:
     assert pinned.ranking.keys == []
 
 
-def test_what_is_beyond_the_bound_comes_in_when_there_is_room() -> None:
+def test_what_is_beyond_the_bound_comes_in_when_there_is_space() -> None:
     pinned = pinned_of((A, B), (C, D), max_blocks=3)
     ranking = pinned.ranking
     assert (ranking.keys, ranking.ranks) == ([A, B, C], {A: 0, B: 1, C: 2})
@@ -173,7 +173,7 @@ def test_all_protected_blocks_move_when_one_comes_near_the_head_and_not_before()
 
 
 def test_more_blocks_than_one_step_looks_at_are_held_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And looked at again: one that vLLM has forgotten, since a load into it failed, is given back."""
+    """And looked at again: one that vLLM has forgotten, since a load into it failed, is released."""
     monkeypatch.setattr(hard_module, "_SLICE", 2)
     keys = [bytes([number]) * 36 for number in range(5)]
     manager = pool_of([*keys[:3], None, *keys[3:], None, None])
@@ -193,7 +193,7 @@ def test_more_blocks_than_one_step_looks_at_are_held_in_turn(monkeypatch: pytest
     assert (hard.num_held, len(order(manager))) == (0, 8)
 
 
-def test_blocks_are_held_while_so_many_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_held_while_enough_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = pool_of([A, B, C, None, None])
     hard = HardPins(VllmBlockPool(manager, 4), pinned_of((A, B, C)))
     hard.hold(num_keep_free=3)
@@ -237,7 +237,7 @@ def test_a_request_takes_and_needs_what_its_shape_says() -> None:
     """Blocks of 4 tokens, steps of 16. What vLLM takes for one is a part of what it looks whether it has."""
     plain, drafts = SHAPE, EngineShape(block_tokens=4, max_step_tokens=16, num_spec_tokens=2, num_lookahead_tokens=3)
     for shape, num_tokens, num_cached, is_load, taken, needed in [
-        (plain, 20, 0, False, 4, 5),  # a chunk of it, and room for all
+        (plain, 20, 0, False, 4, 5),  # a chunk of it, and space for all
         (plain, 20, 8, False, 5, 5),
         (plain, 100, 8, False, 6, 25),
         (plain, 20, 8, True, 2, 5 + 1),  # the loaded ones; a token more is computed before it is asked for again

@@ -94,7 +94,7 @@ def test_promotions_that_are_not_waited_for_make_a_part(scheduler: Scheduler) ->
     assert found["promotion_wait_seconds_sum"] == 1000
 
 
-def test_chunks_from_disk_are_told_apart(scheduler: Scheduler) -> None:
+def test_chunks_from_disk_are_distinguished(scheduler: Scheduler) -> None:
     request, acquire = asked(scheduler)
     scheduler.answer(acquire, [HOST, *[PROMOTING] * 5], pending_bytes=5000, ready_in_s=0.05)
     assert scheduler.ask(request) is None
@@ -141,7 +141,7 @@ def test_every_other_end_of_a_round_has_its_reason(scheduler: Scheduler) -> None
     assert ends(scheduler) == {"no_session": 1}
 
 
-def test_warm_requests_are_told_from_those_of_users(scheduler: Scheduler) -> None:
+def test_warm_requests_are_distinguished_from_those_of_users(scheduler: Scheduler) -> None:
     """vLLM writes before and behind the id that the API was given."""
     counted(scheduler)
     assert not scheduler.manager.serves_users()

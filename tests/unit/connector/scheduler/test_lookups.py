@@ -573,7 +573,7 @@ def test_nothing_is_touched_while_the_daemon_does_not_answer(scheduler: Schedule
     assert scheduler.sent() == []
 
 
-def test_word_of_a_promotion_costs_what_it_names() -> None:
+def test_an_update_of_a_promotion_costs_what_it_names() -> None:
     """Every update went through all chunks of the acquire: half a second of the scheduler's time while a prompt of
     100,000 tokens was promoted."""
 
@@ -603,7 +603,7 @@ def test_word_of_a_promotion_costs_what_it_names() -> None:
     Keys.num_walks = 0
     for index, state, still in [
         (0, pb.ChunkResidency.HOST, True),
-        (4, pb.ChunkResidency.MISS, True),  # 5, 6 and 7 serve nobody now
+        (4, pb.ChunkResidency.MISS, True),  # 5, 6 and 7 serve no request now
         (1, pb.ChunkResidency.HOST, True),
         (2, pb.ChunkResidency.HOST, True),
         (3, pb.ChunkResidency.HOST, False),

@@ -71,44 +71,44 @@ def test_a_pin_is_known_before_the_daemon_speaks_of_its_chunks(daemon: FakeDaemo
     assert tuple(bind.keys) == bound.pin.keys
     assert len(bind.keys) == 2
 
-    def heard() -> list[str | None]:
+    def received() -> list[str | None]:
         events.extend(link.poll())
         return [e.message.WhichOneof("kind") if isinstance(e, Received) else type(e).__name__ for e in events]
 
-    wait_for(lambda: "chunks_held" in heard())
-    assert heard().index("PinBound") < heard().index("chunks_held")
+    wait_for(lambda: "chunks_held" in received())
+    assert received().index("PinBound") < received().index("chunks_held")
 
 
-def test_whoever_waits_for_the_pins_of_a_session_is_told_when_they_are_bound(daemon: FakeDaemon) -> None:
+def test_the_warm_start_is_notified_when_the_pins_of_a_session_are_bound(daemon: FakeDaemon) -> None:
     background = BackgroundThread("kvtier-test")
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
     hasher: Any = get_request_block_hasher(4, hash_fn)
     binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
-    told: list[list[type]] = []
+    polled: list[list[type]] = []
 
     def on_bound(attachment: object) -> None:
-        told.append([type(event) for event in made.poll()])
+        polled.append([type(event) for event in made.poll()])
 
     made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background, on_bound)
     made.start()
-    wait_for(lambda: len(told) == 1)
-    assert PinBound in told[0]
+    wait_for(lambda: len(polled) == 1)
+    assert PinBound in polled[0]
     made.close()
 
 
 def test_pins_that_come_behind_the_welcome_are_waited_for_too(daemon: FakeDaemon) -> None:
-    """vLLM's cache would be warmed without those for which the first message had no room."""
+    """vLLM's cache would be warmed without those for which the first message had no space."""
     daemon.later_pin_ids = ["q", "gone"]
     background = BackgroundThread("kvtier-test")
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
     hasher: Any = get_request_block_hasher(4, hash_fn)
     binder = PinBinder((FULL,), lambda: hasher, AdapterDigests(background.submit), 1000)
-    told: list[list[str]] = []
+    polled: list[list[str]] = []
 
     def on_bound(attachment: object) -> None:
-        told.append([event.pin.pin_id for event in made.poll() if isinstance(event, PinBound)])
+        polled.append([event.pin.pin_id for event in made.poll() if isinstance(event, PinBound)])
 
     made = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background, on_bound)
     made.start()
@@ -116,8 +116,8 @@ def test_pins_that_come_behind_the_welcome_are_waited_for_too(daemon: FakeDaemon
     later = pb.Pin(pin_id="q", name="q", tokens=range(100, 120), pinned=True)
     session.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id="gone")))
     session.send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=later)))
-    wait_for(lambda: bool(told))
-    assert told == [["p", "q"]]
+    wait_for(lambda: bool(polled))
+    assert polled == [["p", "q"]]
     made.close()
 
 
@@ -133,7 +133,7 @@ def test_later_pins_and_removals_keep_their_order(daemon: FakeDaemon, link: Daem
     assert of_q == [PinBound, PinGone]
 
 
-def test_a_session_that_attached_before_a_reset_is_never_heard_of(daemon: FakeDaemon, link: DaemonEvents) -> None:
+def test_a_session_that_attached_before_a_reset_is_never_seen(daemon: FakeDaemon, link: DaemonEvents) -> None:
     """Weights changed in place: what the old session's namespace holds must not be found or added to."""
     daemon.wait_sessions(1)
     link.reopen()
@@ -144,7 +144,7 @@ def test_a_session_that_attached_before_a_reset_is_never_heard_of(daemon: FakeDa
     assert {event.attachment.turn for event in events} == {1}
 
 
-def test_an_engine_that_does_not_poll_begins_anew(
+def test_an_engine_that_does_not_poll_begins_again(
     daemon: FakeDaemon, link: DaemonEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An idle engine beside a busy one collected every word on what the daemon held, for as long as it was idle."""

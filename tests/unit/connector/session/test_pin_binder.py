@@ -168,7 +168,7 @@ def test_digests_are_computed_in_the_background_once(adapter: Path, monkeypatch:
     assert threads == ["kvtier-test"]
 
 
-def test_an_adapter_loaded_anew_is_read_anew(adapter: Path) -> None:
+def test_an_adapter_loaded_again_is_read_again(adapter: Path) -> None:
     """Unloaded and loaded again from the same path, it has another id, and may have other weights."""
     digests = AdapterDigests(BackgroundThread("kvtier-test").submit)
     first, second = (Adapter("sql", str(adapter), load_id) for load_id in (1, 2))

@@ -102,7 +102,7 @@ def test_a_row_with_other_pages_is_unlocked_before_a_job_touches_it(
     wait_for(lambda: arena.num_locked == 2)
     set_backing(path, GEOMETRY, 3, 3)
     arena.hold([3])
-    assert ("unlock", address(arena, 3)) in memory.calls, "by the thread or by `hold`, whoever came first"
+    assert ("unlock", address(arena, 3)) in memory.calls, "by the thread or by `hold`, whichever came first"
     arena.release([3])
     wait_for(lambda: memory.calls.count(("lock", address(arena, 3))) == 2)
 
@@ -137,7 +137,7 @@ def test_a_row_that_another_job_holds_with_other_pages_is_refused(arena: PageLoc
 def test_a_driver_that_refuses_is_said_once_and_the_rest_goes_unlocked(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = FakeHostMemory(room=1)
+    memory = FakeHostMemory(capacity=1)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: "cannot page-lock" in caplog.text)
     set_backing(path, GEOMETRY, 2, 2)
