@@ -1,7 +1,7 @@
 """The ledger: SQLite, the truth for namespaces, prompts, bindings and packs."""
 
 from kvtier.ledger.ledger import Ledger
-from kvtier.ledger.restoring import Restored
+from kvtier.ledger.promises import Restored
 from kvtier.ledger.rows import BindingRow, LedgerSnapshot, NamespaceRow, PromptRow
 
 __all__ = ["BindingRow", "Ledger", "LedgerSnapshot", "NamespaceRow", "PromptRow", "Restored"]

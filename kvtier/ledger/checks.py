@@ -1,22 +1,17 @@
-"""Looking at a ledger without changing it, and saving what can be read of a damaged one.
+"""Reading a ledger without changing it, and saving what can be read of a damaged one."""
 
-Nothing here names a table of ours: the schema may grow.
-"""
-
-import os
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import LedgerError
-from kvtier.ledger.ledger import Ledger
+from kvtier.ledger.ledger import load_intact
 from kvtier.ledger.rows import LedgerSnapshot
-from kvtier.ledger.sql.migrations import FIRST_CHECKED_VERSION
-from kvtier.ledger.sql.references import dangling_rows
 from kvtier.ledger.sql.row_checksums import altered_rows
-from kvtier.ledger.sql.schema import SIDE_FILES
+from kvtier.ledger.sql.schema import FIRST_CHECKED_VERSION, SCHEMA_VERSION, checked_version, update_schema
 
 _MAX_PROBLEMS = 20
 
@@ -47,49 +42,49 @@ def inspect_ledger(path: Path) -> LedgerHealth:
             problems = [str(row[0]) for row in sql.execute(f"PRAGMA integrity_check({_MAX_PROBLEMS})")]
             if problems != ["ok"]:
                 return LedgerHealth(problems=tuple(problems))
-            return LedgerHealth(dangling=dangling_rows(sql), altered=_altered(sql))
+            dangling = Counter(table for table, *_ in sql.execute("PRAGMA foreign_key_check"))
+            (version,) = sql.execute("PRAGMA user_version").fetchone()
+            altered = altered_rows(sql) if version >= FIRST_CHECKED_VERSION else {}
+            return LedgerHealth(
+                dangling=dangling, altered={table: [name for _, name in rows] for table, rows in altered.items()}
+            )
     except sqlite3.OperationalError as exc:
         raise LedgerError(f"cannot read the ledger {path}: {exc}; check its owner, and who locks it") from exc
     except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:  # the latter: a column's name is damaged
         return LedgerHealth(problems=(str(exc),))
 
 
-def _altered(sql: sqlite3.Connection) -> dict[str, list[str]]:
-    (version,) = sql.execute("PRAGMA user_version").fetchone()
-    if version < FIRST_CHECKED_VERSION:
-        return {}
-    return {table: [name for _, name in rows] for table, rows in altered_rows(sql).items()}
-
-
-def load_copy(path: Path, folder: Path) -> LedgerSnapshot:
-    """Load a ledger as it is at this moment, from a private copy: the file itself is neither changed nor migrated.
-
-    Args:
-        path: The ledger; a daemon may be using it.
-        folder: Of the caller's own, where a copy is made and removed again.
+def read_ledger(path: Path) -> LedgerSnapshot:
+    """Return a ledger as it is at this moment; a daemon may be using it. The file is neither changed nor migrated.
 
     Raises:
         FormatVersionError: A newer kvtier wrote it.
         LedgerError: It cannot be read.
     """
-    copy = folder / "ledger-copy.sqlite"
     try:
-        os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        try:
-            with closing(_read_only(path)) as source, closing(sqlite3.connect(copy)) as target:
-                source.backup(target)
-        except sqlite3.Error as exc:
-            raise LedgerError(f"cannot read the ledger {path}: {exc}") from exc
-        ledger = Ledger.open(copy, with_copies=False)
-        try:
-            return ledger.load()
-        finally:
-            ledger.close()
-    except OSError as exc:
-        raise LedgerError(f"cannot copy the ledger {path} to {folder}: {exc.strerror}; free space there") from exc
-    finally:
-        for suffix in ("", *SIDE_FILES):
-            copy.with_name(copy.name + suffix).unlink(missing_ok=True)
+        with closing(_read_only(path)) as sql, closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+            sql.execute("BEGIN")  # all reads see one moment
+            version = checked_version(sql, path)
+            if version == SCHEMA_VERSION:
+                return load_intact(sql, path)
+            sql.backup(copy)
+            update_schema(copy, version)
+            return load_intact(copy, path)
+    except sqlite3.Error as exc:
+        raise LedgerError(f"cannot read the ledger {path}: {exc}") from exc
+
+
+def read_pack_ids(path: Path) -> set[str]:
+    """Return the packs that have a row, beside a daemon that uses the ledger.
+
+    Raises:
+        LedgerError: It cannot be read.
+    """
+    try:
+        with closing(_read_only(path)) as sql:
+            return {pack_id for (pack_id,) in sql.execute("SELECT pack_id FROM packs")}
+    except sqlite3.Error as exc:
+        raise LedgerError(f"cannot read the ledger {path}: {exc}") from exc
 
 
 def salvage_ledger(path: Path, target: Path) -> dict[str, int]:

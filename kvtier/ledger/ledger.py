@@ -1,22 +1,26 @@
 """The ledger: one database, one object for each noun in it. Each operation is one transaction, durable on return."""
 
-import json
 import sqlite3
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvtier.errors import InvalidArgumentError, LedgerError
-from kvtier.ledger.loading import load_snapshot
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.promises import Promises
-from kvtier.ledger.restoring import Restored
-from kvtier.ledger.rows import LedgerSnapshot, NamespaceRow, encode_layout
+from kvtier.ledger.row_tables import load_snapshot, write_namespace
+from kvtier.ledger.rows import LedgerSnapshot, NamespaceRow
 from kvtier.ledger.sql.database import Database
-from kvtier.ledger.sql.references import drop_dangling_rows
-from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, altered_rows, with_checksum
+from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, altered_rows
 from kvtier.ledger.sql.schema import open_database
+
+_REFERENCES = [
+    ("packs", "namespace_id", "namespaces"),
+    ("bindings", "namespace_id", "namespaces"),
+    ("bindings", "pin_id", "prompts"),
+    ("chunks", "pack_id", "packs"),
+]
+"""Which column of a table names a row of which other, each after those that delete rows of the other."""
 
 
 class Ledger:
@@ -72,19 +76,9 @@ class Ledger:
         """Return everything.
 
         Raises:
-            LedgerError: The database cannot be read, or a row makes no sense.
+            LedgerError: The database cannot be read, or a row makes no sense or was altered.
         """
-        try:
-            altered = altered_rows(self._database.connection)
-            if not altered:
-                return load_snapshot(self._database.connection)
-        except (sqlite3.Error, ValueError, TypeError, KeyError, InvalidArgumentError) as exc:
-            raise LedgerError(f"cannot load the ledger {self.path}: {exc}; restore it from a backup") from exc
-        names = "; ".join(f"{table}: {', '.join(name for _, name in rows)}" for table, rows in altered.items())
-        raise LedgerError(
-            f"rows of the ledger {self.path} are not what was written ({names}): the storage changed them; run "
-            "`kvtier fsck --offline --repair`, which puts prompts back from their copies, or restore a backup"
-        )
+        return load_intact(self._database.connection, self.path)
 
     # Upkeep
 
@@ -103,14 +97,6 @@ class Ledger:
         self._database.empty_wal()
         return not self.is_behind
 
-    def restore_promises(self, load_namespaces: Callable[[], Iterable[NamespaceRow]]) -> Restored:
-        """Put back the prompts and bindings whose copies are newer than the database: it has lost them.
-
-        Args:
-            load_namespaces: Returns the copies of namespaces; called if a binding needs one that is lost too.
-        """
-        return self.promises.restore(self.put_namespace, load_namespaces)
-
     def drop_altered_rows(self) -> dict[str, list[str]]:
         """Delete rows that are not what was written, and what refers to them; return their names, by table."""
         with self._database.transaction() as sql:
@@ -124,32 +110,40 @@ class Ledger:
     def drop_dangling_rows(self) -> int:
         """Delete rows that refer to rows that are not there (the file was edited); return how many."""
         with self._database.transaction() as sql:
-            return drop_dangling_rows(sql)
+            return sum(
+                sql.execute(f"DELETE FROM {table} WHERE {column} NOT IN (SELECT {column} FROM {other})").rowcount
+                for table, column, other in _REFERENCES
+            )
 
     # Namespaces
 
     def put_namespace(self, row: NamespaceRow) -> None:
         """Insert or update a namespace."""
         with self._database.transaction() as sql:
-            sql.execute(
-                "INSERT INTO namespaces VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (namespace_id) DO UPDATE SET"
-                " model = excluded.model, fingerprint = excluded.fingerprint, layout = excluded.layout,"
-                " created_unix_s = excluded.created_unix_s, seen_unix_s = excluded.seen_unix_s,"
-                " checksum = excluded.checksum",
-                with_checksum(
-                    row.namespace_id,
-                    row.model,
-                    json.dumps(dict(row.fingerprint), sort_keys=True),
-                    encode_layout(row.layout),
-                    float(row.created_unix_s),
-                    float(row.seen_unix_s),
-                ),
-            )
+            write_namespace(sql, row)
 
     def delete_namespace(self, namespace_id: str) -> None:
         """Delete a namespace with its bindings, packs and chunks."""
-        with self.promises.leaving_namespace(namespace_id), self._database.transaction() as sql:
-            sql.execute(
-                "INSERT OR IGNORE INTO removed_packs SELECT pack_id FROM packs WHERE namespace_id = ?", (namespace_id,)
-            )
-            sql.execute("DELETE FROM namespaces WHERE namespace_id = ?", (namespace_id,))
+        where = "namespace_id = ?"
+        with self.promises.without_copies(where, namespace_id), self._database.transaction() as sql:
+            sql.execute(f"INSERT OR IGNORE INTO removed_packs SELECT pack_id FROM packs WHERE {where}", (namespace_id,))
+            sql.execute(f"DELETE FROM namespaces WHERE {where}", (namespace_id,))
+
+
+def load_intact(sql: sqlite3.Connection, path: Path) -> LedgerSnapshot:
+    """Return all of a ledger, whose rows are all what was written.
+
+    Raises:
+        LedgerError: The database cannot be read, or a row makes no sense or was altered.
+    """
+    try:
+        altered = altered_rows(sql)
+        if not altered:
+            return load_snapshot(sql)
+    except (sqlite3.Error, ValueError, TypeError, KeyError, InvalidArgumentError) as exc:
+        raise LedgerError(f"cannot load the ledger {path}: {exc}; restore it from a backup") from exc
+    names = "; ".join(f"{table}: {', '.join(name for _, name in rows)}" for table, rows in altered.items())
+    raise LedgerError(
+        f"rows of the ledger {path} are not what was written ({names}): the storage changed them; run "
+        "`kvtier fsck --offline --repair`, which puts prompts back from their copies, or restore a backup"
+    )

@@ -10,43 +10,30 @@ from collections.abc import Collection, Iterable, Mapping
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.ledger.loading import find_chunks
-from kvtier.ledger.rows import encode_checksum
+from kvtier.ledger.row_tables import chunk_columns, find_chunks
 from kvtier.ledger.sql.database import Database
 
 
 class PackRows:
     """Packs and their chunks in the ledger: one transaction for each method, durable on return.
 
-    Changing methods raise LedgerError for any refusal of SQLite, and then have changed nothing.
+    Every method raises LedgerError if SQLite refuses, and has changed nothing then.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def find_chunks(self, namespace_id: str, keys: Iterable[ChunkKey]) -> dict[ChunkKey, StoredChunk]:
-        """Return the rows of these chunks, as far as they have one.
-
-        Raises:
-            LedgerError: The database cannot be read.
-        """
+        """Return the rows of these chunks, as far as they have one."""
         with self._database.reading() as sql:
             return find_chunks(sql, namespace_id, keys)
 
     def pack_ids(self) -> set[str]:
-        """Return the packs that have a row.
-
-        Raises:
-            LedgerError: The database cannot be read.
-        """
+        """Return the packs that have a row."""
         return self._pack_ids("packs")
 
     def removed_packs(self) -> set[str]:
-        """Return the packs whose rows were dropped on purpose and whose files may still exist.
-
-        Raises:
-            LedgerError: The database cannot be read.
-        """
+        """Return the packs whose rows were dropped on purpose and whose files may still exist."""
         return self._pack_ids("removed_packs")
 
     def _pack_ids(self, table: str) -> set[str]:
@@ -76,7 +63,7 @@ class PackRows:
             _insert_pack(sql, record)
             sql.executemany(
                 "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (_chunk_columns(record.namespace_id, chunk) for chunk in record.chunks),
+                (chunk_columns(record.namespace_id, chunk) for chunk in record.chunks),
             )
             return _delete_empty_packs(sql)
 
@@ -101,7 +88,7 @@ class PackRows:
                 "UPDATE chunks SET pack_id = ?, offset = ?, stored_bytes = ?, raw_bytes = ?, codec = ?, checksum = ?"
                 " WHERE namespace_id = ? AND key = ? AND pack_id = ?",
                 (
-                    (*_chunk_columns(record.namespace_id, chunk)[2:], record.namespace_id, chunk.key, old_pack_id)
+                    (*chunk_columns(record.namespace_id, chunk)[2:], record.namespace_id, chunk.key, old_pack_id)
                     for chunk in record.chunks
                     if (old_pack_id := moved_from.get(chunk.key)) is not None
                 ),
@@ -129,19 +116,6 @@ class PackRows:
 
 def _insert_pack(sql: sqlite3.Connection, record: PackRecord) -> None:
     sql.execute("INSERT INTO packs VALUES (?, ?, ?)", (record.pack_id, record.namespace_id, record.file_bytes))
-
-
-def _chunk_columns(namespace_id: str, chunk: StoredChunk) -> tuple[object, ...]:
-    return (
-        namespace_id,
-        chunk.key,
-        chunk.pack_id,
-        chunk.offset,
-        chunk.stored_bytes,
-        chunk.raw_bytes,
-        chunk.codec,
-        encode_checksum(chunk.checksum),
-    )
 
 
 def _delete_empty_packs(sql: sqlite3.Connection) -> list[str]:

@@ -4,7 +4,7 @@
 
 A promise must not share the fate of one file. A copy is written after the ledger's commit and before the caller gets
 an answer, and it is removed before the row is. So a copy without a row, or with a newer revision than its row, means
-that the ledger has lost what was acknowledged: `restoring.py` puts it back. A row without a copy, or with an older one,
+that the ledger has lost what was acknowledged: `promises.py` puts it back. A row without a copy, or with an older one,
 is what a crash between the two steps leaves: the copy is written again.
 
 Rejected: a journal of all promises (one flipped bit in a length ends the reading of it), prompts in each pack (a prompt
@@ -20,13 +20,13 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
+from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
 from kvtier.fsync import TEMP_SUFFIX, fsync_directory, write_file_durably
-from kvtier.ledger.rows import BindingRow, PromptRow, decode_keys, decode_tokens, encode_keys, encode_tokens
+from kvtier.ledger.rows import BindingRow, PromptRow, decode_keys, encode_keys, encode_tokens
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
@@ -93,17 +93,17 @@ class PromiseCopies:
         """The revision of each copy, by id."""
         return self._revisions
 
-    def put(self, row: Promise, revision: int) -> None:
+    def put(self, row: Promise) -> None:
         """Write the copy of a row, durably, in place of an older one.
 
         Raises:
             OSError: The operating system refused; the older copy is there as before.
         """
-        copy_id = _id_of(row)
-        write_file_durably(self._path(copy_id, revision), _encode(row, revision))
+        copy_id = copy_id_of(row)
+        write_file_durably(self._path(copy_id, row.revision), _encode(row))
         older = self._revisions.get(copy_id)
-        self._revisions[copy_id] = revision
-        if older is not None and older != revision:
+        self._revisions[copy_id] = row.revision
+        if older is not None and older != row.revision:
             with suppress(OSError):  # the newer one counts
                 self._path(copy_id, older).unlink(missing_ok=True)
 
@@ -127,7 +127,7 @@ class PromiseCopies:
             row = _decode(self._path(copy_id, revision).read_bytes())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidArgumentError):
             return None
-        return row if _id_of(row) == copy_id and row.revision == revision else None
+        return row if copy_id_of(row) == copy_id and row.revision == revision else None
 
     def set_aside(self, copy_id: str) -> None:
         """Give a damaged copy another name, for people to look at."""
@@ -140,7 +140,8 @@ class PromiseCopies:
         return self.folder / f"{copy_id}-{revision:016x}.json"
 
 
-def _id_of(row: Promise) -> str:
+def copy_id_of(row: Promise) -> str:
+    """Return the id under which the copy of a row lies."""
     return prompt_id(row.name) if isinstance(row, PromptRow) else binding_id(row.pin_id, row.namespace_id)
 
 
@@ -148,43 +149,25 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _encode(row: Promise, revision: int) -> bytes:
-    text = json.dumps({"format": _FORMAT, "revision": revision, **_fields_of(row)})
-    return json.dumps({"promise": text, "xxh3_64": f"{xxhash.xxh3_64_intdigest(text.encode()):016x}"}).encode()
+def _encode(row: Promise) -> bytes:
+    fields = {"format": _FORMAT, "kind": "prompt" if isinstance(row, PromptRow) else "binding", **vars(row)}
+    if isinstance(row, PromptRow):
+        fields["tokens"] = base64.b64encode(encode_tokens(row.tokens)).decode()
+    else:
+        fields["key_bytes"], keys = encode_keys(row.keys)
+        fields["keys"] = base64.b64encode(keys).decode()
+    text = json.dumps(fields)
+    return json.dumps({"promise": text, "xxh3_64": _checksum(text)}).encode()
 
 
-def _fields_of(row: Promise) -> dict[str, Any]:
-    if isinstance(row, BindingRow):
-        key_bytes, keys = encode_keys(row.keys)
-        return {
-            "kind": "binding",
-            "pin_id": row.pin_id,
-            "namespace_id": row.namespace_id,
-            "key_bytes": key_bytes,
-            "keys": base64.b64encode(keys).decode(),
-            "covered_tokens": row.covered_tokens,
-        }
-    return {
-        "kind": "prompt",
-        "name": row.name,
-        "pin_id": row.pin_id,
-        "pinned": row.pinned,
-        "tokens": base64.b64encode(encode_tokens(row.tokens)).decode(),
-        "model": row.model,
-        "lora_name": row.lora_name,
-        "lora_path": row.lora_path,
-        "cache_salt": row.cache_salt,
-        "recipe_json": row.recipe_json,
-        "created_unix_s": row.created_unix_s,
-        "expires_unix_s": row.expires_unix_s,
-        "priority": row.priority,
-    }
+def _checksum(text: str) -> str:
+    return f"{xxhash.xxh3_64_intdigest(text.encode()):016x}"
 
 
 def _decode(data: bytes) -> Promise:
     outer = json.loads(data)
     text = outer["promise"]
-    if f"{xxhash.xxh3_64_intdigest(text.encode()):016x}" != outer["xxh3_64"]:
+    if _checksum(text) != outer["xxh3_64"]:
         raise ValueError("the checksum differs")
     fields = json.loads(text)
     if fields.pop("format") != _FORMAT:
@@ -192,4 +175,4 @@ def _decode(data: bytes) -> Promise:
     if fields.pop("kind") == "binding":
         keys = decode_keys(fields.pop("key_bytes"), base64.b64decode(fields.pop("keys")))
         return BindingRow(keys=keys, **fields)
-    return PromptRow(tokens=decode_tokens(base64.b64decode(fields.pop("tokens"))), **fields)
+    return PromptRow(tokens=TokenIds.from_bytes(base64.b64decode(fields.pop("tokens"))), **fields)

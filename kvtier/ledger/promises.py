@@ -7,20 +7,13 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvtier.errors import LedgerError
-from kvtier.ledger.promise_copies import PromiseCopies
-from kvtier.ledger.promise_rows import (
-    copies_in_namespace,
-    copies_of_other_pin,
-    copies_of_prompt,
-    load_promise,
-    row_refs,
-    write_binding,
-    write_prompt,
-)
-from kvtier.ledger.restoring import Restored, restore
+from kvtier.ledger.promise_copies import Promise, PromiseCopies, binding_id, copy_id_of, prompt_id
+from kvtier.ledger.row_tables import load_bindings, load_prompts, write_binding, write_namespace, write_prompt
 from kvtier.ledger.rows import BindingRow, NamespaceRow, PromptRow
 from kvtier.ledger.sql.database import Database
 from kvtier.obs.log import log_event
@@ -28,28 +21,58 @@ from kvtier.obs.log import log_event
 logger = logging.getLogger(__name__)
 
 _MAX_COPIES_A_CALL = 64
+_BINDINGS_OF = "pin_id IN (SELECT pin_id FROM prompts WHERE name = ?)"
+_PROMPT_OF = "SELECT 1 FROM prompts WHERE pin_id = ?"
+_NAMESPACE = "SELECT 1 FROM namespaces WHERE namespace_id = ?"
+
+
+class _Ref(NamedTuple):
+    """A promise in the database; `key` is (name,) of a prompt, (pin_id, namespace_id) of a binding."""
+
+    revision: int
+    key: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Restored:
+    """What `Promises.restore` put back.
+
+    Attributes:
+        prompts: Their names.
+        num_bindings: Of these and of other prompts.
+        num_namespaces: That the bindings needed.
+        num_damaged: Copies that were newer than their rows, or had none, and are not what was written: set aside.
+        without_copy: Names of prompts in a database that had lost something, which have no copy: they may have been
+            deleted since, and are kept.
+    """
+
+    prompts: list[str] = field(default_factory=list)
+    num_bindings: int = 0
+    num_namespaces: int = 0
+    num_damaged: int = 0
+    without_copy: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Something was lost."""
+        return bool(self.prompts or self.num_bindings or self.num_damaged)
 
 
 class Promises:
     """The ledger's prompts and bindings with their copies: one transaction for each method, durable on return.
-
-    Args:
-        database: Holds the rows.
-        copies: Their folder; None for a ledger without copies.
 
     Attributes:
         misses_copies: A row may have no copy, or an older one. May be read from any thread.
     """
 
     def __init__(self, database: Database, copies: PromiseCopies | None) -> None:
-        """Take over what `Ledger.open` has opened.
+        """Take over what `Ledger.open` has opened; `copies` is None for a ledger without copies.
 
         Raises:
             sqlite3.Error: The database cannot be read.
         """
         self._database, self._copies = database, copies
         copied = copies.revisions.values() if copies is not None else ()
-        revisions = (ref.revision for ref in row_refs(database.connection).values())
+        revisions = (ref.revision for ref in _refs(database.connection).values())
         self._revision: int = max([0, *revisions, *copied])
         self.misses_copies = copies is not None
 
@@ -59,16 +82,16 @@ class Promises:
         Raises:
             LedgerError: Another prompt has this `pin_id`.
         """
-        revision = self._next_revision()
+        row = replace(row, revision=self._next_revision())
         with self._database.transaction() as sql:
-            ended = copies_of_other_pin(sql, row)
-            write_prompt(sql, row, revision)
-            self._copy_after_commit(lambda copies: copies.put(row, revision))
+            ended = _binding_ids(sql, f"{_BINDINGS_OF} AND pin_id <> ?", row.name, row.pin_id)
+            write_prompt(sql, row)
+            self._copy_after_commit(lambda copies: copies.put(row))
             self._copy_after_commit(lambda copies: copies.drop(*ended))
 
     def delete_prompt(self, name: str) -> None:
         """Delete a prompt with its bindings."""
-        with self._without_copies(copies_of_prompt, name), self._database.transaction() as sql:
+        with self.without_copies(_BINDINGS_OF, name, prompt_id(name)), self._database.transaction() as sql:
             sql.execute("DELETE FROM prompts WHERE name = ?", (name,))
 
     def put_binding(self, row: BindingRow) -> None:
@@ -77,29 +100,53 @@ class Promises:
         Raises:
             LedgerError: The ledger has no such prompt or namespace.
         """
-        revision = self._next_revision()
+        row = replace(row, revision=self._next_revision())
         with self._database.transaction() as sql:
-            write_binding(sql, row, revision)
-            self._copy_after_commit(lambda copies: copies.put(row, revision))
+            write_binding(sql, row)
+            self._copy_after_commit(lambda copies: copies.put(row))
 
-    @contextmanager
-    def leaving_namespace(self, namespace_id: str) -> Iterator[None]:
-        """Remove the copies of a namespace's bindings before the block deletes their rows.
+    # What the database has lost
+
+    def restore(self, load_namespaces: Callable[[], Iterable[NamespaceRow]]) -> Restored:
+        """Put back every promise whose copy is newer than its row, or has no row, in one transaction.
+
+        Damaged copies are set aside, those of prompts that have ended are removed.
+
+        Args:
+            load_namespaces: Returns the copies of namespaces; called if a binding needs one that is lost too.
 
         Raises:
-            LedgerError: They cannot be removed; nothing was changed.
+            LedgerError: SQLite refused; nothing was changed in the database.
         """
-        with self._without_copies(copies_in_namespace, namespace_id):
-            yield
-
-    def restore(
-        self, put_namespace: Callable[[NamespaceRow], None], load_namespaces: Callable[[], Iterable[NamespaceRow]]
-    ) -> Restored:
-        """Put back what the database has lost, in one transaction; see `Ledger.restore_promises`."""
+        restored = Restored()
         if self._copies is None:
-            return Restored()
-        with self._database.together():
-            return restore(self._database.connection, self._copies, put_namespace, load_namespaces)
+            return restored
+        with self._database.transaction() as sql:
+            promises = _newer_copies(sql, self._copies, restored)
+            for prompt in (row for row in promises if isinstance(row, PromptRow)):
+                if not _has(sql, f"{_PROMPT_OF} AND name <> ?", prompt.pin_id, prompt.name):
+                    write_prompt(sql, prompt)
+                    restored.prompts.append(prompt.name)
+            bindings = [row for row in promises if isinstance(row, BindingRow)]
+            known = [row for row in bindings if _has(sql, _PROMPT_OF, row.pin_id)]
+            wanted = {row.namespace_id for row in known if not _has(sql, _NAMESPACE, row.namespace_id)}
+            for namespace in load_namespaces() if wanted else ():
+                if namespace.namespace_id in wanted:
+                    write_namespace(sql, namespace)
+                    restored.num_namespaces += 1
+            for row in known:
+                if _has(
+                    sql, _NAMESPACE, row.namespace_id
+                ):  # else it stays a file: a later start may know the namespace
+                    write_binding(sql, row)
+                    restored.num_bindings += 1
+            if restored:
+                names = (name for (name,) in sql.execute("SELECT name FROM prompts ORDER BY name"))
+                restored.without_copy = [name for name in names if prompt_id(name) not in self._copies.revisions]
+            if not restored.num_damaged:  # else its prompt's copy may be the damaged one
+                with suppress(OSError):
+                    self._copies.drop(*(copy_id_of(row) for row in bindings if not _has(sql, _PROMPT_OF, row.pin_id)))
+        return restored
 
     # Copies
 
@@ -111,11 +158,12 @@ class Promises:
         """
         if self._copies is None:
             return
+        sql = self._database.connection
         try:
-            refs = row_refs(self._database.connection)
-            missing = [ref for copy_id, ref in refs.items() if self._copies.revisions.get(copy_id, -1) < ref.revision]
-            for ref in missing[:_MAX_COPIES_A_CALL]:
-                self._copies.put(load_promise(self._database.connection, ref), ref.revision)
+            copied = self._copies.revisions
+            missing = [ref.key for copy_id, ref in _refs(sql).items() if copied.get(copy_id, -1) < ref.revision]
+            for key in missing[:_MAX_COPIES_A_CALL]:
+                self._copies.put(_load_promise(sql, key))
         except (OSError, ValueError, sqlite3.Error) as exc:
             raise LedgerError(f"cannot copy promises to {self._copies.folder}: {exc}; free space there") from exc
         self.misses_copies = len(missing) > _MAX_COPIES_A_CALL
@@ -128,10 +176,29 @@ class Promises:
             self._copies.set_aside(copy_id)
         self.misses_copies = True
 
-    def _next_revision(self) -> int:
-        """Return a number above all that rows and copies have. The clock keeps it above those of rows that are lost."""
-        self._revision = max(self._revision + 1, time.time_ns())
-        return self._revision
+    @contextmanager
+    def without_copies(self, bindings: str, value: str, *copy_ids: str) -> Iterator[None]:
+        """Remove copies before the block deletes their rows: a copy without a row would be put back at the next start.
+
+        Args:
+            bindings: Condition in SQL, of the bindings whose copies go.
+            value: Its parameter.
+            copy_ids: Others that go.
+
+        Raises:
+            LedgerError: They cannot be removed; nothing was changed.
+        """
+        if self._copies is None:
+            yield
+            return
+        try:
+            self._copies.drop(*copy_ids, *_binding_ids(self._database.connection, bindings, value))
+            yield
+        except BaseException as exc:
+            self.misses_copies = True  # of rows that stay
+            if isinstance(exc, OSError | sqlite3.Error):
+                raise LedgerError(f"cannot remove copies in {self._copies.folder}: {exc}; nothing was changed") from exc
+            raise
 
     def _copy_after_commit(self, change: Callable[[PromiseCopies], None]) -> None:
         """Change the copies after the commit. What cannot be written then is written later: the row is durable."""
@@ -148,21 +215,47 @@ class Promises:
 
         self._database.after_commit(follow)
 
-    @contextmanager
-    def _without_copies(self, find: Callable[[sqlite3.Connection, str], list[str]], of: str) -> Iterator[None]:
-        """Remove copies before the block deletes their rows: a copy without a row would be put back at the next start.
+    def _next_revision(self) -> int:
+        """Return a number above all that rows and copies have. The clock keeps it above those of rows that are lost."""
+        self._revision = max(self._revision + 1, time.time_ns())
+        return self._revision
 
-        Raises:
-            LedgerError: They cannot be removed; nothing was changed.
-        """
-        if self._copies is None:
-            yield
-            return
-        try:
-            self._copies.drop(*find(self._database.connection, of))
-            yield
-        except BaseException as exc:
-            self.misses_copies = True  # of rows that stay
-            if isinstance(exc, OSError | sqlite3.Error):
-                raise LedgerError(f"cannot remove copies in {self._copies.folder}: {exc}; nothing was changed") from exc
-            raise
+
+def _refs(sql: sqlite3.Connection) -> dict[str, _Ref]:
+    """Return every promise of the database, by the id of its copy."""
+    prompts = sql.execute("SELECT revision, name FROM prompts")
+    refs = {prompt_id(name): _Ref(revision, (name,)) for revision, name in prompts}
+    bindings = sql.execute("SELECT revision, pin_id, namespace_id FROM bindings")
+    return refs | {binding_id(*key): _Ref(revision, tuple(key)) for revision, *key in bindings}
+
+
+def _load_promise(sql: sqlite3.Connection, key: tuple[str, ...]) -> Promise:
+    if len(key) == 1:
+        (prompt,) = load_prompts(sql, "WHERE name = ?", *key)
+        return prompt
+    (binding,) = load_bindings(sql, "WHERE pin_id = ? AND namespace_id = ?", *key)
+    return binding
+
+
+def _binding_ids(sql: sqlite3.Connection, where: str, *values: str) -> list[str]:
+    """Return the ids of the copies of bindings."""
+    return [binding_id(*key) for key in sql.execute(f"SELECT pin_id, namespace_id FROM bindings WHERE {where}", values)]
+
+
+def _newer_copies(sql: sqlite3.Connection, copies: PromiseCopies, restored: Restored) -> list[Promise]:
+    """Return what the copies say that the database does not, the oldest first; set damaged ones aside."""
+    refs, found = _refs(sql), list[Promise]()
+    for copy_id, revision in list(copies.revisions.items()):
+        if copy_id in refs and refs[copy_id].revision >= revision:
+            continue
+        row = copies.read(copy_id)
+        if row is not None:
+            found.append(row)
+        else:
+            copies.set_aside(copy_id)
+            restored.num_damaged += 1
+    return sorted(found, key=lambda row: row.revision)
+
+
+def _has(sql: sqlite3.Connection, query: str, *values: str) -> bool:
+    return sql.execute(query, values).fetchone() is not None

@@ -1,4 +1,4 @@
-"""What the ledger keeps, as values, and how each is coded in its columns."""
+"""What the ledger keeps, as values, and how each is coded in its columns and copies."""
 
 import dataclasses
 import json
@@ -9,8 +9,6 @@ from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.stored import PackRecord
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
-
-CHECKSUM_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +121,6 @@ def encode_tokens(tokens: Sequence[int]) -> bytes:
     return _token_ids(tokens).to_bytes()
 
 
-def decode_tokens(blob: bytes) -> TokenIds:
-    """Undo `encode_tokens`.
-
-    Raises:
-        ValueError: The blob is no whole number of tokens.
-    """
-    return TokenIds.from_bytes(blob)
-
-
 def _token_ids(tokens: Sequence[int]) -> TokenIds:
     try:
         return tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
@@ -182,8 +171,3 @@ def decode_layout(text: str) -> KVLayout:
     fields = json.loads(text)
     groups = tuple(GroupLayout(**group) for group in fields.pop("groups"))
     return KVLayout(groups=groups, **fields)
-
-
-def encode_checksum(checksum: int) -> int:
-    """Return 64 unsigned bits as SQLite's signed integer; `& CHECKSUM_MASK` undoes it."""
-    return checksum - 2**64 if checksum >= 2**63 else checksum

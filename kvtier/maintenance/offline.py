@@ -1,7 +1,6 @@
 """fsck without a daemon: over a state directory whose lock the caller holds. Blocks."""
 
 import os
-import tempfile
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError
 from kvtier.host.arena import ARENA_PREFIX
 from kvtier.ledger import Ledger, LedgerSnapshot, NamespaceRow
-from kvtier.ledger.checks import inspect_ledger, load_copy, salvage_ledger
+from kvtier.ledger.checks import inspect_ledger, read_ledger, salvage_ledger
 from kvtier.ledger.namespace_files import load_namespaces, save_namespace
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.sql.schema import SIDE_FILES
@@ -23,7 +22,6 @@ from kvtier.maintenance.compare_promises import compare_promises, read_copies
 from kvtier.maintenance.findings import Code, Finding, Report
 from kvtier.maintenance.observe import Verifier, list_names, read_headers
 from kvtier.maintenance.repair import Repairer
-from kvtier.upkeep.scratch_folder import scratch_folder
 
 LEDGER_NAME = "ledger.sqlite"
 _EMPTY = LedgerSnapshot(namespaces=(), prompts=(), bindings=(), packs={})
@@ -104,14 +102,9 @@ class _OfflineCheck:
         elif health.altered:
             return None  # no row of it is believed before these are given up
         try:
-            with tempfile.TemporaryDirectory(prefix="kvtier-fsck-", dir=self._scratch()) as scratch:
-                return load_copy(self._ledger_path, Path(scratch))
+            return read_ledger(self._ledger_path)
         except LedgerError as error:
             return self._replace_damaged(str(error))
-
-    def _scratch(self) -> Path | None:
-        """The copy goes beside the ledger, where there is room for it; elsewhere if that is read only."""
-        return scratch_folder(self._state_dir) if os.access(self._state_dir, os.W_OK) else None
 
     def _drop_rows(self) -> None:
         self._fill(Ledger.open(self._ledger_path))
@@ -181,9 +174,8 @@ class _OfflineCheck:
             new = [row for row in copies if row.namespace_id not in known]
             for row in new:
                 ledger.put_namespace(row)
-            restored = ledger.restore_promises(lambda: copies)
-            while ledger.drop_dangling_rows():
-                pass
+            restored = ledger.promises.restore(lambda: copies)
+            ledger.drop_dangling_rows()
             _catch_up(ledger)
             return f"{len(new)} namespaces, {len(restored.prompts)} prompts and {restored.num_bindings} bindings"
         finally:

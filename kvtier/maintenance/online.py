@@ -6,11 +6,9 @@ dangling only when it is in a snapshot that is younger than the look that missed
 """
 
 import asyncio
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtier.concurrency.turns import Breather, slices
@@ -20,7 +18,7 @@ from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import NamespaceMismatchError
 from kvtier.ledger import LedgerSnapshot
-from kvtier.ledger.checks import LedgerHealth, inspect_ledger, load_copy
+from kvtier.ledger.checks import LedgerHealth, inspect_ledger, read_ledger
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.maintenance.compare import PackFiles, both, compare
 from kvtier.maintenance.compare_promises import compare_promises, read_copies
@@ -29,7 +27,6 @@ from kvtier.maintenance.observe import Verifier, list_names, read_headers
 from kvtier.maintenance.repair import Repairer
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
-from kvtier.upkeep.scratch_folder import scratch_folder
 
 _GRACE_POLL_S = 0.01
 
@@ -75,10 +72,6 @@ class _OnlineCheck:
         self._tier = PackTier(self._state_dir / "packs")
 
     def run(self) -> Report:
-        with tempfile.TemporaryDirectory(prefix="kvtier-fsck-", dir=scratch_folder(self._state_dir)) as scratch:
-            return self._run(Path(scratch))
-
-    def _run(self, scratch: Path) -> Report:
         verifier = Verifier(self._tier, self._left.is_set)
         health = inspect_ledger(self._cache.resources.ledger.path)
         findings = self._check_ledger(health)
@@ -88,11 +81,11 @@ class _OnlineCheck:
         counted = set(self._cache.resources.disk_usage.packs)
         before = list_names(self._tier.directory)
         known = self._on_loop(self._writes_ended())
-        earlier = self._load(scratch)
+        earlier = read_ledger(self._cache.resources.ledger.path)
         headers = read_headers(self._tier, sorted(PackFiles(sizes=before).packs), self._left.is_set)
         damaged = verifier.damaged(_present(earlier, before)) if self._deep else {}
         after = list_names(self._tier.directory)
-        later = self._load(scratch)
+        later = read_ledger(self._cache.resources.ledger.path)
         ledger = both(earlier, later)
         files = PackFiles(
             sizes=_settled(before, after, set(ledger.packs), {*earlier.packs, *later.packs, *known}),
@@ -123,9 +116,6 @@ class _OnlineCheck:
 
     def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _load(self, scratch: Path) -> LedgerSnapshot:
-        return load_copy(self._cache.resources.ledger.path, scratch)
 
     def _copies(self) -> PromiseCopies:
         return PromiseCopies(self._state_dir / FOLDER_NAME)
@@ -183,8 +173,7 @@ class _OnlineCheck:
 
     async def _drop_dangling(self) -> None:
         resources = self._cache.resources
-        while await resources.in_ledger(resources.ledger.drop_dangling_rows):
-            pass
+        await resources.in_ledger(resources.ledger.drop_dangling_rows)
 
     async def _writes_ended(self) -> set[str]:
         """Wait until every pack write that is going on now has ended: its row is there then, or its file is gone.

@@ -84,7 +84,7 @@ async def load_from_disk(
 
 async def _restore_promises(resources: Resources) -> None:
     copies = partial(load_namespaces, resources.config.disk.disk_dir)
-    restored = await resources.in_ledger(resources.ledger.restore_promises, copies)
+    restored = await resources.in_ledger(resources.ledger.promises.restore, copies)
     if restored:
         log_event(
             logger,

@@ -92,10 +92,10 @@ class CountedCopies(PromiseCopies):
         super().__init__(folder)
         self._ops = ops
 
-    def put(self, row: Promise, revision: int) -> None:
+    def put(self, row: Promise) -> None:
         """See PromiseCopies."""
         self._ops._step("put_copy")
-        super().put(row, revision)
+        super().put(row)
 
     def drop(self, *copy_ids: str) -> None:
         """See PromiseCopies."""

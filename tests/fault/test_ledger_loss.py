@@ -77,7 +77,7 @@ def _promises(folder: Path) -> tuple[object, object]:
     """Open the ledger as a start does, and return what it promises."""
     ledger = Ledger.open(folder / "ledger.sqlite")
     try:
-        ledger.restore_promises(lambda: load_namespaces(folder))
+        ledger.promises.restore(lambda: load_namespaces(folder))
         snapshot = ledger.load()
     finally:
         ledger.close()

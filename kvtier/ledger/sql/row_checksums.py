@@ -41,11 +41,6 @@ def row_checksum(columns: Sequence[object]) -> int:
     return digest.intdigest() - 2**63
 
 
-def with_checksum(*columns: object) -> tuple[object, ...]:
-    """Return a row's columns, each of the type in which SQLite will give it back, and their checksum behind them."""
-    return (*columns, row_checksum(columns))
-
-
 def checked_rows(connection: sqlite3.Connection, table: str) -> Iterator[CheckedRow]:
     """Yield the rows of a checked table, wherever in them the checksum stands.
 

@@ -7,18 +7,29 @@ from pathlib import Path
 
 from kvtier.errors import FormatVersionError, LedgerError
 from kvtier.fsync import fsync_directory
-from kvtier.ledger.sql.migrations import REMOVED_PACKS_TABLE, migrate
+from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, checked_rows, row_checksum
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
 SCHEMA_VERSION = 4
-"""PRAGMA user_version. Version 1 had no row checksums, 2 no priorities, 3 no revisions and no removed packs; they are
-brought up to date when opened."""
+"""PRAGMA user_version. Older ledgers are brought up to date when they are opened."""
+FIRST_CHECKED_VERSION = 2
+_ADDED_COLUMNS = [
+    *((FIRST_CHECKED_VERSION, table, "checksum") for table in CHECKED_TABLES),
+    (3, "prompts", "priority"),
+    (4, "prompts", "revision"),
+    (4, "bindings", "revision"),
+]
+"""Since which version which table has which column: integers that are 0 in older rows."""
 SIDE_FILES = ("-wal", "-shm")
 """What SQLite keeps beside a database."""
 BUSY_TIMEOUT_S = 5.0
 """How long to wait for an operator who has the file open in the sqlite3 shell."""
 
+_REMOVED_PACKS_TABLE = """CREATE TABLE removed_packs (
+    pack_id         TEXT PRIMARY KEY    -- its rows are gone on purpose; a crash may leave, or bring back, its file
+) STRICT, WITHOUT ROWID;"""
+"""Since version 4."""
 _TABLES = f"""
 CREATE TABLE namespaces (
     namespace_id    TEXT PRIMARY KEY,
@@ -74,7 +85,7 @@ CREATE TABLE chunks (
     PRIMARY KEY (namespace_id, key)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX chunks_by_pack ON chunks (pack_id);
-{REMOVED_PACKS_TABLE};
+{_REMOVED_PACKS_TABLE}
 """
 
 
@@ -110,20 +121,66 @@ def _create_private(path: Path) -> None:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     _check_integrity(connection, path)
-    version = _number(connection, "user_version")
-    if version > SCHEMA_VERSION:  # before the journal mode is set, which is kept in the file
-        raise FormatVersionError(path, version, SCHEMA_VERSION)
+    version = checked_version(connection, path)
     # FULL: without it a WAL commit is not fsynced, and a power cut takes back acknowledged pins.
     for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}")
+    update_schema(connection, version)
     if version == 0:
-        _create_tables(connection, path)
         fsync_directory(path.parent)
-    elif _number(connection, "application_id") != APPLICATION_ID:
-        raise _foreign(path)
-    elif version < SCHEMA_VERSION:
-        migrate(connection, version, SCHEMA_VERSION)
     checkpoint(connection)
+
+
+def checked_version(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the version of a ledger, 0 for an empty database. Changes nothing.
+
+    Raises:
+        FormatVersionError: A newer kvtier wrote it.
+        LedgerError: It is another program's.
+    """
+    version, application_id = (_number(connection, pragma) for pragma in ("user_version", "application_id"))
+    if version > SCHEMA_VERSION:
+        raise FormatVersionError(path, version, SCHEMA_VERSION)
+    is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+    is_ours = is_empty if version == 0 else application_id == APPLICATION_ID
+    if not is_ours:
+        raise LedgerError(f"{path} is another program's SQLite database; give kvtier another disk.dir")
+    return version
+
+
+def update_schema(connection: sqlite3.Connection, version: int) -> None:
+    """Create the tables of an empty database, or bring an older ledger up to date.
+
+    Everything is one transaction, so a crash leaves old or new. Columns are only added: a row keeps what it says, and
+    its checksum covers the new column too. An altered row keeps its old checksum, which does not fit, and is refused as
+    before.
+
+    Raises:
+        sqlite3.Error: Nothing was changed.
+    """
+    if version == 0:
+        connection.executescript(
+            f"BEGIN;{_TABLES}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = {SCHEMA_VERSION};COMMIT;"
+        )
+    elif version < SCHEMA_VERSION:
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            for table in CHECKED_TABLES:
+                _add_columns(connection, table, version)
+            connection.execute(_REMOVED_PACKS_TABLE)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _add_columns(connection: sqlite3.Connection, table: str, version: int) -> None:
+    is_checked = version >= FIRST_CHECKED_VERSION
+    altered = {row.rowid for row in checked_rows(connection, table) if not row.is_intact} if is_checked else set()
+    for since, of_table, column in _ADDED_COLUMNS:
+        if since > version and of_table == table:
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
+    for row in list(checked_rows(connection, table)):
+        if row.rowid not in altered:
+            checksum = row_checksum(row.columns)
+            connection.execute(f"UPDATE {table} SET checksum = ? WHERE rowid = ?", (checksum, row.rowid))
 
 
 def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:
@@ -142,15 +199,6 @@ def _is_filled(path: Path) -> bool:
         return path.stat().st_size > 0
     except OSError:
         return False
-
-
-def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
-    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
-        raise _foreign(path)
-    # One transaction: a crash leaves an empty file or all tables.
-    connection.executescript(
-        f"BEGIN;{_TABLES}PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-    )
 
 
 def checkpoint(connection: sqlite3.Connection) -> bool:
@@ -181,7 +229,3 @@ def _damaged(path: Path, problem: str) -> LedgerError:
         "saves what can be read and brings back pins from their copies and chunks from their packs, or restore it from "
         "a backup"
     )
-
-
-def _foreign(path: Path) -> LedgerError:
-    return LedgerError(f"{path} is another program's SQLite database; give kvtier another disk.dir")

@@ -111,7 +111,7 @@ def test_a_database_that_is_new_gets_everything_back(ledger: Ledger, path: Path)
     ledger.close()
     path.unlink()
     ledger = Ledger.open(path)
-    restored = ledger.restore_promises(lambda: [namespace_row()])
+    restored = ledger.promises.restore(lambda: [namespace_row()])
     assert (restored.prompts, restored.num_bindings, restored.num_namespaces) == (["support"], 1, 1)
     snapshot = ledger.load()
     assert (snapshot.prompts, snapshot.bindings, snapshot.namespaces) == (
@@ -119,7 +119,7 @@ def test_a_database_that_is_new_gets_everything_back(ledger: Ledger, path: Path)
         (binding_row(),),
         (namespace_row(),),
     )
-    assert not ledger.restore_promises(lambda: [namespace_row()]), "once is enough"
+    assert not ledger.promises.restore(lambda: [namespace_row()]), "once is enough"
     ledger.close()
 
 
@@ -133,13 +133,13 @@ def test_an_old_row_is_replaced_and_a_new_one_is_not(ledger: Ledger, path: Path)
     newer = path.read_bytes()
     path.write_bytes(backup)
     ledger = Ledger.open(path)
-    restored = ledger.restore_promises(list)
+    restored = ledger.promises.restore(list)
     assert (restored.prompts, restored.without_copy) == (["support"], ["ended"])
     assert ledger.load().prompts == (prompt_row("ended", "pin-9"), prompt_row(pinned=False, tokens=(7,)))
     ledger.close()
     path.write_bytes(newer)
     ledger = Ledger.open(path)
-    assert not ledger.restore_promises(list)
+    assert not ledger.promises.restore(list)
     ledger.close()
 
 
@@ -159,7 +159,7 @@ def test_a_damaged_copy_of_a_lost_row_is_set_aside_and_counted(ledger: Ledger, p
     (file,) = (path.parent / "promises").glob(f"{SUPPORT}-*")
     file.write_bytes(file.read_bytes()[:-10])
     ledger = Ledger.open(path)
-    restored = ledger.restore_promises(lambda: [namespace_row()])
+    restored = ledger.promises.restore(lambda: [namespace_row()])
     assert (restored.prompts, restored.num_bindings, restored.num_damaged) == ([], 0, 1)
     assert [entry.suffix for entry in sorted((path.parent / "promises").iterdir())] in (
         [".damaged", ".json"],
@@ -172,8 +172,8 @@ def test_a_binding_of_an_unknown_namespace_waits(ledger: Ledger, path: Path) -> 
     ledger.close()
     path.unlink()
     ledger = Ledger.open(path)
-    assert ledger.restore_promises(list).num_bindings == 0
-    assert ledger.restore_promises(lambda: [namespace_row()]).num_bindings == 1
+    assert ledger.promises.restore(list).num_bindings == 0
+    assert ledger.promises.restore(lambda: [namespace_row()]).num_bindings == 1
     ledger.close()
 
 
@@ -184,7 +184,7 @@ def test_bindings_of_a_prompt_that_ended_are_removed(ledger: Ledger, path: Path)
     ledger.promises.delete_prompt("support")
     copy.write_bytes(data)
     ledger = reopened(ledger)
-    assert not ledger.restore_promises(list)
+    assert not ledger.promises.restore(list)
     assert copies_beside(path) == {}
     ledger.close()
 
@@ -211,7 +211,7 @@ def test_a_crash_between_commit_and_copy_leaves_a_row_whose_copy_is_made_up_for(
             with pytest.raises(PowerCutError):
                 change()
     ledger = reopened(ledger)
-    assert not ledger.restore_promises(lambda: [namespace_row()])
+    assert not ledger.promises.restore(lambda: [namespace_row()])
     assert ledger.promises.misses_copies
     assert ledger.catch_up()
     assert not ledger.is_behind
@@ -232,7 +232,7 @@ def test_a_crash_before_the_row_is_deleted_leaves_the_promise(
             ledger.promises.delete_prompt("support")
     assert copies_beside(path) == {}
     ledger = reopened(ledger)
-    ledger.restore_promises(list)
+    ledger.promises.restore(list)
     assert ledger.catch_up()
     assert ledger.load().prompts == (prompt_row(),)
     assert copies_beside(path) == {SUPPORT: prompt_row(), BOUND: binding_row()}

@@ -1,0 +1,172 @@
+"""Rows as the database keeps them. Every function runs in the caller's transaction, and raises what SQLite raises."""
+
+import json
+import sqlite3
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any
+
+from kvtier.collector import gc_paused
+from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.core.tokens import TokenIds
+from kvtier.ledger.rows import (
+    BindingRow,
+    LedgerSnapshot,
+    NamespaceRow,
+    PromptRow,
+    decode_keys,
+    decode_layout,
+    encode_keys,
+    encode_layout,
+    encode_tokens,
+)
+from kvtier.ledger.sql.row_checksums import row_checksum
+
+_CHUNK_COLUMNS = "key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum"
+
+
+def write_namespace(sql: sqlite3.Connection, row: NamespaceRow) -> None:
+    """Insert or update a namespace."""
+    coded = {
+        "fingerprint": json.dumps(dict(row.fingerprint), sort_keys=True),
+        "layout": encode_layout(row.layout),
+        "created_unix_s": float(row.created_unix_s),
+        "seen_unix_s": float(row.seen_unix_s),
+    }
+    _write(sql, "namespaces", "namespace_id", vars(row) | coded)
+
+
+def write_prompt(sql: sqlite3.Connection, row: PromptRow) -> None:
+    """Insert or replace a prompt by name; bindings stay while its `pin_id` does."""
+    sql.execute("DELETE FROM prompts WHERE name = ? AND pin_id <> ?", (row.name, row.pin_id))
+    coded = {
+        "pinned": int(row.pinned),
+        "tokens": encode_tokens(row.tokens),
+        "created_unix_s": float(row.created_unix_s),
+        "expires_unix_s": float(row.expires_unix_s),
+        "priority": int(row.priority),
+    }
+    _write(sql, "prompts", "name", vars(row) | coded)
+
+
+def write_binding(sql: sqlite3.Connection, row: BindingRow) -> None:
+    """Insert or replace a binding."""
+    key_bytes, keys = encode_keys(row.keys)
+    columns = {"pin_id": row.pin_id, "namespace_id": row.namespace_id, "key_bytes": key_bytes, "keys": keys}
+    columns |= {"covered_tokens": row.covered_tokens, "revision": row.revision}
+    _write(sql, "bindings", "pin_id, namespace_id", columns)
+
+
+def _write(sql: sqlite3.Connection, table: str, key: str, columns: Mapping[str, object]) -> None:
+    """Insert a row with its checksum, or update the one that has the same key.
+
+    Args:
+        sql: The database.
+        table: One with checksums.
+        key: The columns of its primary key.
+        columns: By name, in the order of the table, each of the type in which SQLite returns it.
+    """
+    # Not INSERT OR REPLACE: that deletes the row first, and the rows that refer to it with it.
+    names, values = (*columns, "checksum"), (*columns.values(), row_checksum(tuple(columns.values())))
+    updates = ", ".join(f"{name} = excluded.{name}" for name in names)
+    sql.execute(
+        f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+        f" ON CONFLICT ({key}) DO UPDATE SET {updates}",
+        values,
+    )
+
+
+def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
+    """Return all rows.
+
+    Raises:
+        sqlite3.Error: The database cannot be read.
+        ValueError, TypeError, KeyError, InvalidArgumentError: A column does not decode.
+    """
+    namespaces = (
+        NamespaceRow(**row | {"fingerprint": json.loads(row["fingerprint"]), "layout": decode_layout(row["layout"])})
+        for row in _load(sql, "namespaces ORDER BY created_unix_s, namespace_id")
+    )
+    return LedgerSnapshot(
+        namespaces=tuple(namespaces),
+        prompts=tuple(load_prompts(sql, "ORDER BY name")),
+        bindings=tuple(load_bindings(sql)),
+        packs=_load_packs(sql),
+    )
+
+
+def load_prompts(sql: sqlite3.Connection, clause: str = "", *values: str) -> Iterator[PromptRow]:
+    """Yield all prompts, or those of a WHERE clause; raises as `load_snapshot` does."""
+    for row in _load(sql, f"prompts {clause}", *values):
+        yield PromptRow(**row | {"pinned": bool(row["pinned"]), "tokens": TokenIds.from_bytes(row["tokens"])})
+
+
+def load_bindings(sql: sqlite3.Connection, clause: str = "", *values: str) -> Iterator[BindingRow]:
+    """Yield all bindings, or those of a WHERE clause; raises as `load_snapshot` does."""
+    for row in _load(sql, f"bindings {clause}", *values):
+        yield BindingRow(**row | {"keys": decode_keys(row.pop("key_bytes"), row["keys"])})
+
+
+def _load(sql: sqlite3.Connection, source: str, *values: str) -> Iterator[dict[str, Any]]:
+    """Yield the columns of rows by name, without the checksum."""
+    cursor = sql.execute(f"SELECT * FROM {source}", values)
+    names = [name for name, *_ in cursor.description]
+    for values_of_row in cursor:
+        row = dict(zip(names, values_of_row, strict=True))
+        del row["checksum"]
+        yield row
+
+
+def find_chunks(sql: sqlite3.Connection, namespace_id: str, keys: Iterable[ChunkKey]) -> dict[ChunkKey, StoredChunk]:
+    """Return the rows of these chunks, as far as they have one that makes sense."""
+    found: dict[ChunkKey, StoredChunk] = {}
+    query = f"SELECT {_CHUNK_COLUMNS} FROM chunks WHERE namespace_id = ? AND key = ?"
+    for key in keys:
+        for columns in sql.execute(query, (namespace_id, key)):
+            with suppress(ValueError):
+                found[key] = _stored_chunk(*columns)
+    return found
+
+
+def chunk_columns(namespace_id: str, chunk: StoredChunk) -> tuple[object, ...]:
+    """Return the columns of a chunk's row, in the order of the table."""
+    place = (chunk.pack_id, chunk.offset, chunk.stored_bytes, chunk.raw_bytes, chunk.codec)
+    signed = chunk.checksum - 2**64 if chunk.checksum >= 2**63 else chunk.checksum  # SQLite has no unsigned integers
+    return (namespace_id, chunk.key, *place, signed)
+
+
+def _load_packs(sql: sqlite3.Connection) -> dict[str, PackRecord]:
+    rows = sql.execute("SELECT pack_id, namespace_id, file_bytes FROM packs").fetchall()
+    chunks: dict[str, list[StoredChunk]] = {pack_id: [] for pack_id, *_ in rows}
+    with gc_paused():
+        _load_chunks(sql, chunks)
+    return {
+        pack_id: PackRecord(
+            pack_id=pack_id, namespace_id=namespace_id, file_bytes=file_bytes, chunks=tuple(chunks[pack_id])
+        )
+        for pack_id, namespace_id, file_bytes in rows
+    }
+
+
+def _load_chunks(sql: sqlite3.Connection, chunks: dict[str, list[StoredChunk]]) -> None:
+    """Add each chunk to its pack's list and order the lists by offset."""
+    rows = sql.execute(f"SELECT {_CHUNK_COLUMNS} FROM chunks")
+    # SQLite makes a new string for each row: sharing those of a pack id and a codec saves 134 bytes a chunk.
+    pack_ids = {pack_id: pack_id for pack_id in chunks}
+    for key, pack_id, *numbers in rows:
+        shared_id = pack_ids.get(pack_id)
+        if shared_id is None:  # a repaired ledger's row without its pack: not held
+            continue
+        with suppress(ValueError):  # a row that is damaged is a chunk that is not held: it is stored again
+            chunks[shared_id].append(_stored_chunk(key, shared_id, *numbers))
+    for of_pack in chunks.values():
+        of_pack.sort(key=attrgetter("offset"))
+
+
+def _stored_chunk(
+    key: ChunkKey, pack_id: str, offset: int, stored_bytes: int, raw_bytes: int, codec: str, checksum: int
+) -> StoredChunk:
+    return StoredChunk(key, pack_id, offset, stored_bytes, raw_bytes, sys.intern(codec), checksum % 2**64)
