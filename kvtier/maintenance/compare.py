@@ -1,19 +1,21 @@
-"""Ledger against packs, both ways: plain values in, findings out. No I/O, so that every case is a unit test."""
+"""What ledger, packs and copies say about each other: plain values in, findings out, so every case is a unit test."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.ledger import LedgerSnapshot
+from kvtier.disk.packs.pack_directory import PACK_SUFFIX, QUARANTINE_SUFFIX, TEMP_SUFFIX
+from kvtier.ledger import LedgerSnapshot, PromptRow
+from kvtier.ledger.checks import LedgerHealth
+from kvtier.ledger.promise_copies import Promise, binding_id, prompt_id
 from kvtier.maintenance.findings import Code, Finding
 from kvtier.printable import printable
 
-PACK_SUFFIX = ".kvpack"
-PACK_FILE = re.compile(r"([0-9a-f]{32})\.kvpack")
-TEMP_FILE = re.compile(r"[0-9a-f]{32}\.kvpack\.tmp")
-QUARANTINED = re.compile(r"[0-9a-f]{32}\.kvpack-damaged|quarantine")
+PACK_FILE = re.compile(rf"([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}")
+TEMP_FILE = re.compile(rf"[0-9a-f]{{32}}{re.escape(TEMP_SUFFIX)}")
+QUARANTINED = re.compile(rf"[0-9a-f]{{32}}{re.escape(QUARANTINE_SUFFIX)}|quarantine")
 
 _PLACE = ("offset", "stored_bytes", "raw_bytes", "codec", "checksum")
 
@@ -42,59 +44,56 @@ class PackFiles:
 
 
 def compare(ledger: LedgerSnapshot, files: PackFiles) -> list[Finding]:
-    """Return every disagreement, and notes on what is in order but worth knowing."""
+    """Return every disagreement of ledger and packs, and notes on what is in order but worth knowing."""
     packs = files.packs
     namespaces = {row.namespace_id for row in ledger.namespaces}
     findings: list[Finding] = []
     for pack_id, record in sorted(ledger.packs.items()):
+        num_chunks = len(record.chunks)
         if record.namespace_id not in namespaces:
-            findings.append(_unknown_namespace(record))
+            what = f"the ledger has the pack, but not its namespace {record.namespace_id}"
+            findings.append(Finding(Code.PACK_NAMESPACE_UNKNOWN, pack_id, what, num_chunks))
         if not record.chunks:
-            findings.append(
-                Finding(code=Code.PACK_EMPTY, subject=pack_id, detail="the ledger has the pack, but no chunk of it")
-            )
+            findings.append(Finding(Code.PACK_EMPTY, pack_id, "the ledger has the pack, but no chunk of it"))
         if pack_id not in packs:
             what = "the ledger has the pack, its file is gone: its chunks are stored again when next computed"
-            findings.append(
-                Finding(code=Code.PACK_MISSING, subject=pack_id, detail=what, num_chunks=len(record.chunks))
-            )
+            findings.append(Finding(Code.PACK_MISSING, pack_id, what, num_chunks))
         else:
             findings += _compare_pack(record, packs[pack_id], files)
-    findings += [_orphan(pack_id, files) for pack_id in sorted(packs.keys() - ledger.packs.keys())]
+    findings += [_orphan(pack_id, files.headers.get(pack_id)) for pack_id in sorted(packs.keys() - ledger.packs.keys())]
     findings += _other_files(files)
     findings += _incomplete_prompts(ledger)
     return findings
 
 
 def _compare_pack(record: PackRecord, file_bytes: int, files: PackFiles) -> Iterator[Finding]:
-    pack_id, header = record.pack_id, files.headers.get(record.pack_id)
+    pack_id, header, num_chunks = record.pack_id, files.headers.get(record.pack_id), len(record.chunks)
     if file_bytes != record.file_bytes:
         what = f"the file has {file_bytes} bytes, the ledger says {record.file_bytes}"
-        yield Finding(code=Code.PACK_LENGTH, subject=pack_id, detail=what)
-    beyond = [chunk for chunk in record.chunks if chunk.offset + chunk.stored_bytes > file_bytes]
-    if beyond:
-        what = f"{len(beyond)} chunks lie beyond the end of the file"
-        yield Finding(code=Code.CHUNK_BEYOND_END, subject=pack_id, detail=what, num_chunks=len(beyond))
+        yield Finding(Code.PACK_LENGTH, pack_id, what)
+    if num_beyond := sum(chunk.offset + chunk.stored_bytes > file_bytes for chunk in record.chunks):
+        what = f"{num_beyond} chunks lie beyond the end of the file"
+        yield Finding(Code.CHUNK_BEYOND_END, pack_id, what, num_beyond)
     if isinstance(header, str):
-        yield Finding(code=Code.HEADER_UNREADABLE, subject=pack_id, detail=header, num_chunks=len(record.chunks))
+        yield Finding(Code.HEADER_UNREADABLE, pack_id, header, num_chunks)
     elif header is not None:
         yield from _compare_header(record, header)
     if damaged := files.damaged.get(pack_id):
-        what = f"{len(damaged)} of {len(record.chunks)} chunks are not what was written"
-        yield Finding(code=Code.CHUNK_DAMAGED, subject=pack_id, detail=what, num_chunks=len(damaged))
+        what = f"{len(damaged)} of {num_chunks} chunks are not what was written"
+        yield Finding(Code.CHUNK_DAMAGED, pack_id, what, len(damaged))
 
 
 def _compare_header(record: PackRecord, header: PackRecord) -> Iterator[Finding]:
     if header.namespace_id != record.namespace_id:
         what = f"the header says namespace {header.namespace_id}, the ledger {record.namespace_id}"
-        yield Finding(code=Code.HEADER_NAMESPACE, subject=record.pack_id, detail=what, num_chunks=len(record.chunks))
+        yield Finding(Code.HEADER_NAMESPACE, record.pack_id, what, len(record.chunks))
     stated = {chunk.key: chunk for chunk in header.chunks}
     # More in the header than in the ledger is in order: a newer pack has taken such a chunk over, or it was dropped.
-    differing = [chunk for chunk in record.chunks if _differing_fields(chunk, stated.get(chunk.key))]
+    differing = [fields for chunk in record.chunks if (fields := _differing_fields(chunk, stated.get(chunk.key)))]
     if differing:
-        fields = sorted({name for chunk in differing for name in _differing_fields(chunk, stated.get(chunk.key))})
+        fields = sorted({name for names in differing for name in names})
         what = f"header and ledger disagree about {len(differing)} chunks in {', '.join(fields)}"
-        yield Finding(code=Code.HEADER_DIFFERS, subject=record.pack_id, detail=what, num_chunks=len(differing))
+        yield Finding(Code.HEADER_DIFFERS, record.pack_id, what, len(differing))
 
 
 def _differing_fields(row: StoredChunk, header: StoredChunk | None) -> list[str]:
@@ -103,36 +102,26 @@ def _differing_fields(row: StoredChunk, header: StoredChunk | None) -> list[str]
     return [name for name in _PLACE if getattr(row, name) != getattr(header, name)]
 
 
-def _unknown_namespace(record: PackRecord) -> Finding:
-    what = f"the ledger has the pack, but not its namespace {record.namespace_id}"
-    return Finding(code=Code.PACK_NAMESPACE_UNKNOWN, subject=record.pack_id, detail=what, num_chunks=len(record.chunks))
-
-
-def _orphan(pack_id: str, files: PackFiles) -> Finding:
-    header = files.headers.get(pack_id)
+def _orphan(pack_id: str, header: PackRecord | str | None) -> Finding:
     if isinstance(header, PackRecord):
         what = f"a pack of {len(header.chunks)} chunks that the ledger does not know"
-        return Finding(code=Code.PACK_ORPHAN, subject=pack_id, detail=what, num_chunks=len(header.chunks))
-    return Finding(
-        code=Code.PACK_ORPHAN, subject=pack_id, detail=f"the ledger does not know the file ({header or 'not read'})"
-    )
+        return Finding(Code.PACK_ORPHAN, pack_id, what, len(header.chunks))
+    return Finding(Code.PACK_ORPHAN, pack_id, f"the ledger does not know the file ({header or 'not read'})")
 
 
 def _other_files(files: PackFiles) -> Iterator[Finding]:
     for name in sorted(files.sizes):
         if TEMP_FILE.fullmatch(name):
-            yield Finding(code=Code.TEMPORARY_FILE, subject=name, detail="left by a write that did not finish")
+            yield Finding(Code.TEMPORARY_FILE, name, "left by a write that did not finish")
         elif QUARANTINED.fullmatch(name):
             what = "set aside as damaged; kvtier does not read it any longer, delete it when you have looked at it"
-            yield Finding(code=Code.NOTE_QUARANTINED, subject=name, detail=what)
+            yield Finding(Code.NOTE_QUARANTINED, name, what)
         elif not PACK_FILE.fullmatch(name):
             # A name that is no UTF-8 would not travel to the CLI.
-            yield Finding(
-                code=Code.NOTE_UNKNOWN_FILE, subject=printable(name), detail="not a file of kvtier; left alone"
-            )
+            yield Finding(Code.NOTE_UNKNOWN_FILE, printable(name), "not a file of kvtier; left alone")
     for name in sorted(files.unclaimed):
         what = "a pack of a namespace that the ledger does not know; `kvtier fsck --repair` takes it in when it does"
-        yield Finding(code=Code.NOTE_UNCLAIMED, subject=name, detail=what)
+        yield Finding(Code.NOTE_UNCLAIMED, name, what)
 
 
 def _incomplete_prompts(ledger: LedgerSnapshot) -> Iterator[Finding]:
@@ -142,18 +131,70 @@ def _incomplete_prompts(ledger: LedgerSnapshot) -> Iterator[Finding]:
         num_missing = sum((binding.namespace_id, key) not in held for key in binding.keys)
         if num_missing and binding.pin_id in pinned:
             what = f"{num_missing} of {len(binding.keys)} chunks are not on disk; they are stored when next computed"
-            yield Finding(
-                code=Code.NOTE_PROMPT_INCOMPLETE, subject=pinned[binding.pin_id], detail=what, num_chunks=num_missing
-            )
+            yield Finding(Code.NOTE_PROMPT_INCOMPLETE, pinned[binding.pin_id], what, num_missing)
 
 
-def both(earlier: LedgerSnapshot, later: LedgerSnapshot) -> LedgerSnapshot:
-    """Return what two snapshots agree on: what came or went while the packs were looked at is left out."""
-    packs: dict[str, PackRecord] = {}
-    for pack_id, record in earlier.packs.items():
-        if pack_id in later.packs:
-            stayed = {chunk.key for chunk in later.packs[pack_id].chunks}
-            chunks = tuple(chunk for chunk in record.chunks if chunk.key in stayed)
-            if chunks or not record.chunks:
-                packs[pack_id] = replace(record, chunks=chunks)
-    return replace(later, packs=packs)
+def row_findings(health: LedgerHealth) -> list[Finding]:
+    """Return what SQLite's checks and the rows' checksums say of single rows."""
+    findings = [
+        Finding(Code.ROW_DANGLING, table, f"{num_rows} rows refer to rows that are not there")
+        for table, num_rows in health.dangling.items()
+    ]
+    for table, names in health.altered.items():
+        what = f"not what was written, the storage changed them: {', '.join(names)}"
+        findings.append(Finding(Code.ROW_ALTERED, table, what))
+    return findings
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a promise: its revision, and the row that it holds, None if it is not what was written."""
+
+    revision: int
+    row: Promise | None
+
+
+def compare_promises(ledger: LedgerSnapshot, copies: Mapping[str, Copy]) -> list[Finding]:
+    """Return every disagreement of prompts and bindings with their copies.
+
+    A finding's `subject` names the prompt, or else the copy's id.
+    """
+    rows = _rows_of(ledger)
+    pins = {
+        row.pin_id for row in (*ledger.prompts, *(copy.row for copy in copies.values())) if isinstance(row, PromptRow)
+    }
+    namespaces = {row.namespace_id for row in ledger.namespaces}
+    findings = []
+    for copy_id, copy in sorted(copies.items()):
+        subject, revision = rows.get(copy_id, ("", -1))
+        if copy.row is None:
+            of = f", of {subject}" if subject else ""
+            findings.append(Finding(Code.COPY_DAMAGED, copy_id, f"the copy is not what was written{of}"))
+        elif copy.revision > revision and copy.row.pin_id in pins:
+            findings.append(_lost(copy_id, copy.row, namespaces, has_row=bool(subject)))
+    for copy_id, (subject, revision) in sorted(rows.items()):
+        copied = copies.get(copy_id)
+        if copied is None or copied.revision < revision:
+            what = ("it has no copy" if copied is None else "its copy is older") + "; the daemon writes it"
+            findings.append(Finding(Code.NOTE_COPY_MISSING, subject, what))
+    return findings
+
+
+def _rows_of(ledger: LedgerSnapshot) -> dict[str, tuple[str, int]]:
+    """Return what names each promise for people, and its revision, by the id of its copy."""
+    names = {prompt.pin_id: prompt.name for prompt in ledger.prompts}
+    rows = {prompt_id(prompt.name): (prompt.name, prompt.revision) for prompt in ledger.prompts}
+    for binding in ledger.bindings:
+        subject = f"binding of {names.get(binding.pin_id, binding.pin_id)}"
+        rows[binding_id(binding.pin_id, binding.namespace_id)] = (subject, binding.revision)
+    return rows
+
+
+def _lost(copy_id: str, row: Promise, namespaces: Collection[str], *, has_row: bool) -> Finding:
+    what = ("the ledger has an older row" if has_row else "the ledger has no row of it") + ", its copy is whole"
+    if isinstance(row, PromptRow):
+        return Finding(Code.PROMISE_LOST, row.name, what)
+    if row.namespace_id in namespaces:
+        return Finding(Code.PROMISE_LOST, f"binding {copy_id}", what)
+    what = f"a binding in namespace {row.namespace_id}, which the ledger does not know; it waits for its engine"
+    return Finding(Code.NOTE_UNCLAIMED, copy_id, what)

@@ -39,7 +39,7 @@ class Code(StrEnum):
     NOTE_COPY_MISSING = "note-copy-missing"
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Finding:
     """One finding; a repair adds to `detail` what it did and sets `repaired`.
 

@@ -3,24 +3,22 @@
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 
-from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import LedgerError
 from kvtier.host.arena import ARENA_PREFIX
-from kvtier.ledger import Ledger, LedgerSnapshot, NamespaceRow
+from kvtier.ledger import Ledger, LedgerSnapshot
 from kvtier.ledger.checks import inspect_ledger, read_ledger, salvage_ledger
 from kvtier.ledger.namespace_files import load_namespaces, save_namespace
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
 from kvtier.ledger.sql.schema import SIDE_FILES
-from kvtier.maintenance.compare import PackFiles, compare
-from kvtier.maintenance.compare_promises import compare_promises, read_copies
+from kvtier.maintenance.compare import PackFiles, compare, compare_promises, row_findings
 from kvtier.maintenance.findings import Code, Finding, Report
-from kvtier.maintenance.observe import Verifier, list_names, read_headers
+from kvtier.maintenance.observe import Verifier, list_names, read_copies
 from kvtier.maintenance.repair import Repairer
 
 LEDGER_NAME = "ledger.sqlite"
@@ -54,53 +52,46 @@ class _OfflineCheck:
         self._findings: list[Finding] = []
 
     def run(self, arena_dir: Path | None) -> Report:
-        if not self._packs_dir.is_dir() and not self._ledger_path.exists():
+        has_packs = self._packs_dir.is_dir()
+        if not has_packs and not self._ledger_path.exists():
             return Report()
-        if not self._packs_dir.is_dir() and not self._repair:
-            # PackTier would create it.
-            return Report(findings=compare(self._snapshot() or _EMPTY, PackFiles(sizes={})))
-        tier = PackTier(self._packs_dir)
-        verifier = Verifier(tier, lambda: False)
-        ledger = self._snapshot()
+        ledger = self._read_ledger()
+        if not has_packs and not self._repair:  # PackTier would create it
+            return Report(findings=compare(ledger or _EMPTY, PackFiles(sizes={})))
         if ledger is not None:
             ledger = self._check_promises(ledger)
-        files = self._files(tier, ledger, verifier)
-        self._findings += compare(ledger, files) if ledger is not None else []
-        self._findings += [
-            Finding(code=Code.UNREADABLE, subject=pack_id, detail=what) for pack_id, what in verifier.unreadable.items()
-        ]
-        report = Report(
-            findings=self._findings,
-            num_packs=len(files.packs),
-            num_chunks=sum(len(record.chunks) for record in (ledger or _EMPTY).packs.values()),
-        )
-        if self._repair and ledger is not None:
-            self._mend(tier, verifier, ledger, files)
+        tier = PackTier(self._packs_dir)
+        verifier = Verifier(tier)
+        report = Report(findings=self._findings)
+        if ledger is None:
+            report.num_packs = len(PackFiles(sizes=list_names(self._packs_dir)).packs)
+        else:
+            files, findings = verifier.check(ledger, deep=self._deep)
+            self._findings += findings
+            report.num_packs = len(files.packs)
+            report.num_chunks = sum(len(record.chunks) for record in ledger.packs.values())
+            if self._repair:
+                self._mend(tier, verifier, ledger)
         report.verified_bytes = verifier.verified_bytes
         report.findings += _arena_files(arena_dir)
         return report
 
     # The ledger
 
-    def _snapshot(self) -> LedgerSnapshot | None:
+    def _read_ledger(self) -> LedgerSnapshot | None:
         """Return what the ledger says, after mending it if that was asked for; None when it says nothing."""
         # An empty file would be a new database to SQLite.
         if not self._ledger_path.exists() or not self._ledger_path.stat().st_size:
             has_content = list_names(self._packs_dir) or list_names(self._state_dir / FOLDER_NAME)
-            return self._begin_anew() if has_content else _EMPTY
+            return self._replace_missing() if has_content else _EMPTY
         health = inspect_ledger(self._ledger_path)
         if health.problems:
             return self._replace_damaged("; ".join(health.problems[:3]))
-        for table, num_rows in health.dangling.items():
-            what = f"{num_rows} rows refer to rows that are not there"
-            self._findings.append(Finding(code=Code.ROW_DANGLING, subject=table, detail=what))
-        for table, names in health.altered.items():
-            what = f"not what was written, the storage changed them: {', '.join(names)}"
-            self._findings.append(Finding(code=Code.ROW_ALTERED, subject=table, detail=what))
+        self._findings += row_findings(health)
         if self._repair and (health.dangling or health.altered):
             self._drop_rows()
         elif health.altered:
-            return None  # no row of it is believed before these are given up
+            return None  # no row of it is believed before these are dropped
         try:
             return read_ledger(self._ledger_path)
         except LedgerError as error:
@@ -111,23 +102,20 @@ class _OfflineCheck:
         for finding in self._findings:
             if finding.code in (Code.ROW_DANGLING, Code.ROW_ALTERED):
                 is_altered = finding.code is Code.ROW_ALTERED
-                finding.mend("put back where there is a copy, else given up" if is_altered else "deleted")
+                finding.mend("put back where there is a copy, else dropped" if is_altered else "deleted")
 
-    def _begin_anew(self) -> LedgerSnapshot | None:
-        finding = Finding(
-            code=Code.LEDGER_MISSING,
-            subject=str(self._ledger_path),
-            detail="there are packs or copies of pins, but no ledger",
-        )
+    def _replace_missing(self) -> LedgerSnapshot | None:
+        what = "there are packs or copies of pins, but no ledger"
+        finding = Finding(Code.LEDGER_MISSING, str(self._ledger_path), what)
         self._findings.append(finding)
         if not self._repair:
             return None
         restored = self._fill(Ledger.open(self._ledger_path))
         finding.mend(f"made again with {restored} from their copies")
-        return self._snapshot()
+        return self._read_ledger()
 
     def _replace_damaged(self, problem: str) -> LedgerSnapshot | None:
-        finding = Finding(code=Code.LEDGER_DAMAGED, subject=str(self._ledger_path), detail=problem)
+        finding = Finding(Code.LEDGER_DAMAGED, str(self._ledger_path), problem)
         self._findings.append(finding)
         if not self._repair:
             return None
@@ -143,7 +131,7 @@ class _OfflineCheck:
         restored = self._fill(Ledger.open(self._ledger_path))
         saved = ", ".join(f"{number} {table}" for table, number in rows.items()) or "no rows"
         finding.mend(f"saved {saved}, and {restored} from their copies; the damaged one is {aside.name}")
-        return self._snapshot()
+        return self._read_ledger()
 
     def _move_aside(self, successor: Path | None) -> Path:
         """Give the damaged ledger another name; never delete it."""
@@ -166,8 +154,8 @@ class _OfflineCheck:
         return aside
 
     def _fill(self, ledger: Ledger) -> str:
-        """Give up altered rows, put back what copies of namespaces and promises say, and drop what still dangles."""
-        try:
+        """Drop altered rows, put back what copies of namespaces and promises say, and drop what still dangles."""
+        with closing(ledger):
             ledger.drop_altered_rows()
             known = {row.namespace_id for row in ledger.load().namespaces}
             copies = load_namespaces(self._state_dir)
@@ -176,10 +164,10 @@ class _OfflineCheck:
                 ledger.put_namespace(row)
             restored = ledger.promises.restore(lambda: copies)
             ledger.drop_dangling_rows()
-            _catch_up(ledger)
+            ledger.catch_up()
+            while ledger.promises.misses_copies:
+                ledger.catch_up()
             return f"{len(new)} namespaces, {len(restored.prompts)} prompts and {restored.num_bindings} bindings"
-        finally:
-            ledger.close()
 
     # The copies of promises
 
@@ -198,77 +186,36 @@ class _OfflineCheck:
             if not finding.is_note:
                 is_lost = finding.code is Code.PROMISE_LOST
                 finding.mend("put back from its copy" if is_lost else "the copy follows the row now")
-        return self._snapshot() or ledger
+        return self._read_ledger() or ledger
 
-    # The packs
-
-    def _files(self, tier: PackTier, ledger: LedgerSnapshot | None, verifier: Verifier) -> PackFiles:
-        sizes = list_names(self._packs_dir)
-        unclaimed = sorted(list_names(self._state_dir / UNCLAIMED_FOLDER))
-        files = PackFiles(sizes=sizes, unclaimed=unclaimed)
-        if ledger is None:
-            return files
-        headers = read_headers(tier, sorted(files.packs), lambda: False)
-        present = {pack_id: record for pack_id, record in ledger.packs.items() if pack_id in files.packs}
-        damaged = verifier.damaged(present) if self._deep else {}
-        return replace(files, headers=headers, damaged=damaged)
-
-    def _mend(self, tier: PackTier, verifier: Verifier, snapshot: LedgerSnapshot, files: PackFiles) -> None:
-        ledger = Ledger.open(self._ledger_path)
-        try:
-            Repairer(tier, LedgerRows(ledger, snapshot), verifier).repair(self._findings, snapshot.packs, files)
-        finally:
-            ledger.close()
+    def _mend(self, tier: PackTier, verifier: Verifier, snapshot: LedgerSnapshot) -> None:
+        with closing(Ledger.open(self._ledger_path)) as ledger:
+            Repairer(tier, LedgerRows(ledger), verifier, snapshot).repair(self._findings)
         for row in snapshot.namespaces:
             save_namespace(self._state_dir, row)
 
 
-def _catch_up(ledger: Ledger) -> None:
-    ledger.catch_up()
-    while ledger.promises.misses_copies:
-        ledger.catch_up()
-
-
 class LedgerRows:
-    """`Rows` of a ledger that nobody else uses."""
+    """`Rows` of a ledger that no one else uses."""
 
-    def __init__(self, ledger: Ledger, snapshot: LedgerSnapshot) -> None:
-        self._ledger = ledger
-        self._namespaces: dict[str, NamespaceRow] = {row.namespace_id: row for row in snapshot.namespaces}
-        self._place = {
-            (record.namespace_id, chunk.key): record.pack_id
-            for record in snapshot.packs.values()
-            for chunk in record.chunks
-        }
-
-    def knows_namespace(self, namespace_id: str) -> bool:
-        """See `Rows`."""
-        return namespace_id in self._namespaces
-
-    def payload_bytes(self, namespace_id: str, key: ChunkKey) -> int | None:
-        """See `Rows`."""
-        layout = self._namespaces[namespace_id].layout
-        group_idx = group_idx_of(key)
-        return layout.payload_bytes(group_idx) if group_idx in layout.group_indexes() else None
+    def __init__(self, ledger: Ledger) -> None:
+        self._packs = ledger.packs
 
     def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """See `Rows`."""
-        return {key for key in keys if (namespace_id, key) in self._place}
+        return set(self._packs.find_chunks(namespace_id, keys))
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""
-        keys = [chunk.key for chunk in chunks if self._place.get((record.namespace_id, chunk.key)) == record.pack_id]
-        self._ledger.packs.drop_chunks(record.namespace_id, keys)
+        rows = self._packs.find_chunks(record.namespace_id, [chunk.key for chunk in chunks])
+        here = [key for key, row in rows.items() if row.pack_id == record.pack_id]
+        self._packs.drop_chunks(record.namespace_id, here)
         if not record.chunks:
-            self._ledger.packs.drop_pack(record.pack_id)
-        for key in keys:
-            del self._place[record.namespace_id, key]
+            self._packs.drop_pack(record.pack_id)
 
     def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
-        """See `Rows`. Nothing changes but by the one who repairs."""
-        self._ledger.packs.commit_pack(record)
-        for chunk in record.chunks:
-            self._place[record.namespace_id, chunk.key] = record.pack_id
+        """See `Rows`. No one else changes anything."""
+        self._packs.commit_pack(record)
         return len(record.chunks)
 
 
@@ -277,4 +224,4 @@ def _arena_files(arena_dir: Path | None) -> list[Finding]:
     if not names:
         return []
     what = f"{len(names)} arenas of a daemon that is not running; the next start deals with them"
-    return [Finding(code=Code.NOTE_ARENA_FILE, subject=str(arena_dir), detail=what)]
+    return [Finding(Code.NOTE_ARENA_FILE, str(arena_dir), what)]

@@ -1,8 +1,9 @@
 """fsck inside the daemon, while it serves: the looking in a thread of its own, each change on the loop.
 
-Packs come and go meanwhile. So what is reported was seen twice: a pack counts as unknown to the ledger only when it was
-there before every write that was going on then had ended, and its row is in no snapshot after that; a row counts as
-dangling only when it is in a snapshot that is younger than the look that missed its file.
+Packs come and go meanwhile. Files are listed after the ledger was read, and rows are read once more at the end: a pack
+that has its row both times had its file in between, because a file is there before its row and is unlinked after it. A
+file without a row is reported only if it stays after every write that was going on has ended, and the daemon does
+not count it.
 """
 
 import asyncio
@@ -12,28 +13,25 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvtier.concurrency.turns import Breather, slices
-from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
+from kvtier.disk.packs.pack_directory import PACK_SUFFIX
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import NamespaceMismatchError
 from kvtier.ledger import LedgerSnapshot
-from kvtier.ledger.checks import LedgerHealth, inspect_ledger, read_ledger
+from kvtier.ledger.checks import inspect_ledger, read_ledger, read_pack_ids
 from kvtier.ledger.promise_copies import FOLDER_NAME, PromiseCopies
-from kvtier.maintenance.compare import PackFiles, both, compare
-from kvtier.maintenance.compare_promises import compare_promises, read_copies
+from kvtier.maintenance.compare import PackFiles, compare_promises, row_findings
 from kvtier.maintenance.findings import Code, Finding, Report
-from kvtier.maintenance.observe import Verifier, list_names, read_headers
+from kvtier.maintenance.observe import Verifier, list_names, read_copies
 from kvtier.maintenance.repair import Repairer
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
-_GRACE_POLL_S = 0.01
-
 T = TypeVar("T")
 OnLoop = Callable[[Coroutine[Any, Any, T]], T]
-_RowsByKey = Mapping[ChunkKey, StoredChunk]
-_Rows = Mapping[str, _RowsByKey]  # by namespace
+_POLL_S = 0.01
+_OFFLINE = "stop the daemon and run `kvtier fsck --offline --repair`"
 
 
 class OnlineFsck:
@@ -70,42 +68,34 @@ class _OnlineCheck:
         self._repair, self._deep = repair, deep
         self._state_dir = cache.config.disk.disk_dir
         self._tier = PackTier(self._state_dir / "packs")
+        self._ledger_path = cache.resources.ledger.path
+        self._uncounted: set[str] = set()
 
     def run(self) -> Report:
-        verifier = Verifier(self._tier, self._left.is_set)
-        health = inspect_ledger(self._cache.resources.ledger.path)
-        findings = self._check_ledger(health)
+        health = inspect_ledger(self._ledger_path)
+        findings = row_findings(health)
+        for finding in findings:
+            if finding.code is Code.ROW_ALTERED:
+                finding.detail += f"; {_OFFLINE}"
+        if health.problems:
+            what = f"{'; '.join(health.problems[:3])}; {_OFFLINE}"
+            findings.append(Finding(Code.LEDGER_DAMAGED, str(self._ledger_path), what))
+        if health.dangling and self._repair:
+            self._on_loop(self._drop_dangling(findings))
         if health.problems or health.altered:
             return Report(findings=findings)  # such a ledger is no measure of anything else
         copies = dict(self._copies().revisions)
         counted = set(self._cache.resources.disk_usage.packs)
-        before = list_names(self._tier.directory)
-        known = self._on_loop(self._writes_ended())
-        earlier = read_ledger(self._cache.resources.ledger.path)
-        headers = read_headers(self._tier, sorted(PackFiles(sizes=before).packs), self._left.is_set)
-        damaged = verifier.damaged(_present(earlier, before)) if self._deep else {}
-        after = list_names(self._tier.directory)
-        later = read_ledger(self._cache.resources.ledger.path)
-        ledger = both(earlier, later)
-        files = PackFiles(
-            sizes=_settled(before, after, set(ledger.packs), {*earlier.packs, *later.packs, *known}),
-            headers=headers,
-            damaged=_still_there(damaged, ledger),
-            unclaimed=sorted(list_names(self._state_dir / UNCLAIMED_FOLDER)),
-        )
-        findings += compare(ledger, files)
-        findings += self._check_promises(later, copies)
-        findings += [
-            Finding(code=Code.UNREADABLE, subject=pack_id, detail=what) for pack_id, what in verifier.unreadable.items()
-        ]
-        findings += self._on_loop(self._check_memory(_all_rows(ledger), _all_rows(later)))
-        gone = counted - PackFiles(sizes=before).packs.keys() - earlier.packs.keys() - later.packs.keys()
-        findings += self._on_loop(self._check_usage(ledger, files, gone))
+        ledger = read_ledger(self._ledger_path)
+        findings += self._check_promises(ledger, copies)
+        findings += self._on_loop(self._check_memory(_rows_by_key(ledger)))
+        verifier = Verifier(self._tier, self._left.is_set)
+        files, of_packs = verifier.check(ledger, deep=self._deep)
+        findings += self._confirmed(of_packs, ledger, counted)
+        findings += self._on_loop(self._check_usage(ledger, files.packs, counted))
         if self._repair and not self._left.is_set():
-            Repairer(self._tier, _ServiceRows(self._cache, self._on_loop), verifier).repair(
-                findings, ledger.packs, files
-            )
-            self._on_loop(self._recount(list_names(self._tier.directory), gone, findings))
+            Repairer(self._tier, _ServiceRows(self._cache, self._on_loop), verifier, ledger).repair(findings)
+            self._on_loop(self._recount(PackFiles(sizes=list_names(self._tier.directory)).packs, findings))
         return Report(
             findings=findings,
             num_packs=len(files.packs),
@@ -113,6 +103,30 @@ class _OnlineCheck:
             verified_bytes=verifier.verified_bytes,
             num_arena_slots=sum(namespace.table.host.num_chunks for namespace in list(self._cache.namespaces.values())),
         )
+
+    def _confirmed(self, findings: list[Finding], ledger: LedgerSnapshot, counted: set[str]) -> list[Finding]:
+        """Leave out findings on packs and temporary files that came or went during the check.
+
+        Args:
+            findings: Of the comparison.
+            ledger: What was compared.
+            counted: Packs that the daemon counted before the ledger was read.
+        """
+        unknown = [finding for finding in findings if finding.code in (Code.PACK_ORPHAN, Code.TEMPORARY_FILE)]
+        counted_later = self._on_loop(self._writes_ended()) if unknown else set()
+        rows = read_pack_ids(self._ledger_path)
+        come = counted | counted_later | rows
+        # Listed after the sets were read: what was written and deleted meanwhile is in none of them.
+        names = list_names(self._tier.directory) if unknown else {}
+
+        def is_confirmed(finding: Finding) -> bool:
+            if finding.code is Code.PACK_ORPHAN:
+                return finding.subject not in come and finding.subject + PACK_SUFFIX in names
+            if finding.code is Code.TEMPORARY_FILE:
+                return finding.subject in names
+            return finding.subject not in ledger.packs or finding.subject in rows
+
+        return [finding for finding in findings if is_confirmed(finding)]
 
     def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -150,50 +164,31 @@ class _OnlineCheck:
                 finding.detail += "; restart the daemon, which puts it back"
         return findings
 
-    def _check_ledger(self, health: LedgerHealth) -> list[Finding]:
-        path = str(self._cache.resources.ledger.path)
-        findings = [
-            Finding(code=Code.ROW_DANGLING, subject=table, detail=f"{number} rows refer to rows that are not there")
-            for table, number in health.dangling.items()
-        ]
-        if findings and self._repair:
-            self._on_loop(self._cache.changes.exclusively("fsck", self._drop_dangling))
-            for finding in findings:
-                finding.mend("deleted")
-        remedy = "stop the daemon and run `kvtier fsck --offline --repair`"
-        if health.problems:
-            what = f"{'; '.join(health.problems[:3])}; {remedy}"
-            findings.append(Finding(code=Code.LEDGER_DAMAGED, subject=path, detail=what))
-        for table, names in health.altered.items():
-            what = f"not what was written, the storage changed them: {', '.join(names)}; {remedy}"
-            findings.append(Finding(code=Code.ROW_ALTERED, subject=table, detail=what))
-        return findings
-
     # On the loop
 
-    async def _drop_dangling(self) -> None:
+    async def _drop_dangling(self, findings: Sequence[Finding]) -> None:
         resources = self._cache.resources
-        await resources.in_ledger(resources.ledger.drop_dangling_rows)
+        await self._cache.changes.exclusively("fsck", lambda: resources.in_ledger(resources.ledger.drop_dangling_rows))
+        for finding in findings:
+            if finding.code is Code.ROW_DANGLING:
+                finding.mend("deleted")
 
     async def _writes_ended(self) -> set[str]:
-        """Wait until every pack write that is going on now has ended: its row is there then, or its file is gone.
-
-        Returns:
-            Packs that the daemon counts, with a row or without: it is still dealing with the latter.
-        """
+        """Wait until every write that is going on now has ended; return the packs that the daemon counts then."""
         usage = self._cache.resources.disk_usage
         begun = usage.writes
+        await asyncio.sleep(_POLL_S)  # a write that has just ended is counted in the next turn of the loop
         while begun & usage.writes:  # noqa: ASYNC110 - an event per write would cost every write
-            await asyncio.sleep(_GRACE_POLL_S)
+            await asyncio.sleep(_POLL_S)
         return set(usage.packs)
 
-    async def _check_memory(self, rows: _Rows, later: _Rows) -> list[Finding]:
+    async def _check_memory(self, rows: Mapping[str, Mapping[ChunkKey, StoredChunk]]) -> list[Finding]:
         """Compare the chunk tables with rows; looked at again under the change lock before it is believed."""
         suspects: dict[str, set[ChunkKey]] = {}
         for namespace in list(self._cache.namespaces.values()):
             if not namespace.ephemeral:
                 name = namespace.namespace_id
-                suspects[name] = await _differing_keys(namespace, rows.get(name, {}), later.get(name, {}))
+                suspects[name] = await _differing_keys(namespace, rows.get(name, {}))
         suspects = {name: keys for name, keys in suspects.items() if keys}
         if not suspects:
             return []
@@ -206,38 +201,37 @@ class _OnlineCheck:
             if namespace is None or not (num_wrong := await namespace.index.reconcile(keys, repair=self._repair)):
                 continue
             what = f"{num_wrong} chunks lie elsewhere in the daemon's memory than in the ledger"
-            findings.append(Finding(code=Code.MEMORY_DIFFERS, subject=namespace_id, detail=what, num_chunks=num_wrong))
+            findings.append(Finding(Code.MEMORY_DIFFERS, namespace_id, what, num_wrong))
             if self._repair:
                 findings[-1].mend("memory follows the ledger now")
         return findings
 
-    async def _check_usage(self, ledger: LedgerSnapshot, files: PackFiles, suspects: set[str]) -> list[Finding]:
-        counted, sizes = self._cache.resources.disk_usage.packs, files.packs
-        wrong = [pack_id for pack_id in ledger.packs if pack_id in sizes and sizes[pack_id] != counted.get(pack_id)]
-        if wrong:  # or dropped since: on the ledger's own connection, after all that was asked of it before
-            resources = self._cache.resources
-            rows = (await resources.in_ledger(resources.ledger.load)).packs
+    async def _check_usage(self, ledger: LedgerSnapshot, sizes: dict[str, int], counted: set[str]) -> list[Finding]:
+        resources = self._cache.resources
+        usage = resources.disk_usage.packs
+        wrong = [pack_id for pack_id in ledger.packs if pack_id in sizes and sizes[pack_id] != usage.get(pack_id)]
+        if wrong:  # or dropped since: asked of the ledger's own connection, after all that was asked of it before
+            rows = await resources.in_ledger(resources.ledger.packs.pack_ids)
             await asyncio.sleep(0)
-            wrong = [pack_id for pack_id in wrong if pack_id in rows and sizes[pack_id] != counted.get(pack_id)]
-        gone = [pack_id for pack_id in suspects if pack_id in counted]
-        if not wrong and not gone:
+            wrong = [pack_id for pack_id in wrong if pack_id in rows and sizes[pack_id] != usage.get(pack_id)]
+        self._uncounted = {pack_id for pack_id in counted - sizes.keys() - ledger.packs.keys() if pack_id in usage}
+        if not wrong and not self._uncounted:
             return []
-        what = f"{len(wrong)} packs are counted with another length, {len(gone)} are counted and not there"
-        return [Finding(code=Code.USAGE_DIFFERS, subject="disk usage", detail=what)]
+        what = f"{len(wrong)} packs are counted with another length, {len(self._uncounted)} are counted and not there"
+        return [Finding(Code.USAGE_DIFFERS, "disk usage", what)]
 
-    async def _recount(self, sizes: dict[str, int], gone: set[str], findings: Sequence[Finding]) -> None:
+    async def _recount(self, sizes: dict[str, int], findings: Sequence[Finding]) -> None:
         """Make the usage follow files that were repaired away, and lengths that were wrong."""
-        usage, present = self._cache.resources.disk_usage, PackFiles(sizes=sizes).packs
+        usage = self._cache.resources.disk_usage
         for finding in findings:
-            if finding.subject in usage.packs and finding.subject not in present:
+            if finding.subject in usage.packs and finding.subject not in sizes:
                 usage.remove(finding.subject)
-        for finding in findings:
-            if finding.code is Code.USAGE_DIFFERS:
+            elif finding.code is Code.USAGE_DIFFERS:
                 for pack_id, file_bytes in list(usage.packs.items()):
-                    if pack_id in gone:
+                    if pack_id in self._uncounted:
                         usage.remove(pack_id)
-                    elif pack_id in present and present[pack_id] != file_bytes:
-                        usage.add(pack_id, present[pack_id])
+                    elif sizes.get(pack_id, file_bytes) != file_bytes:
+                        usage.add(pack_id, sizes[pack_id])
                 finding.mend("counted again")
 
 
@@ -247,20 +241,10 @@ class _ServiceRows:
     def __init__(self, cache: Cache, on_loop: "OnLoop[None]") -> None:
         self._cache, self._on_loop = cache, on_loop
 
-    def knows_namespace(self, namespace_id: str) -> bool:
-        """See `Rows`."""
-        namespace = self._cache.namespaces.get(namespace_id)
-        return namespace is not None and not namespace.ephemeral
-
-    def payload_bytes(self, namespace_id: str, key: ChunkKey) -> int | None:
-        """See `Rows`."""
-        layout = self._namespace(namespace_id).layout
-        return layout.payload_bytes(group_idx_of(key)) if group_idx_of(key) in layout.group_indexes() else None
-
     def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """See `Rows`."""
-        table = self._namespace(namespace_id).table
-        return {key for key in keys if (chunk := table.get(key)) is not None and chunk.location is not None}
+        namespace = self._namespace(namespace_id)
+        return {key for key in keys if _location(namespace, key) is not None}
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""
@@ -291,8 +275,8 @@ class _ServiceRows:
             await resources.in_ledger(resources.ledger.packs.drop_pack, record.pack_id)
         if namespace is None:
             return
-        found = ((chunk.key, _placed_in(namespace, chunk.key, record.pack_id)) for chunk in chunks)
-        dropped = {key: place for key, place in found if place is not None}
+        found = {chunk.key: _location(namespace, chunk.key) for chunk in chunks}
+        dropped = {key: place for key, place in found.items() if place is not None and place.pack_id == record.pack_id}
         await namespace.index.drop(dropped, only_at=dropped, keep_files=True)
         namespace.write_back.add(dropped)  # what is in host memory still is written again
         namespace.inventory.announce([key for key in dropped if not namespace.table.holds(key)], held=False)
@@ -307,42 +291,15 @@ class _ServiceRows:
         return len(chunks)
 
 
-def _settled(before: dict[str, int], after: dict[str, int], rows: set[str], changing: set[str]) -> dict[str, int]:
-    """Return the files that may be judged: packs with a row, and what was there both times without one.
-
-    Args:
-        before: Names seen first.
-        after: Names seen last.
-        rows: Packs that had a row all the time.
-        changing: Packs that had a row at some time, or that the daemon deals with: their files come or go.
-    """
-    packs = {f"{pack_id}.kvpack": pack_id in rows for pack_id in changing}
-    return {name: num_bytes for name, num_bytes in after.items() if packs.get(name, name in before)}
-
-
-def _present(ledger: LedgerSnapshot, sizes: dict[str, int]) -> dict[str, PackRecord]:
-    packs = PackFiles(sizes=sizes).packs
-    return {pack_id: record for pack_id, record in ledger.packs.items() if pack_id in packs}
-
-
-def _still_there(damaged: dict[str, list[ChunkKey]], ledger: LedgerSnapshot) -> dict[str, list[ChunkKey]]:
-    found = {
-        pack_id: [key for key in keys if key in {chunk.key for chunk in ledger.packs[pack_id].chunks}]
-        for pack_id, keys in damaged.items()
-        if pack_id in ledger.packs
-    }
-    return {pack_id: keys for pack_id, keys in found.items() if keys}
-
-
-def _all_rows(snapshot: LedgerSnapshot) -> _Rows:
-    """Return the chunks of each namespace by key. Not on the loop: there may be millions."""
+def _rows_by_key(snapshot: LedgerSnapshot) -> dict[str, dict[ChunkKey, StoredChunk]]:
+    """Return the chunks of each namespace. Not on the loop: there may be millions."""
     rows: dict[str, dict[ChunkKey, StoredChunk]] = {}
     for record in snapshot.packs.values():
         rows.setdefault(record.namespace_id, {}).update((chunk.key, chunk) for chunk in record.chunks)
     return rows
 
 
-async def _differing_keys(namespace: Namespace, rows: _RowsByKey, later: _RowsByKey) -> set[ChunkKey]:
+async def _differing_keys(namespace: Namespace, rows: Mapping[ChunkKey, StoredChunk]) -> set[ChunkKey]:
     """Return what seems to differ: the chunks change while the loop takes its turns in between."""
     suspects: set[ChunkKey] = set()
     breather = Breather()
@@ -350,25 +307,23 @@ async def _differing_keys(namespace: Namespace, rows: _RowsByKey, later: _RowsBy
         suspects.update(key for key in part if not _agree(namespace, key, rows[key]))
         await breather.pause()
     for part in slices(namespace.table.keys()):
-        suspects.update(key for key in part if key not in later and not _agree(namespace, key, None))
+        suspects.update(key for key in part if key not in rows and not _agree(namespace, key, None))
         await breather.pause()
     return suspects
 
 
 def _agree(namespace: Namespace, key: ChunkKey, row: StoredChunk | None) -> bool:
-    chunk = namespace.table.get(key)
-    location = chunk.location if chunk is not None else None
+    location = _location(namespace, key)
     if row is None or location is None:
         return row is location
     return (row.pack_id, row.offset) == (location.pack_id, location.offset)
 
 
+def _location(namespace: Namespace, key: ChunkKey) -> StoredChunk | None:
+    chunk = namespace.table.get(key)
+    return chunk.location if chunk is not None else None
+
+
 def _pack_of(namespace: Namespace, key: ChunkKey) -> str | None:
-    chunk = namespace.table.get(key)
-    return None if chunk is None or chunk.location is None else chunk.location.pack_id
-
-
-def _placed_in(namespace: Namespace, key: ChunkKey, pack_id: str) -> StoredChunk | None:
-    chunk = namespace.table.get(key)
-    location = chunk.location if chunk is not None else None
-    return location if location is not None and location.pack_id == pack_id else None
+    location = _location(namespace, key)
+    return location.pack_id if location is not None else None

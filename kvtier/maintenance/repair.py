@@ -7,17 +7,19 @@ name whose every good chunk has a row elsewhere, everything else is set aside.
 
 import os
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from kvtier.core.layout import ChunkKey
+from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.disk.packs.pack_directory import UNCLAIMED_FOLDER
+from kvtier.disk.packs.pack_directory import PACK_SUFFIX, UNCLAIMED_FOLDER
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, KvtierError, TierIOError
 from kvtier.fsync import fsync_directory
-from kvtier.maintenance.compare import PACK_SUFFIX, PackFiles
+from kvtier.ledger import LedgerSnapshot
 from kvtier.maintenance.findings import Code, Finding
 from kvtier.maintenance.observe import Verifier
 
@@ -35,9 +37,6 @@ _FORGET = (Code.PACK_MISSING, Code.PACK_EMPTY)
 class Rows(Protocol):
     """What a repair changes besides files; with a daemon, its memory follows."""
 
-    def knows_namespace(self, namespace_id: str) -> bool:
-        """Say whether chunks of it may be recorded."""
-
     def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Return those of the keys that have a row."""
 
@@ -54,43 +53,43 @@ class Rows(Protocol):
             instead_of: The pack in which its chunks had their rows; None: they had none.
         """
 
-    def payload_bytes(self, namespace_id: str, key: ChunkKey) -> int | None:
-        """Return the length that a chunk's payload has there, None for a key of no group."""
-
 
 class Repairer:
-    """Repairs findings of one comparison."""
+    """Repairs findings of one comparison.
 
-    def __init__(self, tier: PackTier, rows: Rows, verifier: Verifier) -> None:
+    Args:
+        tier: The packs.
+        rows: What is changed beside files.
+        verifier: Reads chunks.
+        ledger: As it was compared.
+    """
+
+    def __init__(self, tier: PackTier, rows: Rows, verifier: Verifier, ledger: LedgerSnapshot) -> None:
         self._tier, self._rows, self._verifier = tier, rows, verifier
+        self._packs, self._layouts = ledger.packs, {row.namespace_id: row.layout for row in ledger.namespaces}
         self._unclaimed = tier.directory.parent / UNCLAIMED_FOLDER
 
-    def repair(self, findings: Sequence[Finding], packs: dict[str, PackRecord], files: PackFiles) -> None:
-        """Repair what can be repaired, and say so in the findings.
-
-        Args:
-            findings: Of `compare`; changed.
-            packs: The ledger's packs as they were compared.
-            files: As they were compared.
-        """
+    def repair(self, findings: Sequence[Finding]) -> None:
+        """Repair what can be repaired, and say so in the findings."""
         by_pack: dict[str, list[Finding]] = {}
         for finding in findings:
             if finding.code is Code.TEMPORARY_FILE:
-                self._guard([finding], lambda name=finding.subject: self._remove(name))
+                self._guard([finding], partial(self._remove, finding.subject))
             elif finding.code in (*_REREAD, *_FORGET):
                 by_pack.setdefault(finding.subject, []).append(finding)
         # Rows first: what a bad row claims is free then for a good copy, maybe in the file of another.
         for pack_id, of_pack in by_pack.items():
-            self._guard(of_pack, lambda record=packs[pack_id]: self._keep_what_reads(record))
-        for pack_id in [pack_id for pack_id in by_pack if pack_id in files.packs]:
-            self._guard(by_pack[pack_id], lambda pack_id=pack_id: self._take_in(pack_id))
+            self._guard(of_pack, partial(self._keep_what_reads, self._packs[pack_id]))
+        for pack_id, of_pack in by_pack.items():
+            self._guard(of_pack, partial(self._take_in, pack_id))
         for finding in findings:
             if finding.code is Code.PACK_ORPHAN:
-                self._guard([finding], lambda pack_id=finding.subject: self._take_in(pack_id))
+                self._guard([finding], partial(self._take_in, finding.subject))
             elif finding.code is Code.NOTE_UNCLAIMED and finding.subject.endswith(PACK_SUFFIX):
-                self._guard([finding], lambda name=finding.subject: self._claim(name))
+                self._guard([finding], partial(self._claim, finding.subject))
 
-    def _guard(self, findings: Sequence[Finding], step: "Step") -> None:
+    def _guard(self, findings: Sequence[Finding], step: Callable[[], str]) -> None:
+        """Take one step of a repair, which returns what it did, empty for nothing."""
         try:
             done = step()
         except (KvtierError, OSError) as error:
@@ -130,7 +129,7 @@ class Repairer:
         if header is None:
             self._tier.quarantine_pack(pack_id)
             return "the file is set aside (quarantined): its header cannot be read"
-        if not self._rows.knows_namespace(header.namespace_id):
+        if header.namespace_id not in self._layouts:
             self._tier.move_unclaimed(pack_id)
             return f"moved to {UNCLAIMED_FOLDER}/: its namespace {header.namespace_id} is not known (yet)"
         num_adopted, num_bad = self._adopt(path, header)
@@ -147,7 +146,7 @@ class Repairer:
         path = self._unclaimed / name
         tier = PackTier(self._unclaimed)
         header = tier.read_record(path.stem)
-        if not self._rows.knows_namespace(header.namespace_id):
+        if header.namespace_id not in self._layouts:
             return ""
         num_adopted, num_bad = self._adopt(path, header)
         if num_bad:
@@ -167,7 +166,7 @@ class Repairer:
             return 0, 0
         pack_id = uuid.uuid4().hex
         target = self._tier.directory / (pack_id + PACK_SUFFIX)
-        renamed = [_in_pack(chunk, pack_id) for chunk in wanted if self._fits(header.namespace_id, chunk)]
+        renamed = [chunk._replace(pack_id=pack_id) for chunk in wanted if self._fits(header.namespace_id, chunk)]
         num_recorded = 0
         try:
             os.link(path, target)
@@ -175,12 +174,7 @@ class Repairer:
             good = self._verifier.good(renamed)
             self._check_readable(pack_id)
             if good:
-                record = PackRecord(
-                    pack_id=pack_id,
-                    namespace_id=header.namespace_id,
-                    file_bytes=header.file_bytes,
-                    chunks=tuple(good),
-                )
+                record = replace(header, pack_id=pack_id, chunks=tuple(good))
                 num_recorded = self._rows.commit(record, instead_of=None)
         except (KvtierError, OSError):  # else, who knows whether it has rows: a stop leaves it to the next start
             target.unlink(missing_ok=True)
@@ -190,7 +184,8 @@ class Repairer:
         return len(good), len(wanted) - len(good)
 
     def _fits(self, namespace_id: str, chunk: StoredChunk) -> bool:
-        return self._rows.payload_bytes(namespace_id, chunk.key) == chunk.raw_bytes
+        layout, group_idx = self._layouts[namespace_id], group_idx_of(chunk.key)
+        return group_idx in layout.group_indexes() and layout.payload_bytes(group_idx) == chunk.raw_bytes
 
     def _check_readable(self, pack_id: str) -> None:
         """A device that refuses says nothing about the bytes: no verdict then."""
@@ -203,25 +198,6 @@ class Repairer:
             return self._tier.read_record(pack_id)
         except ChunkDamagedError:
             return None
-
-
-class Step(Protocol):
-    """One repair; returns what it did, empty for nothing."""
-
-    def __call__(self) -> str:
-        """Do it."""
-
-
-def _in_pack(chunk: StoredChunk, pack_id: str) -> StoredChunk:
-    return StoredChunk(
-        key=chunk.key,
-        pack_id=pack_id,
-        offset=chunk.offset,
-        stored_bytes=chunk.stored_bytes,
-        raw_bytes=chunk.raw_bytes,
-        codec=chunk.codec,
-        checksum=chunk.checksum,
-    )
 
 
 def _adopted(num_chunks: int) -> str:
