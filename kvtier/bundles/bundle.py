@@ -1,10 +1,10 @@
 """What a bundle says, of any version of the format, and what is checked of it whatever the version."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.bundles.safetensors_header import Tensor
 from kvtier.core import limits
@@ -24,6 +24,10 @@ class BundleChunk(NamedTuple):
 
     stored: StoredChunk
     sha256: bytes
+
+
+ChunkFacts = tuple[Tensor, object, int, bytes]
+"""What a header says of a chunk: its tensor, codec, checksum, SHA-256."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +88,51 @@ def check_length(bundle: Bundle, num_bytes: int) -> None:
         raise BundleDamagedError(f"{what}: {num_bytes} bytes, its header says {bundle.file_bytes}")
 
 
-def read_layout(text: str) -> KVLayout:
-    """Return a layout from its JSON.
+def assemble(
+    metadata: Mapping[str, str],
+    *,
+    prompt: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
+    covered_tokens: int,
+    chunks: Iterable[ChunkFacts],
+    data_offset: int,
+    pack_id: str,
+) -> Bundle:
+    """Return what a header says, once everything in it is within its bounds and its parts fit each other.
+
+    Args:
+        metadata: Of the header: model, layout and namespace are in one place in every version.
+        prompt: The fields of `RequestedPin`.
+        fingerprint: Of the namespace.
+        covered_tokens: Tokens of the prompt that whole chunks cover.
+        chunks: In the order of the file.
+        data_offset: Where the bytes of the first one begin.
+        pack_id: What they are to name as their pack.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: A field cannot be used; names it.
     """
+    layout, namespace, read = _read_layout(metadata["kvtier.layout"]), metadata["kvtier.namespace"], []
+    for tensor, codec, checksum, sha256 in chunks:
+        read.append(BundleChunk(_read_chunk(tensor, data_offset, layout, pack_id, codec, checksum), sha256))
+        data_offset += tensor.num_bytes
+    bundle = Bundle(
+        prompt=RequestedPin(**prompt),
+        model=limits.TEXT.check("kvtier.model", metadata["kvtier.model"]),
+        fingerprint=limits.check_fingerprint("kvtier.fingerprint", fingerprint),
+        layout=layout,
+        covered_tokens=covered_tokens,
+        chunks=read,
+    )
+    num_tokens = limits.Whole(1, limits.MAX_TOKENS).check("number of tokens", len(bundle.prompt.tokens))
+    limits.Whole(0, num_tokens).check("covered_tokens", covered_tokens)
+    limits.check_keys("chunk keys", bundle.keys, layout)
+    if bundle.namespace_id != namespace:
+        raise InvalidArgumentError("kvtier.namespace", namespace, "is not that of its fingerprint")
+    return bundle
+
+
+def _read_layout(text: str) -> KVLayout:
     try:
         fields = dict(json.loads(_LAYOUT_JSON.check("kvtier.layout", text)))
         groups = [dict(group) for group in fields.pop("groups", ())]
@@ -98,30 +141,19 @@ def read_layout(text: str) -> KVLayout:
     return limits.read_layout("kvtier.layout", fields, groups)
 
 
-def read_chunk(
-    tensor: Tensor, offset: int, layout: KVLayout, pack_id: str, codec: object, checksum: int, sha256: bytes
-) -> BundleChunk:
-    """Return the chunk of a tensor whose bytes begin at `offset` of the file.
-
-    Raises:
-        InvalidArgumentError: It cannot be a chunk of this layout.
-    """
+def _read_chunk(
+    tensor: Tensor, offset: int, layout: KVLayout, pack_id: str, codec: object, checksum: int
+) -> StoredChunk:
+    """Return the chunk of a tensor whose bytes begin at `offset` of the file."""
     if tensor.dtype != "U8" or len(tensor.shape) != 1:
         raise InvalidArgumentError(f"{tensor.name}.shape", tensor.shape, "must be U8 of one dimension")
     key = read_hex("chunk's name", tensor.name)
     try:
-        stored = StoredChunk(
-            key=key,
-            pack_id=pack_id,
-            offset=offset,
-            stored_bytes=tensor.num_bytes,
-            raw_bytes=layout.payload_bytes(group_idx_of(key)),
-            codec=_CODEC.check("kvtier.codec", codec),
-            checksum=checksum,
-        )
+        raw_bytes = layout.payload_bytes(group_idx_of(key))
+        named = _CODEC.check("kvtier.codec", codec)
+        return StoredChunk(key, pack_id, offset, tensor.num_bytes, raw_bytes, named, checksum)
     except ValueError as exc:
         raise InvalidArgumentError(f"{tensor.name}.shape", tensor.shape, str(exc)) from exc
-    return BundleChunk(stored, sha256)
 
 
 def read_hex(field: str, value: object, num_bytes: int | None = None) -> bytes:
@@ -137,19 +169,3 @@ def read_hex(field: str, value: object, num_bytes: int | None = None) -> bytes:
     if not data or data.hex() != value or num_bytes not in (None, len(data)):
         raise InvalidArgumentError(field, value, f"must be {num_bytes or 'some'} bytes in lower-case hex")
     return data
-
-
-def check_bundle(bundle: Bundle, stated_namespace: str) -> Bundle:
-    """Return a bundle that was read, once everything in it is within its bounds and its parts fit each other.
-
-    Raises:
-        InvalidArgumentError: They do not; names the field.
-    """
-    num_tokens = limits.Whole(1, limits.MAX_TOKENS).check("number of tokens", len(bundle.prompt.tokens))
-    limits.TEXT.check("kvtier.model", bundle.model)
-    limits.check_fingerprint("kvtier.fingerprint", bundle.fingerprint)
-    limits.check_keys("chunk keys", bundle.keys, bundle.layout)
-    limits.Whole(0, num_tokens).check("covered_tokens", bundle.covered_tokens)
-    if bundle.namespace_id != stated_namespace:
-        raise InvalidArgumentError("kvtier.namespace", stated_namespace, "is not that of its fingerprint")
-    return bundle

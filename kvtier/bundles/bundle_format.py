@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk, check_bundle, read_chunk, read_layout
+from kvtier.bundles.bundle import TEXTS, Bundle, assemble
 from kvtier.bundles.old_bundles import read_old_bundle
 from kvtier.bundles.safetensors_header import (
     LENGTH_PREFIX,
@@ -27,7 +27,6 @@ from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
 from kvtier.ledger.rows import encode_layout, encode_tokens
-from kvtier.prompts.book import RequestedPin
 
 FORMAT_VERSION = 3
 """1, and 2 with a priority, kept everything in the metadata: see `old_bundles`."""
@@ -123,7 +122,7 @@ def read_front(start: bytes, pack_id: str) -> Bundle | int:
         data_end = front_bytes - DIGEST_BYTES
         if hashlib.sha256(view[:data_end]).digest() != view[data_end:front_bytes]:
             raise BundleDamagedError("its header is not what was written (digest differs); copy it again")
-        return check_bundle(_read(view[end:data_end], end, metadata, tensors, pack_id), metadata["kvtier.namespace"])
+        return _read(view[end:front_bytes], front_bytes, metadata, tensors, pack_id)
     except InvalidArgumentError as exc:
         raise BundleDamagedError(f"in its header, {exc}") from exc
 
@@ -153,7 +152,7 @@ def _check_index(tensors: Sequence[Tensor]) -> None:
 
 
 def _read(
-    index: memoryview, offset: int, metadata: Mapping[str, str], tensors: Sequence[Tensor], pack_id: str
+    index: memoryview, data_offset: int, metadata: Mapping[str, str], tensors: Sequence[Tensor], pack_id: str
 ) -> Bundle:
     fingerprint = {
         name.removeprefix(_FINGERPRINT): value for name, value in metadata.items() if name.startswith(_FINGERPRINT)
@@ -163,27 +162,28 @@ def _read(
     parts: list[memoryview] = []
     for tensor in tensors[:_NUM_INDEX]:
         parts.append(index[: tensor.num_bytes])
-        index, offset = index[tensor.num_bytes :], offset + tensor.num_bytes
+        index = index[tensor.num_bytes :]
     checksums, tokens, codec_numbers, sha256s, recipe, _ = parts
-    layout, codecs = read_layout(metadata["kvtier.layout"]), metadata["kvtier.codecs"].split(",")
-    chunks: list[BundleChunk] = []
-    rows = zip(tensors[_NUM_INDEX:], struct.iter_unpack("<Q", checksums), codec_numbers, strict=True)
-    for number, (tensor, (checksum,), codec) in enumerate(rows):
-        limits.Whole(0, len(codecs) - 1).check("kvtier.codec", codec)
-        sha256 = bytes(sha256s[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
-        chunks.append(read_chunk(tensor, offset, layout, pack_id, codecs[codec], checksum, sha256))
-        offset += tensor.num_bytes
+    codecs = dict(enumerate(metadata["kvtier.codecs"].split(",")))
+    chunks = zip(
+        tensors[_NUM_INDEX:],
+        (codecs.get(number) for number in codec_numbers),
+        (checksum for (checksum,) in struct.iter_unpack("<Q", checksums)),
+        (bytes(sha256s[start : start + DIGEST_BYTES]) for start in range(0, len(sha256s), DIGEST_BYTES)),
+        strict=True,
+    )
+    prompt: dict[str, Any] = {name: metadata[_PROMPT + name] for name in TEXTS}
+    prompt |= {"tokens": TokenIds.from_bytes(bytes(tokens)), "priority": _number(metadata, "priority")}
     # Bytes that are no UTF-8 become characters that UTF-8 cannot say, which `RequestedPin` refuses by name.
-    texts: dict[str, Any] = {name: metadata[_PROMPT + name] for name in TEXTS} | {
-        "recipe_json": str(recipe, "utf-8", "surrogateescape")
-    }
-    return Bundle(
-        prompt=RequestedPin(tokens=TokenIds.from_bytes(bytes(tokens)), priority=_number(metadata, "priority"), **texts),
-        model=metadata["kvtier.model"],
+    prompt["recipe_json"] = str(recipe, "utf-8", "surrogateescape")
+    return assemble(
+        metadata,
+        prompt=prompt,
         fingerprint=fingerprint,
-        layout=layout,
         covered_tokens=_number(metadata, "covered_tokens"),
         chunks=chunks,
+        data_offset=data_offset,
+        pack_id=pack_id,
     )
 
 

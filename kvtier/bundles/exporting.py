@@ -1,6 +1,5 @@
 """From a durable prompt to the bytes of its bundle."""
 
-import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,9 +8,9 @@ from pathlib import Path
 from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk
 from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
 from kvtier.bundles.decoded import DecodedFile
-from kvtier.bundles.spool import PACK_SUFFIX, Spool, in_batches
+from kvtier.bundles.spool import Spool, in_batches
 from kvtier.disk.disk_usage import ScratchSpace
-from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError, TierIOError
+from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import RequestedPin
 from kvtier.service import Cache
@@ -154,19 +153,6 @@ def _copy(spool: Spool, packs: Path, batch: Sequence[BundleChunk], offset: int) 
     """Copy chunks from their packs into the spool; return them as they lie there."""
     copies = []
     for chunk, _ in batch:
-        path = packs / (chunk.pack_id + PACK_SUFFIX)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise
-        except OSError as exc:
-            raise TierIOError(path, "open", exc) from exc
-        try:
-            sha256 = spool.copy_in(fd, chunk.offset, chunk.stored_bytes, offset)
-        except OSError as exc:
-            raise TierIOError(path, "read", exc) from exc
-        finally:
-            os.close(fd)
-        copies.append(BundleChunk(chunk._replace(pack_id=spool.pack_id, offset=offset), sha256))
+        copies.append(spool.copy_chunk(packs, chunk, offset))
         offset += chunk.stored_bytes
     return copies

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.bundles.bundle import Bundle
-from kvtier.bundles.receiving import Admitted, Reception, RequestedImport, admit, is_on_disk, pack_bytes
+from kvtier.bundles.receiving import Reception, RequestedImport, admit, is_on_disk, pack_bytes
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
@@ -56,26 +56,25 @@ async def import_bundle(cache: Cache, requested: RequestedImport, pieces: AsyncI
     with ExitStack() as stack:
         space = stack.enter_context(cache.resources.disk_usage.scratch_space())
         spool = stack.enter_context(await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir))
-        admitted = await Reception(cache, requested, spool, space).receive(pieces)
+        bundle = await Reception(cache, requested, spool, space).receive(pieces)
         held = stack.pop_all()
     try:
         # From here to its end, even when the caller leaves: a pack that is being written cannot be called back.
-        return await cache.changes.run_shielded("import", _take_in(cache, requested, admitted, spool, space, held))
+        return await cache.changes.run_shielded("import", _take_in(cache, requested, bundle, spool, space, held))
     except DrainingError:  # it did not begin
         held.close()
         raise
 
 
 async def _take_in(
-    cache: Cache, requested: RequestedImport, admitted: Admitted, spool: Spool, space: ScratchSpace, held: ExitStack
+    cache: Cache, requested: RequestedImport, bundle: Bundle, spool: Spool, space: ScratchSpace, held: ExitStack
 ) -> PromptView:
     with held:
-        pin, namespace = await admit(cache, requested, admitted.bundle)  # things may have changed while it came
-        chunks = admitted.bundle.chunks
-        for part in in_batches(chunks, [chunk.stored.raw_bytes for chunk in chunks]):
+        pin, namespace = await admit(cache, requested, bundle)  # things may have changed while it came
+        for part in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
             await cache.resources.in_io(spool.verify, part)
         space.release_packs()
-        await _Import(cache, namespace, admitted.bundle, pin, spool).run()
+        await _Import(cache, namespace, bundle, pin, spool).run()
         return await cache.pins.view(pin.name)
 
 
@@ -94,7 +93,6 @@ class _Import:
             await self._namespace.find_disk_capacity(num_bytes)
         if not usage.fits(num_bytes):
             raise QuotaExceededError(self._pin.name, num_bytes, usage.used_bytes, usage.limit_bytes)
-        # Promised until rows are there: a check of the running daemon waits for these packs, as for any.
         with usage.promised(num_bytes):
             try:
                 await self._write(self._missing())

@@ -10,20 +10,11 @@ from collections.abc import Mapping, Sequence
 from json import scanner
 from typing import Any
 
-from kvtier.bundles.bundle import (
-    TEXTS,
-    Bundle,
-    BundleChunk,
-    check_bundle,
-    read_chunk,
-    read_hex,
-    read_layout,
-)
+from kvtier.bundles.bundle import TEXTS, Bundle, ChunkFacts, assemble, read_hex
 from kvtier.bundles.safetensors_header import Tensor
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import BundleDamagedError, InvalidArgumentError
-from kvtier.prompts.book import RequestedPin
 
 MAX_HEADER_BYTES = 32 * 1024**2
 _MAX_OBJECTS = 4 * (limits.MAX_KEYS + 1)
@@ -57,17 +48,24 @@ def read_old_bundle(header: bytes, metadata: Mapping[str, str], tensors: Sequenc
     _check_fields("kvtier.prompt", prompt, _PROMPT | (prompt.keys() & {"priority"}))
     binding = _read_json(metadata, "kvtier.binding")
     _check_fields("kvtier.binding", binding, {"keys", "covered_tokens"})
-    bundle = Bundle(
-        prompt=RequestedPin(**prompt | {"tokens": _read_tokens(prompt["tokens"])}),
-        model=metadata["kvtier.model"],
-        fingerprint=_read_json(metadata, "kvtier.fingerprint"),
-        layout=read_layout(metadata["kvtier.layout"]),
-        covered_tokens=binding["covered_tokens"],
-        chunks=_read_chunks(len(header), metadata, tensors, pack_id),
-    )
-    if binding["keys"] != [tensor.name for tensor in tensors]:
+    names, facts = [tensor.name for tensor in tensors], _read_json(metadata, "kvtier.chunks")
+    _check_fields("kvtier.chunks", facts, set(names))
+    if binding["keys"] != names:
         raise InvalidArgumentError("kvtier.binding.keys", binding["keys"], "must be the names of the tensors, in order")
-    return check_bundle(bundle, metadata["kvtier.namespace"])
+    bundle = assemble(
+        metadata,
+        prompt=prompt | {"tokens": _read_tokens(prompt["tokens"])},
+        fingerprint=_read_json(metadata, "kvtier.fingerprint"),
+        covered_tokens=binding["covered_tokens"],
+        chunks=[_read_chunk(tensor, facts[tensor.name]) for tensor in tensors],
+        data_offset=len(header),
+        pack_id=pack_id,
+    )
+    for name, chunk in zip(names, bundle.chunks, strict=True):
+        if facts[name]["raw_bytes"] != chunk.stored.raw_bytes:
+            remedy = f"one of this layout has {chunk.stored.raw_bytes}"
+            raise InvalidArgumentError(f"kvtier.chunks.{name}.raw_bytes", facts[name]["raw_bytes"], remedy)
+    return bundle
 
 
 def _check_digest(header: bytes, stated: str) -> None:
@@ -83,24 +81,11 @@ def _read_tokens(tokens: object) -> TokenIds:
     return TokenIds([limits.TOKEN.check("kvtier.prompt.tokens", token) for token in tokens])
 
 
-def _read_chunks(
-    offset: int, metadata: Mapping[str, str], tensors: Sequence[Tensor], pack_id: str
-) -> list[BundleChunk]:
-    layout, facts = read_layout(metadata["kvtier.layout"]), _read_json(metadata, "kvtier.chunks")
-    _check_fields("kvtier.chunks", facts, {tensor.name for tensor in tensors})
-    chunks: list[BundleChunk] = []
-    for tensor in tensors:
-        field, fact = f"kvtier.chunks.{tensor.name}", facts[tensor.name]
-        _check_fields(field, fact, _CHUNK)
-        checksum = int.from_bytes(read_hex(f"{field}.xxh3_64", fact["xxh3_64"], 8), "big")
-        sha256 = read_hex(f"{field}.sha256", fact["sha256"], 32)
-        chunk = read_chunk(tensor, offset, layout, pack_id, fact["codec"], checksum, sha256)
-        if fact["raw_bytes"] != chunk.stored.raw_bytes:
-            remedy = f"one of this layout has {chunk.stored.raw_bytes}"
-            raise InvalidArgumentError(f"{field}.raw_bytes", fact["raw_bytes"], remedy)
-        chunks.append(chunk)
-        offset += tensor.num_bytes
-    return chunks
+def _read_chunk(tensor: Tensor, fact: Mapping[str, object]) -> ChunkFacts:
+    field = f"kvtier.chunks.{tensor.name}"
+    _check_fields(field, fact, _CHUNK)
+    checksum = int.from_bytes(read_hex(f"{field}.xxh3_64", fact["xxh3_64"], 8), "big")
+    return tensor, fact["codec"], checksum, read_hex(f"{field}.sha256", fact["sha256"], 32)
 
 
 def _check_fields(field: str, fields: object, known: set[str]) -> None:

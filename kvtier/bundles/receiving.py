@@ -10,20 +10,27 @@ from dataclasses import dataclass, replace
 
 from kvtier.bundles.bundle import Bundle, check_length
 from kvtier.bundles.bundle_format import read_front
-from kvtier.bundles.matching import find_namespace
 from kvtier.bundles.safetensors_header import LENGTH_PREFIX
 from kvtier.bundles.spool import Spool
 from kvtier.collector import gc_paused
-from kvtier.core.layout import ChunkKey
+from kvtier.core.fingerprint import differing_fields
+from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.disk.packs.pack_format import reserve_bytes
-from kvtier.errors import BundleDamagedError, DiskRoomError, InvalidArgumentError, QuotaExceededError
+from kvtier.errors import (
+    BundleDamagedError,
+    DiskRoomError,
+    InvalidArgumentError,
+    NamespaceMismatchError,
+    QuotaExceededError,
+)
 from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.quota import pinned_bytes
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
 MAX_PIECE_BYTES = 1024**2
+_SHOWN_CHARS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +48,6 @@ class RequestedImport:
     ttl_s: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Admitted:
-    """A bundle that may be taken in, as things stand: what it says, the pin it becomes, and where."""
-
-    bundle: Bundle
-    pin: RequestedPin
-    namespace: Namespace
-
-
 async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tuple[RequestedPin, Namespace]:
     """Say which pin a bundle becomes, in which namespace. It is asked again when all of the bundle is there.
 
@@ -60,7 +58,7 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
         InvalidArgumentError: The name cannot be used.
     """
     pin = _requested_pin(requested, bundle)
-    namespace = find_namespace(cache, bundle)
+    namespace = _find_namespace(cache, bundle)
     cache.prompts.draft(pin, time.time())
     await _check_quota(cache, namespace, pin.name, bundle)
     return pin, namespace
@@ -91,10 +89,10 @@ class Reception:
 
     def __init__(self, cache: Cache, requested: RequestedImport, spool: Spool, space: ScratchSpace) -> None:
         self._cache, self._requested, self._spool, self._space = cache, requested, spool, space
-        self._admitted: Admitted | None = None
+        self._bundle: Bundle | None = None
         self._front_bytes = 0  # what is known to be needed of the file before it can be judged
 
-    async def receive(self, pieces: AsyncIterator[bytes]) -> Admitted:
+    async def receive(self, pieces: AsyncIterator[bytes]) -> Bundle:
         """Take all pieces.
 
         Raises:
@@ -108,28 +106,29 @@ class Reception:
                 raise InvalidArgumentError("piece.data", f"{len(piece)} bytes", f"at most {MAX_PIECE_BYTES} at a time")
             await self._take(piece)
         num_bytes = self._spool.num_bytes
-        if self._admitted is None:
+        if self._bundle is None:
             needed_bytes = max(LENGTH_PREFIX.size, self._front_bytes)
             raise BundleDamagedError(f"it is cut short: it has {num_bytes} bytes, header and index have {needed_bytes}")
-        check_length(self._admitted.bundle, num_bytes)
-        return self._admitted
+        check_length(self._bundle, num_bytes)
+        return self._bundle
 
     async def _take(self, piece: bytes) -> None:
         num_bytes = self._spool.num_bytes + len(piece)
-        if self._admitted is None:
+        if self._bundle is None:
             await self._keep_capacity("(bundle)", num_bytes)
-        elif num_bytes > self._admitted.bundle.file_bytes:
-            check_length(self._admitted.bundle, num_bytes)
+        elif num_bytes > self._bundle.file_bytes:
+            check_length(self._bundle, num_bytes)
         await self._cache.resources.in_io(self._spool.append, piece)
         self._space.grew(num_bytes)
-        if self._admitted is None and num_bytes >= self._front_bytes:
+        if self._bundle is None and num_bytes >= self._front_bytes:
             front = await self._cache.resources.in_io(_read_front, self._spool)
             if isinstance(front, int):
                 self._front_bytes = front
             else:
-                self._admitted = await self._judge(front)
+                await self._judge(front)
+                self._bundle = front
 
-    async def _judge(self, bundle: Bundle) -> Admitted:
+    async def _judge(self, bundle: Bundle) -> None:
         """The front is there: say whether the bundle can be taken in, and keep room for all of it."""
         if self._spool.num_bytes > bundle.file_bytes:
             check_length(bundle, self._spool.num_bytes)
@@ -137,7 +136,6 @@ class Reception:
         missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
         num_pack_bytes = await self._cache.resources.in_io(pack_bytes, namespace, bundle, missing)
         await self._keep_capacity(pin.name, bundle.file_bytes, num_pack_bytes)
-        return Admitted(bundle=bundle, pin=pin, namespace=namespace)
 
     async def _keep_capacity(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:
         usage = self._cache.resources.disk_usage
@@ -181,3 +179,53 @@ async def _check_quota(cache: Cache, namespace: Namespace, name: str, bundle: Bu
     used_bytes = await pinned_bytes(namespace, cache.prompts, besides=name)
     if bundle.data_bytes + used_bytes > limit_bytes:
         raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes)
+
+
+def _find_namespace(cache: Cache, bundle: Bundle) -> Namespace:
+    """Return the namespace whose KV the bundle's is interchangeable with; name what the nearest one differs in."""
+    known = [namespace for namespace in cache.namespaces.values() if not namespace.ephemeral]
+    for namespace in known:
+        if namespace.fingerprint == dict(bundle.fingerprint):
+            if namespace.layout != bundle.layout:
+                fields = ", ".join(_differing_layout(namespace.layout, bundle.layout))
+                raise NamespaceMismatchError(
+                    f"the bundle has another layout than namespace {namespace.namespace_id} here ({fields}); "
+                    "the kvtier versions of the two machines differ: upgrade both, and export again"
+                )
+            return namespace
+    if not known:
+        raise NamespaceMismatchError(
+            f"no engine has attached to this daemon yet, so no namespace can take the bundle; start vLLM with "
+            f"{bundle.model} and the kvtier connector once, then import"
+        )
+    nearest = min(
+        known,
+        key=lambda other: (
+            len(differing_fields(bundle.fingerprint, other.fingerprint)),
+            other.row.model != bundle.model,
+            other.namespace_id,
+        ),
+    )
+    raise NamespaceMismatchError(
+        f"the bundle's KV cannot be used here: it was made for {bundle.model}, and the nearest namespace here "
+        f"({nearest.namespace_id[:12]}, {nearest.row.model}) differs in {_differences(bundle, nearest)}; start vLLM "
+        "with the same model and settings once, then import"
+    )
+
+
+def _differences(bundle: Bundle, other: Namespace) -> str:
+    fields = differing_fields(bundle.fingerprint, other.fingerprint)
+    return ", ".join(
+        f"{field} ({_shown(bundle.fingerprint.get(field))} in the bundle, {_shown(other.fingerprint.get(field))} here)"
+        for field in fields
+    )
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return value if len(value) <= _SHOWN_CHARS else value[: _SHOWN_CHARS - 1] + "…"
+
+
+def _differing_layout(one: KVLayout, other: KVLayout) -> list[str]:
+    return [name for name in KVLayout.__dataclass_fields__ if getattr(one, name) != getattr(other, name)]

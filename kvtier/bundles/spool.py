@@ -3,17 +3,20 @@
 import hashlib
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from kvtier.bundles.bundle import BundleChunk
 from kvtier.core.stored import StoredChunk
+from kvtier.disk.files.file_ops import FileOps
+from kvtier.disk.packs.pack_directory import PACK_SUFFIX
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
 from kvtier.upkeep.scratch_folder import scratch_folder
 
-PACK_SUFFIX = ".kvpack"
 _COPY_BYTES = 1024**2
 _BATCH_BYTES = 64 * 1024**2
 
@@ -33,10 +36,8 @@ class Spool:
         self.path = folder / (self.pack_id + PACK_SUFFIX)
         self._tier = PackTier(folder)
         self.num_bytes = 0
-        try:
+        with _translated(self.path, "create"):
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as exc:
-            raise TierIOError(self.path, "create", exc) from exc
 
     @classmethod
     def in_disk_dir(cls, disk_dir: Path) -> Self:
@@ -57,13 +58,8 @@ class Spool:
         Raises:
             TierIOError: The operating system refused.
         """
-        view = memoryview(data)
-        try:
-            while view:
-                written = os.pwrite(self._fd, view, offset)
-                view, offset = view[written:], offset + written
-        except OSError as exc:
-            raise TierIOError(self.path, "write", exc) from exc
+        with _translated(self.path, "write"):
+            offset += FileOps().write_all(self._fd, [memoryview(data)], offset)
         self.num_bytes = max(self.num_bytes, offset)
 
     def append(self, data: bytes) -> None:
@@ -76,26 +72,26 @@ class Spool:
         Raises:
             TierIOError: The operating system refused.
         """
-        try:
+        with _translated(self.path, "read"):
             return os.pread(self._fd, num_bytes, offset)
-        except OSError as exc:
-            raise TierIOError(self.path, "read", exc) from exc
 
-    def copy_in(self, source_fd: int, source_offset: int, num_bytes: int, offset: int) -> bytes:
-        """Copy bytes of another file; return their SHA-256.
+    def copy_chunk(self, packs: Path, chunk: StoredChunk, offset: int) -> BundleChunk:
+        """Copy a chunk's stored bytes from its pack to `offset`; return it as it lies here.
 
         Raises:
-            OSError: The source cannot be read, or is shorter.
+            FileNotFoundError, EOFError: The pack is gone, or shorter.
+            TierIOError: The operating system refused.
         """
-        digest = hashlib.sha256()
-        while num_bytes:
-            data = os.pread(source_fd, min(num_bytes, _COPY_BYTES), source_offset)
-            if not data:
-                raise EOFError
-            digest.update(data)
-            self.write(data, offset)
-            source_offset, offset, num_bytes = source_offset + len(data), offset + len(data), num_bytes - len(data)
-        return digest.digest()
+        path = packs / (chunk.pack_id + PACK_SUFFIX)
+        digest, copied = hashlib.sha256(), chunk._replace(pack_id=self.pack_id, offset=offset)
+        with _translated(path, "read", passing=FileNotFoundError), path.open("rb", buffering=0) as pack:
+            for data in _pieces(partial(os.pread, pack.fileno()), chunk):
+                digest.update(data)
+                self.write(data, offset)
+                offset += len(data)
+        if offset < copied.offset + copied.stored_bytes:
+            raise EOFError(f"{path} ends early")
+        return BundleChunk(copied, digest.digest())
 
     def verify(self, chunks: Sequence[BundleChunk]) -> None:
         """Compare the digests of chunks of this file, and decode them.
@@ -104,7 +100,10 @@ class Spool:
             BundleDamagedError: One is not what was written, or cannot be decoded here.
         """
         for chunk in chunks:
-            if self._sha256(chunk.stored) != chunk.sha256:
+            digest = hashlib.sha256()
+            for data in _pieces(self.read, chunk.stored):
+                digest.update(data)
+            if digest.digest() != chunk.sha256:
                 raise BundleDamagedError(f"chunk {chunk.stored.key.hex()} is not what was written; copy it again")
             self.payload(chunk.stored)
 
@@ -123,13 +122,23 @@ class Spool:
             raise BundleDamagedError(f"it is whole, but this kvtier cannot decode it ({why}){remedy}") from error
         return payload
 
-    def _sha256(self, chunk: StoredChunk) -> bytes:
-        digest = hashlib.sha256()
-        offset, end = chunk.offset, chunk.offset + chunk.stored_bytes
-        while offset < end and (data := self.read(min(end - offset, _COPY_BYTES), offset)):
-            digest.update(data)
-            offset += len(data)
-        return digest.digest()
+
+@contextmanager
+def _translated(path: Path, action: str, passing: type[OSError] | tuple[()] = ()) -> Iterator[None]:
+    try:
+        yield
+    except passing:
+        raise
+    except OSError as exc:
+        raise TierIOError(path, action, exc) from exc
+
+
+def _pieces(read: Callable[[int, int], bytes], chunk: StoredChunk) -> Iterator[bytes]:
+    """Yield a chunk's stored bytes, as far as the file reaches, in pieces of at most 1 MiB."""
+    offset, end = chunk.offset, chunk.offset + chunk.stored_bytes
+    while offset < end and (data := read(min(end - offset, _COPY_BYTES), offset)):
+        yield data
+        offset += len(data)
 
 
 def in_batches(items: Sequence[T], sizes: Sequence[int], max_bytes: int = _BATCH_BYTES) -> list[list[T]]:
