@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvtier.errors import LedgerError
 from kvtier.ledger.ledger import load_intact
+from kvtier.ledger.row_tables import load_pack_ids
 from kvtier.ledger.rows import LedgerSnapshot
 from kvtier.ledger.sql.row_checksums import altered_rows
 from kvtier.ledger.sql.schema import FIRST_CHECKED_VERSION, SCHEMA_VERSION, checked_version, update_schema
@@ -18,11 +19,11 @@ _MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerHealth:
-    """What SQLite's own checks say.
+    """What SQLite's checks and the rows' checksums say.
 
     Attributes:
         problems: Of `PRAGMA integrity_check`; empty when it is whole.
-        dangling: Rows that refer to a row that is not there, by table.
+        dangling: Number of rows that refer to a row that is not there, by table.
         altered: Names of rows that are not what was written, by table.
     """
 
@@ -75,14 +76,10 @@ def read_ledger(path: Path) -> LedgerSnapshot:
 
 
 def read_pack_ids(path: Path) -> set[str]:
-    """Return the packs that have a row, beside a daemon that uses the ledger.
-
-    Raises:
-        LedgerError: It cannot be read.
-    """
+    """Return the packs that have a row, beside a daemon that uses the ledger; raises LedgerError."""
     try:
         with closing(_read_only(path)) as sql:
-            return {pack_id for (pack_id,) in sql.execute("SELECT pack_id FROM packs")}
+            return load_pack_ids(sql)
     except sqlite3.Error as exc:
         raise LedgerError(f"cannot read the ledger {path}: {exc}") from exc
 

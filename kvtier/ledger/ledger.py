@@ -11,7 +11,7 @@ from kvtier.ledger.promises import Promises
 from kvtier.ledger.row_tables import load_snapshot, write_namespace
 from kvtier.ledger.rows import LedgerSnapshot, NamespaceRow
 from kvtier.ledger.sql.database import Database
-from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, altered_rows
+from kvtier.ledger.sql.row_checksums import altered_rows
 from kvtier.ledger.sql.schema import open_database
 
 _REFERENCES = [
@@ -36,7 +36,6 @@ class Ledger:
     """
 
     def __init__(self, database: Database, copies: PromiseCopies | None = None) -> None:
-        """Take over an opened database; use `open`."""
         self._database = database
         self.path = database.path
         self.promises = Promises(database, copies)
@@ -44,11 +43,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, *, with_copies: bool = True) -> "Ledger":
-        """Open the ledger, or create an empty one.
-
-        Args:
-            path: The database.
-            with_copies: Keep copies of promises beside it; not for a copy of a ledger.
+        """Open the ledger, or create an empty one; `with_copies`: keep copies of promises beside it.
 
         Raises:
             FormatVersionError: A newer kvtier wrote it.
@@ -68,16 +63,12 @@ class Ledger:
         """Close the database; idempotent."""
         self._database.connection.close()
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self) -> AbstractContextManager[object]:
         """Make the operations inside the block one transaction: all of them, or none."""
-        return self._database.together()
+        return self._database.transaction()
 
     def load(self) -> LedgerSnapshot:
-        """Return everything.
-
-        Raises:
-            LedgerError: The database cannot be read, or a row makes no sense or was altered.
-        """
+        """Return everything; see `load_intact`."""
         return load_intact(self._database.connection, self.path)
 
     # Upkeep
@@ -88,24 +79,16 @@ class Ledger:
         return self.promises.misses_copies or not self._database.wal_is_empty
 
     def catch_up(self) -> bool:
-        """Empty the WAL and write copies that are missing, a bounded number; say whether nothing is left to do.
-
-        Raises:
-            LedgerError: The database cannot be read, or a copy cannot be written.
-        """
+        """Empty the WAL and write copies that are missing, a bounded number; say whether nothing is left to do."""
         self.promises.write_missing_copies()
         self._database.empty_wal()
         return not self.is_behind
 
-    def drop_altered_rows(self) -> dict[str, list[str]]:
-        """Delete rows that are not what was written, and what refers to them; return their names, by table."""
+    def drop_altered_rows(self) -> None:
+        """Delete rows that are not what was written, and what refers to them."""
         with self._database.transaction() as sql:
-            altered = altered_rows(sql)
-            for table in CHECKED_TABLES:
-                sql.executemany(
-                    f"DELETE FROM {table} WHERE rowid = ?", ((rowid,) for rowid, _ in altered.get(table, ()))
-                )
-        return {table: [name for _, name in rows] for table, rows in altered.items()}
+            for table, rows in altered_rows(sql).items():
+                sql.executemany(f"DELETE FROM {table} WHERE rowid = ?", [(rowid,) for rowid, _ in rows])
 
     def drop_dangling_rows(self) -> int:
         """Delete rows that refer to rows that are not there (the file was edited); return how many."""

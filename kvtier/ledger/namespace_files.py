@@ -47,14 +47,8 @@ def load_namespaces(state_dir: Path) -> list[NamespaceRow]:
 
 
 def _encode(row: NamespaceRow) -> bytes:
-    fields = {
-        "format": _FORMAT,
-        "namespace_id": row.namespace_id,
-        "model": row.model,
-        "fingerprint": dict(row.fingerprint),
-        "layout": encode_layout(row.layout),
-        "created_unix_s": row.created_unix_s,
-    }
+    fields = {**vars(row), "format": _FORMAT, "fingerprint": dict(row.fingerprint), "layout": encode_layout(row.layout)}
+    del fields["seen_unix_s"]
     text = json.dumps(fields, sort_keys=True)
     return json.dumps({"namespace": text, "crc32": zlib.crc32(text.encode())}).encode()
 
@@ -63,15 +57,9 @@ def _read(path: Path) -> NamespaceRow | None:
     try:
         outer = json.loads(path.read_bytes())
         fields = json.loads(outer["namespace"])
-        row = NamespaceRow(
-            namespace_id=fields["namespace_id"],
-            model=fields["model"],
-            fingerprint=fields["fingerprint"],
-            layout=decode_layout(fields["layout"]),
-            created_unix_s=fields["created_unix_s"],
-            seen_unix_s=fields["created_unix_s"],
-        )
-        whole = zlib.crc32(outer["namespace"].encode()) == outer["crc32"] and fields["format"] == _FORMAT
+        whole = zlib.crc32(outer["namespace"].encode()) == outer["crc32"] and fields.pop("format") == _FORMAT
+        fields |= {"layout": decode_layout(fields["layout"]), "seen_unix_s": fields["created_unix_s"]}
+        row = NamespaceRow(**fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidArgumentError):
         return None
     return row if whole and namespace_id(row.fingerprint) == row.namespace_id == path.stem else None

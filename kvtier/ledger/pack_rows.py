@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
-from kvtier.ledger.row_tables import chunk_columns, find_chunks
+from kvtier.ledger.row_tables import chunk_columns, find_chunks, load_pack_ids
 from kvtier.ledger.sql.database import Database
 
 
@@ -30,15 +30,13 @@ class PackRows:
 
     def pack_ids(self) -> set[str]:
         """Return the packs that have a row."""
-        return self._pack_ids("packs")
+        with self._database.reading() as sql:
+            return load_pack_ids(sql)
 
     def removed_packs(self) -> set[str]:
         """Return the packs whose rows were dropped on purpose and whose files may still exist."""
-        return self._pack_ids("removed_packs")
-
-    def _pack_ids(self, table: str) -> set[str]:
         with self._database.reading() as sql:
-            return {pack_id for (pack_id,) in sql.execute(f"SELECT pack_id FROM {table}")}
+            return load_pack_ids(sql, "removed_packs")
 
     def mark_removed(self, pack_ids: Iterable[str]) -> None:
         """Files of these names are not to outlive the process: the next start sweeps them."""
@@ -57,7 +55,7 @@ class PackRows:
             Packs left without chunks, whose rows are gone: the caller unlinks them.
 
         Raises:
-            LedgerError: The ledger has no such namespace, or has the pack already.
+            LedgerError: Also if the ledger has no such namespace, or has the pack already.
         """
         with self._database.transaction() as sql:
             _insert_pack(sql, record)
@@ -76,11 +74,7 @@ class PackRows:
             record: The new pack.
             moved_from: For each of its chunks, the pack that it was copied from.
 
-        Returns:
-            Packs left without chunks, whose rows are gone: the caller unlinks them. The new one may be among them.
-
-        Raises:
-            LedgerError: The ledger has no such namespace, or has the pack already.
+        Returns and raises as `commit_pack`; the new pack may be among those left without chunks.
         """
         with self._database.transaction() as sql:
             _insert_pack(sql, record)
@@ -96,11 +90,7 @@ class PackRows:
             return _delete_empty_packs(sql)
 
     def drop_chunks(self, namespace_id: str, keys: Collection[ChunkKey]) -> list[str]:
-        """Forget chunks; unknown ones are fine.
-
-        Returns:
-            Packs left without chunks, whose rows are gone: the caller unlinks them.
-        """
+        """Forget chunks; unknown ones are fine. Returns as `commit_pack`."""
         with self._database.transaction() as sql:
             sql.executemany(
                 "DELETE FROM chunks WHERE namespace_id = ? AND key = ?", ((namespace_id, key) for key in keys)

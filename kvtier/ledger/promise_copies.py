@@ -7,9 +7,7 @@ an answer, and it is removed before the row is. So a copy without a row, or with
 that the ledger has lost what was acknowledged: `promises.py` puts it back. A row without a copy, or with an older one,
 is what a crash between the two steps leaves: the copy is written again.
 
-Rejected: a journal of all promises (one flipped bit in a length ends the reading of it), prompts in each pack (a prompt
-that is not computed yet has none), and a second database (an old backup of it looks like a new one). ADR 19 has the
-reasons.
+ADR 19 has what was rejected: a journal, prompts in each pack, a second database.
 """
 
 import base64
@@ -17,7 +15,6 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +50,9 @@ class PromiseCopies:
     """The folder of the copies. Blocks; used by the ledger's thread only.
 
     A copy proves itself by its checksum, and by its name, which is derived from what it says.
+
+    Attributes:
+        revisions: The revision of each copy, by id.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,14 +62,14 @@ class PromiseCopies:
             OSError: The operating system refused.
         """
         self.folder = folder
-        self._revisions: dict[str, int] = {}
+        self.revisions: dict[str, int] = {}
         self._older: list[tuple[str, int]] = []
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if (match := _NAME.fullmatch(path.name)) is not None:
                 copy_id, revision = match[1], int(match[2], 16)
-                if copy_id in self._revisions:
-                    self._older.append((copy_id, self._revisions[copy_id]))
-                self._revisions[copy_id] = revision
+                if copy_id in self.revisions:
+                    self._older.append((copy_id, self.revisions[copy_id]))
+                self.revisions[copy_id] = revision
 
     def tidy(self) -> None:
         """Remove what a crash left: half-written files, and older copies beside newer ones that are whole.
@@ -80,18 +80,12 @@ class PromiseCopies:
         for path in self.folder.glob(f"*{TEMP_SUFFIX}"):
             path.unlink(missing_ok=True)
         for copy_id, older in reversed(self._older):
-            if copy_id in self._revisions and self.read(copy_id) is not None:
+            if self.read(copy_id) is not None:
                 self._path(copy_id, older).unlink(missing_ok=True)
             else:
-                if copy_id in self._revisions:
-                    self.set_aside(copy_id)
-                self._revisions[copy_id] = older
+                self.set_aside(copy_id)
+                self.revisions[copy_id] = older
         self._older.clear()
-
-    @property
-    def revisions(self) -> Mapping[str, int]:
-        """The revision of each copy, by id."""
-        return self._revisions
 
     def put(self, row: Promise) -> None:
         """Write the copy of a row, durably, in place of an older one.
@@ -101,8 +95,8 @@ class PromiseCopies:
         """
         copy_id = copy_id_of(row)
         write_file_durably(self._path(copy_id, row.revision), _encode(row))
-        older = self._revisions.get(copy_id)
-        self._revisions[copy_id] = row.revision
+        older = self.revisions.get(copy_id)
+        self.revisions[copy_id] = row.revision
         if older is not None and older != row.revision:
             with suppress(OSError):  # the newer one counts
                 self._path(copy_id, older).unlink(missing_ok=True)
@@ -113,16 +107,16 @@ class PromiseCopies:
         Raises:
             OSError: The operating system refused; some may be gone.
         """
-        present = [copy_id for copy_id in copy_ids if copy_id in self._revisions]
+        present = [copy_id for copy_id in copy_ids if copy_id in self.revisions]
         for copy_id in present:
-            self._path(copy_id, self._revisions[copy_id]).unlink(missing_ok=True)
-            del self._revisions[copy_id]
+            self._path(copy_id, self.revisions[copy_id]).unlink(missing_ok=True)
+            del self.revisions[copy_id]
         if present:
             fsync_directory(self.folder)
 
     def read(self, copy_id: str) -> Promise | None:
         """Return the row that a copy holds, with its revision; None if it is not what was written, or unreadable."""
-        revision = self._revisions[copy_id]
+        revision = self.revisions[copy_id]
         try:
             row = _decode(self._path(copy_id, revision).read_bytes())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidArgumentError):
@@ -131,7 +125,7 @@ class PromiseCopies:
 
     def set_aside(self, copy_id: str) -> None:
         """Give a damaged copy another name, for people to look at."""
-        path = self._path(copy_id, self._revisions.pop(copy_id))
+        path = self._path(copy_id, self.revisions.pop(copy_id))
         with suppress(OSError):
             path.rename(path.with_name(path.name + DAMAGED_SUFFIX))
         log_event(logger, "promise_copy_damaged", level=logging.WARNING, path=path)

@@ -60,16 +60,14 @@ class Restored:
 class Promises:
     """The ledger's prompts and bindings with their copies: one transaction for each method, durable on return.
 
+    Methods raise LedgerError if SQLite refuses, and have changed no row then.
+
     Attributes:
         misses_copies: A row may have no copy, or an older one. May be read from any thread.
     """
 
     def __init__(self, database: Database, copies: PromiseCopies | None) -> None:
-        """Take over what `Ledger.open` has opened; `copies` is None for a ledger without copies.
-
-        Raises:
-            sqlite3.Error: The database cannot be read.
-        """
+        """Take over what `Ledger.open` has opened; raises sqlite3.Error. `copies`: None for a ledger without them."""
         self._database, self._copies = database, copies
         copied = copies.revisions.values() if copies is not None else ()
         revisions = (ref.revision for ref in _refs(database.connection).values())
@@ -77,11 +75,7 @@ class Promises:
         self.misses_copies = copies is not None
 
     def put_prompt(self, row: PromptRow) -> None:
-        """Insert or replace a prompt by name; bindings stay while its `pin_id` does.
-
-        Raises:
-            LedgerError: Another prompt has this `pin_id`.
-        """
+        """Insert or replace a prompt by name; bindings stay while its `pin_id` does, which no other prompt may have."""
         row = replace(row, revision=self._next_revision())
         with self._database.transaction() as sql:
             ended = _binding_ids(sql, f"{_BINDINGS_OF} AND pin_id <> ?", row.name, row.pin_id)
@@ -95,11 +89,7 @@ class Promises:
             sql.execute("DELETE FROM prompts WHERE name = ?", (name,))
 
     def put_binding(self, row: BindingRow) -> None:
-        """Insert or replace the binding of a prompt in a namespace.
-
-        Raises:
-            LedgerError: The ledger has no such prompt or namespace.
-        """
+        """Insert or replace the binding of a prompt in a namespace, both of which have rows."""
         row = replace(row, revision=self._next_revision())
         with self._database.transaction() as sql:
             write_binding(sql, row)
@@ -110,13 +100,8 @@ class Promises:
     def restore(self, load_namespaces: Callable[[], Iterable[NamespaceRow]]) -> Restored:
         """Put back every promise whose copy is newer than its row, or has no row, in one transaction.
 
-        Damaged copies are set aside, those of prompts that have ended are removed.
-
-        Args:
-            load_namespaces: Returns the copies of namespaces; called if a binding needs one that is lost too.
-
-        Raises:
-            LedgerError: SQLite refused; nothing was changed in the database.
+        Damaged copies are set aside, those of prompts that have ended are removed. `load_namespaces` returns the copies
+        of namespaces; it is called if a binding needs one that is lost too.
         """
         restored = Restored()
         if self._copies is None:
@@ -154,7 +139,7 @@ class Promises:
         """Write copies that are missing or older than their rows, a bounded number; `misses_copies` says if some stay.
 
         Raises:
-            LedgerError: The database cannot be read, or a copy cannot be written.
+            LedgerError: Also if a copy cannot be written.
         """
         if self._copies is None:
             return

@@ -131,6 +131,11 @@ def find_chunks(sql: sqlite3.Connection, namespace_id: str, keys: Iterable[Chunk
     return found
 
 
+def load_pack_ids(sql: sqlite3.Connection, table: str = "packs") -> set[str]:
+    """Return the pack ids of a table."""
+    return {pack_id for (pack_id,) in sql.execute(f"SELECT pack_id FROM {table}")}
+
+
 def chunk_columns(namespace_id: str, chunk: StoredChunk) -> tuple[object, ...]:
     """Return the columns of a chunk's row, in the order of the table."""
     place = (chunk.pack_id, chunk.offset, chunk.stored_bytes, chunk.raw_bytes, chunk.codec)

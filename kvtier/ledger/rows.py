@@ -13,15 +13,13 @@ from kvtier.errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class NamespaceRow:
-    """One namespace.
+    """One namespace, first opened at `created_unix_s`, last at `seen_unix_s`.
 
     Attributes:
         namespace_id: Digest of the fingerprint.
         model: For people.
         fingerprint: Everything that makes KV bytes interchangeable.
         layout: Of its arena rows and packs.
-        created_unix_s: First opened.
-        seen_unix_s: Last opened.
     """
 
     namespace_id: str
@@ -34,17 +32,14 @@ class NamespaceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRow:
-    """One prompt.
+    """One prompt. The order of the fields is that of the columns, and so of what the row's checksum covers.
 
     Attributes:
         name: Unique.
         pin_id: Unique; bindings refer to it.
         pinned: The promise stands.
         tokens: Token ids, empty for a recipe that is not rendered yet; any sequence may be given.
-        model: Empty for any model.
-        lora_name: Empty for none.
-        lora_path: Empty for none.
-        cache_salt: Empty for none.
+        model: Empty for any model; `lora_name`, `lora_path` and `cache_salt` are empty for none.
         recipe_json: How the tokens came to be; opaque.
         created_unix_s: When it was first pinned.
         expires_unix_s: When the pin ends by itself; 0: never.
@@ -97,13 +92,9 @@ class BindingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSnapshot:
-    """All that the ledger holds.
+    """All that the ledger holds: namespaces from the oldest, prompts by name, packs by id.
 
-    Attributes:
-        namespaces: Oldest first.
-        prompts: By name.
-        bindings: In no order.
-        packs: By pack id; chunks that were replaced or dropped are no longer in their pack's record.
+    Chunks that were replaced or dropped are no longer in their pack's record.
     """
 
     namespaces: tuple[NamespaceRow, ...]
@@ -113,11 +104,7 @@ class LedgerSnapshot:
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Return tokens as little-endian uint32.
-
-    Raises:
-        InvalidArgumentError: A token is negative or needs more than 32 bits.
-    """
+    """Return tokens as little-endian uint32; raises InvalidArgumentError for one that does not fit."""
     return _token_ids(tokens).to_bytes()
 
 
@@ -142,11 +129,7 @@ def encode_keys(keys: tuple[ChunkKey, ...]) -> tuple[int, bytes]:
 
 
 def decode_keys(key_bytes: int, blob: bytes) -> tuple[ChunkKey, ...]:
-    """Undo `encode_keys`.
-
-    Raises:
-        ValueError: The blob is no whole number of keys.
-    """
+    """Undo `encode_keys`; raises ValueError for a blob that is no whole number of keys."""
     if not blob:
         return ()
     if key_bytes <= 0 or len(blob) % key_bytes:
@@ -160,14 +143,7 @@ def encode_layout(layout: KVLayout) -> str:
 
 
 def decode_layout(text: str) -> KVLayout:
-    """Undo `encode_layout`.
-
-    Raises:
-        ValueError: Not JSON.
-        TypeError: Fields are missing or unknown.
-        KeyError: There are no groups.
-        InvalidArgumentError: The quantities make no layout.
-    """
+    """Undo `encode_layout`; raises ValueError, TypeError, KeyError or InvalidArgumentError for other text."""
     fields = json.loads(text)
     groups = tuple(GroupLayout(**group) for group in fields.pop("groups"))
     return KVLayout(groups=groups, **fields)

@@ -22,19 +22,20 @@ class Database:
         self.path = path
         self.connection = connection
         self.wal_is_empty = False
-        self._is_together = False
+        self._is_open = False
         self._after_commit: list[Callable[[], None]] = []
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Make the statements of the block one durable transaction, or a part of the one that `together` began.
+        """Make the statements of the block one durable transaction, or a part of the one around it.
 
         Raises:
             LedgerError: SQLite refused; nothing was changed.
         """
-        if self._is_together:
+        if self._is_open:
             yield self.connection
             return
+        self._is_open = True
         self._after_commit.clear()
         try:
             self.connection.execute("BEGIN IMMEDIATE")
@@ -46,20 +47,12 @@ class Database:
             if isinstance(exc, sqlite3.Error):
                 raise LedgerError(f"{self.path}: {exc}; nothing was changed") from exc
             raise
+        finally:
+            self._is_open = False
         if not checkpoint(self.connection):
             self.wal_is_empty = False
         for call in self._after_commit:
             call()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Make the transactions inside the block one: all of them, or none."""
-        with self.transaction():
-            self._is_together = True
-            try:
-                yield
-            finally:
-                self._is_together = False
 
     def after_commit(self, call: Callable[[], None]) -> None:
         """Call this when the transaction that is open now is durable; never if it is rolled back."""

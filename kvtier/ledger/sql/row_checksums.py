@@ -14,12 +14,7 @@ CHECKED_TABLES = ("namespaces", "prompts", "bindings")
 
 
 class CheckedRow(NamedTuple):
-    """One row as it is in the file.
-
-    Attributes:
-        columns: All but the checksum, in the order of the table.
-        checksum: As written.
-    """
+    """One row as it is in the file; `columns` are all but the checksum, in the order of the table."""
 
     rowid: int
     columns: tuple[object, ...]
@@ -42,11 +37,7 @@ def row_checksum(columns: Sequence[object]) -> int:
 
 
 def checked_rows(connection: sqlite3.Connection, table: str) -> Iterator[CheckedRow]:
-    """Yield the rows of a checked table, wherever in them the checksum stands.
-
-    Raises:
-        sqlite3.Error: The database cannot be read, or the table has no checksums.
-    """
+    """Yield the rows of a checked table, wherever in them the checksum stands; raises sqlite3.Error."""
     cursor = connection.execute(f"SELECT rowid, * FROM {table}")
     names = [name for name, *_ in cursor.description]
     if "checksum" not in names:
@@ -57,11 +48,7 @@ def checked_rows(connection: sqlite3.Connection, table: str) -> Iterator[Checked
 
 
 def altered_rows(connection: sqlite3.Connection) -> dict[str, list[tuple[int, str]]]:
-    """Return rows that are not what was written, by table: rowid, and the first column's text, which names them.
-
-    Raises:
-        sqlite3.Error: The database cannot be read.
-    """
+    """Return rows that are not what was written, by table: rowid, and the first column's text, which names them."""
     found: dict[str, list[tuple[int, str]]] = {}
     usual = connection.text_factory
     # Text that is no longer UTF-8 would be an error of the whole table, not an altered row.

@@ -97,7 +97,8 @@ def open_database(path: Path) -> sqlite3.Connection:
         LedgerError: It is damaged, or another program's database, or cannot be opened.
     """
     try:
-        _create_private(path)
+        if not path.exists():
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as exc:
         raise LedgerError(f"cannot open the ledger {path}: {exc}; check the directory and its owner") from exc
@@ -112,11 +113,6 @@ def open_database(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _create_private(path: Path) -> None:
-    if not path.exists():
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
@@ -185,20 +181,15 @@ def _add_columns(connection: sqlite3.Connection, table: str, version: int) -> No
 
 def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:
     # What is left of the WAL of a daemon that was killed may not fit the pages that stayed: look at the indexes too.
-    was_killed = _is_filled(path.with_name(path.name + "-wal"))
+    was_killed = False
+    with suppress(OSError):
+        was_killed = path.with_name(path.name + "-wal").stat().st_size > 0
     try:
         (verdict,) = connection.execute(f"PRAGMA {'integrity' if was_killed else 'quick'}_check(1)").fetchone()
     except UnicodeDecodeError as exc:  # the verdict quotes damaged text
         raise _damaged(path, str(exc)) from exc
     if verdict != "ok":
         raise _damaged(path, verdict)
-
-
-def _is_filled(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0
-    except OSError:
-        return False
 
 
 def checkpoint(connection: sqlite3.Connection) -> bool:

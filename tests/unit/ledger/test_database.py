@@ -27,7 +27,7 @@ def rows(database: Database) -> list[str]:
 
 def test_calls_follow_the_commit_of_all_that_is_together(database: Database) -> None:
     seen: list[list[str]] = []
-    with database.together():
+    with database.transaction():
         for name in ("a", "b"):
             with database.transaction() as sql:
                 sql.execute(INSERT, (name,))
@@ -43,7 +43,7 @@ def test_what_is_rolled_back_is_followed_by_nothing(database: Database) -> None:
     seen: list[str] = []
 
     def fail_halfway() -> None:
-        with database.together():
+        with database.transaction():
             with database.transaction() as sql:
                 sql.execute(INSERT, ("a",))
                 database.after_commit(lambda: seen.append("a"))
