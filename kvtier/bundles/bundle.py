@@ -36,9 +36,7 @@ class Bundle:
 
     Attributes:
         prompt: What is to be pinned, as the exported prompt was.
-        model: Of the namespace, for people.
-        fingerprint: Of the namespace; only an equal one may take the bundle.
-        layout: Of the namespace.
+        model: For people; with `fingerprint` and `layout` of the namespace. Only an equal one may take the bundle.
         covered_tokens: Tokens of the prompt that whole chunks cover.
         chunks: In the order of the binding's keys, which is that of the data too.
     """
@@ -78,11 +76,7 @@ class Bundle:
 
 
 def check_length(bundle: Bundle, num_bytes: int) -> None:
-    """Compare the length of a bundle's file with what its header says.
-
-    Raises:
-        BundleDamagedError: It is shorter, or longer.
-    """
+    """Raise BundleDamagedError unless a bundle's file is as long as its header says."""
     if num_bytes != bundle.file_bytes:
         what = "it is cut short" if num_bytes < bundle.file_bytes else "something follows its end"
         raise BundleDamagedError(f"{what}: {num_bytes} bytes, its header says {bundle.file_bytes}")
@@ -101,13 +95,13 @@ def assemble(
     """Return what a header says, once everything in it is within its bounds and its parts fit each other.
 
     Args:
-        metadata: Of the header: model, layout and namespace are in one place in every version.
+        metadata: Of the header: every version has model, layout and namespace in the same fields of it.
         prompt: The fields of `RequestedPin`.
         fingerprint: Of the namespace.
-        covered_tokens: Tokens of the prompt that whole chunks cover.
+        covered_tokens: See `Bundle`.
         chunks: In the order of the file.
-        data_offset: Where the bytes of the first one begin.
-        pack_id: What they are to name as their pack.
+        data_offset: Where the bytes of the first chunk begin.
+        pack_id: What the chunks are to name as their pack.
 
     Raises:
         InvalidArgumentError: A field cannot be used; names it.
@@ -157,11 +151,7 @@ def _read_chunk(
 
 
 def read_hex(field: str, value: object, num_bytes: int | None = None) -> bytes:
-    """Return bytes from lower-case hex.
-
-    Raises:
-        InvalidArgumentError: It is none, or of another length.
-    """
+    """Return bytes from lower-case hex; raises InvalidArgumentError for anything else, or another length."""
     try:
         data = bytes.fromhex(value) if isinstance(value, str) else b""
     except ValueError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk
 from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
 from kvtier.bundles.decoded import DecodedFile
-from kvtier.bundles.spool import Spool, in_batches
+from kvtier.bundles.spool import PIECE_BYTES, Spool, in_batches
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError
 from kvtier.ledger import BindingRow, PromptRow
@@ -16,28 +16,27 @@ from kvtier.prompts.book import RequestedPin
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
-PIECE_BYTES = 1024**2
 _MAX_TRIES = 3
 
 
 async def export_bundle(
     cache: Cache, name: str, namespace_id: str, *, decoded: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the prompt's bundle in pieces of at most 1 MiB.
+    """Yield the prompt's bundle in pieces of at most 1 MiB. Loop thread only.
 
     The whole bundle is first written to a scratch file and verified there, so eviction and compaction cannot tear what
     is sent. The file takes disk space beyond `disk.bytes`, which is kept for it before the first byte is written.
 
     Args:
-        cache: Loop thread only.
-        name: The prompt.
+        cache: Has the prompt.
+        name: Of the prompt.
         namespace_id: Or the beginning of one; empty for the only one in which the prompt is durable.
-        decoded: Send the file of `decoded.py` instead, for which room is kept beside the bundle's.
+        decoded: Send the file of `decoded.py` instead, which takes space beside the bundle's.
 
     Raises:
         PromptNotFoundError: There is no such prompt.
         PromptNotDurableError: It is not whole on disk, or it is not clear which namespace is meant.
-        DiskRoomError: The file system has no room for the file.
+        DiskRoomError: The file system has no space for the file.
         ChunkDamagedError: A chunk on disk is not what was written.
         TierIOError: The operating system refused.
     """
@@ -53,7 +52,7 @@ async def export_bundle(
 
 
 async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchSpace]:
-    """Return a scratch file and the room for it, none yet; both last as long as the stack."""
+    """Return a scratch file and the space kept for it, none yet; both last as long as the stack."""
     space = stack.enter_context(cache.resources.disk_usage.scratch_space())
     spool = await cache.resources.in_io(Spool.in_disk_dir, cache.config.disk.disk_dir)
     return stack.enter_context(spool), space

@@ -1,6 +1,6 @@
 """From the bytes of a bundle to a pinned, durable prompt.
 
-Order: the header is judged, and room for everything kept (`receiving`); the whole bundle is spooled and verified; its
+Order: the header is judged, and space for everything kept (`receiving`); the whole bundle is spooled and verified; its
 chunks become packs, without rows; one ledger transaction records prompt, binding and packs. A crash before that
 transaction leaves scratch files, which the next start sweeps, and packs without rows, which it adopts as cache that
 nothing pins; after it everything is there. So the prompt was imported whole or not at all.
@@ -38,18 +38,16 @@ from kvtier.tiering.namespace import Namespace
 async def import_bundle(cache: Cache, requested: RequestedImport, pieces: AsyncIterator[bytes]) -> PromptView:
     """Take a bundle in and pin its prompt; pin and chunks are durable on return. After an error nothing is left.
 
+    Loop thread only.
+
     Args:
-        cache: Loop thread only.
-        wish: How.
+        cache: Gets the prompt.
+        requested: Under which name, and for how long.
         pieces: The bundle's bytes in order, at most 1 MiB each.
 
     Raises:
-        BundleDamagedError: It is not a whole, undamaged bundle, or a field of its header is out of bounds.
-        NamespaceMismatchError: No namespace here has its fingerprint and layout.
-        PromptExistsError: The name is taken.
-        QuotaExceededError: It would not fit on disk.
-        DiskRoomError: The file system has no room for it while it is taken in.
-        InvalidArgumentError: The name cannot be used, or a piece is too long.
+        BundleDamagedError, NamespaceMismatchError, PromptExistsError, QuotaExceededError, DiskRoomError,
+        InvalidArgumentError: See `receive` and `admit`.
         TierIOError: The operating system refused.
         LedgerError: The ledger refused.
     """

@@ -1,6 +1,6 @@
-"""A bundle on its way in: its header is judged, and room for all of it kept, before the rest of it is taken.
+"""A bundle on its way in: its header is judged, and disk space for all of it kept, before the rest of it is taken.
 
-What cannot be taken in is refused with its first pieces, not after gigabytes. Of imports at once each has room for the
+What cannot be taken in is refused with its first pieces, not after gigabytes. Of imports at once each has space for the
 whole of its bundle and of the packs made of it, or is refused with the numbers.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kvtier.bundles.bundle import Bundle, check_length
 from kvtier.bundles.bundle_format import read_front
 from kvtier.bundles.safetensors_header import LENGTH_PREFIX
-from kvtier.bundles.spool import Spool
+from kvtier.bundles.spool import PIECE_BYTES, Spool
 from kvtier.collector import gc_paused
 from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import ChunkKey, KVLayout
@@ -29,7 +29,6 @@ from kvtier.prompts.quota import pinned_bytes
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
-MAX_PIECE_BYTES = 1024**2
 _SHOWN_CHARS = 40
 
 
@@ -57,10 +56,14 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
         QuotaExceededError: It would not fit on disk.
         InvalidArgumentError: The name cannot be used.
     """
-    pin = _requested_pin(requested, bundle)
+    name = requested.name or bundle.prompt.name
+    pin = replace(bundle.prompt, name=name, ttl_s=requested.ttl_s, replace=requested.replace)
     namespace = _find_namespace(cache, bundle)
     cache.prompts.draft(pin, time.time())
-    await _check_quota(cache, namespace, pin.name, bundle)
+    limit_bytes = cache.config.disk.disk_bytes
+    used_bytes = await pinned_bytes(namespace, cache.prompts, besides=name)
+    if bundle.data_bytes + used_bytes > limit_bytes:
+        raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes)
     return pin, namespace
 
 
@@ -78,14 +81,7 @@ def is_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
 
 
 class Reception:
-    """Takes a bundle's pieces into its spool.
-
-    Args:
-        cache: Loop thread only.
-        wish: How it is to be taken in.
-        spool: Gets the pieces.
-        room: What is kept for the spool, and later for packs.
-    """
+    """Takes a bundle's pieces into its spool. `space` is kept for the spool, and later for packs. Loop thread only."""
 
     def __init__(self, cache: Cache, requested: RequestedImport, spool: Spool, space: ScratchSpace) -> None:
         self._cache, self._requested, self._spool, self._space = cache, requested, spool, space
@@ -98,12 +94,12 @@ class Reception:
         Raises:
             BundleDamagedError: It is no bundle, or not whole.
             NamespaceMismatchError, PromptExistsError, QuotaExceededError, InvalidArgumentError: See `admit`.
-            DiskRoomError: There is no room for it while it is taken in.
+            DiskRoomError: The file system has no space for it while it is taken in.
             TierIOError: The operating system refused.
         """
         async for piece in pieces:
-            if len(piece) > MAX_PIECE_BYTES:
-                raise InvalidArgumentError("piece.data", f"{len(piece)} bytes", f"at most {MAX_PIECE_BYTES} at a time")
+            if len(piece) > PIECE_BYTES:
+                raise InvalidArgumentError("piece.data", f"{len(piece)} bytes", f"at most {PIECE_BYTES} at a time")
             await self._take(piece)
         num_bytes = self._spool.num_bytes
         if self._bundle is None:
@@ -129,7 +125,7 @@ class Reception:
                 self._bundle = front
 
     async def _judge(self, bundle: Bundle) -> None:
-        """The front is there: say whether the bundle can be taken in, and keep room for all of it."""
+        """The front is there: refuse what cannot be taken in, and keep disk space for all of it."""
         if self._spool.num_bytes > bundle.file_bytes:
             check_length(bundle, self._spool.num_bytes)
         pin, namespace = await admit(self._cache, self._requested, bundle)
@@ -148,16 +144,12 @@ class Reception:
         if 0 < shortage() <= usage.used_bytes:  # else nothing that may be dropped is enough
             await self._cache.capacity.drop_until_enough(shortage)
         if shortage() > 0:
-            raise _no_room(self._cache, name, file_bytes, num_pack_bytes)
+            used_bytes = usage.used_bytes + usage.promised_bytes
+            if used_bytes + num_pack_bytes > usage.limit_bytes:
+                raise QuotaExceededError(name, num_pack_bytes, used_bytes, usage.limit_bytes)
+            what, needed_bytes = f"the import of prompt {name!r}", file_bytes + num_pack_bytes
+            raise DiskRoomError(what, needed_bytes, usage.free_bytes, usage.kept_bytes)
         self._space.keep(file_bytes, num_pack_bytes)
-
-
-def _no_room(cache: Cache, name: str, file_bytes: int, num_pack_bytes: int) -> DiskRoomError | QuotaExceededError:
-    usage = cache.resources.disk_usage
-    if usage.used_bytes + usage.promised_bytes + num_pack_bytes > usage.limit_bytes:
-        return QuotaExceededError(name, num_pack_bytes, usage.used_bytes + usage.promised_bytes, usage.limit_bytes)
-    needed_bytes = file_bytes + num_pack_bytes
-    return DiskRoomError(f"the import of prompt {name!r}", needed_bytes, usage.free_bytes, usage.kept_bytes)
 
 
 def _read_front(spool: Spool) -> Bundle | int:
@@ -166,19 +158,6 @@ def _read_front(spool: Spool) -> Bundle | int:
         if isinstance(front, Bundle):
             _ = front.data_bytes, front.stored  # made here, once
         return front
-
-
-def _requested_pin(requested: RequestedImport, bundle: Bundle) -> RequestedPin:
-    return replace(
-        bundle.prompt, name=requested.name or bundle.prompt.name, ttl_s=requested.ttl_s, replace=requested.replace
-    )
-
-
-async def _check_quota(cache: Cache, namespace: Namespace, name: str, bundle: Bundle) -> None:
-    limit_bytes = cache.config.disk.disk_bytes
-    used_bytes = await pinned_bytes(namespace, cache.prompts, besides=name)
-    if bundle.data_bytes + used_bytes > limit_bytes:
-        raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes)
 
 
 def _find_namespace(cache: Cache, bundle: Bundle) -> Namespace:

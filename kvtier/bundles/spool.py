@@ -17,7 +17,8 @@ from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
 from kvtier.upkeep.scratch_folder import scratch_folder
 
-_COPY_BYTES = 1024**2
+PIECE_BYTES = 1024**2
+"""Most bytes that are read, copied or sent at once."""
 _BATCH_BYTES = 64 * 1024**2
 
 T = TypeVar("T")
@@ -27,11 +28,7 @@ class Spool:
     """One file that is gone after the `with` block. Named like a pack, so that the pack tier's reader verifies it."""
 
     def __init__(self, folder: Path) -> None:
-        """Create it (0600).
-
-        Raises:
-            TierIOError: The operating system refused.
-        """
+        """Create it (0600). This and the other methods raise TierIOError if the operating system refuses."""
         self.pack_id = uuid.uuid4().hex
         self.path = folder / (self.pack_id + PACK_SUFFIX)
         self._tier = PackTier(folder)
@@ -53,11 +50,7 @@ class Spool:
         self.path.unlink(missing_ok=True)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        """Write all of `data`.
-
-        Raises:
-            TierIOError: The operating system refused.
-        """
+        """Write all of `data`."""
         with _translated(self.path, "write"):
             offset += FileOps().write_all(self._fd, [memoryview(data)], offset)
         self.num_bytes = max(self.num_bytes, offset)
@@ -67,11 +60,7 @@ class Spool:
         self.write(data, self.num_bytes)
 
     def read(self, num_bytes: int, offset: int) -> bytes:
-        """Read up to `num_bytes`.
-
-        Raises:
-            TierIOError: The operating system refused.
-        """
+        """Read up to `num_bytes`."""
         with _translated(self.path, "read"):
             return os.pread(self._fd, num_bytes, offset)
 
@@ -80,7 +69,6 @@ class Spool:
 
         Raises:
             FileNotFoundError, EOFError: The pack is gone, or shorter.
-            TierIOError: The operating system refused.
         """
         path = packs / (chunk.pack_id + PACK_SUFFIX)
         digest, copied = hashlib.sha256(), chunk._replace(pack_id=self.pack_id, offset=offset)
@@ -136,7 +124,7 @@ def _translated(path: Path, action: str, passing: type[OSError] | tuple[()] = ()
 def _pieces(read: Callable[[int, int], bytes], chunk: StoredChunk) -> Iterator[bytes]:
     """Yield a chunk's stored bytes, as far as the file reaches, in pieces of at most 1 MiB."""
     offset, end = chunk.offset, chunk.offset + chunk.stored_bytes
-    while offset < end and (data := read(min(end - offset, _COPY_BYTES), offset)):
+    while offset < end and (data := read(min(end - offset, PIECE_BYTES), offset)):
         yield data
         offset += len(data)
 
