@@ -61,9 +61,7 @@ async def _scratch_file(cache: Cache, stack: ExitStack) -> tuple[Spool, ScratchS
 async def _fill(cache: Cache, spool: Spool, space: ScratchSpace, name: str, namespace_id: str) -> Bundle:
     num_tries = 0
     while True:
-        prompt = cache.prompts.get(name)
-        namespace, binding = _choose(cache, prompt, namespace_id)
-        draft = _bundle(prompt, namespace, binding)
+        draft = _draft(cache, cache.prompts.get(name), namespace_id)
         try:
             return await _write(cache, spool, space, draft)
         except (FileNotFoundError, EOFError) as exc:
@@ -75,39 +73,37 @@ async def _fill(cache: Cache, spool: Spool, space: ScratchSpace, name: str, name
             raise ChunkDamagedError(Path(name), f"{exc}; run `kvtier fsck --deep`") from exc
 
 
-def _choose(cache: Cache, prompt: PromptRow, wanted: str) -> tuple[Namespace, BindingRow]:
+def _draft(cache: Cache, prompt: PromptRow, wanted: str) -> Bundle:
+    """Return the bundle as it would be now: the chunks lie in their packs, and have no digests yet."""
     bindings = [row for row in cache.prompts.bindings_of(prompt.pin_id) if row.namespace_id.startswith(wanted)]
-    found = [(cache.namespaces[row.namespace_id], row) for row in bindings if row.namespace_id in cache.namespaces]
-    durable = [(namespace, row) for namespace, row in found if _is_durable(namespace, row)]
+    found = [
+        _bundle(prompt, cache.namespaces[row.namespace_id], row)
+        for row in bindings
+        if row.namespace_id in cache.namespaces
+    ]
+    durable = [bundle for bundle in found if bundle is not None]
     if len(durable) == 1:
         return durable[0]
     if durable:
-        ids = ", ".join(sorted(namespace.namespace_id for namespace, _ in durable))
+        ids = ", ".join(sorted(bundle.namespace_id for bundle in durable))
         raise PromptNotDurableError(prompt.name, f"it is in several namespaces; choose one with --namespace: {ids}")
     where = f" in a namespace {wanted}" if wanted else ""
     raise PromptNotDurableError(prompt.name, f"not all of it is on disk{where} yet; see `kvtier show {prompt.name}`")
 
 
-def _is_durable(namespace: Namespace, row: BindingRow) -> bool:
-    chunks = [namespace.table.get(key) for key in row.keys]
-    return bool(chunks) and all(chunk is not None and chunk.location is not None for chunk in chunks)
-
-
-def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle:
-    """Return the bundle as it would be now: the chunks lie in their packs, and have no digests yet."""
-    chunks = []
-    for key in dict.fromkeys(row.keys):
-        chunk = namespace.table.get(key)
-        if chunk is None or chunk.location is None:
-            raise PromptNotDurableError(prompt.name, "a chunk of it left the disk this moment")
-        chunks.append(BundleChunk(chunk.location, bytes(DIGEST_BYTES)))
+def _bundle(prompt: PromptRow, namespace: Namespace, row: BindingRow) -> Bundle | None:
+    """Return None unless every chunk is on disk."""
+    found = [namespace.table.get(key) for key in dict.fromkeys(row.keys)]
+    places = [chunk.location for chunk in found if chunk is not None and chunk.location is not None]
+    if not found or len(places) < len(found):
+        return None
     return Bundle(
         prompt=RequestedPin(**{name: getattr(prompt, name) for name in (*TEXTS, "tokens", "recipe_json", "priority")}),
         model=namespace.row.model,
         fingerprint=dict(namespace.fingerprint),
         layout=namespace.layout,
         covered_tokens=row.covered_tokens,
-        chunks=chunks,
+        chunks=[BundleChunk(place, bytes(DIGEST_BYTES)) for place in places],
     )
 
 

@@ -40,7 +40,6 @@ class Restored:
     Attributes:
         prompts: Their names.
         num_bindings: Of these and of other prompts.
-        num_namespaces: That the bindings needed.
         num_damaged: Copies that were newer than their rows, or had none, and are not what was written: set aside.
         without_copy: Names of prompts in a database that had lost something, which have no copy: they may have been
             deleted since, and are kept.
@@ -48,7 +47,6 @@ class Restored:
 
     prompts: list[str] = field(default_factory=list)
     num_bindings: int = 0
-    num_namespaces: int = 0
     num_damaged: int = 0
     without_copy: list[str] = field(default_factory=list)
 
@@ -118,7 +116,6 @@ class Promises:
             for namespace in load_namespaces() if wanted else ():
                 if namespace.namespace_id in wanted:
                     write_namespace(sql, namespace)
-                    restored.num_namespaces += 1
             for row in known:
                 if _has(
                     sql, _NAMESPACE, row.namespace_id

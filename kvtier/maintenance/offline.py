@@ -52,29 +52,30 @@ class _OfflineCheck:
         self._findings: list[Finding] = []
 
     def run(self, arena_dir: Path | None) -> Report:
-        has_packs = self._packs_dir.is_dir()
-        if not has_packs and not self._ledger_path.exists():
-            return Report()
-        ledger = self._read_ledger()
-        if not has_packs and not self._repair:  # PackTier would create it
-            return Report(findings=compare(ledger or _EMPTY, PackFiles(sizes={})))
-        if ledger is not None:
-            ledger = self._check_promises(ledger)
-        tier = PackTier(self._packs_dir)
-        verifier = Verifier(tier)
         report = Report(findings=self._findings)
-        if ledger is None:
-            report.num_packs = len(PackFiles(sizes=list_names(self._packs_dir)).packs)
-        else:
-            files, findings = verifier.check(ledger, deep=self._deep)
-            self._findings += findings
-            report.num_packs = len(files.packs)
-            report.num_chunks = sum(len(record.chunks) for record in ledger.packs.values())
-            if self._repair:
-                self._mend(tier, verifier, ledger)
-        report.verified_bytes = verifier.verified_bytes
+        if not self._packs_dir.is_dir() and not self._ledger_path.exists():
+            return report
+        ledger = self._read_ledger()
+        if ledger is not None:
+            self._check_packs(self._check_promises(ledger), report)
         report.findings += _arena_files(arena_dir)
         return report
+
+    def _check_packs(self, ledger: LedgerSnapshot, report: Report) -> None:
+        report.num_chunks = sum(len(record.chunks) for record in ledger.packs.values())
+        if not self._packs_dir.is_dir() and not self._repair:  # PackTier would create it
+            self._findings += compare(ledger, PackFiles(sizes={}))
+            return
+        tier = PackTier(self._packs_dir)
+        verifier = Verifier(tier)
+        files, findings = verifier.check(ledger, deep=self._deep)
+        self._findings += findings
+        if self._repair:
+            with closing(Ledger.open(self._ledger_path)) as opened:
+                Repairer(tier, LedgerRows(opened), verifier, ledger).repair(self._findings)
+            for row in ledger.namespaces:
+                save_namespace(self._state_dir, row)
+        report.num_packs, report.verified_bytes = len(files.packs), verifier.verified_bytes
 
     # The ledger
 
@@ -89,7 +90,10 @@ class _OfflineCheck:
             return self._replace_damaged("; ".join(health.problems[:3]))
         self._findings += row_findings(health)
         if self._repair and (health.dangling or health.altered):
-            self._drop_rows()
+            self._fill()
+            for finding in self._findings:
+                is_altered = finding.code is Code.ROW_ALTERED
+                finding.mend("put back where there is a copy, else dropped" if is_altered else "deleted")
         elif health.altered:
             return None  # no row of it is believed before these are dropped
         try:
@@ -97,20 +101,13 @@ class _OfflineCheck:
         except LedgerError as error:
             return self._replace_damaged(str(error))
 
-    def _drop_rows(self) -> None:
-        self._fill(Ledger.open(self._ledger_path))
-        for finding in self._findings:
-            if finding.code in (Code.ROW_DANGLING, Code.ROW_ALTERED):
-                is_altered = finding.code is Code.ROW_ALTERED
-                finding.mend("put back where there is a copy, else dropped" if is_altered else "deleted")
-
     def _replace_missing(self) -> LedgerSnapshot | None:
         what = "there are packs or copies of pins, but no ledger"
         finding = Finding(Code.LEDGER_MISSING, str(self._ledger_path), what)
         self._findings.append(finding)
         if not self._repair:
             return None
-        restored = self._fill(Ledger.open(self._ledger_path))
+        restored = self._fill()
         finding.mend(f"made again with {restored} from their copies")
         return self._read_ledger()
 
@@ -128,7 +125,7 @@ class _OfflineCheck:
             except LedgerError:
                 rows = {}
         aside = self._move_aside(salvaged if rows else None)
-        restored = self._fill(Ledger.open(self._ledger_path))
+        restored = self._fill()
         saved = ", ".join(f"{number} {table}" for table, number in rows.items()) or "no rows"
         finding.mend(f"saved {saved}, and {restored} from their copies; the damaged one is {aside.name}")
         return self._read_ledger()
@@ -153,9 +150,10 @@ class _OfflineCheck:
             successor.rename(self._ledger_path)
         return aside
 
-    def _fill(self, ledger: Ledger) -> str:
+    def _fill(self, damaged_copies: Collection[str] = ()) -> str:
         """Drop altered rows, put back what copies of namespaces and promises say, and drop what still dangles."""
-        with closing(ledger):
+        with closing(Ledger.open(self._ledger_path)) as ledger:
+            ledger.promises.renew_copies(damaged_copies)
             ledger.drop_altered_rows()
             known = {row.namespace_id for row in ledger.load().namespaces}
             copies = load_namespaces(self._state_dir)
@@ -178,21 +176,12 @@ class _OfflineCheck:
         self._findings += findings
         if not self._repair or all(finding.is_note for finding in findings):
             return ledger
-        damaged = [copy_id for copy_id, copy in copies.items() if copy.row is None]
-        opened = Ledger.open(self._ledger_path)
-        opened.promises.renew_copies(damaged)
-        self._fill(opened)
+        self._fill([copy_id for copy_id, copy in copies.items() if copy.row is None])
         for finding in findings:
             if not finding.is_note:
                 is_lost = finding.code is Code.PROMISE_LOST
                 finding.mend("put back from its copy" if is_lost else "the copy follows the row now")
         return self._read_ledger() or ledger
-
-    def _mend(self, tier: PackTier, verifier: Verifier, snapshot: LedgerSnapshot) -> None:
-        with closing(Ledger.open(self._ledger_path)) as ledger:
-            Repairer(tier, LedgerRows(ledger), verifier, snapshot).repair(self._findings)
-        for row in snapshot.namespaces:
-            save_namespace(self._state_dir, row)
 
 
 class LedgerRows:

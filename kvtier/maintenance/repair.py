@@ -23,15 +23,10 @@ from kvtier.ledger import LedgerSnapshot
 from kvtier.maintenance.findings import Code, Finding
 from kvtier.maintenance.observe import Verifier
 
-_REREAD = (
-    Code.PACK_LENGTH,
-    Code.CHUNK_BEYOND_END,
-    Code.CHUNK_DAMAGED,
-    Code.HEADER_UNREADABLE,
-    Code.HEADER_DIFFERS,
-    Code.HEADER_NAMESPACE,
-)
-_FORGET = (Code.PACK_MISSING, Code.PACK_EMPTY)
+_DOUBTFUL_ROWS = {
+    *(Code.PACK_LENGTH, Code.CHUNK_BEYOND_END, Code.CHUNK_DAMAGED, Code.PACK_MISSING, Code.PACK_EMPTY),
+    *(Code.HEADER_UNREADABLE, Code.HEADER_DIFFERS, Code.HEADER_NAMESPACE),
+}
 
 
 class Rows(Protocol):
@@ -55,19 +50,11 @@ class Rows(Protocol):
 
 
 class Repairer:
-    """Repairs findings of one comparison.
-
-    Args:
-        tier: The packs.
-        rows: What is changed beside files.
-        verifier: Reads chunks.
-        ledger: As it was compared.
-    """
+    """Repairs findings of one comparison; `ledger` is what was compared."""
 
     def __init__(self, tier: PackTier, rows: Rows, verifier: Verifier, ledger: LedgerSnapshot) -> None:
         self._tier, self._rows, self._verifier = tier, rows, verifier
         self._packs, self._layouts = ledger.packs, {row.namespace_id: row.layout for row in ledger.namespaces}
-        self._unclaimed = tier.directory.parent / UNCLAIMED_FOLDER
 
     def repair(self, findings: Sequence[Finding]) -> None:
         """Repair what can be repaired, and say so in the findings."""
@@ -75,7 +62,7 @@ class Repairer:
         for finding in findings:
             if finding.code is Code.TEMPORARY_FILE:
                 self._guard([finding], partial(self._remove, finding.subject))
-            elif finding.code in (*_REREAD, *_FORGET):
+            elif finding.code in _DOUBTFUL_ROWS:
                 by_pack.setdefault(finding.subject, []).append(finding)
         # Rows first: what a bad row claims is free then for a good copy, maybe in the file of another.
         for pack_id, of_pack in by_pack.items():
@@ -125,33 +112,32 @@ class Repairer:
         path = self._tier.directory / (pack_id + PACK_SUFFIX)
         if not path.exists():
             return ""
-        header = self._tier_record(pack_id)
-        if header is None:
+        try:
+            header = self._tier.read_record(pack_id)
+        except ChunkDamagedError:
             self._tier.quarantine_pack(pack_id)
             return "the file is set aside (quarantined): its header cannot be read"
         if header.namespace_id not in self._layouts:
             self._tier.move_unclaimed(pack_id)
             return f"moved to {UNCLAIMED_FOLDER}/: its namespace {header.namespace_id} is not known (yet)"
         num_adopted, num_bad = self._adopt(path, header)
+        adopted = f"{num_adopted} chunks verified and adopted"
         if num_bad:
             self._tier.quarantine_pack(pack_id)
-            return f"{_adopted(num_adopted)}the file is set aside (quarantined)"
+            return f"{adopted}, the file is set aside (quarantined)"
         self._tier.delete_pack(pack_id)
-        if num_adopted:
-            return f"{num_adopted} chunks verified and adopted"
-        return "removed: every chunk of it is held elsewhere"
+        return adopted if num_adopted else "removed: every chunk of it is held elsewhere"
 
     def _claim(self, name: str) -> str:
         """Take in a pack of the unclaimed folder if its namespace is known by now."""
-        path = self._unclaimed / name
-        tier = PackTier(self._unclaimed)
-        header = tier.read_record(path.stem)
+        tier, pack_id = PackTier(self._tier.directory.parent / UNCLAIMED_FOLDER), name.removesuffix(PACK_SUFFIX)
+        header = tier.read_record(pack_id)
         if header.namespace_id not in self._layouts:
             return ""
-        num_adopted, num_bad = self._adopt(path, header)
+        num_adopted, num_bad = self._adopt(tier.directory / name, header)
         if num_bad:
             return f"{num_adopted} chunks adopted; {num_bad} damaged, the file stays where it is"
-        tier.delete_pack(path.stem)
+        tier.delete_pack(pack_id)
         return f"{num_adopted} chunks verified and adopted"
 
     def _adopt(self, path: Path, header: PackRecord) -> tuple[int, int]:
@@ -192,13 +178,3 @@ class Repairer:
         if pack_id in self._verifier.unreadable:
             path = self._tier.directory / (pack_id + PACK_SUFFIX)
             raise TierIOError(path, "verify", OSError(0, self._verifier.unreadable.pop(pack_id)))
-
-    def _tier_record(self, pack_id: str) -> PackRecord | None:
-        try:
-            return self._tier.read_record(pack_id)
-        except ChunkDamagedError:
-            return None
-
-
-def _adopted(num_chunks: int) -> str:
-    return f"{num_chunks} chunks verified and adopted, " if num_chunks else ""

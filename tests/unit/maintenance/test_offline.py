@@ -316,6 +316,13 @@ def test_a_ledger_that_is_no_database_is_moved_aside(state: State) -> None:
     assert state.readable() == ALL
 
 
+def test_a_damaged_ledger_without_packs_is_found(tmp_path: Path) -> None:
+    """The directory was called clean: without a folder of packs only packs were compared."""
+    (tmp_path / "ledger.sqlite").write_bytes(b"nonsense" * 1000)
+    assert [finding.code for finding in check(tmp_path).findings] == [Code.LEDGER_DAMAGED]
+    assert not (tmp_path / "packs").exists()
+
+
 def test_an_empty_directory_is_clean(tmp_path: Path) -> None:
     assert check(tmp_path).findings == []
     assert list(tmp_path.iterdir()) == []
