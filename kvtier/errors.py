@@ -112,7 +112,7 @@ class QuotaExceededError(KvtierError):
         self.needed_bytes, self.used_bytes, self.limit_bytes = needed_bytes, used_bytes, limit_bytes
 
 
-class DiskRoomError(KvtierError):
+class DiskSpaceError(KvtierError):
     """The file system has no room for a file that is made for the length of one call.
 
     Attributes:

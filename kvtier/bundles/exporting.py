@@ -10,7 +10,7 @@ from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
 from kvtier.bundles.decoded import DecodedFile
 from kvtier.bundles.spool import PIECE_BYTES, Spool, in_batches
 from kvtier.disk.disk_usage import ScratchSpace
-from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskRoomError, PromptNotDurableError
+from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskSpaceError, PromptNotDurableError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.prompts.book import RequestedPin
 from kvtier.service import Cache
@@ -36,7 +36,7 @@ async def export_bundle(
     Raises:
         PromptNotFoundError: There is no such prompt.
         PromptNotDurableError: It is not whole on disk, or it is not clear which namespace is meant.
-        DiskRoomError: The file system has no space for the file.
+        DiskSpaceError: The file system has no space for the file.
         ChunkDamagedError: A chunk on disk is not what was written.
         TierIOError: The operating system refused.
     """
@@ -140,7 +140,7 @@ async def _keep_capacity(cache: Cache, space: ScratchSpace, name: str, file_byte
     usage = cache.resources.disk_usage
     await cache.resources.measure_disk()
     if space.file_shortage(file_bytes) > 0:
-        raise DiskRoomError(f"the export of prompt {name!r}", file_bytes, usage.free_bytes, usage.kept_bytes)
+        raise DiskSpaceError(f"the export of prompt {name!r}", file_bytes, usage.free_bytes, usage.kept_bytes)
     space.keep(file_bytes)
 
 

@@ -46,7 +46,7 @@ async def import_bundle(cache: Cache, requested: RequestedImport, pieces: AsyncI
         pieces: The bundle's bytes in order, at most 1 MiB each.
 
     Raises:
-        BundleDamagedError, NamespaceMismatchError, PromptExistsError, QuotaExceededError, DiskRoomError,
+        BundleDamagedError, NamespaceMismatchError, PromptExistsError, QuotaExceededError, DiskSpaceError,
         InvalidArgumentError: See `receive` and `admit`.
         TierIOError: The operating system refused.
         LedgerError: The ledger refused.

@@ -19,7 +19,7 @@ from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import (
     BundleDamagedError,
-    DiskRoomError,
+    DiskSpaceError,
     InvalidArgumentError,
     NamespaceMismatchError,
     QuotaExceededError,
@@ -94,7 +94,7 @@ class Reception:
         Raises:
             BundleDamagedError: It is no bundle, or not whole.
             NamespaceMismatchError, PromptExistsError, QuotaExceededError, InvalidArgumentError: See `admit`.
-            DiskRoomError: The file system has no space for it while it is taken in.
+            DiskSpaceError: The file system has no space for it while it is taken in.
             TierIOError: The operating system refused.
         """
         async for piece in pieces:
@@ -148,7 +148,7 @@ class Reception:
             if used_bytes + num_pack_bytes > usage.limit_bytes:
                 raise QuotaExceededError(name, num_pack_bytes, used_bytes, usage.limit_bytes)
             what, needed_bytes = f"the import of prompt {name!r}", file_bytes + num_pack_bytes
-            raise DiskRoomError(what, needed_bytes, usage.free_bytes, usage.kept_bytes)
+            raise DiskSpaceError(what, needed_bytes, usage.free_bytes, usage.kept_bytes)
         self._space.keep(file_bytes, num_pack_bytes)
 
 

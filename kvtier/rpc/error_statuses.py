@@ -26,7 +26,7 @@ STATUS_OF: dict[type[errors.KvtierError], grpc.StatusCode] = {
     errors.PromptPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PromptUnrenderedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.DiskRoomError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DiskSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NamespaceMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ArenaError: grpc.StatusCode.INTERNAL,
     errors.ArenaFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,

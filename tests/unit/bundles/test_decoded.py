@@ -23,7 +23,7 @@ from tests.fakes.bundles import a_bundle
 from tests.fakes.chunks import noise
 from tests.fakes.operator import Stub, pin, store_last_apart
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running
-from tests.unit.bundles.test_bundle_room import small_disk, used_bytes
+from tests.unit.bundles.test_bundle_space import small_disk, used_bytes
 from tests.unit.bundles.test_round_trip import bundle_of, home, refused
 
 NUM_CHUNKS, BLOCKS, PAGE_BYTES = 5, 2, 1500
@@ -219,7 +219,7 @@ def test_an_import_refuses_it(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_it_finds_room_for_both_files_or_says_how_much_is_missing(
+def test_it_finds_space_for_both_files_or_says_how_much_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:

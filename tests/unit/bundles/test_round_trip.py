@@ -129,7 +129,7 @@ def test_a_bundle_may_come_in_small_pieces_and_must_come_whole(tmp_path: Path) -
     asyncio.run(scenario())
 
 
-def test_attached_engines_are_told(tmp_path: Path) -> None:
+def test_attached_engines_are_notified(tmp_path: Path) -> None:
     async def scenario() -> None:
         there = home(tmp_path, "b")
         data = await bundle_of(home(tmp_path, "a"))
@@ -231,7 +231,7 @@ def test_the_quota_holds(tmp_path: Path) -> None:
             await refused(stub, data, Status.RESOURCE_EXHAUSTED, "unpin and evict a prompt")
             await unpin(stub, "other")
             assert (await import_(stub, data)).state == cache_pb2.PromptStatus.DURABLE
-            assert (await prompt_of(stub, "other")).bindings[0].num_durable_chunks == 0, "unpinned cache gave way"
+            assert (await prompt_of(stub, "other")).bindings[0].num_durable_chunks == 0, "unpinned chunks are evicted"
 
     asyncio.run(scenario())
 

@@ -184,7 +184,7 @@ def test_rows_that_refer_to_a_namespace_of_which_nothing_is_left(state: State) -
     ids=["prompt", "binding", "namespace"],
 )
 @pytest.mark.parametrize("has_copies", [True, False])
-def test_altered_rows_come_back_from_their_copies_or_are_given_up_and_nothing_else_is(
+def test_altered_rows_come_back_from_their_copies_or_are_dropped_and_nothing_else_is(
     state: State, change: str, kept_without_copies: int, has_copies: bool
 ) -> None:
     """A bit flipped in a page of the ledger: SQLite saw nothing, the row's checksum did."""
@@ -253,7 +253,7 @@ def test_promises_and_their_copies_are_compared_and_follow_each_other(
 # A lost or damaged ledger
 
 
-def test_a_lost_ledger_is_made_anew_from_packs_and_copies(state: State) -> None:
+def test_a_lost_ledger_is_made_again_from_packs_and_copies(state: State) -> None:
     before = state.load()
     state.ledger_path.unlink()
     assert codes(state) == {Code.LEDGER_MISSING}
@@ -280,8 +280,8 @@ def test_packs_of_an_unknown_namespace_wait_until_it_is_known(state: State) -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_damaged_ledger_gives_up_nothing_that_can_be_read(state: State, seed: int) -> None:
-    """Pages of the ledger are overwritten: it is moved aside, its rows are saved, packs give back the rest."""
+def test_a_damaged_ledger_loses_nothing_that_can_be_read(state: State, seed: int) -> None:
+    """Pages of the ledger are overwritten: it is moved aside, its rows are saved, the rest comes from packs."""
     state.put_prompts(f"q{number}" for number in range(40))
     state.sql("PRAGMA wal_checkpoint(TRUNCATE)")
     data = bytearray(state.ledger_path.read_bytes())

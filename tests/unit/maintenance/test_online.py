@@ -205,7 +205,7 @@ def test_memory_that_differs_from_the_ledger_follows_it(tmp_path: Path, monkeypa
     asyncio.run(scenario())
 
 
-def test_a_usage_that_drifted_is_counted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usage_that_drifted_is_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
         seen: list[DiskUsage] = []

@@ -1,4 +1,4 @@
-"""Room for bundles on their way in and out: kept before a byte is written, for all of them at once."""
+"""Disk space for bundles on their way in and out: kept before a byte is written, for all of them at once."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -137,7 +137,7 @@ def test_what_cannot_be_taken_in_is_refused_with_its_header(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_an_import_that_ends_early_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_ends_early_returns_its_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         data = await bundle_of(home(tmp_path, "a"))
         there = home(tmp_path, "b")
@@ -163,7 +163,7 @@ def test_an_import_that_ends_early_gives_its_room_back(tmp_path: Path, monkeypat
     asyncio.run(scenario())
 
 
-def test_an_export_finds_room_or_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_finds_space_or_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         config = home(tmp_path, "a")
         data = await bundle_of(config)
