@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.concurrency.turns import Breather, slices
@@ -29,7 +30,6 @@ from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
 T = TypeVar("T")
-OnLoop = Callable[[Coroutine[Any, Any, T]], T]
 _POLL_S = 0.01
 _OFFLINE = "stop the daemon and run `kvtier fsck --offline --repair`"
 
@@ -84,7 +84,7 @@ class _OnlineCheck:
             self._on_loop(self._drop_dangling(findings))
         if health.problems or health.altered:
             return Report(findings=findings)  # such a ledger is no measure of anything else
-        copies = dict(self._copies().revisions)
+        copies = PromiseCopies(self._state_dir / FOLDER_NAME).revisions
         counted = set(self._cache.resources.disk_usage.packs)
         ledger = read_ledger(self._ledger_path)
         findings += self._check_promises(ledger, copies)
@@ -94,7 +94,7 @@ class _OnlineCheck:
         findings += self._confirmed(of_packs, ledger, counted)
         findings += self._on_loop(self._check_usage(ledger, files.packs, counted))
         if self._repair and not self._left.is_set():
-            Repairer(self._tier, _ServiceRows(self._cache, self._on_loop), verifier, ledger).repair(findings)
+            Repairer(self._tier, _ServiceRows(self._cache, self._loop), verifier, ledger).repair(findings)
             self._on_loop(self._recount(PackFiles(sizes=list_names(self._tier.directory)).packs, findings))
         return Report(
             findings=findings,
@@ -107,10 +107,7 @@ class _OnlineCheck:
     def _confirmed(self, findings: list[Finding], ledger: LedgerSnapshot, counted: set[str]) -> list[Finding]:
         """Leave out findings on packs and temporary files that came or went during the check.
 
-        Args:
-            findings: Of the comparison.
-            ledger: What was compared.
-            counted: Packs that the daemon counted before the ledger was read.
+        `counted` are the packs that the daemon counted before the ledger was read.
         """
         unknown = [finding for finding in findings if finding.code in (Code.PACK_ORPHAN, Code.TEMPORARY_FILE)]
         counted_later = self._on_loop(self._writes_ended()) if unknown else set()
@@ -129,22 +126,15 @@ class _OnlineCheck:
         return [finding for finding in findings if is_confirmed(finding)]
 
     def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _copies(self) -> PromiseCopies:
-        return PromiseCopies(self._state_dir / FOLDER_NAME)
+        return _run_on(self._loop, coroutine)
 
     def _check_promises(self, ledger: LedgerSnapshot, before: Mapping[str, int]) -> list[Finding]:
-        """Judge copies that were there, at one revision, before the ledger was copied and after they were read.
+        """Judge copies that were there, at one revision, `before` the ledger was read and after they were read.
 
         Others change now: one that is replaced between its listing and its reading looks damaged.
-
-        Args:
-            ledger: The copy of it.
-            before: Revisions of the copies as they were before.
         """
-        read = read_copies(self._copies())
-        after = self._copies().revisions
+        read = read_copies(PromiseCopies(self._state_dir / FOLDER_NAME))
+        after = PromiseCopies(self._state_dir / FOLDER_NAME).revisions
         copies = {
             copy_id: copy
             for copy_id, copy in read.items()
@@ -184,27 +174,24 @@ class _OnlineCheck:
 
     async def _check_memory(self, rows: Mapping[str, Mapping[ChunkKey, StoredChunk]]) -> list[Finding]:
         """Compare the chunk tables with rows; looked at again under the change lock before it is believed."""
-        suspects: dict[str, set[ChunkKey]] = {}
-        for namespace in list(self._cache.namespaces.values()):
-            if not namespace.ephemeral:
-                name = namespace.namespace_id
-                suspects[name] = await _differing_keys(namespace, rows.get(name, {}))
-        suspects = {name: keys for name, keys in suspects.items() if keys}
-        if not suspects:
-            return []
-        return await self._cache.changes.exclusively("fsck", lambda: self._judge_memory(suspects))
-
-    async def _judge_memory(self, suspects: dict[str, set[ChunkKey]]) -> list[Finding]:
         findings = []
-        for namespace_id, keys in suspects.items():
-            namespace = self._cache.namespaces.get(namespace_id)
-            if namespace is None or not (num_wrong := await namespace.index.reconcile(keys, repair=self._repair)):
+        for namespace in list(self._cache.namespaces.values()):
+            name = namespace.namespace_id
+            suspects = await _differing_keys(namespace, rows.get(name, {})) if not namespace.ephemeral else set()
+            if not suspects:
                 continue
-            what = f"{num_wrong} chunks lie elsewhere in the daemon's memory than in the ledger"
-            findings.append(Finding(Code.MEMORY_DIFFERS, namespace_id, what, num_wrong))
-            if self._repair:
-                findings[-1].mend("memory follows the ledger now")
+            judge = partial(self._num_wrong, namespace, suspects)
+            if num_wrong := await self._cache.changes.exclusively("fsck", judge):
+                what = f"{num_wrong} chunks lie elsewhere in the daemon's memory than in the ledger"
+                findings.append(Finding(Code.MEMORY_DIFFERS, name, what, num_wrong))
+                if self._repair:
+                    findings[-1].mend("memory follows the ledger now")
         return findings
+
+    async def _num_wrong(self, namespace: Namespace, suspects: set[ChunkKey]) -> int:
+        if self._cache.namespaces.get(namespace.namespace_id) is not namespace:  # it ended meanwhile
+            return 0
+        return await namespace.index.reconcile(suspects, repair=self._repair)
 
     async def _check_usage(self, ledger: LedgerSnapshot, sizes: dict[str, int], counted: set[str]) -> list[Finding]:
         resources = self._cache.resources
@@ -238,8 +225,8 @@ class _OnlineCheck:
 class _ServiceRows:
     """`Rows` of a running daemon: called in the check's thread, changes on the loop, memory follows the ledger."""
 
-    def __init__(self, cache: Cache, on_loop: "OnLoop[None]") -> None:
-        self._cache, self._on_loop = cache, on_loop
+    def __init__(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:
+        self._cache, self._loop = cache, loop
 
     def holds(self, namespace_id: str, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """See `Rows`."""
@@ -248,18 +235,14 @@ class _ServiceRows:
 
     def drop_chunks(self, record: PackRecord, chunks: Sequence[StoredChunk]) -> None:
         """See `Rows`."""
-        self._on_loop(self._cache.changes.exclusively("fsck", lambda: self._drop(record, chunks)))
+        self._exclusively(lambda: self._drop(record, chunks))
 
     def commit(self, record: PackRecord, *, instead_of: str | None) -> int:
         """See `Rows`."""
-        num_recorded = 0
+        return self._exclusively(lambda: self._commit(record, instead_of))
 
-        async def change() -> None:
-            nonlocal num_recorded
-            num_recorded = await self._commit(record, instead_of)
-
-        self._on_loop(self._cache.changes.exclusively("fsck", change))
-        return num_recorded
+    def _exclusively(self, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return _run_on(self._loop, self._cache.changes.exclusively("fsck", change))
 
     def _namespace(self, namespace_id: str) -> Namespace:
         namespace = self._cache.namespaces.get(namespace_id)
@@ -289,6 +272,10 @@ class _ServiceRows:
                 await change.record([replace(record, chunks=chunks)])
         namespace.inventory.announce([chunk.key for chunk in chunks], held=True)
         return len(chunks)
+
+
+def _run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
 
 def _rows_by_key(snapshot: LedgerSnapshot) -> dict[str, dict[ChunkKey, StoredChunk]]:

@@ -12,14 +12,13 @@ def test_a_chunk_that_lies_in_another_pack_by_now_stays(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with rig(tmp_path, store="all") as r:
-            loop = asyncio.get_running_loop()
             _, peer = await r.session()
             damaged_id = await r.on_disk(range(4))
             record = r.resources.ledger.load().packs[damaged_id]
             newer_id = await r.on_disk([1])  # written again, as compaction would
             await r.namespace.index.drop(keys_of([2]))
             r.in_host([3])
-            rows = _ServiceRows(r.cache, lambda work: asyncio.run_coroutine_threadsafe(work, loop).result())
+            rows = _ServiceRows(r.cache, asyncio.get_running_loop())
             await asyncio.to_thread(rows.drop_chunks, record, record.chunks)
             places = [location.pack_id if (location := r.location(number)) else None for number in range(4)]
             assert places == [None, newer_id, None, None]

@@ -6,7 +6,6 @@ about it.
 
 import asyncio
 import threading
-from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,11 +121,7 @@ def test_a_repair_takes_over_only_what_is_still_where_it_was(tmp_path: Path) -> 
             await r.namespace.index.drop(keys_of([0]))
             moved = await r.on_disk([1])
 
-            def on_loop(change: Coroutine[Any, Any, None]) -> None:
-                asyncio.run_coroutine_threadsafe(change, loop).result()
-
-            loop = asyncio.get_running_loop()
-            rows = _ServiceRows(r.cache, on_loop)
+            rows = _ServiceRows(r.cache, asyncio.get_running_loop())
             assert await asyncio.to_thread(lambda: rows.commit(copy, instead_of=doubtful)) == 2
             assert in_memory(r) == rows_of(r) == set(keys_of([1, 2, 3]))
             assert [r.location(n).pack_id for n in (1, 2, 3)] == [moved, copy.pack_id, copy.pack_id]  # type: ignore[union-attr]

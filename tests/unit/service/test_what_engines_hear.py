@@ -94,7 +94,7 @@ def test_what_a_repair_could_not_drop_is_held_again(tmp_path: Path, monkeypatch:
             record = r.resources.ledger.load().packs[pack_id]
             refuse(monkeypatch)
             with gated(monkeypatch, PackRows, "drop_chunks") as gate:
-                rows = _ServiceRows(r.cache, lambda coroutine: coroutine.close())
+                rows = _ServiceRows(r.cache, asyncio.get_running_loop())
                 dropping = asyncio.create_task(rows._drop(record, record.chunks))
                 await reached(gate.reached)
                 forget(r)
