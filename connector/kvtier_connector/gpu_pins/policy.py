@@ -30,7 +30,9 @@ class Policy:
         self._pool, self._pinned, self._demand = pool, pinned, demand
         self._soft = SoftPins(pool, pinned)
         self._hard = HardPins(pool, pinned) if is_hard else None
+        self._cached_tokens = 0  # of the request that vLLM has asked for last
         self._num_next = 0
+        self._taken_tokens = 0  # since the last whole block of them was counted in `pace`
         self._reported_moves = self._reported_released = self._reported_held = 0
         self._counted = pinned.ranking  # whose blocks are being counted
         self._next_rank = self._num_found = 0
@@ -45,6 +47,7 @@ class Policy:
 
     def before_admission(self, request: Any, num_cached_tokens: int, *, is_load: bool) -> None:
         """Called before a request is admitted: free enough blocks, and move pinned ones out of its way."""
+        self._cached_tokens = num_cached_tokens
         if self._hard is not None and self._hard.num_held:
             num_needed = self._demand.to_admit(request, num_cached_tokens, self._pool.num_blocks, is_load=is_load)
             self._hard.reclaim(num_needed)
@@ -54,14 +57,19 @@ class Policy:
     def allocated(self, request: Any) -> None:
         """The request has blocks."""
         self._demand.allocated(request)
+        self._taken_tokens += self._cached_tokens
 
     def after_step(self, output: "SchedulerOutput", stats: ConnectorStats) -> None:
-        """Note what running requests may take in the next step, hold what is due, and report changes."""
+        """Note what running requests may take in the next step, move or hold what is due, and report changes."""
         self._num_next = self._demand.stepped(
             output.num_scheduled_tokens, output.finished_req_ids, output.preempted_req_ids or ()
         )
         if self._hard is not None:  # also without pins: what was held for the last of them goes
             self._hard.hold(self._num_next)
+        self._taken_tokens += output.total_num_scheduled_tokens
+        num_taken, self._taken_tokens = divmod(self._taken_tokens, self._demand.shape.block_tokens)
+        if self._pinned.ranking.keys:
+            self._soft.pace(num_taken)
         self._count_resident(stats)
         stats.count(GPU_MOVES, num=self._soft.num_moved - self._reported_moves)
         self._reported_moves = self._soft.num_moved

@@ -14,11 +14,13 @@ from vllm.v1.request import RequestStatus
 
 from kvtier_connector.engine.chunk_keys import GroupShape, gpu_keys
 from kvtier_connector.gpu_pins import hard_pins as hard_module
+from kvtier_connector.gpu_pins import soft_pins as soft_module
 from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 from kvtier_connector.gpu_pins.hard_pins import HardPins
 from kvtier_connector.gpu_pins.hooks import GpuPins
-from kvtier_connector.gpu_pins.soft_pins import MIN_PROTECTED, RATIO, SoftPins
+from kvtier_connector.gpu_pins.policy import Policy
+from kvtier_connector.gpu_pins.soft_pins import RATIO, SLICE, SoftPins
 from kvtier_connector.gpu_pins.vllm_block_pool import UnknownPoolError, VllmBlockPool
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.settings import ConnectorSettings, GpuPin
@@ -155,21 +157,66 @@ def test_of_two_blocks_with_one_hash_the_one_that_vllm_hits_is_kept() -> None:
     assert order(manager) == [1, 2, 0]
 
 
-def test_all_protected_blocks_move_when_one_comes_near_the_head_and_not_before() -> None:
-    """So a move costs a quarter of a block, for each block that vLLM takes."""
-    num_pinned, num_taken = 8 * MIN_PROTECTED, 0
+def test_many_blocks_move_in_slices_before_they_have_to() -> None:
+    """A pass is over when vLLM has taken the blocks before the pinned ones, and no step moves more than a slice."""
+    num_pinned, num_taken = 8 * SLICE, 0
     keys = [number.to_bytes(4, "big") * 9 for number in range(num_pinned)]
     manager = pool_of([*keys, *[None] * num_pinned * (RATIO - 1)])
     queue = manager.block_pool.free_block_queue
     soft = SoftPins(VllmBlockPool(manager, 4), pinned_of(tuple(keys)))
+    soft.shield(500)
+    assert soft.num_moved == num_pinned, "all at once: they were at the head"
     while num_taken < 4 * num_pinned * (RATIO - 1):
-        soft.shield(400)
+        moved_before = soft.num_moved
+        soft.shield(500)
+        assert soft.num_moved == moved_before, "no move was forced"
         taken = queue.popleft_n(400)
         assert not any(block.block_hash for block in taken)
         queue.append_n(taken)
+        soft.pace(400)
+        assert soft.num_moved - moved_before <= min(SLICE, 1 + 1.1 * 400 / (RATIO - 1))
         num_taken += 400
-    assert soft.num_moved % num_pinned == 0
-    assert soft.num_moved == pytest.approx(num_pinned + num_taken / (RATIO - 1), rel=0.2)
+    assert soft.num_moved - num_pinned == pytest.approx(num_taken / (RATIO - 1), rel=0.1)
+
+
+def test_a_pass_goes_from_the_worst_to_the_best_and_begins_again_after_a_forced_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(soft_module, "SLICE", 2)
+    keys = [bytes([number]) * 36 for number in range(5)]
+    manager = pool_of([*keys, *[None] * 20])
+    soft, moved = SoftPins(VllmBlockPool(manager, 4), pinned_of(tuple(keys))), list[int]()
+    soft.shield(1)
+    assert order(manager)[-5:] == [4, 3, 2, 1, 0]
+    for _ in range(8):
+        before = soft.num_moved
+        soft.pace(3)  # of 25 blocks 5 are pinned, 17 are others, but for a margin and a slice: 15 / 17 of a move is due
+        moved += order(manager)[-1:] * (soft.num_moved - before)
+    assert moved == [4, 3, 2, 1, 0, 4]
+    manager.block_pool.free_block_queue.append_n(manager.block_pool.free_block_queue.popleft_n(20))
+    soft.shield(1)
+    assert order(manager)[-5:] == [4, 3, 2, 1, 0]
+    while soft.num_moved < 5 + 6 + 5 + 1:
+        soft.pace(3)
+    assert order(manager)[-1] == 4
+
+
+def test_what_vllm_takes_is_counted_in_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of three tokens take a block after two of them; what was cached of a request is taken, too."""
+    paced: list[int] = []
+    policy = Policy(VllmBlockPool(pool_of([A, None]), 4), pinned_of((A,)), Demand(SHAPE), is_hard=False)
+    monkeypatch.setattr(policy._soft, "pace", paced.append)
+    for _ in range(4):
+        policy.after_step(step_of(3), ConnectorStats())
+    assert paced == [0, 1, 1, 1]
+    policy.before_admission(request_of(20), 9, is_load=True)
+    policy.allocated(request_of(20))
+    policy.after_step(step_of(0), ConnectorStats())
+    assert paced[4:] == [2]
+    unpinned = Policy(VllmBlockPool(pool_of([A, None]), 4), PinnedBlocks(), Demand(SHAPE), is_hard=False)
+    monkeypatch.setattr(unpinned._soft, "pace", paced.append)
+    unpinned.after_step(step_of(8), ConnectorStats())
+    assert len(paced) == 5
 
 
 def test_more_blocks_than_one_step_looks_at_are_held_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
