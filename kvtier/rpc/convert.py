@@ -1,83 +1,158 @@
-"""The service's views as messages of proto/kvtier/v1/cache.proto."""
+"""Messages of proto/kvtier/v1 to checked values, and values to messages. Fields of both have one name where possible.
 
+Lists are refused for their length before they are copied, and long ones are copied in turns of the event loop.
+"""
+
+import asyncio
 import os
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
 
-from kvtier._pb import cache_pb2 as pb
+from google.protobuf.message import Message
+
+from kvtier._pb import cache_pb2, engine_pb2
+from kvtier.bundles import RequestedImport
+from kvtier.concurrency.turns import slices
+from kvtier.core import limits
+from kvtier.core.layout import KVLayout
+from kvtier.errors import InvalidArgumentError
+from kvtier.ledger import PromptRow
 from kvtier.maintenance import Report
-from kvtier.prompts.status import BindingView, PromptState, PromptView
+from kvtier.prompts.status import PromptView
 from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache
 from kvtier.service.metrics_reading import read_gauges
+from kvtier.sessions.engine_peer import EngineHello
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.version import __version__
 
-_STATES = {
-    PromptState.UNRENDERED: pb.PromptStatus.UNRENDERED,
-    PromptState.WAITING: pb.PromptStatus.WAITING,
-    PromptState.CAPTURING: pb.PromptStatus.CAPTURING,
-    PromptState.DURABLE: pb.PromptStatus.DURABLE,
-    PromptState.OVER_QUOTA: pb.PromptStatus.OVER_QUOTA,
-}
+PROTOCOL = 1
+ITEMS_PER_TURN = 32_768
+"""Keys or tokens of a message that are copied in one turn of the loop: some milliseconds."""
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
-def prompt_status(view: PromptView, *, with_recipe: bool = True) -> pb.PromptStatus:
-    """Return a prompt as a message; recipes may be long, and lists go without."""
+def message_of(kind: type[M], source: object, **fields: Any) -> M:
+    """Return a message with these fields; all others are the attributes of `source` with their names."""
+    others = {name: getattr(source, name) for name in kind.DESCRIPTOR.fields_by_name if name not in fields}
+    return kind(**fields, **others)
+
+
+def fields_of(message: Message, *, without: str = "") -> dict[str, Any]:
+    """Return the fields of a message by name, except one."""
+    return {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name if name != without}
+
+
+async def in_turns_of(items: Sequence[T], num_items: int = ITEMS_PER_TURN) -> AsyncIterator[Sequence[T]]:
+    """Yield parts of a message's list, each in a turn of the loop of its own."""
+    for number, part in enumerate(slices(items, num_items)):
+        if number:
+            await asyncio.sleep(0)
+        yield part
+
+
+async def listed(field: str, items: Sequence[T]) -> list[T]:
+    """Return a message's items.
+
+    Raises:
+        InvalidArgumentError: There are more than a message may have.
+    """
+    limits.check_count(field, len(items), limits.MAX_KEYS)
+    copied: list[T] = []
+    async for part in in_turns_of(items):
+        copied += part
+    return copied
+
+
+def parse_import_start(message: cache_pb2.ImportMessage | None) -> RequestedImport:
+    """Return how a bundle is to be imported.
+
+    Raises:
+        InvalidArgumentError: The first message of an import is another one, or a field cannot be used.
+    """
+    kind = message.WhichOneof("kind") if message is not None else "nothing"
+    if message is None or kind != "start":
+        raise InvalidArgumentError("message", kind, "the first message of an import is ImportStart")
+    start = message.start
+    if start.name:
+        limits.check_name(start.name)
+    return RequestedImport(name=start.name, replace=start.replace, ttl_s=limits.TTL_S.check("ttl_s", start.ttl_s))
+
+
+def parse_hello(message: engine_pb2.EngineMessage | None) -> EngineHello:
+    """Check the first message of a stream.
+
+    Raises:
+        InvalidArgumentError: It is not a usable Hello.
+    """
+    kind = message.WhichOneof("kind") if message is not None else "nothing"
+    if message is None or kind != "hello":
+        raise InvalidArgumentError("message", kind, "the first message of a session is Hello")
+    hello = message.hello
+    if hello.protocol != PROTOCOL:
+        remedy = f"this daemon speaks {PROTOCOL}; run daemon and connector of one version"
+        raise InvalidArgumentError("hello.protocol", hello.protocol, remedy)
+    limits.ENGINE_TEXT.check("hello.kvtier_version", hello.kvtier_version)
+    limits.NUM_MODEL_NAMES.check("number of hello.model_names", len(hello.model_names))
+    return EngineHello(
+        engine_id=limits.ENGINE_ID.check("hello.engine_id", hello.engine_id),
+        pid=hello.pid,
+        vllm_version=limits.ENGINE_TEXT.check("hello.vllm_version", hello.vllm_version),
+        model_names=tuple(limits.MODEL_NAME.check("hello.model_names", name) for name in hello.model_names),
+        fingerprint=limits.check_fingerprint("hello.fingerprint", hello.fingerprint),
+        layout=_layout(hello.layout),
+        store_credits=limits.STORE_CREDITS.check("hello.store_credits", hello.store_credits),
+        ephemeral=hello.ephemeral,
+    )
+
+
+def _layout(message: engine_pb2.KVLayout) -> KVLayout:
+    limits.NUM_GROUPS.check("number of hello.layout.groups", len(message.groups))
+    groups = [fields_of(group) for group in message.groups]
+    return limits.read_layout("hello.layout", fields_of(message, without="groups"), groups)
+
+
+def pin_message(prompt: PromptRow) -> engine_pb2.Pin:
+    """Return a prompt as engines receive it."""
+    return message_of(engine_pb2.Pin, prompt, tokens=prompt.token_ids.to_list())
+
+
+def prompt_status(view: PromptView, *, with_recipe: bool = True) -> cache_pb2.PromptStatus:
+    """Return a prompt as operators receive it; recipes may be long, so lists have none."""
     prompt = view.prompt
-    return pb.PromptStatus(
-        name=prompt.name,
-        pin_id=prompt.pin_id,
-        pinned=prompt.pinned,
-        state=_STATES[view.state],
-        model=prompt.model,
-        lora_name=prompt.lora_name,
-        cache_salt=prompt.cache_salt,
+    return message_of(
+        cache_pb2.PromptStatus,
+        prompt,
+        state=cache_pb2.PromptStatus.State.Value(view.state.name),
         num_tokens=len(prompt.tokens),
-        created_unix_s=prompt.created_unix_s,
-        expires_unix_s=prompt.expires_unix_s,
-        bindings=[_binding(binding) for binding in view.bindings],
+        bindings=[message_of(cache_pb2.PromptBinding, binding) for binding in view.bindings],
         recipe_json=prompt.recipe_json if with_recipe else "",
         num_engines=view.num_engines,
         num_confirmed=view.num_confirmed,
         tokens_digest=prompt.token_ids.digest,
         error=view.error,
-        priority=prompt.priority,
     )
 
 
-def _binding(view: BindingView) -> pb.PromptBinding:
-    return pb.PromptBinding(
-        namespace_id=view.namespace_id,
-        model=view.model,
-        covered_tokens=view.covered_tokens,
-        num_chunks=view.num_chunks,
-        num_host_chunks=view.num_host_chunks,
-        num_durable_chunks=view.num_durable_chunks,
-        raw_bytes=view.raw_bytes,
-        disk_bytes=view.disk_bytes,
-        live=view.live,
-        durable_raw_bytes=view.durable_raw_bytes,
-        num_shared_chunks=view.num_shared_chunks,
-        disk_share_bytes=view.disk_share_bytes,
-    )
-
-
-def daemon_status(cache: Cache, metrics: MetricsState) -> pb.DaemonStatus:
+def daemon_status(cache: Cache, metrics: MetricsState) -> cache_pb2.DaemonStatus:
     """Return the whole daemon as a message."""
     gauges = read_gauges(cache)
-    return pb.DaemonStatus(
+    return cache_pb2.DaemonStatus(
         version=__version__,
         pid=os.getpid(),
         started_unix_s=cache.started_unix_s,
         socket=str(cache.config.server.socket),
-        host=pb.TierStatus(
+        host=cache_pb2.TierStatus(
             location=str(cache.config.host.arena_dir),
             used_bytes=gauges.host_pinned_bytes + gauges.host_unpinned_bytes,
             limit_bytes=gauges.host_limit_bytes,
             num_chunks=gauges.host_pinned_chunks + gauges.host_unpinned_chunks,
             pinned_bytes=gauges.host_pinned_bytes,
         ),
-        disk=pb.TierStatus(
+        disk=cache_pb2.TierStatus(
             location=str(cache.config.disk.disk_dir),
             used_bytes=gauges.disk_used_bytes,
             limit_bytes=gauges.disk_limit_bytes,
@@ -97,14 +172,13 @@ def daemon_status(cache: Cache, metrics: MetricsState) -> pb.DaemonStatus:
     )
 
 
-def _session(session: Session) -> pb.SessionStatus:
-    return pb.SessionStatus(
-        session_id=session.session_id,
+def _session(session: Session) -> cache_pb2.SessionStatus:
+    return message_of(
+        cache_pb2.SessionStatus,
+        session,
         engine_id=session.hello.engine_id,
         pid=session.hello.pid,
-        namespace_id=session.namespace_id,
         model_names=session.hello.model_names,
-        attached_unix_s=session.attached_unix_s,
         num_leases=session.loads.num_leases,
         num_acquires=session.loads.num_acquires,
         num_store_grants=session.stores.num_grants,
@@ -112,36 +186,21 @@ def _session(session: Session) -> pb.SessionStatus:
     )
 
 
-def namespace_status(namespace: Namespace, *, with_fingerprint: bool = False) -> pb.NamespaceStatus:
+def namespace_status(namespace: Namespace, *, with_fingerprint: bool = False) -> cache_pb2.NamespaceStatus:
     """Return a namespace as a message; a fingerprint is some kilobytes."""
-    return pb.NamespaceStatus(
-        namespace_id=namespace.namespace_id,
+    return message_of(
+        cache_pb2.NamespaceStatus,
+        namespace,
         model=namespace.row.model,
         num_host_chunks=namespace.table.host.num_chunks,
         num_disk_chunks=namespace.table.disk.num_chunks,
         disk_bytes=namespace.table.disk.num_bytes,
         row_bytes=namespace.layout.row_bytes,
         fingerprint=namespace.fingerprint if with_fingerprint else {},
-        live=namespace.live,
     )
 
 
-def fsck_report(report: Report) -> pb.FsckReport:
+def fsck_report(report: Report) -> cache_pb2.FsckReport:
     """Return a check's report as a message."""
-    findings = [
-        pb.FsckFinding(
-            code=finding.code,
-            subject=finding.subject,
-            detail=finding.detail,
-            num_chunks=finding.num_chunks,
-            repaired=finding.repaired,
-        )
-        for finding in report.findings
-    ]
-    return pb.FsckReport(
-        findings=findings,
-        num_packs=report.num_packs,
-        num_chunks=report.num_chunks,
-        verified_bytes=report.verified_bytes,
-        num_arena_slots=report.num_arena_slots,
-    )
+    findings = [message_of(cache_pb2.FsckFinding, finding) for finding in report.findings]
+    return message_of(cache_pb2.FsckReport, report, findings=findings)

@@ -1,14 +1,14 @@
-"""EngineService: one stream, one session."""
+"""EngineService: what an engine says goes to its session, and what the session says goes to the engine."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
-from kvtier.concurrency.turns import in_turns, slices
+from kvtier.concurrency import turns
 from kvtier.core import limits
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
@@ -19,43 +19,38 @@ from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.printable import shortened
-from kvtier.rpc.error_statuses import Context, translated
-from kvtier.rpc.parsing import parse_hello, parse_stores
+from kvtier.rpc.convert import in_turns_of, listed, message_of, parse_hello, pin_message
+from kvtier.rpc.error_statuses import Context
 from kvtier.service import Cache
-from kvtier.sessions.engine_peer import PromotionForecast
+from kvtier.sessions.engine_peer import EnginePeer, PromotionForecast
 from kvtier.sessions.session import Session, SessionEnd
 from kvtier.sessions.stores import StoreList
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MAX_QUEUED_BYTES = 256 * 1024**2
 """Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
 HELLO_TIMEOUT_S = 10.0
-"""An engine has its Hello before it opens a stream, so it comes at once; the rest is for a machine that is far behind.
-One that is stopped (SIGSTOP) in that moment attaches again."""
+"""An engine has its Hello before it opens a stream, so it comes at once, unless the machine is overloaded."""
 _SMALL_BYTES = 64
 _CHUNK_BYTES = 40
 _TOKEN_BYTES = 3
 MAX_WELCOME_PIN_BYTES = 256 * 1024
 """Of pins in the Welcome; making and sending more at once would hold up every other engine."""
-_KEYS_LISTED_IN_A_TURN = 32_768
-_TOKENS_IN_A_TURN = 65_536
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
-# A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take.
 _Residency = Mapping[str, Any]
+"""A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take."""
 
 
-class StreamPeer:
-    """Outgoing half of a session: turns the service's words into messages and queues them for the stream.
+class StreamPeer(EnginePeer):
+    """Outgoing half of a session: makes messages and queues them for the stream.
 
-    When more than `MAX_QUEUED_BYTES` wait, the engine does not read (a stopped process): they are forgotten, and the
-    stream ends where they stood. A message left out would leave the engine with a wrong idea of what is held.
+    If more than `MAX_QUEUED_BYTES` wait, the engine does not read (a stopped process): the queue is dropped, and the
+    stream ends. Without one of the messages, the engine would not know what is held.
 
     Args:
-        on_full: Called once, soon after, when that happens.
+        on_full: Called once, soon after that.
     """
 
     def __init__(self, on_full: Callable[[], None]) -> None:
@@ -102,7 +97,6 @@ class StreamPeer:
         *,
         more: bool = False,
     ) -> None:
-        """See EnginePeer."""
         chunks: list[_Residency] = [
             {
                 "index": index,
@@ -121,70 +115,51 @@ class StreamPeer:
             self.send(message, _SMALL_BYTES + _CHUNK_BYTES * len(message.acquire_update.chunks))
 
     def promotion_advanced(
-        self,
-        acquire_id: int,
-        ready: Sequence[tuple[int, SlotRef]],
-        failed: Sequence[int],
-        forecast: PromotionForecast,
+        self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int], forecast: PromotionForecast
     ) -> None:
-        """See EnginePeer."""
         chunks: list[_Residency] = [
-            {
-                "index": index,
-                "state": _HOST,
-                "slot": {"slot": ref.slot, "generation": ref.generation},
-                "from_disk": True,
-            }
-            for index, ref in ready
+            {"index": index, "state": _HOST, "slot": _slot(ref), "from_disk": True} for index, ref in ready
         ]
         chunks += [{"index": index, "state": pb.ChunkResidency.MISS} for index in failed]
         self.send(_update_message(acquire_id, chunks, forecast), _SMALL_BYTES + _CHUNK_BYTES * len(chunks))
 
     def credits_granted(self, slots: Sequence[SlotRef]) -> None:
-        """See EnginePeer."""
         self.send(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=[_slot(ref) for ref in slots])))
 
     def pin_added(self, prompt: PromptRow) -> None:
-        """See EnginePeer."""
         self.send(prompt, _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens))
 
     def pin_removed(self, pin_id: str) -> None:
-        """See EnginePeer."""
         self.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
 
     def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
-        """See EnginePeer."""
         message = pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete))
         self.send(message, _SMALL_BYTES + _CHUNK_BYTES * len(keys))
 
     def ponged(self, ping_id: int) -> None:
-        """See EnginePeer."""
         self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """Attach of proto/kvtier/v1/engine.proto."""
+    """`Attach` of proto/kvtier/v1/engine.proto: one stream, one session."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._peers: set[StreamPeer] = set()
 
     async def Attach(
-        self,
-        request_iterator: AsyncIterator[pb.EngineMessage],
-        context: Context,
+        self, request_iterator: AsyncIterator[pb.EngineMessage], context: Context
     ) -> AsyncIterator[pb.DaemonMessage]:
         """Serve one session until either side ends the stream, or the engine stops reading."""
 
-        def give_up() -> None:
+        def cut_off() -> None:
             log_event(logger, "session_not_reading", level=logging.WARNING, session=session.session_id)
             reader.cancel()
             self._cache.end(session, SessionEnd.CUT)
 
-        async with translated(context):
-            hello = parse_hello(await _first_message(request_iterator))
-            peer = StreamPeer(on_full=give_up)
-            session = await self._cache.attach(hello, peer)
+        hello = parse_hello(await _first_message(request_iterator))
+        peer = StreamPeer(on_full=cut_off)
+        session = await self._cache.attach(hello, peer)
         self._peers.add(peer)
         how: SessionEnd | None = None
         try:
@@ -202,13 +177,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             finally:
                 reader.cancel()
                 (outcome,) = await asyncio.gather(reader, return_exceptions=True)
-            how = _how_it_ended(session, outcome)
+            how = _how_it_ended(outcome)
             if isinstance(outcome, KvtierError):
-                async with translated(context):
-                    raise outcome
+                raise outcome
         finally:
             self._peers.discard(peer)
-            self._cache.end(session, how or _how_it_broke(session))
+            broken = SessionEnd.CUT if session.is_busy else SessionEnd.GONE
+            self._cache.end(session, how or broken)
 
     def finish_all(self) -> None:
         """The daemon stops: end every stream."""
@@ -216,7 +191,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             peer.finish()
 
     async def _read(self, session: Session, peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> bool:
-        """Take in what the engine says; return whether it said goodbye before the stream ended."""
+        """Dispatch what the engine sends; return whether it said goodbye before the stream ended."""
         try:
             async for message in messages:
                 if message.WhichOneof("kind") == "goodbye":
@@ -229,24 +204,24 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _dispatch(self, session: Session, message: pb.EngineMessage) -> None:
         match message.WhichOneof("kind"):
             case "acquire":
-                keys = await _in_list("acquire.keys", message.acquire.keys)
-                await in_turns(session.loads.acquiring(message.acquire.acquire_id, keys))
+                keys = await listed("acquire.keys", message.acquire.keys)
+                await turns.in_turns(session.loads.acquiring(message.acquire.acquire_id, keys))
             case "release":
                 release = message.release
-                indexes = None if release.all else await _in_list("release.indexes", release.indexes)
-                await in_turns(session.loads.releasing(release.acquire_id, indexes))
+                indexes = None if release.all else await listed("release.indexes", release.indexes)
+                await turns.in_turns(session.loads.releasing(release.acquire_id, indexes))
             case "touch":
-                keys = await _in_list("touch.keys", message.touch.keys)
-                await in_turns(session.stores.touching(keys, stored=message.touch.stored))
+                keys = await listed("touch.keys", message.touch.keys)
+                await turns.in_turns(session.stores.touching(keys, stored=message.touch.stored))
             case "store_begin":
-                await _in_slices(session, session.stores.begin, "store_begin.stores", message.store_begin.stores)
+                await _change_stores(session, session.stores.begin, "store_begin.stores", message.store_begin.stores)
             case "store_done":
-                await _in_slices(session, session.stores.done, "store_done.stores", message.store_done.stores)
+                await _change_stores(session, session.stores.done, "store_done.stores", message.store_done.stores)
             case "store_abort":
-                await _in_slices(session, session.stores.abort, "store_abort.stores", message.store_abort.stores)
+                await _change_stores(session, session.stores.abort, "store_abort.stores", message.store_abort.stores)
             case "bind_pin":
                 bind = message.bind_pin
-                keys = await _in_list("bind_pin.keys", bind.keys)
+                keys = await listed("bind_pin.keys", bind.keys)
                 await self._cache.bind(session, bind.pin_id, keys, bind.covered_tokens, shortened(bind.error))
             case "engine_rates":
                 session.measured(message.engine_rates.prefill_tokens_per_s)
@@ -256,12 +231,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 raise InvalidArgumentError("message", kind, "Hello comes once; this kvtier knows no other message here")
 
     def _welcome(self, session: Session, prompts: Sequence[PromptRow]) -> tuple[pb.DaemonMessage, int]:
-        """Return the first message, and for how many of the prompts it has room."""
+        """Return the first message, and how many of the prompts it contains."""
         arena = session.tiers.host.arena
-        differences = [
-            pb.NamespaceDifference(namespace_id=d.namespace_id, fields=d.fields, num_prompts=d.num_prompts)
-            for d in self._cache.differing_namespaces(session)
-        ]
         pins, num_bytes = list[pb.Pin](), 0
         for prompt in prompts:
             num_bytes += _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens)
@@ -271,15 +242,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         welcome = pb.Welcome(
             session_id=session.session_id,
             namespace_id=session.namespace_id,
-            arena=pb.ArenaInfo(
-                arena_id=arena.geometry.arena_id,
-                path=str(arena.path),
-                num_slots=arena.geometry.num_slots,
-                row_bytes=arena.geometry.row_bytes,
-            ),
+            arena=message_of(pb.ArenaInfo, arena.geometry, path=str(arena.path)),
             lock_path=str(session.lock.path),
             pins=pins,
-            other_namespaces=differences,
+            other_namespaces=[
+                message_of(pb.NamespaceDifference, each) for each in self._cache.differing_namespaces(session)
+            ],
             store_mode=pb.STORE_ALL if self._cache.resources.stores_all else pb.STORE_PINNED,
             pin_ids=[prompt.pin_id for prompt in prompts],
         )
@@ -290,7 +258,7 @@ async def _first_message(messages: AsyncIterator[pb.EngineMessage]) -> pb.Engine
     """Return the first message of a stream, None when it ended without one.
 
     Raises:
-        HelloTimeoutError: Nothing came: such a stream would be held for ever, and nobody would know of it.
+        HelloTimeoutError: No message came. No list of sessions shows such a stream.
     """
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -299,20 +267,16 @@ async def _first_message(messages: AsyncIterator[pb.EngineMessage]) -> pb.Engine
         raise HelloTimeoutError(HELLO_TIMEOUT_S) from exc
 
 
-def _how_it_ended(session: Session, outcome: bool | BaseException) -> SessionEnd:
-    """Tell how a stream that was not cut off ended, by the outcome of its reader."""
+def _how_it_ended(outcome: bool | BaseException) -> SessionEnd | None:
+    """Return how a stream that we ended has ended, by the outcome of its reader; None: it broke."""
     match outcome:
         case True:
             return SessionEnd.CLOSED
-        case asyncio.CancelledError():  # ours: nothing more was to be sent
+        case asyncio.CancelledError():  # by us: the daemon stops
             return SessionEnd.DRAINED
         case KvtierError():
             return SessionEnd.REFUSED
-    return _how_it_broke(session)
-
-
-def _how_it_broke(session: Session) -> SessionEnd:
-    return SessionEnd.CUT if session.is_busy else SessionEnd.GONE
+    return None
 
 
 def _update_message(acquire_id: int, chunks: Sequence[_Residency], forecast: PromotionForecast) -> pb.DaemonMessage:
@@ -329,54 +293,21 @@ def _update_message(acquire_id: int, chunks: Sequence[_Residency], forecast: Pro
 async def _pin_added(prompt: PromptRow) -> pb.DaemonMessage:
     """Make the message, of a long prompt in several turns of the loop."""
     message = pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin_message(replace(prompt, tokens=TokenIds()))))
-    for start in range(0, len(prompt.tokens), _TOKENS_IN_A_TURN):
-        if start:
-            await asyncio.sleep(0)
-        message.pin_added.pin.tokens.extend(prompt.token_ids[start : start + _TOKENS_IN_A_TURN].to_list())
+    async for part in in_turns_of(prompt.token_ids):
+        message.pin_added.pin.tokens.extend(part)
     return message
 
 
-def pin_message(prompt: PromptRow) -> pb.Pin:
-    """Return a prompt as engines get it."""
-    return pb.Pin(
-        pin_id=prompt.pin_id,
-        name=prompt.name,
-        tokens=prompt.token_ids.to_list(),
-        model=prompt.model,
-        lora_name=prompt.lora_name,
-        lora_path=prompt.lora_path,
-        cache_salt=prompt.cache_salt,
-        pinned=prompt.pinned,
-        priority=prompt.priority,
-    )
-
-
-async def _in_list(field: str, items: Sequence[T]) -> list[T]:
-    """Return a message's items; there may be a quarter of a million.
-
-    Raises:
-        InvalidArgumentError: There are more.
-    """
-    limits.check_count(field, len(items), limits.MAX_KEYS)
-    listed: list[T] = []
-    for number, part in enumerate(slices(items, _KEYS_LISTED_IN_A_TURN)):
-        if number:
-            await asyncio.sleep(0)
-        listed += part
-    return listed
-
-
-async def _in_slices(
+async def _change_stores(
     session: Session, change: Callable[[StoreList], None], field: str, stores: Sequence[pb.StoreSlot]
 ) -> None:
     """Change the state of stores, a slice per turn of the loop; a session that ends in between frees its slots."""
-    for number, part in enumerate(parse_stores(field, stores)):
-        if number:
-            await asyncio.sleep(0)
+    limits.check_count(field, len(stores), limits.MAX_KEYS)
+    async for part in in_turns_of(stores, turns.SLICE_KEYS):
         if session.ended:
             return
-        change(part)
+        change([(store.key, SlotRef(store.slot.slot, store.slot.generation)) for store in part])
 
 
-def _slot(ref: SlotRef) -> pb.SlotRef:
-    return pb.SlotRef(slot=ref.slot, generation=ref.generation)
+def _slot(ref: SlotRef) -> Mapping[str, int]:
+    return {"slot": ref.slot, "generation": ref.generation}

@@ -1,7 +1,7 @@
 """The gRPC server of the daemon: both services, standard health and reflection, on one unix socket."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,15 +17,15 @@ from kvtier.core.limits import MAX_MESSAGE_BYTES
 from kvtier.errors import TierIOError
 from kvtier.rpc.cache_servicer import CacheServicer
 from kvtier.rpc.engine_servicer import EngineServicer
-from kvtier.rpc.malformed import RefuseMalformed
+from kvtier.rpc.error_statuses import ErrorStatuses
 from kvtier.rpc.metrics import MetricsState, serving_metrics
 from kvtier.service import Cache
 
 HANDSHAKE_TIMEOUT_S = 20.0
 """From a connection to its HTTP/2 settings, which a gRPC client sends at once: as long as it waits for ours."""
 IDLE_TIMEOUT_S = 300.0
-"""A connection on which no call runs is closed; a client that goes on connects again by itself. A session is a call: no
-clock ends it, nor a keepalive, which a stopped engine (SIGSTOP) would not answer. The kernel reports peers that end."""
+"""A connection without a call is closed; clients connect again by themselves. A session is a call: no clock ends it,
+nor a keepalive, which a stopped engine (SIGSTOP) would not answer. The kernel reports engines that end."""
 _STREAM_GRACE_S = 1.0
 _FILES_POLL_S = 0.5
 
@@ -36,16 +36,16 @@ _SERVICES = (
 
 
 async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> Path | None:
-    """Serve until `stop` is set or nobody can reach us any longer, then drain within `drain_timeout_s`.
+    """Serve until `stop` is set or a file that clients need is removed, then drain within `drain_timeout_s`.
 
     Args:
         config: The merged configuration; its folders exist and are locked.
-        stop: Set by whoever ends the daemon.
+        stop: Set by the caller to end the daemon.
         ready: Called once calls are answered.
 
     Returns:
-        What somebody has removed: the socket, an arena (or shortened it) or a session's lock. Such a file cannot be had
-        back, only another in its place, by serving again. None: `stop` was set, before or during the drain.
+        A file that another process has removed: the socket, an arena (or shortened it) or a session's lock. Only a new
+        start makes another one. None: `stop` was set, before or during the drain.
 
     Raises:
         KvtierError: The stores cannot be opened, or the socket cannot be bound.
@@ -60,7 +60,7 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
         if ready is not None:
             ready()
         async with serving_metrics(config.metrics, cache, metrics):
-            removed = await _until_stopped_or_removed(stop, lambda: _watched(config, cache))
+            removed = await _until_stopped_or_removed(stop, config, cache)
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         engines.finish_all()
         await server.stop(grace=min(_STREAM_GRACE_S, config.server.drain_timeout_s))
@@ -69,16 +69,11 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
     return None if stop.is_set() else removed
 
 
-def _watched(config: DaemonConfig, cache: Cache) -> list[Path]:
-    """Return the files that have to be there; an arena that was shortened is removed first, which comes to the same."""
-    files = [config.server.socket, *cache.shared_files]
-    cache.give_up_shortened_arenas()
-    return files
-
-
-async def _until_stopped_or_removed(stop: asyncio.Event, files: Callable[[], Iterable[Path]]) -> Path | None:
+async def _until_stopped_or_removed(stop: asyncio.Event, config: DaemonConfig, cache: Cache) -> Path | None:
     while not stop.is_set():
-        for path in files():
+        files = [config.server.socket, *cache.shared_files]
+        cache.give_up_shortened_arenas()  # unlinks them, so that they count as removed
+        for path in files:
             if _is_removed(path):
                 return path
         with suppress(TimeoutError):
@@ -87,7 +82,7 @@ async def _until_stopped_or_removed(stop: asyncio.Event, files: Callable[[], Ite
 
 
 def _is_removed(path: Path) -> bool:
-    with suppress(OSError):  # who cannot look knows nothing
+    with suppress(OSError):  # without permission to look, it counts as there
         return not path.exists()
     return False
 
@@ -98,7 +93,7 @@ def _build(cache: Cache, metrics: MetricsState) -> tuple[grpc.aio.Server, Engine
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
     ]
-    server = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
+    server = grpc.aio.server(interceptors=[ErrorStatuses()], options=options)
     engines, health_servicer = EngineServicer(cache), HealthServicer()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(engines, server)
     cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(cache, metrics), server)

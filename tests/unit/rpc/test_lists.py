@@ -15,7 +15,7 @@ from kvtier._pb import cache_pb2
 from kvtier.client.admin import AdminClient
 from kvtier.core.fingerprint import namespace_id
 from kvtier.ledger import Ledger, NamespaceRow
-from kvtier.rpc.paging import MAX_PAGE_SIZE, PAGE_BYTES, fill_page, page_size
+from kvtier.rpc.cache_servicer import MAX_PAGE_SIZE, PAGE_BYTES, fill_page, page_size
 from tests.fakes.operator import Stub, pin
 from tests.fakes.scripted_engine import ONE_GROUP, config_in, running
 
