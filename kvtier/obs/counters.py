@@ -9,17 +9,14 @@ from dataclasses import asdict, dataclass
 
 from kvtier.obs.declare import counted, counter, gauged, series
 
+_TIERS = ("host", "disk")
+_WRITERS = ("write_back", "compaction")
+
 _SESSIONS_ENDED = counter(
     "sessions_ended", "Sessions that ended, by how.", reason=("closed", "gone", "cut", "refused", "drained")
 )
-_HIT_CHUNKS = counter(
-    "hit_chunks", "Chunks that engines asked for and got, by the tier they were in.", tier=("host", "disk")
-)
-_HIT_BYTES = counter(
-    "hit_bytes",
-    "Raw bytes of the chunks that engines asked for and got, by the tier they were in.",
-    tier=("host", "disk"),
-)
+_HIT_CHUNKS = counter("hit_chunks", "Chunks that engines asked for and got, by the tier they were in.", tier=_TIERS)
+_HIT_BYTES = counter("hit_bytes", "Raw bytes of the chunks that `hit_chunks` counts.", tier=_TIERS)
 _MISSED_CHUNKS = counter(
     "missed_chunks",
     "Chunks that engines asked for and did not get in the first answer. They ask only for listed chunks.",
@@ -28,29 +25,24 @@ _MISSED_CHUNKS = counter(
 _STORES_DISCARDED = counter(
     "stores_discarded", "Chunks that the daemon did not take in, by reason.", reason=("stamp", "aborted")
 )
-_PROMOTIONS_GIVEN_UP = counter(
+_PROMOTIONS_ABORTED = counter(
     "promotions_aborted", "Promotions that ended without their chunk, by reason.", reason=("failed", "cancelled")
 )
-_EVICTED_CHUNKS = counter("evicted_chunks", "Chunks dropped from a tier.", tier=("host", "disk"))
+_EVICTED_CHUNKS = counter("evicted_chunks", "Chunks dropped from a tier.", tier=_TIERS)
 _DISK_READ = counter("disk_read_bytes", "Stored bytes read from packs, by purpose.", reason=("promotion", "scrub"))
-_DISK_WRITTEN = counter(
-    "disk_written_bytes", "Bytes of packs made durable, by purpose.", reason=("write_back", "compaction")
-)
-_PACK_WRITES_FAILED = counter(
-    "pack_writes_failed", "Packs that could not be written, by purpose.", reason=("write_back", "compaction")
-)
-_DAMAGED_CHUNKS = counter(
-    "damaged_chunks", "Chunks whose bytes are not what was written, by tier.", tier=("host", "disk")
-)
-_LEFT_SLOTS = counter(
+_DISK_WRITTEN = counter("disk_written_bytes", "Bytes of packs made durable, by purpose.", reason=_WRITERS)
+_PACK_WRITES_FAILED = counter("pack_writes_failed", "Packs that could not be written, by purpose.", reason=_WRITERS)
+_DAMAGED_CHUNKS = counter("damaged_chunks", "Chunks whose bytes are not what was written, by tier.", tier=_TIERS)
+_ORPHAN_SLOTS = counter(
     "orphan_slots",
     "Arena rows of a previous daemon that name a chunk, by outcome of their check.",
     outcome=("adopted", "rejected"),
 )
 _IO_ERRORS = counter(
     "io_errors",
-    "Calls that the operating system or SQLite refused, by tier and operation.",
-    tier=("host", "disk", "ledger"),
+    "Calls that the operating system or SQLite refused, by tier and operation. To open or unlink a pack that does not "
+    "exist is not counted; a refused transaction changes nothing.",
+    tier=(*_TIERS, "ledger"),
     operation=("populate", "release", "open", "read", "write", "fsync", "rename", "unlink", "transaction"),
 )
 
@@ -63,55 +55,41 @@ class Counters:
     """
 
     sessions_opened: int = counted("sessions_opened", "Engines that attached.")
-    sessions_closed: int = series(_SESSIONS_ENDED, "Sessions that the engine closed in order.", reason="closed")
+    sessions_closed: int = series(_SESSIONS_ENDED, "closed", meaning="The engine closed it in order.")
     sessions_gone: int = series(
         _SESSIONS_ENDED,
-        "Sessions whose stream broke with no load or store in progress: vLLM was stopped (without --shutdown-timeout "
-        "it kills its engine process at once), was killed while idle, or restarted.",
-        reason="gone",
+        "gone",
+        meaning="The stream broke with no load or store in progress: vLLM was stopped (without --shutdown-timeout it "
+        "kills its engine process at once), was killed while idle, or restarted.",
     )
     sessions_cut: int = series(
         _SESSIONS_ENDED,
-        "Sessions whose stream broke during a load or a store, or whose engine did not read its messages.",
-        reason="cut",
+        "cut",
+        meaning="The stream broke during a load or a store, or the engine did not read its messages.",
     )
-    sessions_refused: int = series(
-        _SESSIONS_ENDED, "Sessions that the daemon ended because the engine broke the protocol.", reason="refused"
-    )
-    sessions_drained: int = series(
-        _SESSIONS_ENDED, "Sessions that the daemon ended because it stops.", reason="drained"
-    )
+    sessions_refused: int = series(_SESSIONS_ENDED, "refused", meaning="The engine broke the protocol.")
+    sessions_drained: int = series(_SESSIONS_ENDED, "drained", meaning="The daemon stopped.")
     sessions_lost: int = counted(
         "sessions_lost",
         "Sessions cut or refused with a load or a store in progress; unused store credits do not count as one.",
     )
 
     acquires: int = counted("acquires", "Acquire messages answered.")
-    acquired_chunks_host: int = series(_HIT_CHUNKS, "Chunks that were readable in host memory.", tier="host")
-    acquired_chunks_disk: int = series(
-        _HIT_CHUNKS, "Chunks whose promotion from disk had begun or begins.", tier="disk"
-    )
-    acquired_bytes_host: int = series(
-        _HIT_BYTES, "Raw bytes of the chunks that were readable in host memory.", tier="host"
-    )
-    acquired_bytes_disk: int = series(
-        _HIT_BYTES, "Raw bytes of the chunks whose promotion had begun or begins.", tier="disk"
-    )
+    acquired_chunks_host: int = series(_HIT_CHUNKS, "host", meaning="They were readable.")
+    acquired_chunks_disk: int = series(_HIT_CHUNKS, "disk", meaning="Their promotion had begun or began.")
+    acquired_bytes_host: int = series(_HIT_BYTES, "host")
+    acquired_bytes_disk: int = series(_HIT_BYTES, "disk")
     missed_chunks: int = series(
-        _MISSED_CHUNKS,
-        "Chunks that the daemon does not hold, or behind one in their prefix that it does not hold.",
-        reason="absent",
+        _MISSED_CHUNKS, "absent", meaning="The daemon does not hold them, or not one before them in their prefix."
     )
     missed_chunks_no_slot: int = series(
-        _MISSED_CHUNKS, "Chunks on disk for which no arena slot could be freed.", reason="no_slot"
+        _MISSED_CHUNKS, "no_slot", meaning="They are on disk, and no arena slot could be freed."
     )
     missed_chunks_disk_off: int = series(
-        _MISSED_CHUNKS, "Chunks on disk while the circuit breaker of the disk tier is open.", reason="disk_off"
+        _MISSED_CHUNKS, "disk_off", meaning="They are on disk while the circuit breaker of the disk tier is open."
     )
     missed_chunks_over_limit: int = series(
-        _MISSED_CHUNKS,
-        "Chunks that an engine asked for while it held as many as one engine may hold.",
-        reason="over_limit",
+        _MISSED_CHUNKS, "over_limit", meaning="The engine held as many chunks as one engine may hold."
     )
 
     stores_committed: int = counted(
@@ -119,23 +97,19 @@ class Counters:
     )
     stored_bytes: int = counted("stored_bytes", "Raw bytes of the chunks taken into the host tier.")
     stores_refused_stamp: int = series(
-        _STORES_DISCARDED, "Chunks dropped because a stamp was missing or belonged to another grant.", reason="stamp"
+        _STORES_DISCARDED, "stamp", meaning="A stamp was missing or belonged to another grant."
     )
-    stores_aborted: int = series(_STORES_DISCARDED, "Store grants that the engine returned unused.", reason="aborted")
+    stores_aborted: int = series(_STORES_DISCARDED, "aborted", meaning="The engine returned the grant unused.")
     store_credits_short: int = counted(
         "store_credits_short", "Times an engine requested a slot for a store and no host slot could be freed."
     )
 
     chunks_promoted: int = counted("promoted_chunks", "Chunks copied from disk to host memory.")
     promoted_bytes: int = counted("promoted_bytes", "Raw bytes of the chunks copied from disk to host memory.")
-    promoted_stored_bytes: int = series(_DISK_READ, "Read to promote chunks.", reason="promotion")
-    promotions_failed: int = series(
-        _PROMOTIONS_GIVEN_UP, "Promotions that ended as a miss: no slot, an I/O error or damage.", reason="failed"
-    )
+    promoted_stored_bytes: int = series(_DISK_READ, "promotion", meaning="To promote chunks.")
+    promotions_failed: int = series(_PROMOTIONS_ABORTED, "failed", meaning="No slot, an I/O error or damage: a miss.")
     promotions_cancelled: int = series(
-        _PROMOTIONS_GIVEN_UP,
-        "Promotions cancelled because the last request that waited for them ended.",
-        reason="cancelled",
+        _PROMOTIONS_ABORTED, "cancelled", meaning="The last request that waited for it ended."
     )
     promotions_rerouted: int = counted(
         "promotions_rerouted", "Reads repeated because compaction had moved the chunk meanwhile."
@@ -144,14 +118,12 @@ class Counters:
         "promoted_chunks_unrequested",
         "Promoted chunks that no request waited for: prefetched, or read after the last such request had ended.",
     )
-    host_evictions: int = series(_EVICTED_CHUNKS, "Chunks dropped from host memory to free capacity.", tier="host")
-    disk_evictions: int = series(
-        _EVICTED_CHUNKS, "Chunks dropped from disk: evicted by command, or unpinned and reclaimed.", tier="disk"
-    )
+    host_evictions: int = series(_EVICTED_CHUNKS, "host", meaning="To free host memory.")
+    disk_evictions: int = series(_EVICTED_CHUNKS, "disk", meaning="By command, or unpinned and reclaimed.")
 
     packs_written: int = counted("packs_written", "Packs made durable, without those of compaction.")
     pack_bytes_written: int = series(
-        _DISK_WRITTEN, "Packs of chunks that were written back, compressed.", reason="write_back"
+        _DISK_WRITTEN, "write_back", meaning="Packs of chunks that were written back, compressed."
     )
     pack_write_ms: int = 0
     """Total milliseconds spent writing and recording packs; /metrics has a histogram instead."""
@@ -169,9 +141,7 @@ class Counters:
         "Times an unpinned chunk was skipped because the disk was too slow; it is written back later, if still held.",
     )
     packs_failed: int = series(
-        _PACK_WRITES_FAILED,
-        "Packs that could not be written; their chunks stay in host memory and are written later.",
-        reason="write_back",
+        _PACK_WRITES_FAILED, "write_back", meaning="The chunks stay in host memory and are written later."
     )
     chunks_over_quota: int = counted(
         "write_back_refused_chunks",
@@ -180,15 +150,15 @@ class Counters:
 
     packs_compacted: int = counted("packs_compacted", "Packs with holes whose chunks were moved to another pack.")
     compacted_bytes_written: int = series(
-        _DISK_WRITTEN, "Packs that received the chunks of packs with holes.", reason="compaction"
+        _DISK_WRITTEN, "compaction", meaning="Packs that received the chunks of packs with holes."
     )
     compaction_freed_bytes: int = counted("compaction_freed_bytes", "Bytes of disk that compaction reclaimed.")
     compactions_failed: int = series(
         _PACK_WRITES_FAILED,
-        "Compactions that the disk or the ledger refused; nothing is lost, and they are repeated.",
-        reason="compaction",
+        "compaction",
+        meaning="The disk or the ledger refused; repeated, and nothing is lost.",
     )
-    scrubbed_bytes: int = series(_DISK_READ, "Read to verify chunks in the background.", reason="scrub")
+    scrubbed_bytes: int = series(_DISK_READ, "scrub", meaning="To verify chunks in the background.")
     scrub_passes: int = counted("scrub_passes", "Times the scrub finished all packs.")
     disk_latched: int = counted(
         "disk_breaker_opened", "Times the circuit breaker of the disk tier opened, after repeated errors."
@@ -196,71 +166,29 @@ class Counters:
     disk_probes: int = counted("disk_probes", "Probes of the disk while the circuit breaker is open.")
 
     chunks_damaged: int = series(
-        _DAMAGED_CHUNKS,
-        "Chunks whose stored bytes were short or failed their checksum; each became a miss.",
-        tier="disk",
+        _DAMAGED_CHUNKS, "disk", meaning="Stored bytes were short or failed their checksum: a miss."
     )
     host_chunks_damaged: int = series(
-        _DAMAGED_CHUNKS,
-        "Chunks whose bytes in host memory failed their checksum before write-back; dropped.",
-        tier="host",
+        _DAMAGED_CHUNKS, "host", meaning="Bytes in memory failed their checksum before write-back: dropped."
     )
-    slots_adopted: int = series(
-        _LEFT_SLOTS,
-        "Rows that were verified; they are served without a disk read.",
-        outcome="adopted",
-    )
-    slots_doubtful: int = series(
-        _LEFT_SLOTS,
-        "Rows that were dropped because mark, key or bytes did not match.",
-        outcome="rejected",
-    )
+    slots_adopted: int = series(_ORPHAN_SLOTS, "adopted", meaning="Verified, and served without a disk read.")
+    slots_doubtful: int = series(_ORPHAN_SLOTS, "rejected", meaning="Dropped because mark, key or bytes did not match.")
     packs_quarantined: int = counted(
-        "packs_quarantined",
-        "Packs set aside because they held a damaged chunk and nothing else.",
+        "packs_quarantined", "Packs set aside because they held a damaged chunk and nothing else."
     )
     slots_quarantined: int = counted(
         "slots_quarantined", "Arena slots set aside because a process of a lost session may still write them."
     )
 
-    io_errors_host_back: int = series(
-        _IO_ERRORS,
-        "Arena rows for which the file system of host.arena_dir had no memory.",
-        tier="host",
-        operation="populate",
-    )
-    io_errors_host_release: int = series(
-        _IO_ERRORS,
-        "Arena rows whose memory could not be returned to the file system of host.arena_dir; they stay in use.",
-        tier="host",
-        operation="release",
-    )
-    io_errors_disk_open: int = series(
-        _IO_ERRORS,
-        "Pack files that could not be opened or created; one that does not exist is not counted.",
-        tier="disk",
-        operation="open",
-    )
-    io_errors_disk_read: int = series(_IO_ERRORS, "Reads of packs.", tier="disk", operation="read")
-    io_errors_disk_write: int = series(_IO_ERRORS, "Writes of packs.", tier="disk", operation="write")
-    io_errors_disk_fsync: int = series(
-        _IO_ERRORS, "Fsyncs of packs and of their directory.", tier="disk", operation="fsync"
-    )
-    io_errors_disk_rename: int = series(
-        _IO_ERRORS, "Packs that could not be renamed to their final name.", tier="disk", operation="rename"
-    )
-    io_errors_disk_unlink: int = series(
-        _IO_ERRORS,
-        "Packs that could not be removed; one that does not exist is not counted.",
-        tier="disk",
-        operation="unlink",
-    )
-    io_errors_ledger: int = series(
-        _IO_ERRORS,
-        "Calls that SQLite refused; a refused transaction changes nothing.",
-        tier="ledger",
-        operation="transaction",
-    )
+    io_errors_host_back: int = series(_IO_ERRORS, "host", "populate")
+    io_errors_host_release: int = series(_IO_ERRORS, "host", "release")
+    io_errors_disk_open: int = series(_IO_ERRORS, "disk", "open")
+    io_errors_disk_read: int = series(_IO_ERRORS, "disk", "read")
+    io_errors_disk_write: int = series(_IO_ERRORS, "disk", "write")
+    io_errors_disk_fsync: int = series(_IO_ERRORS, "disk", "fsync")
+    io_errors_disk_rename: int = series(_IO_ERRORS, "disk", "rename")
+    io_errors_disk_unlink: int = series(_IO_ERRORS, "disk", "unlink")
+    io_errors_ledger: int = series(_IO_ERRORS, "ledger", "transaction")
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""

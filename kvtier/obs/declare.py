@@ -5,15 +5,13 @@ one histogram. Its metadata holds its meaning and its Prometheus name. docs/metr
 dashboard and alerts read that metadata.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
 
 from kvtier.obs.histogram import Histogram
 
 PREFIX = "kvtier_"
-_METADATA = "kvtier_series"
 
 
 class Kind(StrEnum):
@@ -59,14 +57,6 @@ class Series:
     meaning: str
 
 
-@dataclass(frozen=True)
-class Family:
-    """The samples of a metric at one moment: label values, and a number or a histogram."""
-
-    metric: Metric
-    samples: Sequence[tuple[tuple[str, ...], float | Histogram]]
-
-
 def counter(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
     """Declare a counter; `name` is without prefix and `_total`."""
     return Metric(name=f"{PREFIX}{name}_total", kind=Kind.COUNTER, meaning=meaning, labels=labels)
@@ -77,23 +67,20 @@ def gauge(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
     return Metric(name=f"{PREFIX}{name}", kind=Kind.GAUGE, meaning=meaning, labels=labels)
 
 
-def histogram(name: str, meaning: str, bounds: tuple[float, ...], **labels: tuple[str, ...]) -> Metric:
+def histogram(name: str, meaning: str, bounds: tuple[float, ...]) -> Metric:
     """Declare a histogram; `name` is without prefix."""
-    return Metric(name=f"{PREFIX}{name}", kind=Kind.HISTOGRAM, meaning=meaning, labels=labels, bounds=bounds)
+    return Metric(name=f"{PREFIX}{name}", kind=Kind.HISTOGRAM, meaning=meaning, labels={}, bounds=bounds)
 
 
-def series(metric: Metric, meaning: str = "", **labels: str) -> int:
+def series(metric: Metric, *values: str, meaning: str = "") -> int:
     """Return the default of a dataclass field that is one series of a metric.
 
     Args:
         metric: The family.
+        values: One for each of the family's labels.
         meaning: Of this series (default: that of the family).
-        labels: A value for each of the family's labels.
     """
-    assert labels.keys() == metric.labels.keys(), f"{metric.name} has labels {list(metric.labels)}"
-    values = tuple(labels[name] for name in metric.labels)
-    metadata = {_METADATA: Series(metric=metric, values=values, meaning=meaning or metric.meaning)}
-    return field(default=0, metadata=metadata)
+    return field(default=0, metadata=_metadata(metric, values, meaning))
 
 
 def counted(name: str, meaning: str) -> int:
@@ -108,33 +95,19 @@ def gauged(name: str, meaning: str) -> int:
 
 def timed(name: str, meaning: str, bounds: tuple[float, ...]) -> Histogram:
     """Return the default of a dataclass field that is a histogram of seconds."""
-    metric = histogram(name, meaning, bounds)
-    metadata = {_METADATA: Series(metric=metric, values=(), meaning=meaning)}
-    return field(default_factory=lambda: Histogram(bounds), metadata=metadata)
+    return field(default_factory=lambda: Histogram(bounds), metadata=_metadata(histogram(name, meaning, bounds)))
+
+
+def _metadata(metric: Metric, values: tuple[str, ...] = (), meaning: str = "") -> Mapping[str, Series]:
+    assert len(values) == len(metric.labels), f"{metric.name} has labels {list(metric.labels)}"
+    return {"series": Series(metric=metric, values=values, meaning=meaning or metric.meaning)}
 
 
 def declared(kind: type) -> Iterator[tuple[str, Series]]:
     """Yield field name and series of everything that a dataclass declares, in order."""
-    for each in fields(kind):
-        if (found := _series_of(each)) is not None:
-            yield each.name, found
+    return ((each.name, each.metadata["series"]) for each in fields(kind) if each.metadata)
 
 
 def metrics_of(kind: type) -> list[Metric]:
     """Return the metrics that a dataclass declares, in order."""
     return list(dict.fromkeys(found.metric for _, found in declared(kind)))
-
-
-def read(record: Any) -> list[Family]:
-    """Return the present values of a record of declared fields; histograms are copied."""
-    samples: dict[Metric, list[tuple[tuple[str, ...], float | Histogram]]] = {}
-    for name, found in declared(type(record)):
-        value = getattr(record, name)
-        shown = value.copy() if isinstance(value, Histogram) else value
-        samples.setdefault(found.metric, []).append((found.values, shown))
-    return [Family(metric, found) for metric, found in samples.items()]
-
-
-def _series_of(each: "Field[Any]") -> Series | None:
-    found: Series | None = each.metadata.get(_METADATA)
-    return found

@@ -1,34 +1,27 @@
-"""`GET /metrics`: the daemon's metrics over HTTP, from threads of their own.
+"""`GET /metrics`: the daemon's metrics over HTTP, from threads of their own (ADR 15)."""
 
-A scrape takes a reading on the event loop (0.1 ms, independent of the number of chunks) and does the rest in a thread:
-HTTP, text, gzip, and slow clients. An asyncio handler would write the text on the loop in one piece; a thread releases
-the interpreter when the loop needs it. ADR 15 says why the server is not that of prometheus_client.
-
-When the loop does not answer in time, the scrape fails with 503 and `up` is 0. Engines see the same daemon: it does not
-answer.
-"""
-
+import gzip
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from socketserver import ThreadingMixIn
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PromMetric
+from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.registry import Collector
 
-from kvtier.obs.declare import Family, Kind
+from kvtier.obs.declare import Kind, Metric, declared
 from kvtier.obs.histogram import Histogram
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
 
 PATH = "/metrics"
-_CLIENT_TIMEOUT_S = 10.0
 _STOP_POLL_S = 0.05
 
 _FAMILIES = {
@@ -37,12 +30,14 @@ _FAMILIES = {
     Kind.HISTOGRAM: HistogramMetricFamily,
 }
 
-Read = Callable[[], Sequence[Family]]
-"""Returns a reading; called in a thread. Raises TimeoutError when the event loop does not answer."""
+Reading = Sequence[Any]
+"""`Counters`, `Gauges` and `Timings` at one moment; nothing changes them later."""
+Read = Callable[[], Reading]
+"""Called in a thread at each scrape. Raises TimeoutError when the event loop does not answer."""
 
 
-class MetricsServer:
-    """Serves until `close`.
+class MetricsServer(ThreadingHTTPServer):
+    """Serves until `close`, each request in a thread, so that a silent client does not delay another.
 
     Args:
         address: Host and port; port 0: any that is free.
@@ -53,50 +48,69 @@ class MetricsServer:
     """
 
     def __init__(self, address: tuple[str, int], read: Read) -> None:
-        self._server = _HttpServer(address, _app(read))
+        self.registry = CollectorRegistry()
+        self.registry.register(_Daemon(read))
+        ProcessCollector(registry=self.registry)
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, _Handler)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_STOP_POLL_S,), name="kvtier-metrics", daemon=True
+            target=self.serve_forever, args=(_STOP_POLL_S,), name="kvtier-metrics", daemon=True
         )
         self._thread.start()
 
     @property
     def url(self) -> str:
         """Where to scrape."""
-        host, port = self._server.server_address[:2]
-        name = host.decode() if isinstance(host, bytes | bytearray) else host
-        return f"http://{f'[{name}]' if ':' in name else name}:{port}{PATH}"
+        host, port = str(self.server_address[0]), self.server_address[1]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}"
 
     def close(self) -> None:
         """Stop listening. Blocks for at most 50 ms; does not wait for a scrape in progress."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
 
-
-class _HttpServer(ThreadingMixIn, WSGIServer):
-    """A thread per request, so that a silent client does not delay another."""
-
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], app: Any) -> None:
-        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        super().__init__(address, _Handler)
-        self.set_app(app)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log that a client disconnected, or sent nothing for too long."""
+        """Log that a client disconnected; the base class would print a traceback."""
         log_event(logger, "scrape_failed", level=logging.DEBUG, client=client_address)
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = _CLIENT_TIMEOUT_S
+class _Handler(BaseHTTPRequestHandler):
+    server: MetricsServer
+    timeout = 10.0  # of a client that sends or reads nothing
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != PATH:
+            self._answer(HTTPStatus.NOT_FOUND, f"nothing here; the metrics are at {PATH}\n".encode())
+            return
+        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+        try:
+            text = encode(self.server.registry)
+        except TimeoutError:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the daemon's event loop does not answer\n")
+            return
+        if gzip_accepted(self.headers.get("Accept-Encoding", "")):
+            self._answer(HTTPStatus.OK, gzip.compress(text), content_type, "gzip")
+        else:
+            self._answer(HTTPStatus.OK, text, content_type)
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes, content_type: str = "text/plain; charset=utf-8", encoding: str = ""
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        if encoding:
+            self.send_header("Content-Encoding", encoding)
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: a scrape is no event."""
 
 
 class _Daemon(Collector):
-    """One reading, as prometheus_client's metrics."""
+    """A reading, as prometheus_client's metrics."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -106,40 +120,15 @@ class _Daemon(Collector):
         return ()
 
     def collect(self) -> Iterator[PromMetric]:
-        """Take a reading."""
-        return map(_exposed, self._read())
-
-
-def _app(read: Read) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
-    registry = CollectorRegistry()
-    registry.register(_Daemon(read))
-    ProcessCollector(registry=registry)
-    metrics = make_wsgi_app(registry)
-
-    def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        if environ["PATH_INFO"] != PATH:
-            return _refuse(start_response, "404 Not Found", f"nothing here; the metrics are at {PATH}")
-        try:
-            answer: Iterable[bytes] = metrics(environ, start_response)
-        except TimeoutError:
-            return _refuse(start_response, "503 Service Unavailable", "the daemon's event loop does not answer")
-        return answer
-
-    return app
-
-
-def _refuse(start_response: Any, status: str, text: str) -> Iterable[bytes]:
-    start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
-    return [f"{text}\n".encode()]
-
-
-def _exposed(family: Family) -> Any:
-    metric = family.metric
-    exposed: Any = _FAMILIES[metric.kind](metric.name, metric.meaning, labels=list(metric.labels))
-    for values, value in family.samples:
-        if isinstance(value, Histogram):
-            buckets = [("+Inf" if bound == float("inf") else str(bound), num) for bound, num in value.cumulative()]
-            exposed.add_metric(values, buckets=buckets, sum_value=value.total)
-        else:
-            exposed.add_metric(values, value)
-    return exposed
+        families: dict[Metric, Any] = {}
+        for record in self._read():
+            for name, found in declared(type(record)):
+                metric, value = found.metric, getattr(record, name)
+                if metric not in families:
+                    families[metric] = _FAMILIES[metric.kind](metric.name, metric.meaning, labels=metric.labels)
+                if isinstance(value, Histogram):
+                    buckets = [(str(bound).replace("inf", "+Inf"), num) for bound, num in value.cumulative()]
+                    families[metric].add_metric(found.values, buckets=buckets, sum_value=value.total)
+                else:
+                    families[metric].add_metric(found.values, value)
+        yield from families.values()

@@ -1,10 +1,15 @@
 """Every duration that the daemon measures, declared here and nowhere else. Seconds, as histograms."""
 
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields
+from typing import Self
 
 from kvtier.obs.declare import timed
 from kvtier.obs.histogram import Histogram
 
+LAG_PERIOD_S = 0.25
 _DECISION_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _IO_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _PROMISE_S = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
@@ -25,7 +30,7 @@ class Timings:
         _IO_S,
     )
     promotion: Histogram = timed(
-        "promotion_seconds", "From an Acquire that waits for the disk until the last of its chunks is readable.", _IO_S
+        "promotion_seconds", "From an Acquire that waits for the disk until its last chunk is readable.", _IO_S
     )
     seal: Histogram = timed(
         "store_seal_seconds", "From an engine's report that chunks are written until every engine can read them.", _IO_S
@@ -45,7 +50,22 @@ class Timings:
         _PROMISE_S,
     )
     loop_lag: Histogram = timed(
-        "event_loop_lag_seconds",
-        "Delay of the event loop behind schedule, sampled four times a second.",
-        _DECISION_S,
+        "event_loop_lag_seconds", "Delay of the event loop behind schedule, sampled four times a second.", _DECISION_S
     )
+
+    def copy(self) -> Self:
+        """Return a copy that later observations do not change."""
+        return type(self)(*(getattr(self, each.name).copy() for each in fields(self)))
+
+
+async def watch_loop_lag(
+    lag: Histogram,
+    *,
+    now_s: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Observe by how much each of many sleeps exceeds its length: how long a due request waits. Ends when cancelled."""
+    while True:
+        due_s = now_s() + LAG_PERIOD_S
+        await sleep(LAG_PERIOD_S)
+        lag.observe(max(0.0, now_s() - due_s))

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,13 +12,12 @@ from kvtier.config import MetricsConfig
 from kvtier.config.model import OFF
 from kvtier.config.units import parse_address
 from kvtier.errors import ConfigError
-from kvtier.obs.declare import Family
 from kvtier.obs.log import log_event
 from kvtier.service import Cache
 from kvtier.service.metrics_reading import read_metrics
 
 if TYPE_CHECKING:
-    from kvtier.obs.exposition import MetricsServer, Read
+    from kvtier.obs.exposition import MetricsServer, Read, Reading
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +26,7 @@ _LOOP_TIMEOUT_S = 5.0
 
 @dataclass
 class MetricsState:
-    """Whether metrics are served, for `kvtier status` and `kvtier doctor`.
-
-    Attributes:
-        url: Where they are served; empty while they are not.
-        problem: Why the server could not start at the configured address, with the remedy.
-    """
+    """Where metrics are served, or why they are not (with the remedy): for `kvtier status` and `kvtier doctor`."""
 
     url: str = ""
     problem: str = ""
@@ -42,8 +36,7 @@ class MetricsState:
 async def serving_metrics(config: MetricsConfig, cache: Cache, state: MetricsState) -> AsyncIterator[None]:
     """Serve during the block, unless metrics are off.
 
-    If the server cannot listen, the problem is logged once with its remedy and kept in `state`. The daemon does not try
-    again and serves engines without metrics.
+    If the server cannot listen, `state` and one log line say why, and the daemon serves engines without metrics.
     """
     server = None
     if config.listen != OFF:
@@ -79,18 +72,17 @@ def _reader(cache: Cache) -> "Read":
     """Return a function that other threads call to take a reading on this loop."""
     loop = asyncio.get_running_loop()
 
-    def take(reading: "Future[Sequence[Family]]") -> None:
+    def take(reading: "Future[Reading]") -> None:
         if reading.set_running_or_notify_cancel():
             reading.set_result(read_metrics(cache))
 
-    def read() -> Sequence[Family]:
-        reading: Future[Sequence[Family]] = Future()
+    def read() -> "Reading":
+        reading: Future[Reading] = Future()
         try:
             loop.call_soon_threadsafe(take, reading)
-        except RuntimeError as exc:  # closed: the daemon has ended around this scrape
-            raise TimeoutError from exc
-        try:
             return reading.result(_LOOP_TIMEOUT_S)
+        except RuntimeError as exc:  # the loop is closed: the daemon ended during this scrape
+            raise TimeoutError from exc
         finally:
             reading.cancel()
 

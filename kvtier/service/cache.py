@@ -28,8 +28,7 @@ from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
-from kvtier.obs.loop_lag import watch_loop_lag
-from kvtier.obs.timings import Timings
+from kvtier.obs.timings import Timings, watch_loop_lag
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher, rank_pinned

@@ -1,18 +1,20 @@
 """The daemon at one moment, in numbers that cost no more than its namespaces and sessions are many."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from kvtier.obs.declare import Family, read
+from kvtier.obs.counters import Counters
 from kvtier.obs.gauges import Gauges
+from kvtier.obs.timings import Timings
 from kvtier.prompts.status import PromptState
 from kvtier.service.cache import Cache
 from kvtier.tiering.namespace import Namespace
 
 
-def read_metrics(cache: Cache) -> list[Family]:
+def read_metrics(cache: Cache) -> tuple[Counters, Timings, Gauges]:
     """Return every metric of the daemon as it is now. Loop thread; never counts chunks."""
     resources = cache.resources
-    return [*read(resources.counters), *read(resources.timings), *read(read_gauges(cache))]
+    return replace(resources.counters), resources.timings.copy(), read_gauges(cache)
 
 
 def read_gauges(cache: Cache) -> Gauges:

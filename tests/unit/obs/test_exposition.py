@@ -2,25 +2,32 @@
 
 import gzip
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.obs.declare import Family, counter, histogram
-from kvtier.obs.exposition import MetricsServer
+from kvtier.obs.declare import counter, series, timed
+from kvtier.obs.exposition import MetricsServer, Reading
 from kvtier.obs.histogram import Histogram
 
 CHUNKS = counter("chunks", "Chunks.", tier=("host", "disk"))
-WAIT = histogram("wait_seconds", "Waiting.", (0.5, 1.0))
 
 
-def reading() -> Sequence[Family]:
-    wait = Histogram(WAIT.bounds)
-    wait.observe(0.7)
-    return [Family(CHUNKS, [(("host",), 3), (("disk",), 0)]), Family(WAIT, [((), wait)])]
+@dataclass
+class Record:
+    host: int = series(CHUNKS, "host")
+    disk: int = series(CHUNKS, "disk")
+    wait: Histogram = timed("wait_seconds", "Waiting.", (0.5, 1.0))
+
+
+def reading() -> Reading:
+    record = Record(host=3)
+    record.wait.observe(0.7)
+    return [record]
 
 
 @contextmanager
@@ -64,11 +71,11 @@ def test_other_paths_say_where_the_metrics_are() -> None:
     with served() as url:
         answer = httpx.get(url.removesuffix("/metrics"))
         assert (answer.status_code, answer.text) == (404, "nothing here; the metrics are at /metrics\n")
-        assert httpx.post(url).status_code == 405
+        assert httpx.post(url).status_code == 501
 
 
 def test_an_event_loop_that_does_not_answer_fails_the_scrape() -> None:
-    def stuck() -> Sequence[Family]:
+    def stuck() -> Reading:
         raise TimeoutError
 
     with served(read=stuck) as url:
@@ -76,7 +83,7 @@ def test_an_event_loop_that_does_not_answer_fails_the_scrape() -> None:
     assert (answer.status_code, answer.text) == (503, "the daemon's event loop does not answer\n")
 
 
-def test_a_client_that_says_nothing_holds_up_nobody() -> None:
+def test_a_client_that_says_nothing_delays_no_other() -> None:
     with served() as url:
         port = httpx.URL(url).port
         assert port is not None

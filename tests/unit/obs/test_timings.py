@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvtier.obs.histogram import Histogram
-from kvtier.obs.loop_lag import PERIOD_S, watch_loop_lag
+from kvtier.obs.timings import LAG_PERIOD_S, watch_loop_lag
 
 
 def test_the_lag_is_by_how_much_a_sleep_was_too_long() -> None:
@@ -14,7 +14,7 @@ def test_the_lag_is_by_how_much_a_sleep_was_too_long() -> None:
 
     async def sleep(seconds: float) -> None:
         nonlocal now_s
-        assert seconds == PERIOD_S
+        assert seconds == LAG_PERIOD_S
         try:
             now_s += seconds + next(lags)
         except StopIteration:
