@@ -1,4 +1,4 @@
-"""Where the daemon listens, and as whom, as every client and the daemon itself see it."""
+"""What clients and daemon agree on: where it listens, as whom, and the names in their protocol."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,10 @@ SOCKET_VARIABLE = "KVTIER_SOCKET"
 DAEMON_UID_VARIABLE = "KVTIER_DAEMON_UID"
 MAX_UID = 2**32 - 2
 MAX_SOCKET_PATH_BYTES = 107
+PROTOCOL_VERSION = 1
+"""Of proto/kvtier/v1/engine.proto, in Hello."""
+ERROR_NAME_KEY = "kvtier-error"
+"""Trailing metadata of a call that failed: the class name of the error in `kvtier.errors`."""
 
 
 def default_socket_path() -> Path:

@@ -5,24 +5,21 @@ with AdminClient(default_socket_path()) as client:
         print(prompt.name)
 """
 
-import errno
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from kvtier._pb import cache_pb2, cache_pb2_grpc
-from kvtier.client.address import usable_socket_path
+from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
+from kvtier.client.socket_errors import explain
 from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
 
 DEFAULT_TIMEOUT_S = 10.0
-ERROR_KIND_KEY = "kvtier-error"
 # A prompt of a million tokens is 5 MB on the wire, its recipe as much again.
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _OPTIONS = (
@@ -32,9 +29,7 @@ _OPTIONS = (
     # A target is the number of a descriptor: what another client used under that number is another socket.
     ("grpc.use_local_subchannel_pool", 1),
 )
-_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _SHOWN_CHARS = 120
-_DRAINING = "DrainingError"
 
 
 class RemoteError(KvtierError):
@@ -73,12 +68,7 @@ class AdminClient:
     def __init__(
         self, socket_path: Path | str, *, daemon_uid: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Prepare the connection; the first call makes it.
-
-        Args:
-            socket_path: The daemon's unix socket.
-            daemon_uid: As whom the daemon may run, besides our own uid and root.
-            timeout_s: Deadline of each unary call.
+        """Prepare the connection; the first call makes it. `daemon_uid`: see `open_trusted`.
 
         Raises:
             InvalidArgumentError: No unix socket can have this path.
@@ -94,13 +84,9 @@ class AdminClient:
         self._is_closed = False
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the connection."""
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -124,7 +110,7 @@ class AdminClient:
         try:
             return _Connection(self._socket_path, self._daemon_uid)
         except OSError as exc:
-            raise DaemonUnreachableError(str(self._socket_path), _diagnosis(self._socket_path, exc)) from exc
+            raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc)) from exc
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -133,8 +119,7 @@ class AdminClient:
 
     def pin(self, request: cache_pb2.PinRequest) -> cache_pb2.PromptStatus:
         """Pin a prompt; durable in the ledger when this returns."""
-        reply: cache_pb2.PromptStatus = self._call(self._stub.Pin, request)
-        return reply
+        return self._call(self._stub.Pin, request)
 
     def list(self) -> list[cache_pb2.PromptStatus]:
         """Return every prompt the daemon knows, by name; without its recipe, which `get` has."""
@@ -156,8 +141,7 @@ class AdminClient:
 
     def get(self, name: str) -> cache_pb2.PromptStatus:
         """Return one prompt."""
-        reply: cache_pb2.PromptStatus = self._call(self._stub.GetPrompt, cache_pb2.GetPromptRequest(name=name))
-        return reply
+        return self._call(self._stub.GetPrompt, cache_pb2.GetPromptRequest(name=name))
 
     def tokens(self, name: str) -> tuple[int, ...]:
         """Return a prompt's token ids."""
@@ -166,34 +150,29 @@ class AdminClient:
 
     def unpin(self, name: str) -> cache_pb2.PromptStatus:
         """End the pin; its chunks stay until evicted."""
-        reply: cache_pb2.PromptStatus = self._call(self._stub.Unpin, cache_pb2.UnpinRequest(name=name))
-        return reply
+        return self._call(self._stub.Unpin, cache_pb2.UnpinRequest(name=name))
 
     def evict(
         self, name: str, *, force: bool = False, tier: cache_pb2.Tier = cache_pb2.TIER_ANY
     ) -> cache_pb2.EvictResponse:
         """Drop the prompt's chunks from the tier; `force` does so for a pinned one, which stays pinned."""
         request = cache_pb2.EvictRequest(name=name, force=force, tier=tier)
-        reply: cache_pb2.EvictResponse = self._call(self._stub.Evict, request)
-        return reply
+        return self._call(self._stub.Evict, request)
 
     def evict_all(self, *, force: bool = False, tier: cache_pb2.Tier = cache_pb2.TIER_ANY) -> cache_pb2.EvictResponse:
         """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too."""
         request = cache_pb2.EvictRequest(all=True, force=force, tier=tier)
-        reply: cache_pb2.EvictResponse = self._call(self._stub.Evict, request)
-        return reply
+        return self._call(self._stub.Evict, request)
 
     def status(self) -> cache_pb2.DaemonStatus:
         """Return the daemon's status; `namespaces` returns fingerprints."""
-        reply: cache_pb2.DaemonStatus = self._call(self._stub.GetStatus, cache_pb2.GetStatusRequest())
-        return reply
+        return self._call(self._stub.GetStatus, cache_pb2.GetStatusRequest())
 
     def fsck(self, request: cache_pb2.FsckRequest) -> cache_pb2.FsckReport:
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
         self.status()  # within the deadline: shows whether a daemon answers at all
         with self._translated():
-            report: cache_pb2.FsckReport = self._stub.Fsck(request)
-            return report
+            return self._stub.Fsck(request)
 
     def export(self, request: cache_pb2.ExportRequest) -> Iterator[bytes]:
         """Yield a prompt's bundle, piece by piece; leaving the iterator ends the call."""
@@ -216,13 +195,12 @@ class AdminClient:
                 yield cache_pb2.ImportMessage(piece=cache_pb2.BundlePiece(data=data))
 
         with self._translated():
-            status: cache_pb2.PromptStatus = self._stub.Import(messages())
-            return status
+            return self._stub.Import(messages())
 
     def watch(self, name: str, *, timeout_s: float) -> "PromptWatch":
         """Return the prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`."""
         call = self._stub.WatchPrompt(cache_pb2.GetPromptRequest(name=name), timeout=timeout_s)
-        return PromptWatch(call, self._translated)
+        return PromptWatch(call, self._translated())
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:
         with self._translated():
@@ -237,10 +215,10 @@ class AdminClient:
 
     def _translate(self, exc: grpc.RpcError) -> KvtierError:
         code, kind = exc.code(), _kind_of(exc)
-        if code in _UNREACHABLE and kind != _DRAINING:
-            if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-                pid = listener_pid(self._socket_path)
-                return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED and not kind:
+            pid = listener_pid(self._socket_path)
+            return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
+        if code == grpc.StatusCode.UNAVAILABLE and not kind:
             return DaemonUnreachableError(str(self._socket_path), self._diagnose())
         return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
 
@@ -249,21 +227,20 @@ class AdminClient:
         try:
             open_trusted(self._socket_path, self._daemon_uid).close()
         except OSError as exc:
-            return _diagnosis(self._socket_path, exc)
+            return explain(self._socket_path, exc)
         return "it closed the connection; it may be starting or stopping"
 
 
 class PromptWatch:
     """A WatchPrompt call: iterate in one thread, close from any."""
 
-    def __init__(self, call: Any, translated: Callable[[], AbstractContextManager[None]]) -> None:
-        """Take over a call that has begun."""
+    def __init__(self, call: Any, translated: AbstractContextManager[None]) -> None:
         self._call, self._translated = call, translated
         self._closed = threading.Event()
 
     def __iter__(self) -> Iterator[cache_pb2.PromptStatus]:
         """Yield until closed or timed out."""
-        with self._translated():
+        with self._translated:
             try:
                 yield from self._call
             except grpc.RpcError as exc:
@@ -279,33 +256,4 @@ class PromptWatch:
 
 
 def _kind_of(exc: grpc.RpcError) -> str:
-    for entry in exc.trailing_metadata() or ():
-        if entry.key == ERROR_KIND_KEY:
-            return str(entry.value)
-    return ""
-
-
-def _diagnosis(path: Path, exc: OSError) -> str:
-    """Return why no daemon can be reached there."""
-    match exc.errno:
-        case errno.EACCES | errno.EPERM:
-            return f"permission denied: {_owner(path)}, you are uid {os.geteuid()}; run as that user"
-        case errno.ENOENT | errno.ENOTDIR:
-            return "there is no such socket"
-        case errno.ECONNREFUSED if not path.is_socket():
-            return "that is not a socket"
-        case errno.ECONNREFUSED:
-            return "no process listens on that socket; the daemon has died or is starting"
-        case errno.EMFILE | errno.ENFILE:
-            return "this process may open no more files; raise its limit: ulimit -n"
-        case _:
-            return exc.strerror or str(exc)
-
-
-def _owner(path: Path) -> str:
-    for place in (path, *path.parents):
-        try:
-            return f"{place} belongs to uid {place.stat().st_uid}"
-        except OSError:
-            continue
-    return f"{path} belongs to another user"
+    return next((str(entry.value) for entry in exc.trailing_metadata() or () if entry.key == ERROR_NAME_KEY), "")

@@ -1,11 +1,9 @@
 """A process's view of an arena: addresses of rows, generations, stamps, and the session lock that protects them."""
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -162,17 +160,13 @@ class SessionLockHolder:
         """
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as exc:
-            raise ArenaError(f"cannot open session lock {self.path} ({exc.strerror}); the session has ended") from exc
-        try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            here, there = os.fstat(self._fd), self.path.stat()
+            is_same = os.path.samestat(os.fstat(self._fd), self.path.stat())
         except OSError as exc:
             self.release()
-            raise ArenaError(
-                f"session lock {self.path} cannot be locked ({exc.strerror}); the session has ended"
-            ) from exc
-        if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+            problem = f"session lock {self.path} cannot be locked ({exc.strerror})"
+            raise ArenaError(f"{problem}; the session has ended") from exc
+        if not is_same:
             self.release()
             raise ArenaError(f"session lock {self.path} was replaced; the session has ended")
 
@@ -182,20 +176,12 @@ class SessionLockHolder:
             os.close(self._fd)
             self._fd = -1
 
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
 
-@contextlib.contextmanager
-def session_lock(path: Path | str) -> Iterator[None]:
-    """Hold a session's lock for the length of a `with` block.
-
-    Raises:
-        ArenaError: The session has ended.
-    """
-    holder = SessionLockHolder(path)
-    holder.acquire()
-    try:
-        yield
-    finally:
-        holder.release()
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -8,6 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,14 +20,17 @@ from kvtier._pb import engine_pb2_grpc
 from kvtier.client.outbox import Outbox
 from kvtier.client.socket_errors import explain
 from kvtier.client.trusted_socket import open_trusted
-from kvtier.errors import KvtierError, SessionRefusedError, UntrustedSocketError
+from kvtier.errors import DaemonUnreachableError, KvtierError, SessionRefusedError, UntrustedSocketError
 
-PROTOCOL_VERSION = 1
 PROBE_PERIOD_S = 0.25
 _MAX_MESSAGE_BYTES = 64 << 20
 _WELCOME_TIMEOUT_S = 30.0
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 0.5
 _REFUSED_RETRY_S = 10.0
+_REMEDY = (
+    'start `kvtier-daemon`, or name its socket with $KVTIER_SOCKET or "socket" in kv_connector_extra_config '
+    "(containers: mount its folder)"
+)
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -51,6 +56,7 @@ class NotReadyError(KvtierError):
     """The Hello cannot be made yet; ask again shortly."""
 
 
+@dataclass(frozen=True, eq=False)
 class Attachment:
     """One session as long as its stream lives. Messages sent to it never reach another session.
 
@@ -59,10 +65,9 @@ class Attachment:
         welcome: What the daemon answered.
     """
 
-    def __init__(self, outbox: Outbox, turn: int, welcome: pb.Welcome) -> None:
-        self._outbox = outbox
-        self.turn = turn
-        self.welcome = welcome
+    _outbox: Outbox
+    turn: int
+    welcome: pb.Welcome
 
     def send(self, message: pb.EngineMessage) -> None:
         """Enqueue a message; never blocks. After the stream's end it goes nowhere."""
@@ -111,15 +116,13 @@ class EngineSession:
         daemon_uid: int | None = None,
     ) -> None:
         self._socket_path, self._daemon_uid = socket_path, daemon_uid
-        self._make_hello = make_hello
-        self._listener = listener
+        self._make_hello, self._listener = make_hello, listener
         self._stop = threading.Event()
         self.turn = 0
         self._probing = False
         self._call: Any = None  # grpc-stubs know neither its iterator nor `cancel`
         self._outbox = Outbox()
-        self._last_problem: str | None = None
-        self._is_untrusted = False  # and that was said, since a session was up
+        self._reported: set[str] = set()  # problems since the last session was up
         self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
 
     def start(self) -> None:
@@ -172,10 +175,9 @@ class EngineSession:
                 self._report(str(exc), logging.ERROR)
                 self._stop.wait(_REFUSED_RETRY_S)
                 continue
-            except _UnreachableError as exc:
-                self._report(str(exc), logging.WARNING)
-            except UntrustedSocketError as exc:
-                self._report_untrusted(exc)
+            except (DaemonUnreachableError, UntrustedSocketError) as exc:
+                level = logging.ERROR if isinstance(exc, UntrustedSocketError) else logging.WARNING
+                self._report(f"kvtier: {exc}; vLLM serves without kvtier until then", level)
             except Exception as exc:  # a cache failure never reaches vLLM, whatever it is
                 self._report(f"kvtier: attach failed: {exc!r}; vLLM serves without kvtier", logging.ERROR)
                 self._stop.wait(_REFUSED_RETRY_S)
@@ -192,26 +194,19 @@ class EngineSession:
         try:
             socket = open_trusted(self._socket_path, self._daemon_uid)
         except OSError as exc:
-            raise _UnreachableError(self._socket_path, explain(self._socket_path, exc)) from exc
-        with socket:
-            self._attach_to(socket.target, hello, turn)
-
-    def _attach_to(self, target: str, hello: pb.Hello, turn: int) -> None:
+            raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc), _REMEDY) from exc
         outbox = Outbox()
-        channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        try:
+        with socket, grpc.insecure_channel(socket.target, options=_CHANNEL_OPTIONS) as channel, closing(outbox):
             self._outbox, self._probing = outbox, False
             make_stub: Any = engine_pb2_grpc.EngineServiceStub  # generated, untyped
-            call = make_stub(channel).Attach(self._outgoing(hello, outbox))
-            self._call = call
-            if turn == self.turn and not self._stop.is_set():
-                self._read(call, outbox, turn)
-        except grpc.RpcError as exc:
-            self._translate(exc, turn)
-        finally:
-            self._call = None
-            outbox.close()
-            channel.close()
+            self._call = call = make_stub(channel).Attach(self._outgoing(hello, outbox))
+            try:
+                if turn == self.turn and not self._stop.is_set():
+                    self._read(call, outbox, turn)
+            except grpc.RpcError as exc:
+                self._translate(exc, turn)
+            finally:
+                self._call = None
 
     def _read(self, call: Any, outbox: Outbox, turn: int) -> None:
         attachment: Attachment | None = None
@@ -236,7 +231,7 @@ class EngineSession:
     def _greet(self, attachment: Attachment) -> None:
         welcome = attachment.welcome
         logger.info("kvtier attached session=%s namespace=%s", welcome.session_id, welcome.namespace_id)
-        self._last_problem, self._is_untrusted = None, False
+        self._reported.clear()
         self._listener.on_attached(attachment)
 
     def _outgoing(self, hello: pb.Hello, outbox: Outbox) -> Iterator[pb.EngineMessage]:
@@ -261,20 +256,8 @@ class EngineSession:
             logger.info("kvtier session lost (%s: %s)", code.name, details)
 
     def _report(self, problem: str, level: int) -> None:
-        """Log a problem once; of one outage only the first goes out at `level`, what it turns into later as INFO."""
-        if problem != self._last_problem:
-            logger.log(level if self._last_problem is None else logging.INFO, "%s", problem)
-        self._last_problem = problem
-
-    def _report_untrusted(self, error: UntrustedSocketError) -> None:
-        """Log it as an error, once, also when the outage began as another one: that process may come and go."""
-        if not self._is_untrusted:
-            logger.error("kvtier: %s; vLLM serves without kvtier until then", error)
-        self._is_untrusted, self._last_problem = True, str(error)
-
-
-class _UnreachableError(KvtierError):
-    """No process answers at the socket, or the connection broke."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"kvtier-daemon is not reachable at {path}: {problem}; vLLM serves without kvtier until then")
+        """Log a problem once in an outage: each error, and of warnings only the first as one."""
+        if problem not in self._reported:
+            is_news = level >= logging.ERROR or not self._reported
+            logger.log(level if is_news else logging.INFO, "%s", problem)
+        self._reported.add(problem)

@@ -1,4 +1,4 @@
-"""Error texts: why a unix socket cannot be reached, and the remedy."""
+"""Why no daemon can be reached at a unix socket."""
 
 import errno
 import os
@@ -6,21 +6,26 @@ from pathlib import Path
 
 
 def explain(path: Path, exc: OSError) -> str:
-    """Turn what `connect` said about `path` into reason and remedy."""
+    """Turn what `open_trusted` raised for a path into a reason."""
     match exc.errno:
-        case errno.ENOENT:
-            return (
-                f"no such file; start `kvtier-daemon`, or name its socket with $KVTIER_SOCKET or "
-                f'"socket" in kv_connector_extra_config (containers: mount the folder {path.parent})'
-            )
         case errno.EACCES | errno.EPERM:
-            return (
-                f"permission denied for uid {os.getuid()}; run vLLM and kvtier-daemon as one user, or let that uid "
-                f"into {path.parent} and write to the socket"
-            )
+            return f"permission denied: {_owner(path)}, you are uid {os.geteuid()}; run as that user"
+        case errno.ENOENT | errno.ENOTDIR:
+            return "there is no such socket"
+        case errno.ECONNREFUSED if not path.is_socket():
+            return "that is not a socket"
         case errno.ECONNREFUSED:
-            return "connection refused, nothing listens there; start `kvtier-daemon`"
+            return "no process listens on that socket; the daemon has died or is starting"
         case errno.EMFILE | errno.ENFILE:
             return "this process may open no more files; raise its limit: ulimit -n"
         case _:
-            return f"{exc.strerror or exc}; check the path"
+            return exc.strerror or str(exc)
+
+
+def _owner(path: Path) -> str:
+    for place in (path, *path.parents):
+        try:
+            return f"{place} belongs to uid {place.stat().st_uid}"
+        except OSError:
+            continue
+    return f"{path} belongs to another user"

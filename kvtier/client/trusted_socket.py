@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvtier.client.address import DAEMON_UID_VARIABLE, SOCKET_VARIABLE
@@ -27,9 +26,7 @@ PeerUid = Callable[[socket.socket], int]
 
 def peer_uid(connection: socket.socket) -> int:
     """Return the uid of the process that listens, as the kernel noted it at listen(): SO_PEERCRED of unix(7)."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    uid: int = _UCRED.unpack(credentials)[1]
-    return uid & 0xFFFFFFFF
+    return _credentials(connection)[1] & 0xFFFFFFFF
 
 
 def listener_pid(path: Path) -> int | None:
@@ -37,9 +34,12 @@ def listener_pid(path: Path) -> int | None:
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_TIMEOUT_S)
         probe.connect(str(path))
-        pid: int = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
-        return pid or None
+        return _credentials(probe)[0] or None
     return None
+
+
+def _credentials(connection: socket.socket) -> tuple[int, ...]:
+    return _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
 
 
 def is_stopped(pid: int | None) -> bool:
@@ -59,7 +59,7 @@ class TrustedSocket:
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path, self._fd = path, fd
-        self.target = f"unix:{_path_of(fd)}"
+        self.target = f"unix:/proc/self/fd/{fd}"
 
     def is_current(self) -> bool:
         """Return whether the path still leads to this inode. A daemon that has restarted made another."""
@@ -68,19 +68,15 @@ class TrustedSocket:
         return False
 
     def close(self) -> None:
-        """Give the descriptor back; `target` leads nowhere then."""
+        """Close the descriptor; `target` leads nowhere then."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -118,10 +114,6 @@ def _listener(opened: TrustedSocket, peer_uid: PeerUid) -> int:
         except FileNotFoundError as exc:  # the inode is open, so it is the way to it that is missing
             raise OSError(errno.ENOSYS, "/proc is not mounted, and sockets are checked by way of it") from exc
         return peer_uid(probe)
-
-
-def _path_of(fd: int) -> str:
-    return f"/proc/self/fd/{fd}"
 
 
 def _remedy(uid: int) -> str:

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.bundles import RequestedImport
+from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.concurrency.turns import slices
 from kvtier.core import limits
 from kvtier.core.layout import KVLayout
@@ -27,7 +28,6 @@ from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.version import __version__
 
-PROTOCOL = 1
 ITEMS_PER_TURN = 32_768
 """Keys or tokens of a message that are copied in one turn of the loop: some milliseconds."""
 
@@ -92,8 +92,8 @@ def parse_hello(message: engine_pb2.EngineMessage | None) -> EngineHello:
     if message is None or kind != "hello":
         raise InvalidArgumentError("message", kind, "the first message of a session is Hello")
     hello = message.hello
-    if hello.protocol != PROTOCOL:
-        remedy = f"this daemon speaks {PROTOCOL}; run daemon and connector of one version"
+    if hello.protocol != PROTOCOL_VERSION:
+        remedy = f"this daemon speaks {PROTOCOL_VERSION}; run daemon and connector of one version"
         raise InvalidArgumentError("hello.protocol", hello.protocol, remedy)
     limits.ENGINE_TEXT.check("hello.kvtier_version", hello.kvtier_version)
     limits.NUM_MODEL_NAMES.check("number of hello.model_names", len(hello.model_names))

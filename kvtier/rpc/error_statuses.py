@@ -9,14 +9,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvtier import errors
+from kvtier.client.address import ERROR_NAME_KEY
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-ERROR_NAME_KEY = "kvtier-error"
-"""Trailing metadata: class name of the error, so that a client can raise the same one."""
 _OURS = "/kvtier."
 
 STATUS_OF: dict[type[errors.KvtierError], grpc.StatusCode] = {

@@ -76,7 +76,7 @@ def world() -> Iterator[World]:
 
 def test_absent_daemon_is_named_once_with_the_remedy(world: World) -> None:
     """The fixture's requests were answered; the log says what to do, once."""
-    lines = [line for line in world.engine.log_text().splitlines() if "kvtier-daemon is not reachable" in line]
+    lines = [line for line in world.engine.log_text().splitlines() if "no kvtier-daemon answers" in line]
     assert len(lines) == 1
     assert str(world.stack.daemon.socket) in lines[0]
     assert "start `kvtier-daemon`" in lines[0]

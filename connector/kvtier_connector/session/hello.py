@@ -5,7 +5,8 @@ import os
 import uuid
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.engine_session import PROTOCOL_VERSION, NotReadyError
+from kvtier.client.address import PROTOCOL_VERSION
+from kvtier.client.engine_session import NotReadyError
 from kvtier.version import __version__
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, weights_field

@@ -8,7 +8,7 @@ import time
 
 from typing_extensions import override
 
-from kvtier.client.arena_map import ArenaMap, session_lock
+from kvtier.client.arena_map import ArenaMap, SessionLockHolder
 from kvtier_connector.engine.transfer_job import ArenaSpec
 from kvtier_connector.workers.base import Job, KVTierWorker
 from kvtier_connector.workers.batched_memcpy import host_copies
@@ -110,7 +110,7 @@ class KVTierCPUWorker(KVTierWorker):
                 a store is stamped.
         """
         self._check_layout(job.arena)
-        with session_lock(job.arena.lock_path):
+        with SessionLockHolder(job.arena.lock_path):
             arena = self._open(job.arena)
             chunks, copies = self._plan(job, arena)
             source, target = (copies.arena, copies.vllm) if job.is_load else (copies.vllm, copies.arena)

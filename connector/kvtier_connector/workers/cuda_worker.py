@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from typing_extensions import override
 from vllm.v1.kv_offload.base import TransferResult
 
-from kvtier.client.arena_map import session_lock
+from kvtier.client.arena_map import SessionLockHolder
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.workers.base import Job, KVTierWorker
 from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout
@@ -110,7 +110,7 @@ class KVTierCUDAWorker(KVTierWorker):
         """
         self._check_layout(job.arena)
         with contextlib.ExitStack() as held:
-            held.enter_context(session_lock(job.arena.lock_path))
+            held.enter_context(SessionLockHolder(job.arena.lock_path))
             arena = self._arena_of(job.arena)
             chunks, copies = self._plan(job, arena.map)
             slots = [chunk.slot for chunk in chunks]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.client.arena_map import ArenaMap, SessionLockHolder, Stamp, session_lock
+from kvtier.client.arena_map import ArenaMap, SessionLockHolder, Stamp
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier.errors import ArenaError
 from tests.fakes.fake_daemon import set_generation, write_arena
@@ -72,7 +72,7 @@ def test_session_lock_keeps_the_daemon_out_while_held(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch()
     with path.open() as daemon_side:
-        with session_lock(path), pytest.raises(BlockingIOError):
+        with SessionLockHolder(path), pytest.raises(BlockingIOError):
             fcntl.flock(daemon_side, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(daemon_side, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -17,7 +17,7 @@ from tests.fakes.waiting import wait_for
 
 
 class Recorder:
-    """A listener that keeps what it is told."""
+    """A listener that keeps what it receives."""
 
     def __init__(self) -> None:
         self.attached: list[Attachment] = []
@@ -68,10 +68,10 @@ def test_waits_for_a_daemon_that_is_not_there_yet(
     daemon: FakeDaemon, session: EngineSession, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     session.start()
-    wait_for(lambda: "no such file" in caplog.text)
+    wait_for(lambda: "there is no such socket" in caplog.text)
     daemon.start()
     wait_for(lambda: bool(recorder.attached))
-    assert caplog.text.count("is not reachable") == 1, "one warning, not one per attempt"
+    assert caplog.text.count("no kvtier-daemon answers") == 1, "one warning, not one per attempt"
 
 
 def test_a_killed_and_restarted_daemon_is_used_again(
@@ -157,7 +157,7 @@ def test_an_untrusted_socket_is_an_error_once_also_when_there_was_none_before(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever squats there may come and go: that must not fill vLLM's log."""
+    """The other user's process may come and go: that must not fill vLLM's log."""
     socket = daemon.socket
     untrusted = UntrustedSocketError(socket, "uid 4711 listens there", 4711, {0}, "look into it")
     outcomes = iter([FileNotFoundError(2, "none"), untrusted, FileNotFoundError(2, "none"), untrusted])
@@ -190,7 +190,7 @@ def test_asks_for_the_hello_again_until_it_is_ready(daemon: FakeDaemon, recorder
     session.close()
 
 
-def test_probes_only_while_told_to(daemon: FakeDaemon, session: EngineSession, recorder: Recorder) -> None:
+def test_probes_only_while_asked_to(daemon: FakeDaemon, session: EngineSession, recorder: Recorder) -> None:
     daemon.start()
     session.start()
     wait_for(lambda: bool(recorder.attached))

@@ -16,21 +16,20 @@ def problem_at(path: Path) -> str:
     return explain(path, caught.value)
 
 
-def test_nothing_there_names_the_remedy(tmp_path: Path) -> None:
-    assert problem_at(tmp_path / "none" / "d.sock").startswith("no such file; start `kvtier-daemon`")
+def test_nothing_there(tmp_path: Path) -> None:
+    assert problem_at(tmp_path / "none" / "d.sock") == "there is no such socket"
 
 
-def test_nobody_listening(tmp_path: Path) -> None:
+def test_no_listener(tmp_path: Path) -> None:
     path = tmp_path / "d.sock"
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
-    assert problem_at(path) == "connection refused, nothing listens there; start `kvtier-daemon`"
+    assert problem_at(path).startswith("no process listens on that socket")
 
 
-def test_permission_denied_names_uid_and_folder() -> None:
-    problem = explain(Path("/run/kvtier/d.sock"), PermissionError(errno.EACCES, "denied"))
-    assert f"permission denied for uid {os.getuid()}" in problem
-    assert "/run/kvtier" in problem
+def test_permission_denied_names_both_users(tmp_path: Path) -> None:
+    problem = explain(tmp_path / "d.sock", PermissionError(errno.EACCES, "denied"))
+    assert problem.startswith(f"permission denied: {tmp_path} belongs to uid {os.getuid()}, you are uid {os.geteuid()}")
 
 
 def test_no_more_descriptors() -> None:
