@@ -34,11 +34,7 @@ class ConfigError(KvtierError):
 
 
 class ConfigErrors(KvtierError):
-    """Settings are unknown or unusable: all that were found.
-
-    Attributes:
-        errors: One for each.
-    """
+    """Settings are unknown or unusable: `errors` has all that were found."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         super().__init__("; ".join(map(str, errors)))
@@ -63,7 +59,6 @@ class PromptNotFoundError(KvtierError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"no prompt named {shown_value(name)}; `kvtier list` shows the names")
-        self.name = name
 
 
 class PromptExistsError(KvtierError):
@@ -73,7 +68,6 @@ class PromptExistsError(KvtierError):
         super().__init__(
             f"prompt {name!r} exists and differs in {differs_in}; pass --replace to replace it, or choose another name"
         )
-        self.name = name
 
 
 class PromptPinnedError(KvtierError):
@@ -84,39 +78,32 @@ class PromptPinnedError(KvtierError):
             f"prompt {name!r} is pinned; `kvtier unpin {name}` first, or `kvtier evict {name} --force` to drop its "
             "chunks and keep the pin"
         )
-        self.name = name
 
 
 class PromptUnrenderedError(KvtierError):
-    """The prompt has a source, but nobody has turned it into tokens yet."""
+    """The prompt has a source, and no tokens yet."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"prompt {name!r} is not turned into tokens yet; run `kvtier pin {name}` while vLLM runs")
-        self.name = name
 
 
 class QuotaExceededError(KvtierError):
-    """What is pinned would not fit into the last tier.
-
-    Attributes:
-        needed_bytes: What this prompt would take.
-        used_bytes: What other pinned prompts take.
-        limit_bytes: `disk.bytes`.
-    """
+    """A prompt would take `needed_bytes` of the disk, of whose `limit_bytes` pinned prompts take `used_bytes`."""
 
     def __init__(self, name: str, needed_bytes: int, used_bytes: int, limit_bytes: int) -> None:
         super().__init__(
             f"prompt {name!r} needs about {needed_bytes} bytes on disk, pinned prompts hold {used_bytes} of "
             f"{limit_bytes}; unpin and evict a prompt, or raise disk.bytes"
         )
-        self.needed_bytes, self.used_bytes, self.limit_bytes = needed_bytes, used_bytes, limit_bytes
+        self.needed_bytes, self.used_bytes = needed_bytes, used_bytes
 
 
 class DiskSpaceError(KvtierError):
-    """The file system has no room for a file that is made for the length of one call.
+    """The file system has no space for a file that exists for the length of one call.
 
-    Attributes:
-        needed_bytes: What the call would take there.
+    Args:
+        what: The call.
+        needed_bytes: What it would take.
         free_bytes: What the file system has left beyond the daemon's reserve.
         kept_bytes: What of that is kept for other calls, and for packs being written.
     """
@@ -127,7 +114,6 @@ class DiskSpaceError(KvtierError):
             f"beyond the daemon's reserve, of which {kept_bytes} are kept for what runs already; free space, or try "
             "again when that has ended"
         )
-        self.needed_bytes, self.free_bytes, self.kept_bytes = needed_bytes, free_bytes, kept_bytes
 
 
 class NamespaceMismatchError(KvtierError):
@@ -143,11 +129,7 @@ class ArenaFullError(ArenaError):
 
 
 class TierIOError(KvtierError):
-    """The operating system refused a read or write of a tier.
-
-    Attributes:
-        path: The file.
-    """
+    """The operating system refused a read or write of a tier."""
 
     def __init__(self, path: Path, action: str, cause: OSError) -> None:
         super().__init__(f"cannot {action} {path}: {cause.strerror or cause}")
@@ -187,17 +169,11 @@ class AlreadyRunningError(KvtierError):
         super().__init__(
             f"{lock_path} is held by {who}; stop that daemon, or give this one another disk.dir (--state-dir)"
         )
-        self.lock_path, self.pid = lock_path, pid
+        self.pid = pid
 
 
 class DaemonUnreachableError(KvtierError):
-    """No daemon answers at the address.
-
-    Attributes:
-        address: The socket.
-        problem: Why.
-        remedy: What to do.
-    """
+    """No daemon answers at the address, a socket's path."""
 
     def __init__(self, address: str, problem: str, remedy: str = "start `kvtier-daemon`, or pass --socket") -> None:
         super().__init__(f"no kvtier-daemon answers at {address} ({problem}); {remedy}; `kvtier doctor` says more")
@@ -224,11 +200,9 @@ class UntrustedSocketError(KvtierError):
     """Another user is, or could put itself, on the other end of the daemon's socket; nothing was sent.
 
     Attributes:
-        socket: The socket.
         uid: Whose process or folder was found.
         expected: The uids that are trusted.
         found: The message without the remedy.
-        remedy: What to do.
     """
 
     def __init__(self, socket: Path, problem: str, uid: int, expected: Collection[int], remedy: str) -> None:
@@ -253,21 +227,17 @@ class BundleDamagedError(KvtierError):
 
 
 class PromptNotDurableError(KvtierError):
-    """The prompt cannot be exported: it is not whole on disk, or it is not clear in which namespace.
-
-    Attributes:
-        name: The prompt.
-    """
+    """The prompt cannot be exported: it is not whole on disk, or it is not clear in which namespace."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"prompt {name!r} cannot be exported: {why}")
-        self.name = name
 
 
 class StuckError(KvtierError):
     """Calls of the operating system have not returned, so the daemon cannot end in order.
 
-    Attributes:
+    Args:
+        waited_s: How long the daemon waited for them.
         stuck: What kinds of calls: of the threads `kvtier-KIND`.
     """
 
@@ -276,22 +246,16 @@ class StuckError(KvtierError):
             f"calls ({', '.join(stuck) or 'of unknown kind'}) have not returned within {waited_s:g} s after the drain; "
             "the daemon ends without them, as if killed: nothing durable is lost. Look after the disk (dmesg)"
         )
-        self.stuck = tuple(stuck)
 
 
 class HelloTimeoutError(KvtierError):
-    """A stream was opened to attach an engine, and nothing came on it.
-
-    Attributes:
-        waited_s: How long the daemon waited.
-    """
+    """A stream was opened to attach an engine, and no message came on it."""
 
     def __init__(self, waited_s: float) -> None:
         super().__init__(
             f"no Hello within {waited_s:g} s; a session begins with it, so open the stream only when it can be sent, "
             "and open another one now"
         )
-        self.waited_s = waited_s
 
 
 class SessionRefusedError(KvtierError):

@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
@@ -17,13 +17,9 @@ PROBE_TIMEOUT_S = 1.0
 
 
 def prepare_folder(key: str, folder: Path) -> None:
-    """Create the folder with mode 0700, or check that an existing one is safe to use.
+    """Create the folder of a setting with mode 0700, or check that an existing one is safe to use.
 
     The mode of an existing folder never changes: it may be /tmp or /dev/shm, named by mistake.
-
-    Args:
-        key: The setting that names it, for the error.
-        folder: Absolute path.
 
     Raises:
         ConfigError: It cannot be created or written, or other users may write into it.
@@ -47,9 +43,8 @@ def prepare_socket_folder(folder: Path) -> None:
     prepare_folder("server.socket", folder)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[Path]:
-    """Lock the folder with a lock file that holds our pid (unless the file system is full); yields its path.
+def locked(folder: Path) -> AbstractContextManager[Path]:
+    """Lock the folder of the disk tier with a lock file that holds our pid (if the file system has space for it).
 
     The lock is flock's, so the kernel releases it when the process dies for any reason. The file stays: if it were
     unlinked, two daemons could lock two files of one name.
@@ -58,12 +53,20 @@ def locked(folder: Path) -> Iterator[Path]:
         AlreadyRunningError: Another process has the lock.
         TierIOError: The file cannot be opened.
     """
-    with _locked_file(folder / LOCK_NAME) as path:
-        yield path
+    return _locked_file(folder / LOCK_NAME)
 
 
-@contextmanager
-def locked_socket(path: Path) -> Iterator[Path]:
+def locked_arena_dir(folder: Path) -> AbstractContextManager[Path]:
+    """Lock the arena folder: a start takes over or unlinks the arenas in it, which no running daemon may own.
+
+    Raises:
+        ConfigError: Another daemon has the lock.
+        TierIOError: The file cannot be opened.
+    """
+    return _locked_file(folder / LOCK_NAME, ("host.arena_dir", folder, "--arena-dir"))
+
+
+def locked_socket(path: Path) -> AbstractContextManager[Path]:
     """Lock the path of a socket: from before the check for another daemon until the socket is unlinked.
 
     Two daemons with different folders would otherwise both find that no daemon answers yet. gRPC unlinks an existing
@@ -73,40 +76,36 @@ def locked_socket(path: Path) -> Iterator[Path]:
         ConfigError: Another daemon has the lock.
         TierIOError: The file cannot be opened.
     """
-    with ExitStack() as stack:
-        try:
-            lock = stack.enter_context(_locked_file(path.with_name(f".{path.name}.lock")))
-        except AlreadyRunningError as exc:
-            who = f"the daemon with pid {exc.pid}" if exc.pid else "another daemon"
-            problem = f"{who} has it; stop that one, or give this one another path with --socket"
-            raise ConfigError("server.socket", str(path), START, problem) from exc
-        yield lock
+    return _locked_file(path.with_name(f".{path.name}.lock"), ("server.socket", path, "--socket"))
 
 
 @contextmanager
-def _locked_file(path: Path) -> Iterator[Path]:
+def _locked_file(path: Path, setting: tuple[str, Path, str] | None = None) -> Iterator[Path]:
+    """Lock a file; `setting` has key, value and flag of what is locked, if another than disk.dir."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
         raise TierIOError(path, "open the lock", exc) from exc
     try:
-        _flock(fd, path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            text = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            pid = int(text) if text.isdigit() else None
+            if setting is None:
+                raise AlreadyRunningError(path, pid) from exc
+            key, value, flag = setting
+            who = f"the daemon with pid {pid}" if pid else "another daemon"
+            problem = f"{who} uses it; stop that one, or give this one another with {flag}"
+            raise ConfigError(key, str(value), START, problem) from exc
+        except OSError as exc:
+            raise TierIOError(path, "lock", exc) from exc
         with suppress(OSError):  # a full file system; the pid only makes another daemon's error plainer
             os.truncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield path
     finally:
         os.close(fd)
-
-
-def _flock(fd: int, path: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as exc:
-        text = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        raise AlreadyRunningError(path, int(text) if text.isdigit() else None) from exc
-    except OSError as exc:
-        raise TierIOError(path, "lock", exc) from exc
 
 
 def remove_stale_socket(path: Path) -> bool:

@@ -11,10 +11,17 @@ from pathlib import Path
 
 from kvtier.collector import freeze_index, thaw_index
 from kvtier.config import DaemonConfig
-from kvtier.daemon.folder_locks import locked, locked_socket, prepare_folder, prepare_socket_folder, remove_stale_socket
+from kvtier.daemon.folder_locks import (
+    locked,
+    locked_arena_dir,
+    locked_socket,
+    prepare_folder,
+    prepare_socket_folder,
+    remove_stale_socket,
+)
 from kvtier.disk.codecs.compiled import compile_kernels
 from kvtier.disk.codecs.words import WordKernels, replace_after
-from kvtier.errors import AlreadyRunningError, ConfigError, StuckError
+from kvtier.errors import ConfigError, StuckError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
 from kvtier.version import __version__
@@ -39,7 +46,12 @@ def run(config: DaemonConfig) -> None:
         KvtierError: The daemon cannot start; nothing that a later start needs was changed.
     """
     os.umask(0o077)
-    _start_trace(config)
+    folder = config.trace.folder
+    try:
+        if (path := trace.start(folder, "daemon")) is not None:
+            log_event(logger, "trace_started", path=path)
+    except OSError as exc:
+        raise ConfigError("trace.folder", str(folder), "start", f"{exc}; name a folder that can be written") from exc
     try:
         while (removed := _run_once(config)) is not None:
             log_event(logger, "file_removed", level=logging.WARNING, path=removed, consequence="the daemon restarts")
@@ -51,22 +63,12 @@ def run(config: DaemonConfig) -> None:
     log_event(logger, "stopped", pid=os.getpid())
 
 
-def _start_trace(config: DaemonConfig) -> None:
-    folder = config.trace.folder
-    try:
-        path = trace.start(folder, "daemon")
-    except OSError as exc:
-        raise ConfigError("trace.folder", str(folder), "start", f"{exc}; name a folder that can be written") from exc
-    if path is not None:
-        log_event(logger, "trace_started", path=path)
-
-
 def _run_once(config: DaemonConfig) -> Path | None:
     """Start, serve and drain; see `kvtier.rpc.server.serve` for what is returned."""
     started_s = time.monotonic()
     with ExitStack() as stack:
         _claim(config, stack)
-        stack.callback(_unlink_socket, config)
+        stack.callback(_remove_socket, config.server.socket)
         return asyncio.run(_serve(config, started_s))
 
 
@@ -76,22 +78,12 @@ def _claim(config: DaemonConfig, stack: ExitStack) -> None:
     prepare_folder("host.arena_dir", config.host.arena_dir)
     prepare_socket_folder(config.server.socket.parent)
     stack.enter_context(locked(config.disk.disk_dir))
-    _claim_arena_dir(config, stack)
+    if config.host.arena_dir == config.disk.disk_dir:
+        raise ConfigError("host.arena_dir", str(config.host.arena_dir), "start", "is disk.dir too; name two folders")
+    stack.enter_context(locked_arena_dir(config.host.arena_dir))
     stack.enter_context(locked_socket(config.server.socket))
     if remove_stale_socket(config.server.socket):
         log_event(logger, "stale_socket_removed", socket=config.server.socket)
-
-
-def _claim_arena_dir(config: DaemonConfig, stack: ExitStack) -> None:
-    """Lock the arena folder too: a start takes over or unlinks the arenas in it, which no running daemon may own."""
-    arena_dir = config.host.arena_dir
-    if arena_dir == config.disk.disk_dir:
-        raise ConfigError("host.arena_dir", str(arena_dir), "start", "is disk.dir too; name two folders")
-    try:
-        stack.enter_context(locked(arena_dir))
-    except AlreadyRunningError as exc:
-        problem = f"the daemon with pid {exc.pid} uses it; stop that one, or give this one another --arena-dir"
-        raise ConfigError("host.arena_dir", str(arena_dir), "start", problem) from exc
 
 
 async def _serve(config: DaemonConfig, started_s: float) -> Path | None:
@@ -128,8 +120,7 @@ async def _feed_watchdog() -> None:
 
     Source: sd_watchdog_enabled(3).
     """
-    wanted_from = os.environ.get("WATCHDOG_PID", str(os.getpid()))
-    if "WATCHDOG_USEC" not in os.environ or wanted_from != str(os.getpid()):
+    if "WATCHDOG_USEC" not in os.environ or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return
     interval_s = int(os.environ["WATCHDOG_USEC"]) / 1e6 / 2
     while True:
@@ -167,9 +158,9 @@ def _install_signal_handlers(stop: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal, number)
 
 
-def _unlink_socket(config: DaemonConfig) -> None:
+def _remove_socket(path: Path) -> None:
     with suppress(OSError):
-        config.server.socket.unlink(missing_ok=True)
+        path.unlink()
 
 
 def notify_systemd(state: str) -> None:

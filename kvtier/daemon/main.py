@@ -4,14 +4,13 @@ import faulthandler
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from kvtier.config.load import LoadedConfig, load_config
-from kvtier.config.model import OFF
+from kvtier.config.model import OFF, LogFormat, LogLevel
 from kvtier.config.settings import KEYS
 from kvtier.errors import ConfigError, ConfigErrors, KvtierError
 from kvtier.obs.log import setup_logging
@@ -26,16 +25,8 @@ EXIT_USAGE = 2
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-class _Level(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class _Format(StrEnum):
-    TEXT = "text"
-    JSON = "json"
+def _any(values: object) -> str:
+    return f"<{'|'.join(get_args(values))}>"
 
 
 def _print_version(wanted: bool) -> None:
@@ -62,8 +53,8 @@ def daemon(
     metrics_listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address for Prometheus to scrape, or off")
     ] = None,
-    log_level: Annotated[_Level | None, typer.Option(help="Least severe level")] = None,
-    log_format: Annotated[_Format | None, typer.Option(help="Log lines as text or JSON")] = None,
+    log_level: Annotated[str | None, typer.Option(metavar=_any(LogLevel), help="Least severe level")] = None,
+    log_format: Annotated[str | None, typer.Option(metavar=_any(LogFormat), help="Log lines as text or JSON")] = None,
     check_config: Annotated[
         bool, typer.Option("--check-config", help="Print the merged settings, check this machine for them, and exit")
     ] = False,
