@@ -112,10 +112,11 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPrompts(self, request, context):
-        """All prompts in the order of their names, a page at a time: ask again with next_page_token until it is empty. A prompt that
-        is pinned or forgotten meanwhile is listed or not, every other one exactly once. Statuses in a list have no recipe.
-        Pages, not a stream: a client that stops in the middle leaves nothing behind in the daemon, each page has a deadline of
-        its own, and any gRPC client can ask for one.
+        """All prompts in the order of their names, a page at a time: ask again with next_page_token until it is empty. A
+        prompt that is pinned or forgotten meanwhile is listed or not, every other one exactly once. Statuses in a list
+        have no recipe.
+        Pages, not a stream: a client that stops in the middle leaves nothing behind in the daemon, each page has a
+        deadline of its own, and any gRPC client can ask for one.
         Fails with INVALID_ARGUMENT (page_token is none).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -130,8 +131,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTokens(self, request, context):
-        """The token ids of a prompt, as they were pinned: with model, LoRA and salt of its status they make the request that brings
-        it back into vLLM's prefix cache.
+        """The token ids of a prompt, as they were pinned: with model, LoRA and salt of its status they make the request that
+        brings it back into vLLM's prefix cache.
         Fails with NOT_FOUND, FAILED_PRECONDITION (the prompt is not rendered yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -139,7 +140,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchPrompt(self, request, context):
-        """The status now, then again whenever it changes (at most ten times a second), until the client leaves.
+        """The status now, then again at each change (at most ten times a second), until the client leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,12 +154,12 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops the prompt's chunks from host memory and disk, except those that other pinned prompts share. An unpinned prompt
-        is forgotten; a pinned one is refused with FAILED_PRECONDITION unless `force` is set, and then stays pinned: its chunks
-        are stored again when next computed. Chunks leased at the moment are dropped when their lease ends.
+        """Drops the prompt's chunks from host memory and disk, except those that other pinned prompts share. An unpinned
+        prompt is forgotten; a pinned one is refused with FAILED_PRECONDITION unless `force` is set, and then stays pinned:
+        its chunks are stored again when next computed. Chunks leased at the moment are dropped when their lease ends.
         With `all` instead of a name: every chunk that no pinned prompt has (with `force`, pinned ones too; the pins stay).
-        With `tier`: out of that tier only; a pinned chunk leaves host memory only when it is on disk, and leaves the disk only
-        with `force`. An unpinned prompt is forgotten only when it is evicted from every tier.
+        With `tier`: out of that tier only; a pinned chunk leaves host memory only when it is on disk, and leaves the disk
+        only with `force`. An unpinned prompt is forgotten only when it is evicted from every tier.
         Fails with INVALID_ARGUMENT (neither or both of name and all), NOT_FOUND, FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -180,8 +181,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fsck(self, request, context):
-        """Compares ledger, packs and arenas both ways while the daemon serves, and with `repair` makes them agree: nothing that
-        reads right is lost by it. The offline twin, for a daemon that does not start, is `kvtier fsck --offline`.
+        """Compares ledger, packs and arenas both ways while the daemon serves, and with `repair` makes them agree: nothing
+        that reads right is lost by it. The offline twin, for a daemon that does not start, is `kvtier fsck --offline`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,21 +192,21 @@ class CacheServiceServicer(object):
         """A prompt of one namespace as a portable, checksummed safetensors file (docs/format.md, "Bundles"), in pieces of at
         most 1 MiB.
         Fails with NOT_FOUND, FAILED_PRECONDITION (not durable yet, or bound in several namespaces and none was named),
-        RESOURCE_EXHAUSTED (no room on disk for the file while it is sent).
+        RESOURCE_EXHAUSTED (no disk space for the file while it is sent).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Import(self, request_iterator, context):
-        """Takes a bundle in, and pins its prompt. The first message says how, the others are pieces of the bundle in order.
+        """Imports a bundle, and pins its prompt. The first message says how, the others are pieces of the bundle in order.
         Every chunk is verified before anything is recorded; on return pin and chunks are durable.
-        Bundles of older versions are taken in too. What lies before the chunks is checked as soon as it has come, and the
-        room of the bundle and of its packs is kept for it then, so a bundle that cannot be taken in is refused before the
-        rest of it is sent.
+        Bundles of older versions are imported too. What lies before the chunks is checked as soon as it has come, and disk
+        space for the bundle and its packs is reserved then, so a bundle that cannot be imported is refused before the rest
+        of it is sent.
         Fails with INVALID_ARGUMENT (not a whole, undamaged bundle, or a field of its header is out of bounds),
-        FAILED_PRECONDITION (no namespace here has the bundle's fingerprint; the message names the fields that differ from the
-        nearest one), ALREADY_EXISTS, RESOURCE_EXHAUSTED (it does not fit; the message has the numbers).
+        FAILED_PRECONDITION (no namespace here has the bundle's fingerprint; the message names the fields that differ from
+        the nearest one), ALREADY_EXISTS, RESOURCE_EXHAUSTED (it does not fit; the message has the numbers).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

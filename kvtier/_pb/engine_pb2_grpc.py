@@ -45,18 +45,19 @@ class EngineServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """One stream is one session, and everything of a session travels on it, so order is total and "the connection is lost"
-        is one event. The engine sends Hello first and nothing else before Welcome has come.
+        """One stream is one session, and everything of a session travels on it, so order is total and "the connection is
+        lost" is one event. The engine sends Hello first and nothing else before Welcome has come.
 
         Leases and store grants belong to the session. They end by Release / StoreDone / StoreAbort, or after the session,
         never by a clock: when the stream ends, arena slots that the session may still touch stay quarantined until no
-        process holds the session's lock file (Welcome.lock_path) any longer. So a stopped (SIGSTOP) engine is never harmed. One
-        that does not read while 256 MiB of messages wait for it loses its session, and attaches again when it goes on.
+        process holds the session's lock file (Welcome.lock_path) any longer. So a stopped (SIGSTOP) engine is never
+        harmed. One that does not read while 256 MiB of messages wait for it loses its session, and attaches again when it
+        goes on.
 
-        A session that is refused leaves nothing behind. Fails with INVALID_ARGUMENT (a field of Hello is unusable, or bytes
-        are no message; the error names field, value and remedy), FAILED_PRECONDITION (the namespace exists with another
-        layout), RESOURCE_EXHAUSTED (host_bytes, the file system or the daemon's descriptors have no place for an arena),
-        UNAVAILABLE (the daemon drains), DEADLINE_EXCEEDED (no Hello within 10 s of the stream's beginning).
+        A session that is refused leaves nothing behind. Fails with INVALID_ARGUMENT (a field of Hello is unusable, or
+        bytes are no message; the error names field, value and remedy), FAILED_PRECONDITION (the namespace exists with
+        another layout), RESOURCE_EXHAUSTED (host_bytes, the file system or the daemon's descriptors have no place for an
+        arena), UNAVAILABLE (the daemon drains), DEADLINE_EXCEEDED (no Hello within 10 s of the stream's beginning).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
