@@ -60,7 +60,7 @@ def test_an_urgent_message_takes_along_what_was_said_before_and_nothing_else() -
     assert said(outbox.take(timeout_s=0)) == ["done [4]"]
 
 
-def test_a_flush_sends_what_waits_and_wakes_nobody_for_nothing() -> None:
+def test_a_flush_sends_what_waits_and_wakes_no_thread_without_one() -> None:
     outbox = Outbox()
     outbox.flush()
     outbox.put_later(store("begin", 4))

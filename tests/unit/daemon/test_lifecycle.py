@@ -133,7 +133,7 @@ def test_systemd_learns_that_we_are_ready(
         assert systemd.recv(64) == b"READY=1"
 
 
-@pytest.mark.parametrize("whose", ["nobody's", "ours", "another's"])
+@pytest.mark.parametrize("whose", ["no one's", "ours", "another's"])
 def test_systemds_watchdog_is_fed_while_the_loop_turns(
     config: DaemonConfig,
     serve_with: Callable[[Serve], None],
@@ -153,7 +153,7 @@ def test_systemds_watchdog_is_fed_while_the_loop_turns(
         systemd.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "60000000")
-        if whose != "nobody's":
+        if whose != "no one's":
             monkeypatch.setenv("WATCHDOG_PID", str(os.getpid() if whose == "ours" else 1))
         lifecycle.run(config)
         assert systemd.recv(64) == (b"READY=1" if whose == "another's" else b"WATCHDOG=1")

@@ -54,7 +54,7 @@ def test_spans_of_threads_and_of_requests(tmp_path: Path) -> None:
     assert rows["decode"]["count"] == 1
 
 
-def test_a_second_start_in_the_folder_goes_on_and_another_folder_begins_anew(tmp_path: Path) -> None:
+def test_a_second_start_in_the_folder_goes_on_and_another_folder_begins_another_file(tmp_path: Path) -> None:
     first = trace.start(tmp_path / "a", "engine")
     assert trace.start(tmp_path / "a", "worker") == first
     assert trace.start(tmp_path / "b", "engine") == tmp_path / "b" / f"engine-{os.getpid()}.trace.json"

@@ -273,7 +273,7 @@ async def session_of(stub: Stub) -> cache_pb2.SessionStatus:
 
 
 def test_what_an_engine_never_releases_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every acquire that was not released stayed: 1.5 kB each, also for chunks that nobody holds."""
+    """Every acquire that was not released stayed: 1.5 kB each, also for chunks that are not held."""
     monkeypatch.setattr(limits, "MAX_ACQUIRES", 3)
 
     async def scenario() -> None:

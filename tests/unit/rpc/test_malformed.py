@@ -64,7 +64,7 @@ def test_bytes_in_a_session_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("long", ["x" * 3_000_000, "ö" * 20_000, "漢" * 20_000])
 def test_an_error_about_a_long_value_arrives(tmp_path: Path, long: str) -> None:
-    """The text was longer than gRPC lets through, so the caller heard of metadata instead of the mistake."""
+    """The text was longer than gRPC lets through, so the caller's error named the metadata instead of the mistake."""
 
     async def scenario() -> None:
         async with running(config_in(tmp_path)) as stub:

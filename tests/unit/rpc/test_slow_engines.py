@@ -1,4 +1,4 @@
-"""An engine that does not read what it is told, and one that is told a lot at once."""
+"""An engine that does not read its messages, and one that receives a lot at once."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ KEYS = [chunk_key(number) for number in range(4000)]
 def test_a_stopped_engine_loses_its_session_and_costs_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything that is said to every engine was kept for it, until it was continued or killed."""
+    """All messages to engines were kept for it, until it was continued or killed."""
     monkeypatch.setattr(engine_servicer, "MAX_QUEUED_BYTES", 1_000_000)
 
     async def scenario() -> None:
@@ -88,21 +88,21 @@ def test_the_first_message_is_short_however_much_is_pinned(tmp_path: Path) -> No
                 await pin(stub, name, tokens=65_536, first=100_000)
             async with ScriptedEngine(config) as engine:
                 assert engine.welcome.ByteSize() < 512 * 1024
-                told = {each.name for each in engine.welcome.pins}
-                while told != set(names):
-                    told.add((await engine.receive("pin_added")).pin_added.pin.name)
+                received = {each.name for each in engine.welcome.pins}
+                while received != set(names):
+                    received.add((await engine.receive("pin_added")).pin_added.pin.name)
 
     asyncio.run(scenario())
 
 
-def test_pins_are_told_with_turns_of_the_loop_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_are_sent_with_turns_of_the_loop_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtier.concurrency.turns, "_TURN_S", 0.0)
 
     class PinPeer(ListPeer):
-        told: ClassVar[list[str]] = []
+        names: ClassVar[list[str]] = []
 
         def pin_added(self, prompt: PromptRow) -> None:
-            self.told.append(prompt.name)
+            self.names.append(prompt.name)
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -113,14 +113,14 @@ def test_pins_are_told_with_turns_of_the_loop_between_them(tmp_path: Path, monke
             prompts = r.cache.pins_for(session)
             session.send_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
             seen = list[int]()
-            while len(peer.told) < 4 and len(seen) < 20:
-                seen.append(len(peer.told))
+            while len(peer.names) < 4 and len(seen) < 20:
+                seen.append(len(peer.names))
                 await asyncio.sleep(0)
             assert {1, 2, 3} <= set(seen), "one at a time"
-            peer.told.clear()
+            peer.names.clear()
             session.send_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
             r.cache.prompts.forget(r.cache.prompts.get("b"))  # before its turn
             await r.namespace.tasks.settle()
-            assert peer.told == ["a", "c", "d"]
+            assert peer.names == ["a", "c", "d"]
 
     asyncio.run(scenario())
