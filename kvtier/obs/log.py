@@ -22,10 +22,8 @@ _WITHHELD = frozenset(
 )
 _ATTRIBUTE = "kvtier_fields"
 _MAX_TRACEBACK_BYTES = 16 * 1024
-_JOURNAL_VARIABLE = "JOURNAL_STREAM"
-# syslog(3): LOG_CRIT, LOG_ERR, LOG_WARNING, LOG_INFO, LOG_DEBUG.
-_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-_DEBUG_PRIORITY = 7
+_PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
+"""LOG_CRIT, LOG_ERR, LOG_WARNING, LOG_INFO and LOG_DEBUG of syslog(3)."""
 
 
 def log_event(logger: logging.Logger, event: str, /, *, level: int = logging.INFO, **fields: object) -> None:
@@ -51,61 +49,47 @@ def setup_logging(level: str, log_format: str, stream: TextIO | None = None) -> 
         stream: Instead of stderr.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    in_journal = _is_journal(handler.stream)
-    lines = JsonFormatter() if log_format == "json" else TextFormatter(with_time=not in_journal)
-    handler.setFormatter(JournalFormatter(lines) if in_journal else lines)
+    handler.setFormatter(_EventFormatter(as_json=log_format == "json", in_journal=_is_journal(handler.stream)))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("kvtier").setLevel(level.upper())
 
 
-class TextFormatter(logging.Formatter):
-    """`2026-11-21T09:30:00.123Z INFO kvtier.daemon.lifecycle ready pid=1`; values with spaces are JSON strings."""
+class _EventFormatter(logging.Formatter):
+    """Text or JSON, with a priority before each line in the journal, which makes an entry of every line."""
 
-    def __init__(self, *, with_time: bool = True) -> None:
+    def __init__(self, *, as_json: bool, in_journal: bool) -> None:
         super().__init__()
-        self._with_time = with_time
+        self._as_json, self._in_journal = as_json, in_journal
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        time = f"{_time(record)} " if self._with_time else ""
+        shown = self._json(record) if self._as_json else self._text(record)
+        if not self._in_journal:
+            return shown
+        prefix = f"<{_PRIORITIES.get(record.levelno, 6)}>"
+        return "\n".join(prefix + line for line in shown.splitlines())
+
+    def _text(self, record: logging.LogRecord) -> str:
+        """`2026-11-21T09:30:00.123Z INFO kvtier.daemon.lifecycle ready pid=1`; values with spaces are JSON strings."""
+        time = "" if self._in_journal else f"{_time(record)} "
         head = f"{time}{record.levelname} {record.name} {printable(shortened(record.getMessage()))}"
         line = " ".join([head, *(f"{name}={_text(value)}" for name, value in _fields(record).items())])
-        return "\n".join([line, *map(printable, _traceback(self, record).splitlines())])
+        return "\n".join([line, *map(printable, self._traceback(record).splitlines())])
 
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, event, then the fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+    def _json(self, record: logging.LogRecord) -> str:
+        """One object: the fields, which do not replace time, level, logger and event; a traceback in `exception`."""
         head = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": shortened(record.getMessage()),
         }
-        tail = {"exception": _traceback(self, record)} if record.exc_info else {}
-        # The head wins: a field named "event" must not replace the name of the event.
+        tail = {"exception": self._traceback(record)} if record.exc_info else {}
         return json.dumps({**_fields(record), **head, **tail}, default=str)
 
-
-class JournalFormatter(logging.Formatter):
-    """Another formatter's lines, each after its priority: the journal makes an entry of every line of a traceback."""
-
-    def __init__(self, lines: logging.Formatter) -> None:
-        super().__init__()
-        self._lines = lines
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the lines."""
-        prefix = f"<{_priority(record.levelno)}>"
-        return "\n".join(prefix + line for line in self._lines.format(record).splitlines())
-
-
-def _priority(level: int) -> int:
-    return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG_PRIORITY)
+    def _traceback(self, record: logging.LogRecord) -> str:
+        return shortened(self.formatException(record.exc_info), _MAX_TRACEBACK_BYTES) if record.exc_info else ""
 
 
 def _is_journal(stream: TextIO) -> bool:
@@ -114,7 +98,7 @@ def _is_journal(stream: TextIO) -> bool:
         target = os.fstat(stream.fileno())
     except (OSError, ValueError):
         return False
-    return os.environ.get(_JOURNAL_VARIABLE) == f"{target.st_dev}:{target.st_ino}"
+    return os.environ.get("JOURNAL_STREAM") == f"{target.st_dev}:{target.st_ino}"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -128,10 +112,6 @@ def _bounded(value: object) -> object:
     text = str(value)
     short = shortened(text)
     return value if short == text else short
-
-
-def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    return shortened(formatter.formatException(record.exc_info), _MAX_TRACEBACK_BYTES) if record.exc_info else ""
 
 
 def _time(record: logging.LogRecord) -> str:
