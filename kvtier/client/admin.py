@@ -7,13 +7,14 @@ with AdminClient(default_socket_path()) as client:
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
 
-from kvtier._pb import cache_pb2, cache_pb2_grpc
+from kvtier._pb import cache_pb2 as pb
+from kvtier._pb import cache_pb2_grpc
 from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
 from kvtier.client.socket_errors import explain
 from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted
@@ -45,19 +46,6 @@ class RemoteError(KvtierError):
         self.code, self.kind = code, kind
 
 
-class _Connection:
-    """A channel to one socket that is trusted; owns both."""
-
-    def __init__(self, socket_path: Path, daemon_uid: int | None) -> None:
-        self.socket: TrustedSocket = open_trusted(socket_path, daemon_uid)
-        self._channel = grpc.insecure_channel(self.socket.target, options=_OPTIONS)
-        self.stub = cache_pb2_grpc.CacheServiceStub(self._channel)
-
-    def close(self) -> None:
-        self._channel.close()
-        self.socket.close()
-
-
 class AdminClient:
     """One connection to the daemon. Every call has a deadline; thread-safe.
 
@@ -77,10 +65,11 @@ class AdminClient:
             self._socket_path = usable_socket_path(socket_path)
         except ValueError as exc:
             raise InvalidArgumentError("--socket", str(socket_path)[:_SHOWN_CHARS], str(exc)) from exc
-        self._daemon_uid = daemon_uid
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # protects the next two
-        self._connection: _Connection | None = None
+        self._daemon_uid, self._timeout_s = daemon_uid, timeout_s
+        self._lock = threading.Lock()  # protects all below
+        self._connection = ExitStack()  # owns the socket, and a channel to it
+        self._socket: TrustedSocket | None = None
+        self._connected_stub: Any = None
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -93,7 +82,7 @@ class AdminClient:
         """Close the connection; calls that run end with an error."""
         with self._lock:
             self._is_closed = True
-            self._disconnect()
+            self._connection.close()
 
     @property
     def _stub(self) -> cache_pb2_grpc.CacheServiceStub:
@@ -101,34 +90,28 @@ class AdminClient:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the client is closed")
-            if self._connection is None or not self._connection.socket.is_current():
-                self._disconnect()
-                self._connection = self._connect()
-            return self._connection.stub
+            if self._socket is None or not self._socket.is_current():
+                self._connection.close()
+                try:
+                    self._socket = self._connection.enter_context(open_trusted(self._socket_path, self._daemon_uid))
+                except OSError as exc:
+                    raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc)) from exc
+                channel = self._connection.enter_context(grpc.insecure_channel(self._socket.target, options=_OPTIONS))
+                self._connected_stub = cache_pb2_grpc.CacheServiceStub(channel)
+            return self._connected_stub
 
-    def _connect(self) -> _Connection:
-        try:
-            return _Connection(self._socket_path, self._daemon_uid)
-        except OSError as exc:
-            raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc)) from exc
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def pin(self, request: cache_pb2.PinRequest) -> cache_pb2.PromptStatus:
+    def pin(self, request: pb.PinRequest) -> pb.PromptStatus:
         """Pin a prompt; durable in the ledger when this returns."""
         return self._call(self._stub.Pin, request)
 
-    def list(self) -> list[cache_pb2.PromptStatus]:
+    def list(self) -> list[pb.PromptStatus]:
         """Return every prompt the daemon knows, by name; without its recipe, which `get` has."""
-        pages = self._pages(self._stub.ListPrompts, cache_pb2.ListPromptsRequest())
+        pages = self._pages(self._stub.ListPrompts, pb.ListPromptsRequest())
         return [status for page in pages for status in page.prompts]
 
-    def namespaces(self) -> Sequence[cache_pb2.NamespaceStatus]:
+    def namespaces(self) -> Sequence[pb.NamespaceStatus]:
         """Return every namespace, by id, with its fingerprint."""
-        pages = self._pages(self._stub.ListNamespaces, cache_pb2.ListNamespacesRequest())
+        pages = self._pages(self._stub.ListNamespaces, pb.ListNamespacesRequest())
         return [namespace for page in pages for namespace in page.namespaces]
 
     def _pages(self, method: Callable[..., Any], request: Any) -> Iterator[Any]:
@@ -139,42 +122,37 @@ class AdminClient:
                 return
             request.page_token = page.next_page_token
 
-    def get(self, name: str) -> cache_pb2.PromptStatus:
+    def get(self, name: str) -> pb.PromptStatus:
         """Return one prompt."""
-        return self._call(self._stub.GetPrompt, cache_pb2.GetPromptRequest(name=name))
+        return self._call(self._stub.GetPrompt, pb.GetPromptRequest(name=name))
 
     def tokens(self, name: str) -> tuple[int, ...]:
         """Return a prompt's token ids."""
-        reply: cache_pb2.PromptTokens = self._call(self._stub.GetTokens, cache_pb2.GetTokensRequest(name=name))
-        return tuple(reply.tokens)
+        return tuple(self._call(self._stub.GetTokens, pb.GetTokensRequest(name=name)).tokens)
 
-    def unpin(self, name: str) -> cache_pb2.PromptStatus:
+    def unpin(self, name: str) -> pb.PromptStatus:
         """End the pin; its chunks stay until evicted."""
-        return self._call(self._stub.Unpin, cache_pb2.UnpinRequest(name=name))
+        return self._call(self._stub.Unpin, pb.UnpinRequest(name=name))
 
-    def evict(
-        self, name: str, *, force: bool = False, tier: cache_pb2.Tier = cache_pb2.TIER_ANY
-    ) -> cache_pb2.EvictResponse:
+    def evict(self, name: str, *, force: bool = False, tier: pb.Tier = pb.TIER_ANY) -> pb.EvictResponse:
         """Drop the prompt's chunks from the tier; `force` does so for a pinned one, which stays pinned."""
-        request = cache_pb2.EvictRequest(name=name, force=force, tier=tier)
-        return self._call(self._stub.Evict, request)
+        return self._call(self._stub.Evict, pb.EvictRequest(name=name, force=force, tier=tier))
 
-    def evict_all(self, *, force: bool = False, tier: cache_pb2.Tier = cache_pb2.TIER_ANY) -> cache_pb2.EvictResponse:
+    def evict_all(self, *, force: bool = False, tier: pb.Tier = pb.TIER_ANY) -> pb.EvictResponse:
         """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too."""
-        request = cache_pb2.EvictRequest(all=True, force=force, tier=tier)
-        return self._call(self._stub.Evict, request)
+        return self._call(self._stub.Evict, pb.EvictRequest(all=True, force=force, tier=tier))
 
-    def status(self) -> cache_pb2.DaemonStatus:
+    def status(self) -> pb.DaemonStatus:
         """Return the daemon's status; `namespaces` returns fingerprints."""
-        return self._call(self._stub.GetStatus, cache_pb2.GetStatusRequest())
+        return self._call(self._stub.GetStatus, pb.GetStatusRequest())
 
-    def fsck(self, request: cache_pb2.FsckRequest) -> cache_pb2.FsckReport:
+    def fsck(self, request: pb.FsckRequest) -> pb.FsckReport:
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
         self.status()  # within the deadline: shows whether a daemon answers at all
         with self._translated():
             return self._stub.Fsck(request)
 
-    def export(self, request: cache_pb2.ExportRequest) -> Iterator[bytes]:
+    def export(self, request: pb.ExportRequest) -> Iterator[bytes]:
         """Yield a prompt's bundle, piece by piece; leaving the iterator ends the call."""
         self.status()
         with self._translated():
@@ -185,21 +163,21 @@ class AdminClient:
             finally:
                 call.cancel()
 
-    def import_bundle(self, start: cache_pb2.ImportStart, pieces: Iterable[bytes]) -> cache_pb2.PromptStatus:
+    def import_bundle(self, start: pb.ImportStart, pieces: Iterable[bytes]) -> pb.PromptStatus:
         """Take a bundle in, given in pieces of at most 1 MiB; pin and chunks are durable when this returns."""
         self.status()
 
-        def messages() -> Iterator[cache_pb2.ImportMessage]:
-            yield cache_pb2.ImportMessage(start=start)
+        def messages() -> Iterator[pb.ImportMessage]:
+            yield pb.ImportMessage(start=start)
             for data in pieces:
-                yield cache_pb2.ImportMessage(piece=cache_pb2.BundlePiece(data=data))
+                yield pb.ImportMessage(piece=pb.BundlePiece(data=data))
 
         with self._translated():
             return self._stub.Import(messages())
 
     def watch(self, name: str, *, timeout_s: float) -> "PromptWatch":
         """Return the prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`."""
-        call = self._stub.WatchPrompt(cache_pb2.GetPromptRequest(name=name), timeout=timeout_s)
+        call = self._stub.WatchPrompt(pb.GetPromptRequest(name=name), timeout=timeout_s)
         return PromptWatch(call, self._translated())
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:
@@ -214,21 +192,19 @@ class AdminClient:
             raise self._translate(exc) from exc
 
     def _translate(self, exc: grpc.RpcError) -> KvtierError:
-        code, kind = exc.code(), _kind_of(exc)
+        code, metadata = exc.code(), exc.trailing_metadata() or ()
+        kind = next((str(entry.value) for entry in metadata if entry.key == ERROR_NAME_KEY), "")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED and not kind:
             pid = listener_pid(self._socket_path)
             return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
-        if code == grpc.StatusCode.UNAVAILABLE and not kind:
-            return DaemonUnreachableError(str(self._socket_path), self._diagnose())
+        if code == grpc.StatusCode.UNAVAILABLE and not kind:  # gRPC's own text buries the reason
+            problem = "it closed the connection; it may be starting or stopping"
+            try:
+                open_trusted(self._socket_path, self._daemon_uid).close()
+            except OSError as error:
+                problem = explain(self._socket_path, error)
+            return DaemonUnreachableError(str(self._socket_path), problem)
         return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
-
-    def _diagnose(self) -> str:
-        """Return why a connection broke: gRPC's own text buries the reason."""
-        try:
-            open_trusted(self._socket_path, self._daemon_uid).close()
-        except OSError as exc:
-            return explain(self._socket_path, exc)
-        return "it closed the connection; it may be starting or stopping"
 
 
 class PromptWatch:
@@ -238,7 +214,7 @@ class PromptWatch:
         self._call, self._translated = call, translated
         self._closed = threading.Event()
 
-    def __iter__(self) -> Iterator[cache_pb2.PromptStatus]:
+    def __iter__(self) -> Iterator[pb.PromptStatus]:
         """Yield until closed or timed out."""
         with self._translated:
             try:
@@ -253,7 +229,3 @@ class PromptWatch:
         """End the call; the iterating thread ends with it."""
         self._closed.set()
         self._call.cancel()
-
-
-def _kind_of(exc: grpc.RpcError) -> str:
-    return next((str(entry.value) for entry in exc.trailing_metadata() or () if entry.key == ERROR_NAME_KEY), "")
