@@ -21,15 +21,6 @@ from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
 
 DEFAULT_TIMEOUT_S = 10.0
-# A prompt of a million tokens is 5 MB on the wire, its recipe as much again.
-_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-_OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-    # A target is the number of a descriptor: what another client used under that number is another socket.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 _SHOWN_CHARS = 120
 
 
@@ -96,7 +87,7 @@ class AdminClient:
                     self._socket = self._connection.enter_context(open_trusted(self._socket_path, self._daemon_uid))
                 except OSError as exc:
                     raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc)) from exc
-                channel = self._connection.enter_context(grpc.insecure_channel(self._socket.target, options=_OPTIONS))
+                channel = self._connection.enter_context(self._socket.channel())
                 self._connected_stub = cache_pb2_grpc.CacheServiceStub(channel)
             return self._connected_stub
 

@@ -23,7 +23,6 @@ from kvtier.client.trusted_socket import open_trusted
 from kvtier.errors import DaemonUnreachableError, KvtierError, SessionRefusedError, UntrustedSocketError
 
 PROBE_PERIOD_S = 0.25
-_MAX_MESSAGE_BYTES = 64 << 20
 _WELCOME_TIMEOUT_S = 30.0
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 0.5
 _REFUSED_RETRY_S = 10.0
@@ -40,13 +39,6 @@ _REFUSALS = frozenset(
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
     }
-)
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # Subchannels of the global pool keep their back-off across channels; ours must try at once.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
 )
 
 logger = logging.getLogger(__name__)
@@ -171,15 +163,12 @@ class EngineSession:
             except NotReadyError:
                 self._stop.wait(_BACKOFF_FIRST_S)
                 continue
-            except SessionRefusedError as exc:
-                self._report(str(exc), logging.ERROR)
-                self._stop.wait(_REFUSED_RETRY_S)
-                continue
             except (DaemonUnreachableError, UntrustedSocketError) as exc:
                 level = logging.ERROR if isinstance(exc, UntrustedSocketError) else logging.WARNING
                 self._report(f"kvtier: {exc}; vLLM serves without kvtier until then", level)
             except Exception as exc:  # a cache failure never reaches vLLM, whatever it is
-                self._report(f"kvtier: attach failed: {exc!r}; vLLM serves without kvtier", logging.ERROR)
+                problem = str(exc) if isinstance(exc, SessionRefusedError) else f"kvtier: attach failed: {exc!r}"
+                self._report(f"{problem}; vLLM serves without kvtier until that is mended", logging.ERROR)
                 self._stop.wait(_REFUSED_RETRY_S)
                 continue
             if time.monotonic() - attached_at_s > 1.0:
@@ -196,10 +185,9 @@ class EngineSession:
         except OSError as exc:
             raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc), _REMEDY) from exc
         outbox = Outbox()
-        with socket, grpc.insecure_channel(socket.target, options=_CHANNEL_OPTIONS) as channel, closing(outbox):
+        with socket, socket.channel() as channel, closing(outbox):
             self._outbox, self._probing = outbox, False
-            make_stub: Any = engine_pb2_grpc.EngineServiceStub  # generated, untyped
-            self._call = call = make_stub(channel).Attach(self._outgoing(hello, outbox))
+            self._call = call = engine_pb2_grpc.EngineServiceStub(channel).Attach(self._outgoing(hello, outbox))
             try:
                 if turn == self.turn and not self._stop.is_set():
                     self._read(call, outbox, turn)
@@ -221,18 +209,14 @@ class EngineSession:
                     watchdog.cancel()
                     if turn != self.turn:
                         return
-                    attachment = Attachment(outbox, turn, message.welcome)
-                    self._greet(attachment)
+                    attachment, welcome = Attachment(outbox, turn, message.welcome), message.welcome
+                    logger.info("kvtier attached session=%s namespace=%s", welcome.session_id, welcome.namespace_id)
+                    self._reported.clear()
+                    self._listener.on_attached(attachment)
         finally:
             watchdog.cancel()
             if attachment is not None:
                 self._listener.on_detached(attachment)
-
-    def _greet(self, attachment: Attachment) -> None:
-        welcome = attachment.welcome
-        logger.info("kvtier attached session=%s namespace=%s", welcome.session_id, welcome.namespace_id)
-        self._reported.clear()
-        self._listener.on_attached(attachment)
 
     def _outgoing(self, hello: pb.Hello, outbox: Outbox) -> Iterator[pb.EngineMessage]:
         """Yield what goes to the daemon; runs in gRPC's own thread."""
@@ -248,8 +232,7 @@ class EngineSession:
         code, details = exc.code(), exc.details()
         if code in _REFUSALS:
             raise SessionRefusedError(
-                f"kvtier-daemon at {self._socket_path} refused this engine ({code.name}): {details}; vLLM serves "
-                "without kvtier until that is mended"
+                f"kvtier-daemon at {self._socket_path} refused this engine ({code.name}): {details}"
             ) from exc
         if turn == self.turn and not self._stop.is_set():
             # The next attempt reports why it is gone; if that attempt succeeds, there is nothing to report.

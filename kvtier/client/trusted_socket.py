@@ -14,11 +14,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+import grpc
+
 from kvtier.client.address import DAEMON_UID_VARIABLE, SOCKET_VARIABLE
 from kvtier.errors import UntrustedSocketError
 from kvtier.folders import exposure, trusted_uids
 
 _CONNECT_TIMEOUT_S = 1.0
+_MAX_MESSAGE_BYTES = 256 * 1024**2
+"""A prompt of a million tokens is 5 MB, its recipe as much again; the daemon has a bound of its own for requests."""
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    # A target is the number of a descriptor: what another client used under that number is another socket. And global
+    # subchannels keep their back-off across channels.
+    ("grpc.use_local_subchannel_pool", 1),
+)
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 PeerUid = Callable[[socket.socket], int]
@@ -54,12 +66,16 @@ class TrustedSocket:
     """The inode of a socket whose folders and listener are trusted; owns a descriptor until `close`.
 
     Attributes:
-        target: Its name for gRPC, which leads to this inode and to no other.
+        inode_path: Leads to this inode and to no other.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path, self._fd = path, fd
-        self.target = f"unix:/proc/self/fd/{fd}"
+        self.inode_path = f"/proc/self/fd/{fd}"
+
+    def channel(self) -> grpc.Channel:
+        """Return a channel to the listener, which the caller closes first."""
+        return grpc.insecure_channel(f"unix:{self.inode_path}", options=_CHANNEL_OPTIONS)
 
     def is_current(self) -> bool:
         """Return whether the path still leads to this inode. A daemon that has restarted made another."""
@@ -68,7 +84,7 @@ class TrustedSocket:
         return False
 
     def close(self) -> None:
-        """Close the descriptor; `target` leads nowhere then."""
+        """Close the descriptor; `inode_path` leads nowhere then."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -110,7 +126,7 @@ def _listener(opened: TrustedSocket, peer_uid: PeerUid) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_TIMEOUT_S)
         try:
-            probe.connect(opened.target.removeprefix("unix:"))
+            probe.connect(opened.inode_path)
         except FileNotFoundError as exc:  # the inode is open, so it is the way to it that is missing
             raise OSError(errno.ENOSYS, "/proc is not mounted, and sockets are checked by way of it") from exc
         return peer_uid(probe)

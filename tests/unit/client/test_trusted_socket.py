@@ -196,19 +196,17 @@ class Answering(CacheServiceServicer):
 
 def test_a_reconnect_by_grpc_itself_does_not_reach_who_took_the_path_over(path: Path) -> None:
     first = Answering(path, 1)
-    with open_trusted(path, None) as trusted:
-        own_pool = (("grpc.use_local_subchannel_pool", 1),)
-        with grpc.insecure_channel(trusted.target, options=own_pool) as channel:
-            stub = CacheServiceStub(channel)
-            assert stub.GetStatus(GetStatusRequest(), timeout=10).pid == 1
-            first.stop()
-            second = Answering(path, 2)
-            assert not trusted.is_current()
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.Pin(PinRequest(name="p", tokens=[1]), timeout=10)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert second.num_calls == 0
-            second.stop()
+    with open_trusted(path, None) as trusted, trusted.channel() as channel:
+        stub = CacheServiceStub(channel)
+        assert stub.GetStatus(GetStatusRequest(), timeout=10).pid == 1
+        first.stop()
+        second = Answering(path, 2)
+        assert not trusted.is_current()
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Pin(PinRequest(name="p", tokens=[1]), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert second.num_calls == 0
+        second.stop()
 
 
 def test_a_client_checks_again_after_each_restart_of_the_daemon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
