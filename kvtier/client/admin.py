@@ -16,8 +16,7 @@ import grpc
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
-from kvtier.client.socket_errors import explain
-from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted
+from kvtier.client.trusted_socket import TrustedSocket, explain, is_stopped, listener_pid, open_trusted
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
 
 DEFAULT_TIMEOUT_S = 10.0

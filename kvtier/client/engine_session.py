@@ -18,8 +18,7 @@ import grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.client.outbox import Outbox
-from kvtier.client.socket_errors import explain
-from kvtier.client.trusted_socket import open_trusted
+from kvtier.client.trusted_socket import explain, open_trusted
 from kvtier.errors import DaemonUnreachableError, KvtierError, SessionRefusedError, UntrustedSocketError
 
 PROBE_PERIOD_S = 0.25

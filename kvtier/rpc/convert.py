@@ -55,11 +55,7 @@ async def in_turns_of(items: Sequence[T], num_items: int = ITEMS_PER_TURN) -> As
 
 
 async def listed(field: str, items: Sequence[T]) -> list[T]:
-    """Return a message's items.
-
-    Raises:
-        InvalidArgumentError: There are more than a message may have.
-    """
+    """Return a message's items; InvalidArgumentError if there are more than a message may have."""
     limits.check_count(field, len(items), limits.MAX_KEYS)
     copied: list[T] = []
     async for part in in_turns_of(items):
@@ -67,31 +63,24 @@ async def listed(field: str, items: Sequence[T]) -> list[T]:
     return copied
 
 
-def parse_import_start(message: cache_pb2.ImportMessage | None) -> RequestedImport:
-    """Return how a bundle is to be imported.
+def _first(message: Any, kind: str, expected: str) -> Any:
+    found = message.WhichOneof("kind") if message is not None else "nothing"
+    if found != kind:
+        raise InvalidArgumentError("message", found, f"the first message of {expected}")
+    return getattr(message, kind)
 
-    Raises:
-        InvalidArgumentError: The first message of an import is another one, or a field cannot be used.
-    """
-    kind = message.WhichOneof("kind") if message is not None else "nothing"
-    if message is None or kind != "start":
-        raise InvalidArgumentError("message", kind, "the first message of an import is ImportStart")
-    start = message.start
+
+def parse_import_start(message: cache_pb2.ImportMessage | None) -> RequestedImport:
+    """Check the first message of an import; InvalidArgumentError if it is not a usable ImportStart."""
+    start: cache_pb2.ImportStart = _first(message, "start", "an import is ImportStart")
     if start.name:
         limits.check_name(start.name)
     return RequestedImport(name=start.name, replace=start.replace, ttl_s=limits.TTL_S.check("ttl_s", start.ttl_s))
 
 
 def parse_hello(message: engine_pb2.EngineMessage | None) -> EngineHello:
-    """Check the first message of a stream.
-
-    Raises:
-        InvalidArgumentError: It is not a usable Hello.
-    """
-    kind = message.WhichOneof("kind") if message is not None else "nothing"
-    if message is None or kind != "hello":
-        raise InvalidArgumentError("message", kind, "the first message of a session is Hello")
-    hello = message.hello
+    """Check the first message of a session; InvalidArgumentError if it is not a usable Hello."""
+    hello: engine_pb2.Hello = _first(message, "hello", "a session is Hello")
     if hello.protocol != PROTOCOL_VERSION:
         remedy = f"this daemon speaks {PROTOCOL_VERSION}; run daemon and connector of one version"
         raise InvalidArgumentError("hello.protocol", hello.protocol, remedy)

@@ -18,29 +18,30 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _OURS = "/kvtier."
 
-STATUS_OF: dict[type[errors.KvtierError], grpc.StatusCode] = {
-    errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.ConfigErrors: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.PromptNotFoundError: grpc.StatusCode.NOT_FOUND,
-    errors.PromptExistsError: grpc.StatusCode.ALREADY_EXISTS,
-    errors.PromptPinnedError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.PromptUnrenderedError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.DiskSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.NamespaceMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ArenaError: grpc.StatusCode.INTERNAL,
-    errors.ArenaFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.TierIOError: grpc.StatusCode.INTERNAL,
-    errors.ChunkDamagedError: grpc.StatusCode.DATA_LOSS,
-    errors.FormatVersionError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.LedgerError: grpc.StatusCode.INTERNAL,
-    errors.AlreadyRunningError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.BundleDamagedError: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.PromptNotDurableError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.DrainingError: grpc.StatusCode.UNAVAILABLE,
-    errors.HelloTimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
+_ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (
+        errors.ConfigError,
+        errors.ConfigErrors,
+        errors.InvalidArgumentError,
+        errors.BundleDamagedError,
+    ),
+    grpc.StatusCode.NOT_FOUND: (errors.PromptNotFoundError,),
+    grpc.StatusCode.ALREADY_EXISTS: (errors.PromptExistsError,),
+    grpc.StatusCode.FAILED_PRECONDITION: (
+        errors.PromptPinnedError,
+        errors.PromptUnrenderedError,
+        errors.PromptNotDurableError,
+        errors.NamespaceMismatchError,
+        errors.FormatVersionError,
+        errors.AlreadyRunningError,
+    ),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (errors.QuotaExceededError, errors.DiskSpaceError, errors.ArenaFullError),
+    grpc.StatusCode.INTERNAL: (errors.ArenaError, errors.TierIOError, errors.LedgerError),
+    grpc.StatusCode.DATA_LOSS: (errors.ChunkDamagedError,),
+    grpc.StatusCode.UNAVAILABLE: (errors.DrainingError,),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (errors.HelloTimeoutError,),
 }
+STATUS_OF = {error: status for status, kinds in _ERRORS_OF.items() for error in kinds}
 
 
 def status_of(error: errors.KvtierError) -> grpc.StatusCode:

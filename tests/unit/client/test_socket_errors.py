@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.client.address import channel_target, default_socket_path
-from kvtier.client.socket_errors import explain
-from kvtier.client.trusted_socket import open_trusted
+from kvtier.client.trusted_socket import explain, open_trusted
 
 
 def problem_at(path: Path) -> str:
