@@ -2,18 +2,52 @@
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from kvtier.config import DaemonConfig
 from kvtier.errors import AlreadyRunningError, ConfigError, TierIOError
 from kvtier.folders import LOCK_NAME, folder_problem, socket_folder_problem
+from kvtier.obs.log import log_event
 
-START = "start"
-PROBE_TIMEOUT_S = 1.0
+logger = logging.getLogger(__name__)
+
+_START = "start"
+_PROBE_TIMEOUT_S = 1.0
+
+
+@contextmanager
+def claimed(config: DaemonConfig) -> Iterator[None]:
+    """Prepare and lock the folders, then the path of the socket; unlink the socket at the end.
+
+    Raises:
+        AlreadyRunningError: Another daemon has the lock of disk.dir.
+        ConfigError: A folder or the socket cannot be used, or another daemon uses it.
+        TierIOError: A lock file cannot be opened.
+    """
+    disk_dir, arena_dir, path = config.disk.disk_dir, config.host.arena_dir, config.server.socket
+    prepare_folder("disk.dir", disk_dir)
+    prepare_folder("host.arena_dir", arena_dir)
+    prepare_socket_folder(path.parent)
+    with ExitStack() as stack:
+        stack.enter_context(locked(disk_dir))
+        if arena_dir == disk_dir:
+            raise ConfigError("host.arena_dir", str(arena_dir), _START, "is disk.dir too; name two folders")
+        # A start takes over or unlinks the arenas in the folder, which no running daemon may own.
+        stack.enter_context(_locked_file(arena_dir / LOCK_NAME, ("host.arena_dir", arena_dir, "--arena-dir")))
+        stack.enter_context(locked_socket(path))
+        if remove_stale_socket(path):
+            log_event(logger, "stale_socket_removed", socket=path)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
 
 
 def prepare_folder(key: str, folder: Path) -> None:
@@ -27,9 +61,9 @@ def prepare_folder(key: str, folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(key, str(folder), START, f"cannot be created: {exc.strerror}; name another folder") from exc
+        raise ConfigError(key, str(folder), _START, f"cannot be created: {exc.strerror}; name another folder") from exc
     if problem := folder_problem(folder):
-        raise ConfigError(key, str(folder), START, problem)
+        raise ConfigError(key, str(folder), _START, problem)
 
 
 def prepare_socket_folder(folder: Path) -> None:
@@ -39,7 +73,7 @@ def prepare_socket_folder(folder: Path) -> None:
         ConfigError: Another user may, or it cannot be created or written.
     """
     if problem := socket_folder_problem(folder):
-        raise ConfigError("server.socket", str(folder), START, problem)
+        raise ConfigError("server.socket", str(folder), _START, problem)
     prepare_folder("server.socket", folder)
 
 
@@ -47,34 +81,16 @@ def locked(folder: Path) -> AbstractContextManager[Path]:
     """Lock the folder of the disk tier with a lock file that holds our pid (if the file system has space for it).
 
     The lock is flock's, so the kernel releases it when the process dies for any reason. The file stays: if it were
-    unlinked, two daemons could lock two files of one name.
-
-    Raises:
-        AlreadyRunningError: Another process has the lock.
-        TierIOError: The file cannot be opened.
+    unlinked, two daemons could lock two files of one name. Raises as `claimed`.
     """
     return _locked_file(folder / LOCK_NAME)
-
-
-def locked_arena_dir(folder: Path) -> AbstractContextManager[Path]:
-    """Lock the arena folder: a start takes over or unlinks the arenas in it, which no running daemon may own.
-
-    Raises:
-        ConfigError: Another daemon has the lock.
-        TierIOError: The file cannot be opened.
-    """
-    return _locked_file(folder / LOCK_NAME, ("host.arena_dir", folder, "--arena-dir"))
 
 
 def locked_socket(path: Path) -> AbstractContextManager[Path]:
     """Lock the path of a socket: from before the check for another daemon until the socket is unlinked.
 
     Two daemons with different folders would otherwise both find that no daemon answers yet. gRPC unlinks an existing
-    socket before it binds, so both would serve, and clients would reach the later one only.
-
-    Raises:
-        ConfigError: Another daemon has the lock.
-        TierIOError: The file cannot be opened.
+    socket before it binds, so both would serve, and clients would reach the later one only. Raises as `claimed`.
     """
     return _locked_file(path.with_name(f".{path.name}.lock"), ("server.socket", path, "--socket"))
 
@@ -97,7 +113,7 @@ def _locked_file(path: Path, setting: tuple[str, Path, str] | None = None) -> It
             key, value, flag = setting
             who = f"the daemon with pid {pid}" if pid else "another daemon"
             problem = f"{who} uses it; stop that one, or give this one another with {flag}"
-            raise ConfigError(key, str(value), START, problem) from exc
+            raise ConfigError(key, str(value), _START, problem) from exc
         except OSError as exc:
             raise TierIOError(path, "lock", exc) from exc
         with suppress(OSError):  # a full file system; the pid only makes another daemon's error plainer
@@ -122,10 +138,10 @@ def remove_stale_socket(path: Path) -> bool:
         return False
     if not stat.S_ISSOCK(mode):
         problem = "exists and is not a socket; remove it, or choose another path with --socket"
-        raise ConfigError("server.socket", str(path), START, problem)
+        raise ConfigError("server.socket", str(path), _START, problem)
     if _answers(path):
         problem = "another daemon answers there; stop it, or give this one another path with --socket"
-        raise ConfigError("server.socket", str(path), START, problem)
+        raise ConfigError("server.socket", str(path), _START, problem)
     with suppress(FileNotFoundError):
         path.unlink()
     return True
@@ -133,7 +149,7 @@ def remove_stale_socket(path: Path) -> bool:
 
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(PROBE_TIMEOUT_S)
+        probe.settimeout(_PROBE_TIMEOUT_S)
         try:
             probe.connect(str(path))
         except OSError as exc:

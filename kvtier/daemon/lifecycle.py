@@ -6,19 +6,12 @@ import os
 import signal
 import socket
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.collector import freeze_index, thaw_index
 from kvtier.config import DaemonConfig
-from kvtier.daemon.folder_locks import (
-    locked,
-    locked_arena_dir,
-    locked_socket,
-    prepare_folder,
-    prepare_socket_folder,
-    remove_stale_socket,
-)
+from kvtier.daemon.folder_locks import claimed
 from kvtier.disk.codecs.compiled import compile_kernels
 from kvtier.disk.codecs.words import WordKernels, replace_after
 from kvtier.errors import ConfigError, StuckError
@@ -53,7 +46,7 @@ def run(config: DaemonConfig) -> None:
     except OSError as exc:
         raise ConfigError("trace.folder", str(folder), "start", f"{exc}; name a folder that can be written") from exc
     try:
-        while (removed := _run_once(config)) is not None:
+        while (removed := _serve_once(config)) is not None:
             log_event(logger, "file_removed", level=logging.WARNING, path=removed, consequence="the daemon restarts")
             thaw_index()
     except StuckError as exc:
@@ -63,27 +56,11 @@ def run(config: DaemonConfig) -> None:
     log_event(logger, "stopped", pid=os.getpid())
 
 
-def _run_once(config: DaemonConfig) -> Path | None:
+def _serve_once(config: DaemonConfig) -> Path | None:
     """Start, serve and drain; see `kvtier.rpc.server.serve` for what is returned."""
     started_s = time.monotonic()
-    with ExitStack() as stack:
-        _claim(config, stack)
-        stack.callback(_remove_socket, config.server.socket)
+    with claimed(config):
         return asyncio.run(_serve(config, started_s))
-
-
-def _claim(config: DaemonConfig, stack: ExitStack) -> None:
-    """Lock the folders, then the path of the socket, which only the holder of its lock may clear."""
-    prepare_folder("disk.dir", config.disk.disk_dir)
-    prepare_folder("host.arena_dir", config.host.arena_dir)
-    prepare_socket_folder(config.server.socket.parent)
-    stack.enter_context(locked(config.disk.disk_dir))
-    if config.host.arena_dir == config.disk.disk_dir:
-        raise ConfigError("host.arena_dir", str(config.host.arena_dir), "start", "is disk.dir too; name two folders")
-    stack.enter_context(locked_arena_dir(config.host.arena_dir))
-    stack.enter_context(locked_socket(config.server.socket))
-    if remove_stale_socket(config.server.socket):
-        log_event(logger, "stale_socket_removed", socket=config.server.socket)
 
 
 async def _serve(config: DaemonConfig, started_s: float) -> Path | None:
@@ -156,11 +133,6 @@ def _install_signal_handlers(stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
-
-
-def _remove_socket(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
 
 
 def notify_systemd(state: str) -> None:

@@ -2,7 +2,6 @@
 
 import faulthandler
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_args
@@ -85,23 +84,17 @@ def daemon(
             _check(loaded)
             return
         setup_logging(loaded.config.log.level, loaded.config.log.format)
-        _run(loaded)
-    except ConfigErrors as exc:
-        _fail(exc.errors, EXIT_USAGE)
-    except ConfigError as exc:
-        _fail([exc], EXIT_USAGE)
+        # Here, so that --help and --check-config need neither asyncio nor gRPC.
+        from kvtier.daemon.lifecycle import run
+
+        # A crash prints its stack: SIGBUS, when another process truncates an arena while a row of it is copied.
+        with suppress(OSError, RuntimeError):  # no stderr
+            faulthandler.enable()
+        run(loaded.config)
     except KvtierError as exc:
-        _fail([exc], EXIT_FAILED)
-
-
-def _run(loaded: LoadedConfig) -> None:
-    # Here, so that --help and --check-config need neither asyncio nor gRPC.
-    from kvtier.daemon.lifecycle import run
-
-    # A crash prints its stack: SIGBUS, when another process truncates an arena while a row of it is copied.
-    with suppress(OSError, RuntimeError):  # no stderr
-        faulthandler.enable()
-    run(loaded.config)
+        for error in exc.errors if isinstance(exc, ConfigErrors) else [exc]:
+            typer.echo(printable(f"kvtier-daemon: {error}"), err=True)
+        raise typer.Exit(EXIT_USAGE if isinstance(exc, ConfigError | ConfigErrors) else EXIT_FAILED) from exc
 
 
 def _check(loaded: LoadedConfig) -> None:
@@ -116,12 +109,6 @@ def _check(loaded: LoadedConfig) -> None:
             typer.echo(printable(line), err=True)
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _fail(errors: Sequence[KvtierError], code: int) -> None:
-    for error in errors:
-        typer.echo(printable(f"kvtier-daemon: {error}"), err=True)
-    raise typer.Exit(code)
 
 
 def render_config(loaded: LoadedConfig) -> str:
@@ -142,13 +129,9 @@ def render_config(loaded: LoadedConfig) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if value is None:
-        return f'"{OFF}"'
-    return _toml_string(str(value)) if isinstance(value, str | Path) else str(value)
-
-
-def _toml_string(text: str) -> str:
-    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    if not isinstance(value, str | Path | None):
+        return str(value)
+    quoted = (OFF if value is None else str(value)).replace("\\", "\\\\").replace('"', '\\"')
     escaped = "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in quoted)
     return f'"{escaped}"'
 
