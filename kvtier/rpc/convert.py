@@ -6,8 +6,10 @@ Lists are refused for their length before they are copied, and long ones are cop
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvtier._pb import cache_pb2, engine_pb2
@@ -37,13 +39,18 @@ M = TypeVar("M", bound=Message)
 
 def message_of(kind: type[M], source: object, **fields: Any) -> M:
     """Return a message with these fields; all others are the attributes of `source` with their names."""
-    others = {name: getattr(source, name) for name in kind.DESCRIPTOR.fields_by_name if name not in fields}
+    others = {name: getattr(source, name) for name in _field_names(kind.DESCRIPTOR) if name not in fields}
     return kind(**fields, **others)
 
 
 def fields_of(message: Message, *, without: str = "") -> dict[str, Any]:
     """Return the fields of a message by name, except one."""
-    return {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name if name != without}
+    return {name: getattr(message, name) for name in _field_names(message.DESCRIPTOR) if name != without}
+
+
+@cache
+def _field_names(descriptor: Descriptor) -> tuple[str, ...]:
+    return tuple(descriptor.fields_by_name)
 
 
 async def in_turns_of(items: Sequence[T], num_items: int = ITEMS_PER_TURN) -> AsyncIterator[Sequence[T]]:
@@ -57,6 +64,8 @@ async def in_turns_of(items: Sequence[T], num_items: int = ITEMS_PER_TURN) -> As
 async def listed(field: str, items: Sequence[T]) -> list[T]:
     """Return a message's items; InvalidArgumentError if there are more than a message may have."""
     limits.check_count(field, len(items), limits.MAX_KEYS)
+    if len(items) <= ITEMS_PER_TURN:
+        return list(items)
     copied: list[T] = []
     async for part in in_turns_of(items):
         copied += part
