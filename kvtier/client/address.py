@@ -28,11 +28,7 @@ def default_socket_path() -> Path:
 
 
 def usable_socket_path(path: Path | str) -> Path:
-    """Return the path, absolute and with `~` as the home folder.
-
-    Raises:
-        ValueError: No unix socket can be there; the message says why, with the remedy.
-    """
+    """Return the path, absolute and with `~` as the home folder; ValueError says why no unix socket can be there."""
     try:
         usable = Path(path).expanduser().absolute()
         length = len(os.fsencode(usable))
@@ -51,11 +47,7 @@ def usable_socket_path(path: Path | str) -> Path:
 
 
 def default_daemon_uid() -> int | None:
-    """Return `$KVTIER_DAEMON_UID`: as whom the daemon may run, besides us and root. None: as no one else.
-
-    Raises:
-        ConfigError: It is not a uid.
-    """
+    """Return `$KVTIER_DAEMON_UID`: as whom the daemon may run, besides us and root. None: as no one else."""
     if not (text := os.environ.get(DAEMON_UID_VARIABLE)):
         return None
     if not (text.isascii() and text.isdigit()) or len(text) > 10 or int(text) > MAX_UID:

@@ -35,11 +35,7 @@ class ArenaMap:
     """
 
     def __init__(self, path: Path | str, arena_id: bytes) -> None:
-        """Map the arena at `path`.
-
-        Raises:
-            ArenaError: It cannot be opened, is not an arena of this format, or is another arena than `arena_id`.
-        """
+        """Map the arena at `path`; ArenaError if it is another one than `arena_id`, or none."""
         self.path = Path(path)
         self._mapping = _map_file(self.path)
         try:
@@ -58,12 +54,9 @@ class ArenaMap:
         return self.geometry.arena_id
 
     def check_length(self) -> None:
-        """Raise when the file was shortened: the kernel ends a process that touches what is gone.
+        """Raise ArenaError if the file was shortened: the kernel ends a process that touches what is gone.
 
         One system call. It cannot help when that happens between this look and the copy.
-
-        Raises:
-            ArenaError: The file is shorter than its rows.
         """
         num_bytes = self._mapping.size()
         if num_bytes < self.geometry.file_bytes:
@@ -73,11 +66,7 @@ class ArenaMap:
             )
 
     def row_address(self, slot: int) -> int:
-        """Return the address of a row's first byte, valid until `close`.
-
-        Raises:
-            ArenaError: The arena has no such slot.
-        """
+        """Return the address of a row's first byte, valid until `close`; ArenaError if there is no such slot."""
         if not 0 <= slot < self.geometry.num_slots:
             raise ArenaError(f"{self.path} has {self.geometry.num_slots} slots, asked for slot {slot}")
         return self._base_address + self.geometry.row_offset(slot)
@@ -91,11 +80,7 @@ class ArenaMap:
         return self._words[self.geometry.backed_word(slot)]
 
     def backings(self) -> npt.NDArray[np.uint64]:
-        """Return that number of every slot, copied.
-
-        Raises:
-            ArenaError: The file was shortened.
-        """
+        """Return that number of every slot, copied; ArenaError if the file was shortened."""
         self.check_length()
         return np.array(self._words[self.geometry.backed_word(0) :: self.geometry.entry_words], np.uint64)
 
@@ -153,11 +138,7 @@ class SessionLockHolder:
         self._fd = -1
 
     def acquire(self) -> None:
-        """Take the lock; never waits.
-
-        Raises:
-            ArenaError: The session has ended (the file is gone, replaced or exclusively locked).
-        """
+        """Take the lock; never waits. ArenaError: the session has ended (its file is gone, replaced or locked)."""
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -54,9 +54,6 @@ def prepare_folder(key: str, folder: Path) -> None:
     """Create the folder of a setting with mode 0700, or check that an existing one is safe to use.
 
     The mode of an existing folder never changes: it may be /tmp or /dev/shm, named by mistake.
-
-    Raises:
-        ConfigError: It cannot be created or written, or other users may write into it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,11 +64,7 @@ def prepare_folder(key: str, folder: Path) -> None:
 
 
 def prepare_socket_folder(folder: Path) -> None:
-    """Do the same for the folder of the socket, into which only we and root may put another socket.
-
-    Raises:
-        ConfigError: Another user may, or it cannot be created or written.
-    """
+    """Do the same for the folder of the socket, into which only we and root may put another socket."""
     if problem := socket_folder_problem(folder):
         raise ConfigError("server.socket", str(folder), _START, problem)
     prepare_folder("server.socket", folder)
@@ -128,9 +121,6 @@ def remove_stale_socket(path: Path) -> bool:
     """Unlink the socket of a previous daemon; True when there was one. The caller holds the lock of the socket.
 
     gRPC unlinks any existing socket before it binds, even that of a running daemon, so this checks first.
-
-    Raises:
-        ConfigError: Another daemon answers there, or the path is no socket.
     """
     try:
         mode = path.lstat().st_mode

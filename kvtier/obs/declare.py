@@ -73,13 +73,7 @@ def histogram(name: str, meaning: str, bounds: tuple[float, ...]) -> Metric:
 
 
 def series(metric: Metric, *values: str, meaning: str = "") -> int:
-    """Return the default of a dataclass field that is one series of a metric.
-
-    Args:
-        metric: The family.
-        values: One for each of the family's labels.
-        meaning: Of this series (default: that of the family).
-    """
+    """Return the default of a field that is one series of a metric: a value for each label, and what it adds to say."""
     return field(default=0, metadata=_metadata(metric, values, meaning))
 
 

@@ -4,7 +4,7 @@ import gzip
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -114,10 +114,6 @@ class _Daemon(Collector):
 
     def __init__(self, read: Read) -> None:
         self._read = read
-
-    def describe(self) -> Iterable[PromMetric]:
-        """Return nothing: the names would need a reading before the first scrape."""
-        return ()
 
     def collect(self) -> Iterator[PromMetric]:
         families: dict[Metric, Any] = {}

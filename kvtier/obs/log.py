@@ -43,10 +43,7 @@ def log_event(logger: logging.Logger, event: str, /, *, level: int = logging.INF
 def setup_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
     """Send everything under the logger `kvtier` to stderr, and warnings of libraries too.
 
-    Args:
-        level: debug, info, warning or error.
-        log_format: text or json.
-        stream: Instead of stderr.
+    `log_format`: text or json. `stream`: instead of stderr.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_EventFormatter(as_json=log_format == "json", in_journal=_is_journal(handler.stream)))

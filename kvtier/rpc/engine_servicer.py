@@ -255,11 +255,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
 
 async def _first_message(messages: AsyncIterator[pb.EngineMessage]) -> pb.EngineMessage | None:
-    """Return the first message of a stream, None when it ended without one.
-
-    Raises:
-        HelloTimeoutError: No message came. No list of sessions shows such a stream.
-    """
+    """Return the first message of a stream, None if it ended without one; no list of sessions shows a silent stream."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             return await anext(messages, None)

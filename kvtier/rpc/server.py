@@ -39,7 +39,7 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
     """Serve until `stop` is set or a file that clients need is removed, then drain within `drain_timeout_s`.
 
     Args:
-        config: The merged configuration; its folders exist and are locked.
+        config: Its folders exist and are locked.
         stop: Set by the caller to end the daemon.
         ready: Called once calls are answered.
 
