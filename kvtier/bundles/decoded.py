@@ -58,12 +58,7 @@ class DecodedFile:
         target.write(self._recipe, self.file_bytes - len(self._recipe))
 
     def write_chunks(self, source: Spool, target: Spool, chunks: Sequence[BundleChunk]) -> None:
-        """Decode the next chunks of the bundle in `source`.
-
-        Raises:
-            BundleDamagedError: One cannot be decoded.
-            TierIOError: The operating system refused.
-        """
+        """Decode the next chunks of the bundle in `source`; raises as `Spool.payload` and `Spool.write` do."""
         for chunk, _ in chunks:
             payload, group_idx = source.payload(chunk), group_idx_of(chunk.key)
             number = self._num_written[group_idx]

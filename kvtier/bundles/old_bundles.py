@@ -28,13 +28,7 @@ _CHUNK = {"codec", "raw_bytes", "xxh3_64", "sha256"}
 
 
 def read_old_bundle(header: bytes, metadata: Mapping[str, str], tensors: Sequence[Tensor], pack_id: str) -> Bundle:
-    """Return what the header of a bundle of version 1 or 2 says.
-
-    Args:
-        header: The first 8 + N bytes of the file.
-        metadata: Its metadata.
-        tensors: Its tensors: the chunks.
-        pack_id: What the chunks are to name as their pack.
+    """Return what a header of version 1 or 2 says: the first 8 + N bytes of the file, in which each tensor is a chunk.
 
     Raises:
         BundleDamagedError: It is not what was written.

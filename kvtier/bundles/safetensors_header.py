@@ -63,11 +63,7 @@ def build_header(metadata: Mapping[str, str], tensors: Iterable[Tensor]) -> byte
 
 
 def header_end(start: bytes) -> int:
-    """Return 8 + N from the first 8 bytes of a file.
-
-    Raises:
-        BundleDamagedError: No bundle has such an N.
-    """
+    """Return 8 + N from the first 8 bytes of a file; raises BundleDamagedError for an N that no bundle has."""
     (num_bytes,) = LENGTH_PREFIX.unpack_from(start)
     if not len(_START) < num_bytes <= 2**32:
         raise BundleDamagedError("it does not begin like a bundle; was it made by `kvtier export`?")
@@ -79,8 +75,7 @@ def header_end(start: bytes) -> int:
 def read_metadata(header: memoryview) -> tuple[dict[str, str], str, int]:
     """Return the metadata of a header, its N bytes as text, and where in the text the tensors follow.
 
-    Raises:
-        BundleDamagedError: The header does not begin as `build_header` writes it.
+    Raises BundleDamagedError if the header does not begin as `build_header` writes it.
     """
     metadata: dict[str, str] = {}
     try:

@@ -85,11 +85,7 @@ def read_pack_ids(path: Path) -> set[str]:
 
 
 def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
-    """Copy every row that can still be read of a damaged ledger into a new one.
-
-    Args:
-        path: The damaged ledger; only read.
-        target: Must not exist; has the damaged one's schema afterwards, whole, and its readable rows.
+    """Copy every row that can still be read of a damaged ledger into a new one, `target`, with the same schema.
 
     Returns:
         Rows saved, by table; empty when nothing can be had (then `target` does not exist). Some may refer to rows that
@@ -100,8 +96,7 @@ def salvage_ledger(path: Path, target: Path) -> dict[str, int]:
         with closing(_read_only(path)) as source, closing(sqlite3.connect(target, isolation_level=None)) as sql:
             sql.execute("PRAGMA foreign_keys = OFF")
             sql.execute("BEGIN")
-            tables = _copy_schema(source, sql)
-            for table in tables:
+            for table in _copy_schema(source, sql):
                 saved[table] = _copy_rows(source, sql, table)
             sql.execute("COMMIT")
     except (sqlite3.Error, UnicodeDecodeError):

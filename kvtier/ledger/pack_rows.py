@@ -68,13 +68,8 @@ class PackRows:
     def move_chunks(self, record: PackRecord, moved_from: Mapping[ChunkKey, str]) -> list[str]:
         """Record a pack that is durable on disk and holds copies; a row is taken over only if it is what was copied.
 
-        What was dropped, or stored again elsewhere, while it was copied stays as it is.
-
-        Args:
-            record: The new pack.
-            moved_from: For each of its chunks, the pack that it was copied from.
-
-        Returns and raises as `commit_pack`; the new pack may be among those left without chunks.
+        What was dropped, or stored again elsewhere, while it was copied stays as it is. `moved_from` has the pack from
+        which each chunk was copied. Returns and raises as `commit_pack`; the new pack may be left without chunks too.
         """
         with self._database.transaction() as sql:
             _insert_pack(sql, record)

@@ -61,13 +61,9 @@ def write_binding(sql: sqlite3.Connection, row: BindingRow) -> None:
 
 
 def _write(sql: sqlite3.Connection, table: str, key: str, columns: Mapping[str, object]) -> None:
-    """Insert a row with its checksum, or update the one that has the same key.
+    """Insert a row with its checksum, or update the one with the same `key`: the names of its columns.
 
-    Args:
-        sql: The database.
-        table: One with checksums.
-        key: The columns of its primary key.
-        columns: By name, in the order of the table, each of the type in which SQLite returns it.
+    `columns` are in the order of the table, and each of the type in which SQLite returns it: the checksum covers both.
     """
     # Not INSERT OR REPLACE: that deletes the row first, and the rows that refer to it with it.
     names, values = (*columns, "checksum"), (*columns.values(), row_checksum(tuple(columns.values())))
