@@ -61,7 +61,7 @@ class InProcessEngine:
         """Begin a session, as the servicer and the connector do it together."""
         self.session: Session = await cache.attach(self.hello, self)
         self.namespace = cache.namespaces[self.session.namespace_id]
-        self.mirror.attach(stores_all=cache.resources.stores_all)
+        self.mirror.stores_all = cache.resources.stores_all
         self.pinned = {prompt.pin_id: prompt.pinned for prompt in cache.pins_for(self.session)}
         arena = self.namespace.host.arena
         self.arena = ArenaMap(arena.path, arena.geometry.arena_id)
@@ -205,7 +205,7 @@ class InProcessEngine:
         """See EnginePeer."""
         self.mirror.set_held(keys, held)
         if complete:
-            self.mirror.complete()
+            self.mirror.is_complete = True
 
     def credits_granted(self, slots: Sequence[SlotRef]) -> None:
         """See EnginePeer."""

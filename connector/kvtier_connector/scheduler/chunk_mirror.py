@@ -30,15 +30,11 @@ class ChunkMirror:
         # Of pins just bound: the daemon has not reported yet whether it holds them.
         self._unreported: set[ChunkKey] = set()
         self.stores_all = False  # the session's mode is STORE_ALL
-        self._is_complete = False
+        self.is_complete = False  # the daemon has reported everything that it holds
         self._is_full = False
 
     def __len__(self) -> int:
         return len(self._pins)
-
-    def attach(self, *, stores_all: bool) -> None:
-        """A session of this mode has begun; `clear` came at the end of the last one."""
-        self.stores_all = stores_all
 
     def knows(self, key: ChunkKey) -> bool:
         """Return whether the chunk belongs to a pin or, storing all, is held."""
@@ -61,7 +57,7 @@ class ChunkMirror:
 
     @property
     def _wants_unpinned(self) -> bool:
-        return self.stores_all and self._is_complete and not self._is_full
+        return self.stores_all and self.is_complete and not self._is_full
 
     def add(self, pin: BoundPin) -> None:
         """Add a pin; it replaces an earlier one of the same id."""
@@ -108,10 +104,6 @@ class ChunkMirror:
                     MAX_HELD_CHUNKS,
                 )
 
-    def complete(self) -> None:
-        """The daemon has reported everything that it holds."""
-        self._is_complete = True
-
     def clear(self) -> None:
         """Forget everything: the session is over."""
         self._pins.clear()
@@ -119,7 +111,7 @@ class ChunkMirror:
         self._wanted.clear()
         self._held.clear()
         self._unreported.clear()
-        self._is_complete = self._is_full = False
+        self.is_complete = self._is_full = False
 
 
 def _discount(counts: Counter[ChunkKey], keys: Iterable[ChunkKey]) -> None:

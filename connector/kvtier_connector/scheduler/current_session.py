@@ -66,8 +66,7 @@ class CurrentSession:
             case "chunks_held":
                 self.mirror.set_held(message.chunks_held.keys, message.chunks_held.held)
                 self.stores.commit_answered(message.chunks_held.keys)
-                if message.chunks_held.complete:
-                    self.mirror.complete()
+                self.mirror.is_complete |= message.chunks_held.complete
             case "pong":
                 self._close_breaker()
 
@@ -75,7 +74,7 @@ class CurrentSession:
         self.end()
         self._attach(attachment)
         welcome = attachment.welcome
-        self.mirror.attach(stores_all=welcome.store_mode == pb.STORE_ALL)
+        self.mirror.stores_all = welcome.store_mode == pb.STORE_ALL
         # Kept without a session too: what the daemon cannot bring back is worth the more in vLLM's prefix cache.
         self.pinned_blocks.retain({*welcome.pin_ids, *(pin.pin_id for pin in welcome.pins)})
         self._sent_rate = None

@@ -49,8 +49,7 @@ class KVTierWorker(OffloadingWorker):
         keepalive: The tensors whose addresses `layout` holds.
     """
 
-    _copies_overlap = False
-    """Whether the copies of several jobs are under way at once."""
+    _copies_overlap = False  # the copies of several jobs are under way at once
 
     def __init__(self, layout: WorkerLayout, keepalive: object) -> None:
         self._layout = layout
@@ -98,8 +97,6 @@ class KVTierWorker(OffloadingWorker):
 
     def take_failed_loads(self) -> set[str]:
         """Return the requests whose loads failed among what `get_finished` has returned since the last call."""
-        if not self._failed_loads:
-            return set()
         return {job.arena.req_id for job in self._take_failed()}
 
     def take_failed_blocks(self) -> set[int]:

@@ -79,8 +79,10 @@ def test_blocks_are_hashed_as_vllms_engine_hashes_them(monkeypatch: pytest.Monke
     monkeypatch.setattr(kv_cache_utils, "get_request_block_hasher", lambda *arguments: arguments)
     old: Any = SimpleNamespace()
     new: Any = SimpleNamespace(num_hash_lookahead_tokens=3)
-    assert vllm_compat.block_hasher(old, 16, bytes) == (16, bytes)
-    assert vllm_compat.block_hasher(new, 16, bytes) == (16, bytes, 3)
+    made: Any = vllm_compat.block_hasher(old, 16, bytes)
+    assert made == (16, bytes)
+    made = vllm_compat.block_hasher(new, 16, bytes)
+    assert made == (16, bytes, 3)
 
 
 def test_an_old_vllm_serves_only_models_whose_failed_loads_it_can_take_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,9 +281,9 @@ def test_gpu_hits_of_unpinned_prompts_are_touched(scheduler: Scheduler) -> None:
 def test_beyond_its_bound_the_mirror_wants_and_takes_no_more(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(pins_module, "MAX_HELD_CHUNKS", 3)
     mirror, keys = ChunkMirror(), keys_of("k", 6)
-    mirror.attach(stores_all=True)
+    mirror.stores_all = True
     mirror.add(BoundPin(pin_id="p", keys=(keys[5],), pinned=True))
-    mirror.complete()
+    mirror.is_complete = True
     mirror.set_held(keys[:4], True)
     assert [mirror.may_be_held(key) for key in keys[:4]] == [True, True, True, False]
     assert not mirror.wants(keys[3]), "it is held: stored again it would be thrown away, every time"
@@ -305,7 +305,7 @@ def test_a_hybrid_plan_of_a_long_prompt_is_bounded_and_cut_where_the_last_window
     full = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
     sliding = GroupShape(group_idx=1, chunk_tokens=16, hashes_per_chunk=1, window_chunks=8)
     mirror, hashes = ChunkMirror(), hashes_of("long", 6250)
-    mirror.attach(stores_all=True)
+    mirror.stores_all = True
     mirror.set_held([full.key(hashes, i, None) for i in range(6250)], True)
     mirror.set_held([sliding.key(hashes, i, None) for i in range(6000)], True)
     plan = LookupPlanner([full, sliding], mirror).plan(hashes, None, 0)
@@ -320,7 +320,7 @@ def test_tokens_of_a_plan_are_counted_in_chunks_of_the_group_whose_run_it_is() -
     short = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
     long = GroupShape(group_idx=1, chunk_tokens=32, hashes_per_chunk=2, window_chunks=0)
     mirror, hashes = ChunkMirror(), hashes_of("long", 8)
-    mirror.attach(stores_all=True)
+    mirror.stores_all = True
     keys = [short.key(hashes, i, None) for i in range(8)], [long.key(hashes, i, None) for i in range(3)]
     mirror.set_held([*keys[0], *keys[1]], True)
     plan = LookupPlanner([short, long], mirror).plan(hashes, None, 48)
