@@ -1,18 +1,7 @@
 """How many blocks vLLM may take out of its free queue: for one admission, and for running requests in the next step.
 
-With blocks of B tokens, S speculative tokens and L of lookahead, a request that has computed c tokens holds at least
-ceil(c / B) blocks, so that n more tokens take at most
-
-    ceil((c + n + L) / B) - ceil(c / B)  <=  floor(n / B) + 1 + ceil((S + L) / B)
-
-blocks, whether n is a chunk of its prompt or a decoded token with S more to verify. A step computes T tokens at the
-most, and of the prompts no more than is left of them, so R requests that have blocks take at most
-
-    N  =  R x (1 + ceil((S + L) / B)) + floor(min(T, tokens left of their prompts) / B).
-
-Those are the requests that vLLM schedules without asking the connector: the running ones, and those whose load is over.
-Every other one it asks for first, and then takes at most ceil((tokens cached + T + S + 1 + L) / B) blocks, those of its
-prefix-cache hit among them, or, where it loads, no more than the cached ones.
+ADR 16 derives both bounds. "Running" are all requests that vLLM schedules without asking the connector, also those
+whose load is over. Every other one it asks for first.
 
 Source: `Scheduler.schedule` and `KVCacheManager.allocate_slots` of vLLM 0.32.
 """
@@ -79,15 +68,10 @@ class Demand:
         self._holders[request.request_id] = self._prefilling[request.request_id] = request
 
     def stepped(self, num_scheduled: Mapping[str, int], over: Collection[str], preempted: Collection[str]) -> int:
-        """A step is scheduled, and vLLM has not yet added its tokens to the requests.
+        """Return how many blocks the requests that have some may take in the next step.
 
-        Args:
-            num_scheduled: Tokens by request.
-            over: Requests that have ended since the last step.
-            preempted: Requests that lost their blocks since; some have others by now.
-
-        Returns:
-            How many blocks these requests may take in the next step.
+        A step is scheduled, and vLLM has not yet added its tokens to the requests. Of those that were preempted since
+        the last one, some have other blocks by now.
         """
         for req_id in over:
             self._forget(req_id)

@@ -1,16 +1,11 @@
 """Warm start: vLLM starts with an empty prefix cache; pinned prompts are loaded into it before users ask for them.
 
-A thread of its own asks vLLM's own API server for one token after each pinned prompt that the daemon holds: by
-priority, then the newest first, up to a share of the cache, one at a time, and only while no request of a user is open
-in this engine. These are normal requests, lookup and load included, so nothing here handles blocks itself. ADR 17 has
-the rejected alternatives.
-
-It begins once, when the first session has bound its pins, and again whenever vLLM has emptied its cache
-(`/reset_prefix_cache`). Not when the daemon comes back: vLLM's blocks are still there. Every failure is only
-logged; vLLM never waits for the warm start.
+A thread of its own asks vLLM's own API server for one token after each pinned prompt that the daemon holds, while no
+request of a user is open in this engine (ADR 17). It begins once, when the first session has bound its pins, and again
+whenever vLLM has emptied its cache. Every failure is only logged; vLLM never waits for the warm start.
 
 Threads: `bound` is called by the thread that binds pins, `reset` and `take_failures` by the scheduler, `close` by any;
-the rest runs in the thread of the warm start, which is not the one that binds: pins would wait for warm requests.
+the rest runs in the thread of the warm start.
 """
 
 import logging

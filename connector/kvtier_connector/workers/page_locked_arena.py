@@ -1,10 +1,8 @@
 """A mapped arena whose rows are page-locked for a device, in the background and row by row.
 
-Why not the whole file at once, as vLLM does with its own region: our file is sparse. Locking allocates every page,
-past the daemon's budget; and the daemon takes pages away from rows and gives them others (`Arena.unback`). A device
-goes on to write into the pages that it has locked, whatever row owns them now, so a row that stays locked for ever
-would at some point be stamped without holding what was stored. Each row has a number in the slot table that changes
-whenever its pages do (ADR 18). Invariants:
+Not the whole file at once: locking allocates every page, past the daemon's budget, and of a row that gets other pages
+the old ones would still be written. The slot table has a number for each row that changes whenever its pages do (ADR
+18). Invariants:
 
 - A row is only ever copied while it is locked with its present number, or not locked at all. In the latter case the
   driver copies through a buffer of its own: slower, never wrong.
