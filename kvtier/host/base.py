@@ -1,4 +1,4 @@
-"""The contract of the host tier. Every implementation and every fake passes `tests/contract`."""
+"""The contract of the host tier; `tests/contract/test_host_tier.py` has a test of each promise."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

@@ -10,9 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.core.stored import checksum_of
-from tests.contract.host_tier import HostRig
 from tests.fakes.chunks import noise
-from tests.fakes.host_rigs import ArenaHostRig, MemoryHostRig
+from tests.fakes.host_rig import HostRig
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key
 
 NUM_SLOTS = 6
@@ -30,7 +29,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @initialize(num_affordable=counts)
     def start(self, num_affordable: int) -> None:
-        self.rig = self.new_rig(num_affordable)
+        self.rig = HostRig(NUM_SLOTS, num_affordable)
         self.owned: dict[int, tuple[SlotRef, SlotState]] = {}
         self.num_free = self.num_orphans = 0
         self.generations: Counter[int] = Counter()
@@ -40,9 +39,6 @@ class HostTierMachine(RuleBasedStateMachine):
         self.without_pages: set[SlotRef] = set()
         self.num_chunks = 0
         self.is_recovering, self.is_limited = False, False
-
-    def new_rig(self, num_affordable: int) -> HostRig:
-        return MemoryHostRig(NUM_SLOTS, num_affordable)
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
@@ -265,15 +261,6 @@ class HostTierMachine(RuleBasedStateMachine):
         assert marks.items() <= found.items()
         assert self.is_recovering or marks == found
 
-
-class ArenaTierMachine(HostTierMachine):
-    """The real one, and what it does ahead of need."""
-
-    rig: ArenaHostRig
-
-    def new_rig(self, num_affordable: int) -> HostRig:
-        return ArenaHostRig(NUM_SLOTS, num_affordable)
-
     @rule(num_slots=counts)
     def preallocate(self, num_slots: int) -> None:
         num_affordable = self.num_affordable
@@ -283,8 +270,5 @@ class ArenaTierMachine(HostTierMachine):
         self.num_free += num_made
 
 
-TestMemoryHostTier = HostTierMachine.TestCase
-TestArenaTier = ArenaTierMachine.TestCase
-TestMemoryHostTier.settings = TestArenaTier.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True
-)
+TestArenaTier = HostTierMachine.TestCase
+TestArenaTier.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)

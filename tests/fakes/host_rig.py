@@ -1,4 +1,4 @@
-"""A host tier between two lives of a daemon, for its contract and its model."""
+"""The arena tier, and the daemons that use it one after the other: for its contract and its model."""
 
 import errno
 import os
@@ -12,83 +12,14 @@ from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import HostBudget, SlotRef
 from kvtier.host.arena import Arena
 from kvtier.host.arena_tier import ArenaTier
-from kvtier.host.base import HostTier
 from kvtier.obs.counters import Counters
 from kvtier.pages import PageOps
 from tests.fakes.limited_pages import LimitedPages
-from tests.fakes.memory_host import LastingMemory, MemoryHostTier
 from tests.fakes.scripted_engine import ONE_GROUP
 
 P = ParamSpec("P")
 T = TypeVar("T")
 ROW_BYTES = ONE_GROUP.row_bytes
-
-
-class _HostRig:
-    """Who evicts, and who is asked for memory."""
-
-    tier: HostTier
-    budget: HostBudget
-
-    def __init__(self) -> None:
-        self.evictable: list[SlotRef] = []
-        self.wanted_bytes: list[int] = []
-
-    def evict(self, num_slots: int) -> int:
-        """Release the first of what may be evicted."""
-        evicted = self.evictable[:num_slots]
-        del self.evictable[:num_slots]
-        for ref in evicted:
-            self.tier.release(ref)
-        return len(evicted)
-
-
-class MemoryHostRig(_HostRig):
-    """The fake."""
-
-    def __init__(self, num_slots: int, num_affordable: int) -> None:
-        super().__init__()
-        self.memory = LastingMemory()
-        self._num_slots, self._limit_bytes = num_slots, num_affordable * ROW_BYTES
-        self._start(recovering=False)
-
-    def _start(self, *, recovering: bool) -> None:
-        self.budget = HostBudget(self._limit_bytes)
-        self.tier = MemoryHostTier(
-            ONE_GROUP,
-            self._num_slots,
-            self.memory,
-            budget=self.budget,
-            find_bytes=self.wanted_bytes.append,
-            evict=self.evict,
-            recovering=recovering,
-        )
-
-    def write(self, ref: SlotRef, key: ChunkKey, data: bytes) -> None:
-        """See HostRig."""
-        (view,) = self.tier.payload(ref, key)
-        view[:] = data
-        self.memory.stamps[ref.slot] = key, ref.generation
-
-    def marks(self) -> dict[int, tuple[int, int]]:
-        """See HostRig."""
-        return dict(self.memory.marks)
-
-    def system_gives(self, num_rows: int) -> None:
-        """See HostRig."""
-        self.memory.free_rows = num_rows
-
-    def system_takes(self, num_rows: int) -> None:
-        """See HostRig."""
-        self.memory.takeable_rows = num_rows
-
-    def restart(self, *, killed: bool = True) -> None:
-        """See HostRig."""
-        self.evictable.clear()
-        self._start(recovering=True)
-
-    def close(self) -> None:
-        """There is nothing to remove."""
 
 
 class _Keeping(PageOps):
@@ -105,13 +36,19 @@ class _Keeping(PageOps):
         super().punch(fd, offset, length)
 
 
-class ArenaHostRig(_HostRig):
-    """The real one, over a real file."""
+class HostRig:
+    """One tier of ONE_GROUP after the other, each with `num_slots` slots, over the same memory.
 
-    tier: ArenaTier
+    Attributes:
+        tier: Of the daemon that lives now.
+        budget: Of that daemon; rows may take `num_affordable` of it.
+        evictable: What the tier may have evicted: HOST slots, in this order.
+        wanted_bytes: What the tier asked other namespaces for.
+    """
 
     def __init__(self, num_slots: int, num_affordable: int) -> None:
-        super().__init__()
+        self.evictable: list[SlotRef] = []
+        self.wanted_bytes: list[int] = []
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-test-")
         self._overhead_bytes = overhead_bytes(num_slots, ONE_GROUP.num_ranks)
         self._limit_bytes = num_affordable * ROW_BYTES + self._overhead_bytes
@@ -134,7 +71,7 @@ class ArenaHostRig(_HostRig):
         )
 
     def write(self, ref: SlotRef, key: ChunkKey, data: bytes) -> None:
-        """See HostRig."""
+        """Write and stamp a row, as an engine does."""
         (view,) = self.tier.payload(ref, key)
         view[:] = data
         arena, length = self.tier.arena, ONE_GROUP.group(group_idx_of(key)).useful_bytes
@@ -143,20 +80,20 @@ class ArenaHostRig(_HostRig):
             arena._words[word] = value
 
     def marks(self) -> dict[int, tuple[int, int]]:
-        """See HostRig."""
+        """Return generation and checksum of every slot that is marked for the next daemon."""
         marked = [entry for entry in self.tier.arena.entries() if entry.mark and entry.committed and entry.backed]
         return {entry.slot: (entry.generation, entry.checksum) for entry in marked}
 
     def system_gives(self, num_rows: int) -> None:
-        """See HostRig."""
+        """The file system has memory for this many more rows."""
         self.tier.arena._pages = LimitedPages(num_rows * ROW_BYTES)
 
     def system_takes(self, num_rows: int) -> None:
-        """See HostRig."""
+        """The file system takes back the pages of this many more rows, and refuses those of others."""
         self.tier.arena._pages = _Keeping(num_rows)
 
     def restart(self, *, killed: bool = True) -> None:
-        """See HostRig."""
+        """The daemon is killed, or stopped and leaves its memory; the next one takes over what it left."""
         self.evictable.clear()
         path, pages = self.tier.arena.path, self.tier.arena._pages
         if killed:
@@ -170,6 +107,14 @@ class ArenaHostRig(_HostRig):
         self.tier.recover(
             arena, [entry.generation for entry in entries], {entry.slot for entry in entries if entry.backed}
         )
+
+    def evict(self, num_slots: int) -> int:
+        """Release the first of what may be evicted."""
+        evicted = self.evictable[:num_slots]
+        del self.evictable[:num_slots]
+        for ref in evicted:
+            self.tier.release(ref)
+        return len(evicted)
 
     def close(self) -> None:
         """Remove the file."""

@@ -1,0 +1,342 @@
+"""What `HostTier` promises, of the arena."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.slots import SlotRef, SlotState
+from tests.fakes.chunks import noise
+from tests.fakes.host_rig import HostRig
+from tests.fakes.scripted_engine import ONE_GROUP, chunk_key
+
+NUM_SLOTS = 6
+NUM_AFFORDABLE = 4
+ROW_BYTES = ONE_GROUP.row_bytes
+KEYS = [chunk_key(number) for number in range(NUM_SLOTS)]
+
+
+@pytest.fixture
+def rig() -> Iterator[HostRig]:
+    rig = HostRig(NUM_SLOTS, NUM_AFFORDABLE)
+    yield rig
+    rig.close()
+
+
+def allocated(rig: HostRig, num_slots: int = 1) -> list[SlotRef]:
+    return asyncio.run(rig.tier.allocate(num_slots))
+
+
+def stored(rig: HostRig, keys: Sequence[ChunkKey]) -> dict[ChunkKey, tuple[SlotRef, int]]:
+    """Store chunks; return slot and checksum of each."""
+    found = {}
+    for number, (key, ref) in enumerate(zip(keys, allocated(rig, len(keys)), strict=True)):
+        rig.write(ref, key, noise(6000, number))
+        assert rig.tier.seal(ref)
+        checksum = rig.tier.verify(ref, key)
+        assert checksum is not None
+        rig.tier.commit(ref, key, checksum)
+        found[key] = ref, checksum
+    return found
+
+
+def check(rig: HostRig) -> None:
+    """Every slot is in one state, and the budget is what is held."""
+    rig.tier.check()
+    counts, usage = rig.tier.counts(), rig.tier.usage
+    assert counts.total() == usage.num_slots == NUM_SLOTS
+    assert rig.budget.used_bytes == usage.held_bytes
+    assert usage.num_free == counts[SlotState.FREE]
+    assert usage.num_backed == NUM_SLOTS - counts[SlotState.UNBACKED]
+    assert usage.num_owned == usage.num_backed - usage.num_free
+    assert usage.num_orphans == counts[SlotState.ORPHAN]
+    assert usage.occupied_bytes == usage.held_bytes - usage.num_free * ROW_BYTES
+    assert rig.tier.num_takable == usage.num_takable
+
+
+def test_a_new_tier_has_no_pages(rig: HostRig) -> None:
+    check(rig)
+    assert rig.tier.counts()[SlotState.UNBACKED] == NUM_SLOTS
+    assert rig.tier.usage.num_takable == NUM_AFFORDABLE
+
+
+# Resources
+
+
+def test_allocated_slots_are_granted_and_count(rig: HostRig) -> None:
+    refs = allocated(rig, 3)
+    check(rig)
+    assert len({ref.slot for ref in refs}) == 3
+    assert all(rig.tier.matches(ref, SlotState.GRANTED) and not rig.tier.lacks_pages(ref) for ref in refs)
+    assert rig.tier.usage.num_takable == NUM_AFFORDABLE - 3
+
+
+def test_no_more_are_allocated_than_the_budget_allows_and_others_are_asked_first(rig: HostRig) -> None:
+    assert len(allocated(rig, NUM_SLOTS)) == NUM_AFFORDABLE
+    assert rig.wanted_bytes == [NUM_SLOTS * ROW_BYTES]
+    assert allocated(rig, 1) == []
+    check(rig)
+
+
+def test_free_slots_are_allocated_before_pages_are_made(rig: HostRig) -> None:
+    (ref,) = allocated(rig)
+    rig.tier.release(ref)
+    assert allocated(rig) == [SlotRef(ref.slot, ref.generation + 1)]
+    assert (rig.tier.usage.num_backed, rig.wanted_bytes) == (1, [])
+    check(rig)
+
+
+def test_chunks_are_evicted_only_when_there_is_no_other_way(rig: HostRig) -> None:
+    first, second = (ref for ref, _ in stored(rig, KEYS[:2]).values())
+    rig.evictable = [first, second]
+    assert len(allocated(rig, 2)) == 2
+    assert rig.evictable == [first, second]
+    assert allocated(rig) == [SlotRef(first.slot, first.generation + 1)]
+    assert rig.evictable == [second]
+    check(rig)
+
+
+def test_allocation_ends_where_the_system_has_no_memory(rig: HostRig) -> None:
+    rig.system_gives(2)
+    assert len(allocated(rig, 4)) == 2
+    assert rig.tier.counts()[SlotState.UNBACKED] == NUM_SLOTS - 2
+    check(rig)
+
+
+def test_a_store_is_readable_after_its_commit(rig: HostRig) -> None:
+    ((ref, checksum),) = stored(rig, KEYS[:1]).values()
+    assert b"".join(rig.tier.payload(ref, KEYS[0])) == noise(6000, 0)
+    assert rig.tier.matches(ref, SlotState.HOST)
+    assert rig.marks() == {ref.slot: (ref.generation, checksum)}
+    check(rig)
+
+
+def test_a_row_without_the_right_stamp_is_not_verified(rig: HostRig) -> None:
+    (ref,) = allocated(rig)
+    rig.write(ref, KEYS[0], noise(6000))
+    assert rig.tier.seal(ref)
+    assert rig.tier.verify(ref, KEYS[1]) is None
+    assert rig.tier.verify(ref, KEYS[0]) is not None
+
+
+def test_a_stamp_of_the_row_s_last_life_is_not_verified(rig: HostRig) -> None:
+    (ref,) = allocated(rig)
+    rig.write(ref, KEYS[0], noise(6000))
+    rig.tier.release(ref)
+    (again,) = allocated(rig)
+    assert again.slot == ref.slot
+    assert rig.tier.seal(again)
+    assert rig.tier.verify(again, KEYS[0]) is None
+
+
+def test_a_slot_is_sealed_once_and_by_its_owner(rig: HostRig) -> None:
+    (ref,) = allocated(rig)
+    assert not rig.tier.seal(SlotRef(ref.slot, ref.generation + 1))
+    assert rig.tier.seal(ref)
+    assert not rig.tier.seal(ref)
+    rig.tier.release(ref)
+    assert not rig.tier.seal(ref)
+    check(rig)
+
+
+def test_what_is_not_verified_is_not_committed(rig: HostRig) -> None:
+    (ref,) = allocated(rig)
+    for wrong in (ref, SlotRef(ref.slot, ref.generation + 1), SlotRef(ref.slot, ref.generation - 1)):
+        with pytest.raises(ValueError, match=str(ref.slot)):
+            rig.tier.commit(wrong, KEYS[0], 1)
+    assert rig.marks() == {}
+    check(rig)
+
+
+def test_a_lost_session_keeps_its_slots_until_they_are_released(rig: HostRig) -> None:
+    refs = allocated(rig, 4)
+    for ref in refs[:2]:
+        rig.tier.quarantine(ref)
+    assert allocated(rig, 4) == []
+    assert not rig.tier.seal(refs[0])
+    with pytest.raises(ValueError, match=str(refs[0].slot)):
+        rig.tier.commit(refs[0], KEYS[0], 1)
+    rig.tier.release(refs[0])
+    assert len(allocated(rig, 4)) == 1
+    check(rig)
+
+
+def test_only_what_is_granted_is_quarantined(rig: HostRig) -> None:
+    ((ref, _),) = stored(rig, KEYS[:1]).values()
+    with pytest.raises(ValueError, match=str(ref.slot)):
+        rig.tier.quarantine(ref)
+    check(rig)
+
+
+def test_a_slot_is_released_once_and_by_its_owner(rig: HostRig) -> None:
+    ((ref, _),) = stored(rig, KEYS[:1]).values()
+    rig.tier.release(ref)
+    assert rig.marks() == {}, "a daemon after this one finds nothing"
+    with pytest.raises(ValueError, match=str(ref.slot)):
+        rig.tier.release(ref)
+    (again,) = allocated(rig)
+    with pytest.raises(ValueError, match=str(ref.slot)):
+        rig.tier.release(ref)
+    assert rig.tier.matches(again, SlotState.GRANTED)
+    check(rig)
+
+
+# Loads
+
+
+def test_a_chunk_is_loaded_into_a_reserved_row(rig: HostRig) -> None:
+    ref = rig.tier.reserve()
+    assert ref is not None
+    assert rig.tier.lacks_pages(ref)
+    assert rig.tier.back([ref]) == 1
+    assert not rig.tier.lacks_pages(ref)
+    (view,) = rig.tier.begin_load(ref, KEYS[0])
+    view[:] = noise(6000)
+    rig.tier.commit(ref, KEYS[0], 7)
+    assert b"".join(rig.tier.payload(ref, KEYS[0])) == noise(6000)
+    assert rig.marks() == {ref.slot: (ref.generation, 7)}
+    check(rig)
+
+
+def test_free_rows_are_reserved_first_and_have_pages(rig: HostRig) -> None:
+    (ref,) = allocated(rig)
+    rig.tier.release(ref)
+    reserved = rig.tier.reserve()
+    assert reserved == SlotRef(ref.slot, ref.generation + 1)
+    assert not rig.tier.lacks_pages(reserved)
+
+
+def test_reserving_evicts_nothing_and_asks_no_one(rig: HostRig) -> None:
+    rig.evictable = [ref for ref, _ in stored(rig, KEYS[:NUM_AFFORDABLE]).values()]
+    rig.wanted_bytes.clear()
+    assert rig.tier.reserve() is None
+    assert (len(rig.evictable), rig.wanted_bytes) == (NUM_AFFORDABLE, [])
+    check(rig)
+
+
+def test_others_are_asked_for_as_much_as_is_missing(rig: HostRig) -> None:
+    rig.tier.ensure_takable(NUM_AFFORDABLE)
+    assert rig.wanted_bytes == []
+    (ref,) = allocated(rig)
+    rig.tier.release(ref)
+    rig.tier.ensure_takable(NUM_SLOTS)
+    assert rig.wanted_bytes == [(NUM_SLOTS - 1) * ROW_BYTES]
+
+
+def test_rows_that_get_no_pages_are_unbacked_again_when_released(rig: HostRig) -> None:
+    rig.system_gives(1)
+    refs = [ref for _ in range(3) if (ref := rig.tier.reserve()) is not None]
+    assert rig.tier.back(refs) == 1
+    assert [rig.tier.lacks_pages(ref) for ref in refs] == [False, True, True]
+    for ref in refs:
+        rig.tier.release(ref)
+    assert rig.tier.counts() == {SlotState.FREE: 1, SlotState.UNBACKED: NUM_SLOTS - 1}
+    check(rig)
+
+
+# Capacity
+
+
+def test_free_rows_are_reclaimed_as_many_as_it_takes(rig: HostRig) -> None:
+    for ref in allocated(rig, 4):
+        rig.tier.release(ref)
+    rig.tier.reclaim(ROW_BYTES + 1)
+    assert rig.tier.usage.num_free == 2
+    rig.tier.reclaim(1 << 40)
+    assert rig.tier.usage.num_backed == 0
+    check(rig)
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_chunks_are_evicted_for_others_only_when_asked(rig: HostRig, evict: bool) -> None:
+    refs = [ref for ref, _ in stored(rig, KEYS[:3]).values()]
+    rig.evictable = list(refs)
+    (free,) = allocated(rig)
+    rig.tier.release(free)
+    rig.tier.reclaim(3 * ROW_BYTES, evict=evict)
+    assert rig.evictable == (refs[2:] if evict else refs)
+    assert rig.tier.usage.num_backed == (1 if evict else 3)
+    check(rig)
+
+
+@pytest.mark.parametrize("num_taken", [0, 1])
+def test_rows_whose_pages_the_system_does_not_take_stay_free(rig: HostRig, num_taken: int) -> None:
+    for ref in allocated(rig, 3):
+        rig.tier.release(ref)
+    rig.system_takes(num_taken)
+    rig.tier.reclaim(3 * ROW_BYTES, evict=False)
+    assert rig.tier.usage.num_free == rig.tier.usage.num_backed == 3 - num_taken
+    check(rig)
+    assert len(allocated(rig, 3)) == 3
+    check(rig)
+
+
+def test_a_reclaimed_slot_goes_on_from_its_generation(rig: HostRig) -> None:
+    (ref,) = allocated(rig)
+    rig.tier.release(ref)
+    rig.tier.reclaim(ROW_BYTES)
+    assert any(again == SlotRef(ref.slot, ref.generation + 1) for again in allocated(rig, NUM_AFFORDABLE))
+
+
+# The next daemon
+
+
+def test_the_next_daemon_finds_what_was_committed(rig: HostRig) -> None:
+    found = stored(rig, KEYS[:2])
+    (granted,) = allocated(rig)
+    rig.restart()
+    assert rig.tier.usage.num_orphans == 3
+    assert rig.marks() == {ref.slot: (ref.generation, checksum) for ref, checksum in found.values()}
+    for key, (ref, checksum) in found.items():
+        assert rig.tier.verify(ref, key) == checksum
+        rig.tier.commit(ref, key, checksum)
+        assert rig.tier.matches(ref, SlotState.HOST)
+    freed = asyncio.run(rig.tier.free_orphans(0))
+    assert (freed.num_free, freed.num_unbacked) == (0, 1)
+    assert not rig.tier.matches(granted, SlotState.ORPHAN)
+    assert rig.tier.usage.num_backed == 2
+    check(rig)
+
+
+def test_orphans_count_even_above_the_budget_and_belong_to_no_one_else(rig: HostRig) -> None:
+    refs = [ref for ref, _ in stored(rig, KEYS[:NUM_AFFORDABLE]).values()]
+    rig.restart()
+    assert rig.tier.usage.num_takable == 0
+    assert (allocated(rig, 2), rig.tier.reserve()) == ([], None)
+    assert not any(rig.tier.seal(ref) for ref in refs)
+    with pytest.raises(ValueError, match=str(refs[0].slot)):
+        rig.tier.quarantine(refs[0])
+    check(rig)
+
+
+def test_no_pages_go_while_an_engine_of_the_last_daemon_may_read(rig: HostRig) -> None:
+    found = stored(rig, KEYS[:2])
+    rig.restart()
+    ref, checksum = found[KEYS[0]]
+    rig.tier.commit(ref, KEYS[0], checksum)
+    rig.tier.release(ref)
+    rig.tier.reclaim(1 << 40)
+    assert rig.tier.usage.num_backed == 2
+    asyncio.run(rig.tier.free_orphans(0))
+    rig.tier.reclaim(1 << 40)
+    assert rig.tier.usage.num_backed == 0
+    check(rig)
+
+
+def test_as_many_orphans_as_asked_for_keep_their_pages(rig: HostRig) -> None:
+    stored(rig, KEYS[:3])
+    rig.restart()
+    freed = asyncio.run(rig.tier.free_orphans(2 * ROW_BYTES + 1))
+    assert (freed.num_free, freed.num_unbacked) == (2, 1)
+    assert rig.tier.counts() == {SlotState.FREE: 2, SlotState.UNBACKED: NUM_SLOTS - 2}
+    assert rig.marks() == {}
+    check(rig)
+
+
+def test_generations_go_on_in_the_next_daemon(rig: HostRig) -> None:
+    found = stored(rig, KEYS[:2])
+    rig.restart()
+    asyncio.run(rig.tier.free_orphans(1 << 40))
+    again = {ref.slot: ref.generation for ref in allocated(rig, 2)}
+    assert again == {ref.slot: ref.generation + 1 for ref, _ in found.values()}
