@@ -1,39 +1,54 @@
 """Arena slots of one namespace: who owns each, at which generation, and how many bytes the host tier has given out.
 
-Each slot is in exactly one state, and the counts of all states add up to `num_slots` (`check`). The states are drawn
-in `kvtier/host/base.py`, whose implementation is the only owner of a `SlotTable`. It stays in core because it decides
-in plain code, and because tests of the chunk table run over it without any memory.
+Each slot is in exactly one state, and the counts of all states add up to `num_slots` (`check`). A slot is named by a
+`SlotRef`, its number at one generation. The generation rises each time that the slot gets an owner, so a ref of an
+earlier owner is refused. `kvtier.host.arena_tier.ArenaTier`, the only owner of a `SlotTable`, makes and drops pages:
+
+    UNBACKED --allocate---------------------> GRANTED      UNBACKED --preallocate--> BACKING --> FREE
+    FREE ------allocate---------------------> GRANTED      FREE --reclaim--> UNBACKED
+    FREE, UNBACKED ------reserve------------> LOADING      (recover) --> ORPHAN
+
+                  seal            commit
+        GRANTED ---------> SEALING ------------> HOST
+           |                                       ^
+           | quarantine    LOADING --begin_load,---+
+           v                         back, commit  |
+      QUARANTINED           ORPHAN --verify,-------+
+                                     commit
+
+    GRANTED, SEALING, LOADING, HOST, QUARANTINED, ORPHAN --release--> FREE; UNBACKED if it never got its pages
+    ORPHAN --free_orphans--> FREE or UNBACKED
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier.core.layout import ChunkKey
 
 
 class SlotState(Enum):
-    """What a slot is used for."""
+    """What a slot is used for, and who alone may end that."""
 
     UNBACKED = auto()
-    """It has no pages: to back it takes bytes of the budget."""
+    """It has no pages: to back it takes bytes of the budget. The tier's."""
     FREE = auto()
-    """It has pages and no owner."""
+    """It has pages and no owner. The tier's."""
     BACKING = auto()
-    """It gets its pages ahead of need."""
+    """It gets its pages ahead of need. The tier's, until the call that makes them ends."""
     GRANTED = auto()
-    """A session's store credit, or being written by it."""
+    """A session's store credit: processes of its engine may write the row, the daemon leaves it alone."""
     SEALING = auto()
-    """Written; the daemon verifies stamps and computes the checksum."""
+    """Written, and no process of the engine writes any longer; the session verifies stamps and checksum."""
     LOADING = auto()
-    """The daemon reads a chunk from disk into it, or is about to."""
+    """The promoter reads a chunk from disk into it, or is about to; its pages may be missing until `back`."""
     HOST = auto()
-    """It holds a readable chunk."""
+    """It holds a readable chunk of the chunk table, which evicts it. Engines with a lease and the daemon read it."""
     QUARANTINED = auto()
-    """Its session is lost, and a process of that engine may still write."""
+    """Its session is lost, and owns it until no process of that engine, which may still write, holds the lock file."""
     ORPHAN = auto()
-    """A previous daemon left it, and its chunk is not verified (yet)."""
+    """The recovery's: a previous daemon left it, and an engine of that daemon may still read or write the row."""
 
 
 class SlotRef(NamedTuple):
@@ -41,32 +56,6 @@ class SlotRef(NamedTuple):
 
     slot: int
     generation: int
-
-
-class Slots(Protocol):
-    """What the chunk table needs of the host tier; `SlotTable` and `HostTier` have it. The contract is `HostTier`'s."""
-
-    @property
-    def num_takable(self) -> int:
-        """Slots that could be taken now."""
-
-    def reserve(self) -> SlotRef | None:
-        """Give out a slot to read a chunk into, None when there is none."""
-
-    def commit(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
-        """The slot holds this chunk from now on."""
-
-    def release(self, ref: SlotRef) -> None:
-        """The slot has no owner any longer."""
-
-    def matches(self, ref: SlotRef, state: SlotState) -> bool:
-        """Say whether the slot is in this state at this generation."""
-
-    def counts(self) -> Counter[SlotState]:
-        """Return how many slots are in each state."""
-
-    def check(self) -> None:
-        """Raise AssertionError unless every slot is in exactly one state."""
 
 
 # Tuples, not sets: an enum's hash is a call in Python, for every chunk.
@@ -97,7 +86,7 @@ class HostBudget:
         """Count `num_bytes` that are used whether they fit or not: a previous daemon's arena has its pages."""
         self.used_bytes += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Count `num_bytes` as unused again."""
         self.used_bytes -= num_bytes
 
@@ -110,15 +99,19 @@ class SlotTable:
         row_bytes: Bytes of a row.
         budget: Shared by all namespaces.
         on_free: Called with every owned slot before it loses its owner: what it held must not be found any longer.
+        on_commit: Called with slot, key and checksum once a slot is HOST: what it holds may be found from now on.
     """
 
     def __init__(
-        self, num_slots: int, row_bytes: int, budget: HostBudget, on_free: Callable[[int], None] | None = None
+        self,
+        num_slots: int,
+        row_bytes: int,
+        budget: HostBudget,
+        on_free: Callable[[int], None] = lambda slot: None,
+        on_commit: Callable[[SlotRef, ChunkKey, int], None] = lambda ref, key, checksum: None,
     ) -> None:
-        self.num_slots = num_slots
-        self.row_bytes = row_bytes
-        self._budget = budget
-        self._on_free = on_free
+        self.num_slots, self.row_bytes = num_slots, row_bytes
+        self._budget, self._on_free, self._on_commit = budget, on_free, on_commit
         self._free: list[int] = []
         self._unbacked: list[int] = []
         self._num_untouched = num_slots  # slots num_slots-_num_untouched.. were never used: no list of them is kept
@@ -161,11 +154,8 @@ class SlotTable:
 
     def orphans(self) -> list[SlotRef]:
         """Return those that `num_orphans` counts, in the order of their slots."""
-        return [
-            SlotRef(slot, self.generation(slot))
-            for slot in sorted(self._states)
-            if self._states[slot] is SlotState.ORPHAN
-        ]
+        slots = sorted(slot for slot, state in self._states.items() if state is SlotState.ORPHAN)
+        return [SlotRef(slot, self.generation(slot)) for slot in slots]
 
     @property
     def num_free(self) -> int:
@@ -179,7 +169,7 @@ class SlotTable:
 
     @property
     def num_takable(self) -> int:
-        """Slots that could be taken now: backed free ones, and unbacked ones for which the budget has room."""
+        """FREE slots, and UNBACKED ones for which the budget has bytes now."""
         return self.num_free + min(self.num_unbacked, max(0, self._budget.free_bytes) // self.row_bytes)
 
     def state(self, slot: int) -> SlotState | None:
@@ -209,11 +199,17 @@ class SlotTable:
         return self._own(slot, state)
 
     def reserve(self) -> SlotRef | None:
-        """Give out a slot to read a chunk into, which may be one to back first; None when there is none."""
+        """Take a slot to read a chunk into; it is LOADING. Evicts nothing and asks no one for memory.
+
+        Its generation is known to no one before `begin_load`: the next daemon may give it out again.
+
+        Returns:
+            None when no slot is FREE and no UNBACKED one affordable.
+        """
         return self.take(SlotState.LOADING) or self.take_unbacked(SlotState.LOADING)
 
     def lacks_pages(self, ref: SlotRef) -> bool:
-        """Say whether an owned slot is yet to be backed."""
+        """Say whether an owned slot has to go through `back` before it is touched."""
         return ref.slot in self._pageless
 
     def mark_backed(self, ref: SlotRef) -> None:
@@ -231,27 +227,28 @@ class SlotTable:
         return self._states.get(ref.slot) is state and self.generation(ref.slot) == ref.generation
 
     def seal(self, ref: SlotRef) -> bool:
-        """Take a written slot from its session; False when the session does not own it (any longer)."""
+        """Take a GRANTED slot from its session; False, and nothing changes, when it is not so at that generation."""
         if not self.matches(ref, SlotState.GRANTED):
             return False
         self._states[ref.slot] = SlotState.SEALING
         return True
 
     def commit(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
-        """The slot holds a readable chunk from now on; which one is not for this table to know.
+        """The SEALING, LOADING or ORPHAN slot holds this chunk, whole and verified; it is HOST.
 
         Raises:
-            ValueError: It is not sealed, read into, or left by a previous daemon, at this generation.
+            ValueError: It is in another state, or at another generation.
         """
         self._check_owned(ref, _COMMITTED_FROM)
         self.num_orphans -= self._states[ref.slot] is SlotState.ORPHAN
         self._states[ref.slot] = SlotState.HOST
+        self._on_commit(ref, key, checksum)
 
     def quarantine(self, ref: SlotRef) -> None:
-        """A granted slot's session is lost.
+        """The session of a GRANTED slot is lost: it is not given out again until `release`.
 
         Raises:
-            ValueError: It is not granted at this generation.
+            ValueError: It is in another state, or at another generation.
         """
         self._check_owned(ref, (SlotState.GRANTED,))
         self._states[ref.slot] = SlotState.QUARANTINED
@@ -275,28 +272,26 @@ class SlotTable:
         """
         self._check_owned(ref, _OWNED)
         slot = ref.slot
-        if self._on_free is not None:
-            self._on_free(slot)
+        self._on_free(slot)
         self.num_orphans -= self._states.pop(slot) is SlotState.ORPHAN
         if slot in self._pageless or without_pages:
             self._pageless.discard(slot)
             self._unbacked.append(slot)
-            self._budget.give_back(self.row_bytes)
+            self._budget.release(self.row_bytes)
         else:
             self._free.append(slot)
 
-    def take_back_free(self, max_slots: int) -> list[int]:
-        """Turn up to `max_slots` free slots into unbacked ones and return them; the caller drops their pages."""
-        taken = [self._free.pop() for _ in range(min(max_slots, len(self._free)))]
-        self._unbacked.extend(taken)
-        self._budget.give_back(self.row_bytes * len(taken))
-        return taken
+    def unback_free(self, max_slots: int, drop_pages: Callable[[int], None]) -> None:
+        """Turn up to `max_slots` free slots into unbacked ones. One whose pages cannot be dropped ends it, and stays.
 
-    def keep_free(self, slots: Sequence[int]) -> None:
-        """Undo `take_back_free`, right after it, for the last of what it returned: pages that could not be dropped."""
-        del self._unbacked[len(self._unbacked) - len(slots) :]
-        self._free.extend(slots)
-        self._budget.count(self.row_bytes * len(slots))
+        Args:
+            max_slots: At most this many.
+            drop_pages: Called with each slot; what it raises is passed on.
+        """
+        for _ in range(min(max_slots, len(self._free))):
+            drop_pages(self._free[-1])
+            self._unbacked.append(self._free.pop())
+            self._budget.release(self.row_bytes)
 
     def counts(self) -> Counter[SlotState]:
         """Return how many slots are in each state."""
@@ -309,8 +304,7 @@ class SlotTable:
         """Raise AssertionError unless every slot is in exactly one state."""
         if self.num_orphans != sum(state is SlotState.ORPHAN for state in self._states.values()):
             raise AssertionError(f"{self.num_orphans} is not the number of orphans")
-        owned: Iterable[int] = self._states
-        everywhere = [*owned, *self._free, *self._unbacked]
+        everywhere = [*self._states, *self._free, *self._unbacked]
         if len(everywhere) != len(set(everywhere)):
             raise AssertionError("a slot is in two states")
         if self.counts().total() != self.num_slots:

@@ -1,4 +1,7 @@
-"""The host tier over an arena file: `HostTier`, the arena while there is one, and pages made ahead of need."""
+"""The host tier: rows of shared memory for the chunks of one namespace, in an arena file while there is one.
+
+`tests/contract/test_host_tier.py` has a test of each promise; `kvtier/core/slots.py` draws the states of a slot.
+"""
 
 import asyncio
 import logging
@@ -6,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvtier.core.arena_format import num_slots_within, overhead_bytes
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
@@ -14,16 +17,69 @@ from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
 from kvtier.core.stored import checksum_of
 from kvtier.errors import ArenaError, ArenaFullError
 from kvtier.host.arena import Arena
-from kvtier.host.base import FreedOrphans, HostUsage, RunInThread
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 ORPHAN_BATCH_BYTES = 32 * 1024**2
 """Some milliseconds of work; what it frees is of use at once."""
 _PREALLOCATION_TIMEOUT_S = 0.1
 """Ten times what a slice of preallocated rows takes: threads may be held up by a disk that hangs."""
+
+
+class RunInThread(Protocol):
+    """Runs a short blocking call in a worker thread."""
+
+    async def __call__(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what the call returns."""
+        ...
+
+
+class HostUsage(NamedTuple):
+    """How full a tier is.
+
+    Attributes:
+        row_bytes: Of each slot.
+        num_slots: Slots in all.
+        num_affordable: Those that the budget allows; an arena that was taken over may have more.
+        num_owned: Slots in a state other than UNBACKED and FREE.
+        num_free: FREE slots.
+        num_backed: Slots with pages, which the budget counts.
+        num_takable: FREE slots, and UNBACKED ones for which the budget has bytes now.
+        num_orphans: ORPHAN slots.
+        overhead_bytes: What the budget counts beside rows: header page and slot table.
+    """
+
+    row_bytes: int
+    num_slots: int
+    num_affordable: int
+    num_owned: int
+    num_free: int
+    num_backed: int
+    num_takable: int
+    num_orphans: int
+    overhead_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """What the tier takes of the budget."""
+        return self.overhead_bytes + self.num_backed * self.row_bytes
+
+    @property
+    def occupied_bytes(self) -> int:
+        """The same without free rows, which are capacity."""
+        return self.held_bytes - self.num_free * self.row_bytes
+
+
+class FreedOrphans(NamedTuple):
+    """What became of a previous daemon's rows: how many are FREE now, and how many UNBACKED."""
+
+    num_free: int
+    num_unbacked: int
 
 
 class DetachedArena(NamedTuple):
@@ -35,7 +91,15 @@ class DetachedArena(NamedTuple):
 
 
 class ArenaTier:
-    """See `HostTier`.
+    """The only owner of the slots, pages and bytes of one namespace's rows.
+
+    The tier knows which state a slot is in; the chunk table knows which chunk a HOST or LOADING slot belongs to. What
+    is in a HOST row survives the daemon: `commit` marks it in the arena for the next one. A mark goes before the row's
+    owner changes, and a generation rises before the row's content does.
+
+    All methods are for the loop thread and do not block, except `back` and `verify`, which are for worker threads.
+    `commit`, `counts`, `check`, `lacks_pages`, `matches`, `quarantine`, `release`, `reserve` and `seal` are the slot
+    table's.
 
     Args:
         namespace_id: Recorded in the arena.
@@ -61,14 +125,15 @@ class ArenaTier:
         self.namespace_id, self.layout = namespace_id, layout
         self._budget, self._counters, self._in_thread = budget, counters, in_thread
         self._find_bytes, self._evict = find_bytes, evict
-        self._slots = slots = SlotTable(_num_possible_slots(budget, layout), layout.row_bytes, budget, self._uncommit)
-        # What changes no memory is the slot table's alone.
-        self.seal, self.quarantine, self.release = slots.seal, slots.quarantine, slots.release
-        self.reserve, self.lacks_pages, self.matches = slots.reserve, slots.lacks_pages, slots.matches
+        num_slots = _num_possible_slots(budget, layout)
+        self.slots = slots = SlotTable(num_slots, layout.row_bytes, budget, self._uncommit, self._mark)
+        self.seal, self.commit = slots.seal, slots.commit
+        self.quarantine, self.release, self.reserve = slots.quarantine, slots.release, slots.reserve
+        self.lacks_pages, self.matches = slots.lacks_pages, slots.matches
         self.counts, self.check = slots.counts, slots.check
         self._arena: Arena | None = None
         self._overhead_bytes = 0  # of the arena, as far as it is counted
-        self._pages_stay = False  # the file system refused the last time that it was to take pages back
+        self._pages_stay = False  # the file system refused the last time that it was to drop pages
         self._preallocating = asyncio.Lock()  # held while free rows get their pages ahead of need, and look taken
         self.recovering = False
         """A previous daemon's engine may be copying from any row: all keep their pages."""
@@ -94,7 +159,7 @@ class ArenaTier:
     @property
     def needed_bytes(self) -> int:
         """Memory of its arena, if it had one, beside the rows: header page and slot table."""
-        return overhead_bytes(self._slots.num_slots, self.layout.num_ranks)
+        return overhead_bytes(self.slots.num_slots, self.layout.num_ranks)
 
     def open(self, directory: Path) -> None:
         """Create the arena, which there is none of; chunks of others make way for its slot table if they can.
@@ -113,9 +178,9 @@ class ArenaTier:
                 "evicted now; raise host.bytes, or end an engine of another model"
             )
         try:
-            self._arena = Arena.create(directory, self.layout, self._slots.num_slots, namespace_id=self.namespace_id)
+            self._arena = Arena.create(directory, self.layout, self.slots.num_slots, namespace_id=self.namespace_id)
         except ArenaError:
-            self._budget.give_back(needed_bytes)
+            self._budget.release(needed_bytes)
             raise
         self._overhead_bytes = needed_bytes
 
@@ -128,7 +193,7 @@ class ArenaTier:
             backed: Slots that have pages, or may have. They count, whether they fit the budget or not.
         """
         self._arena = arena
-        self._slots.resume(generations, backed)
+        self.slots.resume(generations, backed)
         self._overhead_bytes = self.needed_bytes
         self._budget.count(self._overhead_bytes)
         self.recovering = True
@@ -140,7 +205,7 @@ class ArenaTier:
         """
         if self._arena is None or self.recovering or self.usage.num_owned:
             return None
-        num_bytes, backed = self.usage.held_bytes, self._slots.reset(_num_possible_slots(self._budget, self.layout))
+        num_bytes, backed = self.usage.held_bytes, self.slots.reset(_num_possible_slots(self._budget, self.layout))
         detached = DetachedArena(self._arena, backed, num_bytes)
         self._arena, self._overhead_bytes, self._pages_stay = None, 0, False
         return detached
@@ -152,17 +217,17 @@ class ArenaTier:
             keep: Leave the file to the next daemon. Not if it has fewer slots than a new one would get.
         """
         if self._arena is not None:
-            is_kept = keep and self._slots.num_slots >= _num_possible_slots(self._budget, self.layout)
+            is_kept = keep and self.slots.num_slots >= _num_possible_slots(self._budget, self.layout)
             self._arena.close(unlink=not is_kept)
             self._arena = None
-            self._budget.give_back(self.usage.held_bytes)
+            self._budget.release(self.usage.held_bytes)
 
     # How full it is
 
     @property
     def usage(self) -> HostUsage:
-        """See `HostTier`."""
-        slots = self._slots
+        """How full the tier is now."""
+        slots = self.slots
         return HostUsage(
             row_bytes=slots.row_bytes,
             num_slots=slots.num_slots,
@@ -177,13 +242,19 @@ class ArenaTier:
 
     @property
     def num_takable(self) -> int:
-        """See `HostTier`."""
-        return self._slots.num_takable
+        """See `HostUsage`."""
+        return self.slots.num_takable
 
     # Resources: allocate -> seal -> verify -> commit | release; quarantine -> release
 
     async def allocate(self, num_slots: int) -> list[SlotRef]:
-        """See `HostTier`. Rows that are being preallocated are free in a moment: it waits for them before it evicts."""
+        """Take slots for a session to write, with pages and with their generation set; they are GRANTED.
+
+        First what is free, then new pages, then what is being preallocated, then what eviction frees.
+
+        Returns:
+            As many as can be had, at most `num_slots`; fewer when memory is short.
+        """
         refs = self._take_free(num_slots)
         if len(refs) < num_slots:
             self.ensure_takable(num_slots - len(refs))
@@ -201,7 +272,7 @@ class ArenaTier:
 
     def _take_free(self, num_slots: int) -> list[SlotRef]:
         refs: list[SlotRef] = []
-        while len(refs) < num_slots and (ref := self._slots.take(SlotState.GRANTED)) is not None:
+        while len(refs) < num_slots and (ref := self.slots.take(SlotState.GRANTED)) is not None:
             self.arena.set_generation(ref.slot, ref.generation)
             refs.append(ref)
         return refs
@@ -221,7 +292,7 @@ class ArenaTier:
     ) -> tuple[list[SlotRef], ArenaError | None, int]:
         """Take slots without pages and make these; return those that have them, why others have not, and how many."""
         refs: list[SlotRef] = []
-        while len(refs) < num_slots and (ref := self._slots.take_unbacked(state)) is not None:
+        while len(refs) < num_slots and (ref := self.slots.take_unbacked(state)) is not None:
             refs.append(ref)
         problem = None
         try:
@@ -229,25 +300,28 @@ class ArenaTier:
                 await self._in_thread(back, refs)
         except ArenaError as error:
             problem = error
-        refused = [ref for ref in refs if self._slots.lacks_pages(ref)]
+        refused = [ref for ref in refs if self.slots.lacks_pages(ref)]
         backed = refs[: len(refs) - len(refused)]
         for ref in backed:
             self.arena.set_generation(ref.slot, ref.generation)
         for ref in refused:
-            self._slots.release(ref)
+            self.slots.release(ref)
         return backed, problem, len(refused)
 
     def verify(self, ref: SlotRef, key: ChunkKey) -> int | None:
-        """See `HostTier`."""
-        if self._slots.matches(ref, SlotState.ORPHAN):
+        """Compute the checksum of a SEALING or ORPHAN row. Worker thread; blocks as long as reading it takes.
+
+        Returns:
+            None when it cannot hold the chunk: SEALING, and a writer has not stamped it with this key, generation and
+            length; or ORPHAN, and it has not all of its pages.
+        """
+        if self.slots.matches(ref, SlotState.ORPHAN):
             is_whole = self._back_orphans([ref]) == 1
         else:
             is_whole = self.arena.stamps_agree(ref.slot, key, ref.generation)
         return checksum_of(self.payload(ref, key)) if is_whole else None
 
-    def commit(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
-        """See `HostTier`."""
-        self._slots.commit(ref, key, checksum)
+    def _mark(self, ref: SlotRef, key: ChunkKey, checksum: int) -> None:
         self.arena.commit(ref.slot, key, ref.generation, checksum)
 
     def _uncommit(self, slot: int) -> None:
@@ -257,28 +331,41 @@ class ArenaTier:
     # Loads: reserve -> begin_load -> back -> commit | release
 
     def ensure_takable(self, num_slots: int) -> None:
-        """See `HostTier`."""
-        if num_slots > self._slots.num_takable:
-            num_new = min(num_slots - self._slots.num_free, self._slots.num_unbacked)
+        """Ask other namespaces for memory if fewer than `num_slots` slots could be taken; `num_takable` shows if so."""
+        if num_slots > self.slots.num_takable:
+            num_new = min(num_slots - self.slots.num_free, self.slots.num_unbacked)
             if num_new > 0:
                 self._find_bytes(num_new * self.layout.row_bytes)
 
     def begin_load(self, ref: SlotRef, key: ChunkKey) -> list[memoryview]:
-        """See `HostTier`."""
+        """Start a LOADING slot's generation: readers of an earlier one see that they lost it.
+
+        Returns:
+            See `payload`; not to be touched while the slot lacks pages.
+        """
         self.arena.set_generation(ref.slot, ref.generation)
         return self.payload(ref, key)
 
     def back(self, refs: Sequence[SlotRef], *, mapped: bool = True) -> int:
-        """See `HostTier`. Pages that only an engine is to touch need not be mapped here."""
+        """Make the pages of owned slots, in order, and map them unless only an engine is to touch them.
+
+        Worker thread; blocks about 0.3 ms per MiB.
+
+        Returns:
+            How many have them; fewer than asked for when memory ran out. The others stay as they are.
+
+        Raises:
+            ArenaError: The operating system refused for another reason; some may have got theirs.
+        """
         num_backed = self.arena.back([ref.slot for ref in refs])
         if mapped:
             self.arena.populate([ref.slot for ref in refs[:num_backed]])
         for ref in refs[:num_backed]:
-            self._slots.mark_backed(ref)
+            self.slots.mark_backed(ref)
         return num_backed
 
     def payload(self, ref: SlotRef, key: ChunkKey) -> list[memoryview]:
-        """See `HostTier`."""
+        """Return writable views of a chunk's bytes, in payload order. They keep the mapping alive: drop them soon."""
         return self.arena.payload(ref.slot, group_idx_of(key))
 
     # Capacity
@@ -298,43 +385,55 @@ class ArenaTier:
         async with self._preallocating:
             refs, _, num_refused = await self._take_new(num_slots, SlotState.BACKING, back)
             for ref in refs:
-                self._slots.release(ref)
+                self.slots.release(ref)
         return not num_refused
 
     def reclaim(self, num_bytes: int, *, evict: bool = True) -> None:
-        """See `HostTier`."""
+        """Drop the pages of FREE rows until `num_bytes` of the budget came free, or no such row is left.
+
+        None are dropped while a previous daemon's engine may read any row, and fewer than asked for when the file
+        system refuses: such rows stay FREE, with their pages.
+
+        Args:
+            num_bytes: What it comes to shows in the budget.
+            evict: Evict chunks of this namespace when free rows do not suffice, those of pinned prompts last.
+        """
         if self.recovering:
             return
         row_bytes = self.layout.row_bytes
         if evict:
             if self._pages_stay:  # one row says whether it works again: no more chunks shall go for nothing
                 num_bytes = min(num_bytes, row_bytes)
-            num_short = -(-num_bytes // row_bytes) - self._slots.num_free
+            num_short = -(-num_bytes // row_bytes) - self.slots.num_free
             if num_short > 0:
                 self._evict(num_short)
-        taken = self._slots.take_back_free(-(-num_bytes // row_bytes))
-        for num_done, slot in enumerate(taken):
-            try:
-                self.arena.unback([slot])
-            except ArenaError as error:  # it and the others keep their pages, and serve on
-                self._counters.io_errors_host_release += len(taken) - num_done
-                if not self._pages_stay:
-                    log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
-                self._pages_stay = True
-                self._slots.keep_free(taken[num_done:])
-                return
-            self._pages_stay = False
+        try:
+            self.slots.unback_free(-(-num_bytes // row_bytes), self._drop_pages)
+        except ArenaError as error:  # it and the others keep their pages, and serve on
+            self._counters.io_errors_host_release += 1
+            if not self._pages_stay:
+                log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
+            self._pages_stay = True
+
+    def _drop_pages(self, slot: int) -> None:
+        self.arena.unback([slot])
+        self._pages_stay = False
 
     # Orphans
 
     async def free_orphans(self, keep_bytes: int) -> FreedOrphans:
-        """See `HostTier`."""
-        orphans = self._slots.orphans()
+        """No process of the previous daemon's engines lives any longer: end its recovery, whatever became of its rows.
+
+        Args:
+            keep_bytes: ORPHAN rows of this many bytes become FREE, with their pages; the others UNBACKED. Rows whose
+                pages the file system does not take back stay ORPHAN, for the next daemon.
+        """
+        orphans = self.slots.orphans()
         num_kept = 0
         for batch in _batches(self.layout, orphans[: max(0, keep_bytes) // self.layout.row_bytes]):
             num_backed = await self._in_thread(self._back_orphans, batch)
             for ref in batch[:num_backed]:
-                self._slots.release(ref)
+                self.slots.release(ref)
             num_kept += num_backed
             if num_backed < len(batch):
                 break
@@ -346,7 +445,7 @@ class ArenaTier:
                 log_event(logger, "left_rows_not_released", level=logging.ERROR, problem=str(error))
                 break
             for ref in batch:
-                self._slots.release(ref, without_pages=True)
+                self.slots.release(ref, without_pages=True)
             num_unbacked += len(batch)
         self.recovering = False  # not before: nothing may close the arena, or give up its pages, meanwhile
         return FreedOrphans(num_free=num_kept, num_unbacked=num_unbacked)

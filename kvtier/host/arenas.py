@@ -29,9 +29,8 @@ from pathlib import Path
 from kvtier.core.arena_format import WORD_BYTES, entry_words
 from kvtier.core.slots import HostBudget
 from kvtier.errors import ArenaError, ArenaFullError
-from kvtier.host.arena_tier import ArenaTier, DetachedArena
-from kvtier.host.base import RunInThread, TaskOwner
-from kvtier.host.tenant import Tenant
+from kvtier.host.arena_tier import ArenaTier, DetachedArena, RunInThread
+from kvtier.host.tenant import TaskOwner, Tenant
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
@@ -167,7 +166,7 @@ class Arenas:
             await self._in_thread(_discard, detached)
         finally:
             self._num_closing -= 1
-            self._budget.give_back(detached.num_bytes)
+            self._budget.release(detached.num_bytes)
             self._top_up_all()
 
 

@@ -18,8 +18,7 @@ from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import HostBudget, SlotRef
 from kvtier.errors import ArenaError, TierIOError
 from kvtier.host.arena import Arena, left_arenas, left_header
-from kvtier.host.arena_tier import ORPHAN_BATCH_BYTES
-from kvtier.host.base import RunInThread
+from kvtier.host.arena_tier import ORPHAN_BATCH_BYTES, RunInThread
 from kvtier.host.session_locks import SessionLock
 from kvtier.host.tenant import Tenant
 from kvtier.obs.counters import Counters

@@ -1,11 +1,21 @@
 """A namespace, as those see it who work on the host tier over all namespaces."""
 
-from typing import Any, Protocol
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.host.arena_tier import ArenaTier
-from kvtier.host.base import TaskOwner
+
+T = TypeVar("T")
+
+
+class TaskOwner(Protocol):
+    """Runs coroutines to their end even if the caller is cancelled; see `kvtier/concurrency/tasks.py`."""
+
+    def complete(self, name: str, coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        """Return the coroutine's result."""
+        ...
 
 
 class Tenant(Protocol):

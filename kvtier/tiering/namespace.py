@@ -113,7 +113,7 @@ class Namespace:
         )
         packs = PackIndex(resources.holes.set)
         self.table: ChunkTable[StoredChunk] = ChunkTable(
-            self.host, self.cost, resources.host_clock, resources.disk_clock, packs.moved
+            self.host.slots, self.cost, resources.host_clock, resources.disk_clock, packs.moved
         )
         self.index = ChunkIndex(
             row.namespace_id,

@@ -1,4 +1,4 @@
-"""What `HostTier` promises, of the arena."""
+"""What `ArenaTier` promises."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

@@ -138,7 +138,7 @@ class Rig:
         """Commit chunks to host memory, as a store would; they are not spilled yet."""
         keys = []
         for number in numbers:
-            slots = self.namespace.host._slots
+            slots = self.namespace.host.slots
             ref = slots.take_unbacked(SlotState.GRANTED)
             assert ref is not None
             self.namespace.host.back([ref], mapped=False)

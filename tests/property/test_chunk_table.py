@@ -182,7 +182,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
 
     @rule(num_slots=st.integers(1, 3))
     def reclaim(self, num_slots: int) -> None:
-        self.slots.take_back_free(num_slots)
+        self.slots.unback_free(num_slots, lambda slot: None)
 
     @invariant()
     def conserved(self) -> None:

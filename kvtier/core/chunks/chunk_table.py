@@ -15,7 +15,7 @@ from kvtier.core.chunks.eviction import CostModel, EqualCosts, EvictionClock
 from kvtier.core.chunks.host_chunks import HostChunks
 from kvtier.core.chunks.host_queues import HostQueues
 from kvtier.core.layout import ChunkKey
-from kvtier.core.slots import Slots
+from kvtier.core.slots import SlotTable
 
 
 class ChunkTable(Generic[L]):
@@ -35,7 +35,7 @@ class ChunkTable(Generic[L]):
 
     def __init__(
         self,
-        slots: Slots,
+        slots: SlotTable,
         cost_model: CostModel[L] | None = None,
         host_clock: EvictionClock | None = None,
         disk_clock: EvictionClock | None = None,

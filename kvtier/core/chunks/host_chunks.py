@@ -8,7 +8,7 @@ from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
 from kvtier.core.chunks.disk_chunks import DiskChunks
 from kvtier.core.chunks.host_queues import HostQueues
 from kvtier.core.layout import ChunkKey
-from kvtier.core.slots import SlotRef, Slots, SlotState
+from kvtier.core.slots import SlotRef, SlotState, SlotTable
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class HostChunks(Generic[L]):
         disk: The half of the table that knows the disk.
     """
 
-    def __init__(self, slots: Slots, queues: HostQueues, chunks: Chunks[L], disk: DiskChunks[L]) -> None:
+    def __init__(self, slots: SlotTable, queues: HostQueues, chunks: Chunks[L], disk: DiskChunks[L]) -> None:
         self.slots, self.queues = slots, queues
         self._chunks, self._disk = chunks, disk
 

@@ -9,7 +9,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.disk.base import ChunkRead, DiskTier, StoredChunk
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
-from kvtier.host.base import HostTier
+from kvtier.host.arena_tier import ArenaTier
 from kvtier.obs import trace
 
 _PROGRESS_BYTES = 8 * 1024**2
@@ -61,7 +61,7 @@ class Batch:
         self,
         reads: Sequence[Read],
         *,
-        host: HostTier,
+        host: ArenaTier,
         disk: DiskTier,
         on_progress: Callable[["Batch"], None],
         is_preempted: Callable[[], bool],

@@ -438,7 +438,7 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
         async with next_life(config) as (stub, engine):
             await settled(stub, adopted=5)
             namespace = await cleared(cleared_up, 1)
-            assert all(namespace.host._slots.state(slot) is not SlotState.ORPHAN for slot in had_pages)
+            assert all(namespace.host.slots.state(slot) is not SlotState.ORPHAN for slot in had_pages)
             assert namespace.host.usage.num_free > 0
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
         with LeftArena(config) as left:

@@ -60,7 +60,7 @@ def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.M
 
 def have_pages(r: Rig, num_rows: int) -> None:
     """Rows are free that have their pages."""
-    taken = [r.namespace.host._slots.take_unbacked(SlotState.GRANTED) for _ in range(num_rows)]
+    taken = [r.namespace.host.slots.take_unbacked(SlotState.GRANTED) for _ in range(num_rows)]
     refs = [ref for ref in taken if ref is not None]
     assert r.namespace.host.back(refs) == num_rows
     for ref in refs:
