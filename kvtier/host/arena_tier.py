@@ -408,16 +408,13 @@ class ArenaTier:
             if num_short > 0:
                 self._evict(num_short)
         try:
-            self.slots.unback_free(-(-num_bytes // row_bytes), self._drop_pages)
+            self.slots.unback_free(-(-num_bytes // row_bytes), lambda slot: self.arena.unback([slot]))
+            self._pages_stay = False
         except ArenaError as error:  # it and the others keep their pages, and serve on
             self._counters.io_errors_host_release += 1
             if not self._pages_stay:
                 log_event(logger, "arena_not_released", level=logging.ERROR, problem=str(error))
             self._pages_stay = True
-
-    def _drop_pages(self, slot: int) -> None:
-        self.arena.unback([slot])
-        self._pages_stay = False
 
     # Orphans
 

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from kvtier.concurrency.changes import Changes
@@ -21,9 +20,6 @@ from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ArenaError, DrainingError, KvtierError, StuckError
 from kvtier.host.arena import sweep_arena_directory
-from kvtier.host.arenas import Arenas, max_open_arenas
-from kvtier.host.preallocation import Preallocator
-from kvtier.host.recovery import Recovery
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import BindingRow, Ledger, PromptRow
 from kvtier.obs.counters import Counters
@@ -31,7 +27,8 @@ from kvtier.obs.log import log_event
 from kvtier.obs.timings import Timings, watch_loop_lag
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
-from kvtier.prompts.prefetch import Prefetcher, rank_pinned
+from kvtier.prompts.prefetch import Prefetcher
+from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.startup import load_from_disk
 from kvtier.sessions.engine_peer import EngineHello, EnginePeer
@@ -43,6 +40,8 @@ from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 from kvtier.upkeep.compactor import Compactor
 from kvtier.upkeep.ledger_upkeep import LedgerUpkeep
+from kvtier.upkeep.preallocation import Preallocator
+from kvtier.upkeep.recovery import Recovery
 from kvtier.upkeep.scratch_folder import sweep_scratch
 from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 
@@ -73,15 +72,7 @@ class Cache:
             retry_refused=self.registry.retry_refused,
         )
         self.scrubber = Scrubber(resources, self.registry.all_tiers, config.disk.disk_dir / CURSOR_FILE)
-        self.arenas = Arenas(
-            config.host.arena_dir,
-            resources.budget,
-            self.namespaces,
-            in_thread=resources.in_io,
-            tasks=self._tasks,
-            top_up_all=self._top_up_all,
-            max_open=max_open_arenas(),
-        )
+        self.arenas = Arenas(resources, self.namespaces, self._tasks, self._top_up_all)
         self._draining = False
         self._sessions: list[Session] = []  # quarantined ones too
         self._verified = asyncio.Event()  # nothing of a previous daemon's memory comes to be served from now on
@@ -109,12 +100,12 @@ class Cache:
         resources = Resources.create(config, disk, Ledger.open(ledger_path), counters, timings)
         cache = cls(config, resources)
         await load_from_disk(resources, cache.namespaces, cache.prompts, cache.registry.open, disk)
-        recovery = cache._new_recovery()
-        await recovery.open(config.host.arena_dir)
+        recovery = Recovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
+        await recovery.open()
         cache._tasks.start("recovery", cache._recover_memory(recovery))
         cache._tasks.start("expiry", cache.pins.expire())
         cache._tasks.start("room", cache._keep_capacity())
-        cache._tasks.start("preallocation", cache._new_preallocator().run())
+        cache._tasks.start("preallocation", Preallocator(resources, cache.namespaces).run())
         cache._tasks.start("ledger-upkeep", LedgerUpkeep(cache.resources).run())
         cache._tasks.start("probe", cache.resources.disk_health.run())
         cache._tasks.start("pin-watch", cache.pins.watch.run())
@@ -125,31 +116,6 @@ class Cache:
         if config.disk.scrub_bytes_per_s:
             cache._tasks.start("scrub", cache.scrubber.run())
         return cache
-
-    def _new_recovery(self) -> Recovery:
-        resources, config = self.resources, self.config.host
-        return Recovery(
-            self.namespaces,
-            budget=resources.budget,
-            counters=resources.counters,
-            in_thread=resources.in_io,
-            rank=partial(rank_pinned, self.prompts),
-            top_up_all=self._top_up_all,
-            preallocated_bytes=config.preallocated_bytes,
-            low_watermark_bytes=config.low_watermark_bytes,
-            max_arenas=self.arenas.max_open,
-        )
-
-    def _new_preallocator(self) -> Preallocator:
-        resources, config = self.resources, self.config.host
-        return Preallocator(
-            self.namespaces.values,
-            budget=resources.budget,
-            preallocated_bytes=config.preallocated_bytes,
-            low_watermark_bytes=config.low_watermark_bytes,
-            until_quiet=resources.traffic.until_quiet,
-            prepare=partial(resources.in_io, resources.disk.prepare_reads),
-        )
 
     async def _recover_memory(self, recovery: Recovery) -> None:
         """Serve what a previous daemon left in host memory, then bring in what is missing, then clear up after it."""
@@ -163,7 +129,7 @@ class Cache:
 
     def _prefetch(self, namespaces: Iterable[Namespace]) -> None:
         if self.config.host.prefetch:
-            prewarmer = Prefetcher(self.prompts, self.arenas.open_if_room)
+            prewarmer = Prefetcher(self.prompts, self.arenas.open_if_it_fits)
             self._tasks.start("prefetch", prewarmer.run(list(namespaces)))
 
     @property

@@ -19,11 +19,12 @@ from unittest import mock
 
 import kvtier.concurrency.turns
 import kvtier.core.chunks.acquire
-import kvtier.host.recovery
 import kvtier.prompts.pins
+import kvtier.service.arenas
 import kvtier.service.cache
 import kvtier.sessions.session
 import kvtier.tiering.write_back
+import kvtier.upkeep.recovery
 from kvtier.config import DaemonConfig
 from kvtier.disk import tier_health
 from kvtier.errors import KvtierError
@@ -123,11 +124,11 @@ class LivingService:
         for module, name, value in (
             (kvtier.prompts.pins, "_EXPIRY_POLL_S", 1e6),
             (kvtier.service.cache, "_CAPACITY_POLL_S", 1e6),
-            (kvtier.service.cache, "max_open_arenas", lambda: self._max_arenas),
+            (kvtier.service.arenas, "max_open_arenas", lambda: self._max_arenas),
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.prompts.pins, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.sessions.session, "_LOCK_POLL_S", 0.001),
-            (kvtier.host.recovery, "_LOCK_POLL_S", 0.001),
+            (kvtier.upkeep.recovery, "_LOCK_POLL_S", 0.001),
             (kvtier.tiering.write_back, "_RETRY_S", 0.001),
             (kvtier.concurrency.turns, "SLICE_KEYS", 2),
             (kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2),

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import kvtier.host.preallocation
+import kvtier.upkeep.preallocation
 from kvtier.config import DaemonConfig
 from kvtier.config.model import StoreMode
 from kvtier.core.fingerprint import namespace_id
@@ -660,7 +660,7 @@ def keys_of(engine: InProcessEngine, chosen: Sequence[int]) -> list[ChunkKey]:
 @pytest.fixture(autouse=True)
 def spare_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made at once."""
-    monkeypatch.setattr(kvtier.host.preallocation, "_POLL_S", 0.002)
+    monkeypatch.setattr(kvtier.upkeep.preallocation, "_POLL_S", 0.002)
 
 
 TestWholeService = pytest.mark.timeout(120 + 3 * NUM_EXAMPLES)(WholeServiceMachine.TestCase)

@@ -20,9 +20,9 @@ import pytest
 
 from kvtier.errors import ArenaError, ArenaFullError
 from kvtier.host.arena import Arena
-from kvtier.host.arenas import max_open_arenas
 from kvtier.pages import PageOps
 from kvtier.prompts.book import RequestedPin
+from kvtier.service.arenas import max_open_arenas
 from kvtier.service.cache import Cache
 from kvtier.tiering.namespace import Namespace
 from tests.fakes.in_process_engine import InProcessEngine
@@ -45,7 +45,7 @@ async def cache_in(
     folder: Path, *, host_bytes: int = 1 << 20, max_open: int = MAX_OPEN, prefetch: bool = False, keep: bool = False
 ) -> AsyncIterator[Cache]:
     config = config_in(folder, host_bytes=host_bytes)
-    with patch("kvtier.service.cache.max_open_arenas", lambda: max_open):
+    with patch("kvtier.service.arenas.max_open_arenas", lambda: max_open):
         cache = await Cache.open(replace(config, host=replace(config.host, prefetch=prefetch, keep_arena=keep)))
     try:
         await cache._verified.wait()

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-import kvtier.host.preallocation
+import kvtier.host.arena_tier
 import kvtier.sessions.session
 import kvtier.tiering.namespace
+import kvtier.upkeep.preallocation
 from kvtier.core.slots import SlotState
 from kvtier.tiering.namespace import Namespace
+from kvtier.upkeep.preallocation import Preallocator
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps, turns
 from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
@@ -26,15 +28,15 @@ OTHER = hello_of("other", weights="2")
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvtier.host.preallocation, "_POLL_S", 0.002)
-    monkeypatch.setattr(kvtier.host.preallocation, "_RETRY_S", 0.002)
+    monkeypatch.setattr(kvtier.upkeep.preallocation, "_POLL_S", 0.002)
+    monkeypatch.setattr(kvtier.upkeep.preallocation, "_RETRY_S", 0.002)
 
 
 @asynccontextmanager
 async def spare_rig(folder: Path, spare_rows: int = SPARE_ROWS, **settings: Any) -> AsyncIterator[Rig]:
     """A rig of 128 rows of 8 KiB, of which some are made in the background while they are free."""
     async with rig(folder, preallocated_bytes=spare_rows * ROW_BYTES, **settings) as r:
-        running = asyncio.create_task(r.cache._new_preallocator().run())
+        running = asyncio.create_task(Preallocator(r.resources, r.cache.namespaces).run())
         try:
             yield r
         finally:
@@ -100,7 +102,7 @@ def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch:
             (session,) = r.cache.sessions
             r.cache.end(session)
             await eventually(lambda: not r.namespace.sessions)
-            running = asyncio.create_task(r.cache._new_preallocator().run())
+            running = asyncio.create_task(Preallocator(r.resources, r.cache.namespaces).run())
             await a_second(loop, r)
             assert calls == []
             await r.session()

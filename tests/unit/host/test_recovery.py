@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import kvtier.host.recovery
+import kvtier.upkeep.recovery
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of, num_slots_within
@@ -20,11 +20,11 @@ from kvtier.core.slots import SlotState
 from kvtier.disk.base import ChunkRead
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import TierIOError
-from kvtier.host.recovery import Recovery
 from kvtier.pages import PageOps
 from kvtier.service.cache import Cache
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.tiering.namespace import Namespace
+from kvtier.upkeep.recovery import Recovery
 from tests.fakes.chunks import layout_of
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import Gate, gated
@@ -554,12 +554,12 @@ def test_an_evicted_chunk_does_not_come_back(tmp_path: Path) -> None:
 @contextmanager
 def held_verification(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Rows are not verified until the gate is opened."""
-    original = kvtier.host.recovery._intact
+    original = kvtier.upkeep.recovery._intact
 
     class Verifier:
         intact = staticmethod(original)
 
-    monkeypatch.setattr(kvtier.host.recovery, "_intact", lambda batch: Verifier.intact(batch))
+    monkeypatch.setattr(kvtier.upkeep.recovery, "_intact", lambda batch: Verifier.intact(batch))
     with gated(monkeypatch, Verifier, "intact") as gate:
         yield gate
 

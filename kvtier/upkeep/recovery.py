@@ -9,20 +9,22 @@ its content); taking pages away from under a reader is not, so none are taken un
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.core.arena_format import ArenaGeometry, SlotEntry, key_tag_of
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
-from kvtier.core.slots import HostBudget, SlotRef
+from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, TierIOError
 from kvtier.host.arena import Arena, left_arenas, left_header
-from kvtier.host.arena_tier import ORPHAN_BATCH_BYTES, RunInThread
+from kvtier.host.arena_tier import ORPHAN_BATCH_BYTES
 from kvtier.host.session_locks import SessionLock
-from kvtier.host.tenant import Tenant
-from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
+from kvtier.prompts.book import PromptBook
+from kvtier.prompts.prefetch import rank_pinned
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -61,45 +63,37 @@ class Recovery:
     """Runs once per daemon, on the loop thread: `open` before anything is served, then `verify`, then `release`.
 
     Args:
-        namespaces: Those that the ledger has.
-        budget: Shared by all of them.
-        counters: Of slots.
-        in_thread: Runs blocking calls.
-        rank: Returns a namespace's pinned chunks, each with a number: the more important, the higher.
-        top_up_all: Called when rows have come free.
-        preallocated_bytes: Of rows that keep their pages, over all namespaces.
-        low_watermark_bytes: Up to which they do.
+        resources: Budget, counters, threads and configuration.
+        namespaces: Those that the ledger has, by id.
+        prompts: What is pinned, and how important it is.
         max_arenas: At most this many are taken over.
+        top_up_all: Called when rows have come free.
     """
 
     def __init__(
         self,
-        namespaces: Mapping[str, Tenant],
-        *,
-        budget: HostBudget,
-        counters: Counters,
-        in_thread: RunInThread,
-        rank: Callable[[str], Awaitable[Mapping[ChunkKey, int]]],
-        top_up_all: Callable[[], None],
-        preallocated_bytes: int,
-        low_watermark_bytes: int,
+        resources: Resources,
+        namespaces: Mapping[str, Namespace],
+        prompts: PromptBook,
         max_arenas: int,
+        top_up_all: Callable[[], None],
     ) -> None:
-        self._namespaces, self._budget, self._counters, self._in_thread = namespaces, budget, counters, in_thread
-        self._rank, self._top_up_all, self._max_arenas = rank, top_up_all, max_arenas
-        self._preallocated_bytes, self._low_watermark_bytes = preallocated_bytes, low_watermark_bytes
+        self._resources, self._namespaces, self._prompts = resources, namespaces, prompts
+        self._max_arenas, self._top_up_all = max_arenas, top_up_all
+        self._in_thread, self._counters = resources.in_io, resources.counters
         self._locks: list[SessionLock] = []
-        self._recovering: list[Tenant] = []
+        self._recovering: list[Namespace] = []
         self._entries: dict[str, list[SlotEntry]] = {}
 
-    async def open(self, directory: Path) -> None:
+    async def open(self) -> None:
         """Map the arenas that fit a namespace, drop the others, and learn which sessions' locks are held.
 
         Reads headers and slot tables only, no rows. Of more arenas than there are descriptors for, those that were used
         last are taken over.
         """
+        directory = self._resources.config.host.arena_dir
         self._locks = await self._in_thread(SessionLock.left_in, directory)
-        found: list[tuple[Tenant, Path]] = []
+        found: list[tuple[Namespace, Path]] = []
         for path in await self._in_thread(left_arenas, directory):
             try:
                 found.append((self._home_of(await self._in_thread(left_header, path), path), path))
@@ -118,7 +112,7 @@ class Recovery:
         log_event(logger, "arena_dropped", level=logging.WARNING, problem=str(why))
         await self._in_thread(_unlink, path)
 
-    async def _take(self, namespace: Tenant, path: Path) -> None:
+    async def _take(self, namespace: Namespace, path: Path) -> None:
         if namespace.host.is_open:
             raise ArenaError(f"{path} is a second arena of namespace {namespace.namespace_id}")
         if len(self._recovering) >= self._max_arenas:
@@ -132,7 +126,7 @@ class Recovery:
         self._recovering.append(namespace)
         self._entries[namespace.namespace_id] = [entry for entry in entries if entry.mark]
 
-    def _home_of(self, geometry: ArenaGeometry, path: Path) -> Tenant:
+    def _home_of(self, geometry: ArenaGeometry, path: Path) -> Namespace:
         namespace = self._namespaces.get(geometry.namespace_id)
         if namespace is None:
             raise ArenaError(f"{path} belongs to namespace {geometry.namespace_id}, which is not in the ledger")
@@ -154,7 +148,7 @@ class Recovery:
         """Read the marked rows, the most valuable first, and serve those whose bytes are right."""
         wanted = await self._marked_rows()
         while wanted:
-            batch, num_bytes = list[tuple[Tenant, OrphanRow]](), 0
+            batch, num_bytes = list[tuple[Namespace, OrphanRow]](), 0
             while wanted and num_bytes < ORPHAN_BATCH_BYTES:
                 batch.append(wanted.pop())
                 num_bytes += batch[-1][0].layout.row_bytes
@@ -164,16 +158,16 @@ class Recovery:
             slots, doubtful = self._counters.slots_adopted, self._counters.slots_doubtful
             log_event(logger, "adopted", slots=slots, doubtful=doubtful)
 
-    async def _marked_rows(self) -> list[tuple[Tenant, OrphanRow]]:
+    async def _marked_rows(self) -> list[tuple[Namespace, OrphanRow]]:
         """Return all rows to verify, the most valuable last."""
-        found: list[tuple[tuple[bool, float, int], Tenant, OrphanRow]] = []
+        found: list[tuple[tuple[bool, float, int], Namespace, OrphanRow]] = []
         for namespace_id, entries in self._entries.items():
             namespace = self._namespaces[namespace_id]
             known = [chunk.key for chunk in namespace.table if chunk.location is not None or chunk.num_pins]
             by_tag = await self._in_thread(index_by_tag, known)
             orphans = read_orphan_rows(entries, by_tag, namespace.layout)
             self._reject(namespace, orphans.doubtful)
-            rank = await self._rank(namespace_id)
+            rank = await rank_pinned(self._prompts, namespace_id)
             for row in orphans.rows:
                 value = (row.key in rank, namespace.seen_unix_s, rank.get(row.key, 0))
                 found.append((value, namespace, row))
@@ -181,9 +175,9 @@ class Recovery:
         found.sort(key=lambda item: item[0])
         return [(namespace, row) for _, namespace, row in found]
 
-    def _commit(self, batch: Sequence[tuple[Tenant, OrphanRow]], intact: Sequence[bool]) -> None:
+    def _commit(self, batch: Sequence[tuple[Namespace, OrphanRow]], intact: Sequence[bool]) -> None:
         # host_bytes may be less than it was: then not all fit beside what stays.
-        free_bytes = self._budget.limit_bytes - self._taken_bytes()
+        free_bytes = self._resources.budget.limit_bytes - self._taken_bytes()
         for (namespace, row), is_intact in zip(batch, intact, strict=True):
             chunk = namespace.table.get(row.key)
             location = chunk.location if chunk is not None else None
@@ -199,9 +193,9 @@ class Recovery:
     def _taken_bytes(self) -> int:
         """Return what is taken beside orphans."""
         usages = [namespace.host.usage for namespace in self._recovering]
-        return self._budget.used_bytes - sum(usage.num_orphans * usage.row_bytes for usage in usages)
+        return self._resources.budget.used_bytes - sum(usage.num_orphans * usage.row_bytes for usage in usages)
 
-    def _reject(self, namespace: Tenant, slots: Sequence[int]) -> None:
+    def _reject(self, namespace: Namespace, slots: Sequence[int]) -> None:
         self._counters.slots_doubtful += len(slots)
         for slot in slots:
             namespace.host.arena.uncommit(slot)
@@ -220,7 +214,8 @@ class Recovery:
             await asyncio.sleep(_LOCK_POLL_S)
             await self._ask_locks()
         # As much keeps its pages as would be made again for one engine.
-        num_rows, preallocated_bytes = 0, min(self._preallocated_bytes, self._low_watermark_bytes - self._taken_bytes())
+        config, num_rows = self._resources.config.host, 0
+        preallocated_bytes = min(config.preallocated_bytes, config.low_watermark_bytes - self._taken_bytes())
         for namespace in sorted(self._recovering, key=lambda each: (each.live, each.seen_unix_s), reverse=True):
             freed = await namespace.host.free_orphans(preallocated_bytes)
             preallocated_bytes -= freed.num_free * namespace.layout.row_bytes
@@ -268,13 +263,13 @@ def _rank_bytes(layout: KVLayout, key: ChunkKey) -> int | None:
     return layout.group(group_idx).useful_bytes if group_idx in layout.group_indexes() else None
 
 
-def _reopen(namespace: Tenant, path: Path) -> tuple[Arena, list[SlotEntry]]:
+def _reopen(namespace: Namespace, path: Path) -> tuple[Arena, list[SlotEntry]]:
     """Worker thread."""
     arena = Arena.reopen(path, namespace.layout)
     return arena, arena.entries()
 
 
-def _intact(batch: Iterable[tuple[Tenant, OrphanRow]]) -> list[bool]:
+def _intact(batch: Iterable[tuple[Namespace, OrphanRow]]) -> list[bool]:
     """Worker thread: say of each row whether its bytes are those of its mark."""
     return [namespace.host.verify(row.ref, row.key) == row.checksum for namespace, row in batch]
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
-from kvtier.core.slots import HostBudget, SlotRef
+from kvtier.core.slots import SlotRef
 from kvtier.errors import DrainingError
-from kvtier.host.tenant import Tenant
 from kvtier.obs import trace
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
 
 _SLICE_BYTES = 8 * 1024**2
 """Made at once: 4 ms of one core."""
@@ -30,45 +31,31 @@ class Preallocator:
     when they are short. Loop thread only.
 
     Args:
-        namespaces: Those there are now.
-        budget: Shared by all namespaces.
-        preallocated_bytes: Of free rows with pages that each namespace with an engine shall have.
-        low_watermark_bytes: Of the budget: not above that.
-        until_quiet: Returns when no request waits for the disk.
-        prepare: Called once, before the first rows.
+        resources: Budget, threads, traffic and configuration.
+        namespaces: By id; they come and go.
     """
 
-    def __init__(
-        self,
-        namespaces: Callable[[], Iterable[Tenant]],
-        *,
-        budget: HostBudget,
-        preallocated_bytes: int,
-        low_watermark_bytes: int,
-        until_quiet: Callable[[], Awaitable[None]],
-        prepare: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._namespaces, self._budget = namespaces, budget
-        self._preallocated_bytes, self._low_watermark_bytes = preallocated_bytes, low_watermark_bytes
-        self._until_quiet, self._prepare = until_quiet, prepare
+    def __init__(self, resources: Resources, namespaces: Mapping[str, Namespace]) -> None:
+        self._resources, self._namespaces = resources, namespaces
+        self._preallocated_bytes = resources.config.host.preallocated_bytes
 
     async def run(self) -> None:
         """Make rows where they are short, until cancelled."""
         is_prepared = False
         while self._preallocated_bytes:
             await asyncio.sleep(_POLL_S)
-            if not is_prepared and any(namespace.live for namespace in self._namespaces()):
-                await self._prepare()
+            if not is_prepared and any(namespace.live for namespace in self._namespaces.values()):
+                await self._resources.in_io(self._resources.disk.prepare_reads)
                 is_prepared = True
-            for namespace in list(self._namespaces()):
+            for namespace in list(self._namespaces.values()):
                 while self._num_short(namespace):
-                    await self._until_quiet()
+                    await self._resources.traffic.until_quiet()
                     began_s = time.monotonic()
                     has_memory = await self._made(namespace)
                     pause_s = _PAUSE_RATIO * (time.monotonic() - began_s)
                     await asyncio.sleep(pause_s if has_memory else _RETRY_S)
 
-    async def _made(self, namespace: Tenant) -> bool:
+    async def _made(self, namespace: Namespace) -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""
         try:
             return await namespace.tasks.complete("preallocation", self._make(namespace))
@@ -80,15 +67,15 @@ class Preallocator:
                 raise
             return True  # it was the namespace that closed
 
-    def _num_short(self, namespace: Tenant) -> int:
+    def _num_short(self, namespace: Namespace) -> int:
         if not namespace.live or not namespace.host.is_open or namespace.host.recovering:
             return 0
         usage = namespace.host.usage
         num_wanted = self._preallocated_bytes // usage.row_bytes - usage.num_free
-        num_affordable = (self._low_watermark_bytes - self._budget.used_bytes) // usage.row_bytes
-        return max(0, min(num_wanted, num_affordable, usage.num_slots - usage.num_backed))
+        free_bytes = self._resources.config.host.low_watermark_bytes - self._resources.budget.used_bytes
+        return max(0, min(num_wanted, free_bytes // usage.row_bytes, usage.num_slots - usage.num_backed))
 
-    async def _make(self, namespace: Tenant) -> bool:
+    async def _make(self, namespace: Namespace) -> bool:
         host = namespace.host
         num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, host.num_takable // _SLICE_SHARE))
         num_rows = min(num_rows, _SLICE_ROWS, self._num_short(namespace))

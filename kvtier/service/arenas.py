@@ -4,9 +4,9 @@ An arena takes shared memory (rows, slot table, header page) and two descriptors
 
     NONE        no file; chunks are on disk only
     SERVING     a session is attached, or an ended one whose lock a process of its engine still holds
-    IDLE        no session; chunks in memory are ordinary cache or on disk, or on their way there
+    IDLE        no session; chunks in memory are unpinned, on disk, or on their way there
     TAKEN OVER  a previous daemon left it, and a process may still hold a session lock of that daemon (`recovering`)
-    CLOSING     a worker thread gives its pages back and unlinks it; its bytes count until that is done
+    CLOSING     a worker thread drops its pages and unlinks it; its bytes count until that is done
 
     NONE --attach, prefetch--> SERVING, IDLE    the header and slot table are counted before the file is made
     SERVING --last lock released--> IDLE       until then processes may read and write rows
@@ -23,15 +23,15 @@ still maps a closed file keeps a valid mapping: the path is unlinked, and the fi
 
 import logging
 import resource
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
+from kvtier.concurrency.tasks import Tasks
 from kvtier.core.arena_format import WORD_BYTES, entry_words
-from kvtier.core.slots import HostBudget
 from kvtier.errors import ArenaError, ArenaFullError
-from kvtier.host.arena_tier import ArenaTier, DetachedArena, RunInThread
-from kvtier.host.tenant import TaskOwner, Tenant
+from kvtier.host.arena_tier import DetachedArena
 from kvtier.obs.log import log_event
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +53,20 @@ class Arenas:
     """Opens and closes arenas over all namespaces. Loop thread only.
 
     Args:
-        directory: Of the files.
-        budget: Shared by all namespaces.
+        resources: Budget, threads and configuration.
         namespaces: By id; they come and go.
-        in_thread: Runs the calls that give pages back.
         tasks: Closing goes on in one of these when the caller is cancelled.
         top_up_all: Called when memory has come free.
+
+    Attributes:
         max_open: At most this many at once.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        budget: HostBudget,
-        namespaces: Mapping[str, Tenant],
-        *,
-        in_thread: RunInThread,
-        tasks: TaskOwner,
-        top_up_all: Callable[[], None],
-        max_open: int,
+        self, resources: Resources, namespaces: Mapping[str, Namespace], tasks: Tasks, top_up_all: Callable[[], None]
     ) -> None:
-        self._directory, self._budget, self._namespaces = directory, budget, namespaces
-        self._in_thread, self._tasks, self._top_up_all = in_thread, tasks, top_up_all
-        self.max_open = max_open
+        self._resources, self._namespaces, self._tasks, self._top_up_all = resources, namespaces, tasks, top_up_all
+        self.max_open = max_open_arenas()
         self._num_closing = 0
 
     @property
@@ -83,7 +74,7 @@ class Arenas:
         """Arenas that have descriptors."""
         return self._num_closing + sum(namespace.host.is_open for namespace in self._namespaces.values())
 
-    async def open(self, namespace: Tenant) -> None:
+    async def open(self, namespace: Namespace) -> None:
         """Make the namespace's arena if there is none; idle ones are closed if they are in the way.
 
         Nothing else runs between its return and the caller's next `await`: a session attached until then keeps it.
@@ -92,7 +83,7 @@ class Arenas:
             ArenaFullError: host.bytes, the file system or the descriptors have no place for it; the message says which.
             ArenaError: The file cannot be made.
         """
-        _check_fits(namespace.host, self._budget)
+        self._check_fits(namespace)
         while not namespace.host.is_open:
             try:
                 self._check_descriptors()
@@ -101,22 +92,22 @@ class Arenas:
                 if not await self._close_longest_unused():
                     raise
 
-    def open_if_room(self, namespace: Tenant) -> bool:
+    def open_if_it_fits(self, namespace: Namespace) -> bool:
         """Make the namespace's arena if nothing has to make way for it; say whether there is one.
 
         Raises:
             ArenaError: The file cannot be made.
         """
         if not namespace.host.is_open:
-            has_memory = namespace.host.needed_bytes + namespace.layout.row_bytes <= self._budget.free_bytes
+            has_memory = namespace.host.needed_bytes + namespace.layout.row_bytes <= self._resources.budget.free_bytes
             if not has_memory or self.num_open >= self.max_open:
                 return False
-            _check_fits(namespace.host, self._budget)
+            self._check_fits(namespace)
             self._open(namespace)
         return True
 
-    def _open(self, namespace: Tenant) -> None:
-        namespace.host.open(self._directory)
+    def _open(self, namespace: Namespace) -> None:
+        namespace.host.open(self._resources.config.host.arena_dir)
         namespace.arena_changed()
 
     def _check_descriptors(self) -> None:
@@ -135,39 +126,42 @@ class Arenas:
 
     async def _close_longest_unused(self) -> bool:
         """Close an idle arena; say whether there was one that could be closed."""
-        for namespace in sorted(self._idle(), key=lambda each: each.seen_unix_s):
+        idle = [each for each in self._namespaces.values() if each.is_idle and not each.unwritten_bytes]
+        for namespace in sorted(idle, key=lambda each: each.seen_unix_s):
             if namespace.is_idle and await self._close(namespace):
                 return True
         return False
 
-    def _idle(self) -> Iterable[Tenant]:
-        return (each for each in self._namespaces.values() if each.is_idle and not each.unwritten_bytes)
-
-    async def _close(self, namespace: Tenant) -> bool:
+    async def _close(self, namespace: Namespace) -> bool:
         if not await namespace.evict_all() or not namespace.is_idle:
             return False
         detached = namespace.host.detach()
         if detached is None:
             return False
         namespace.arena_changed()
-        log_event(
-            logger,
-            "arena_closed",
-            namespace=namespace.namespace_id,
-            model=namespace.model,
-            path=detached.arena.path,
-        )
+        path, model = detached.arena.path, namespace.model
+        log_event(logger, "arena_closed", namespace=namespace.namespace_id, model=model, path=path)
         self._num_closing += 1
-        await self._tasks.complete("close-arena", self._give_back(detached))
+        await self._tasks.complete("close-arena", self._discard(detached))
         return True
 
-    async def _give_back(self, detached: DetachedArena) -> None:
+    async def _discard(self, detached: DetachedArena) -> None:
         try:
-            await self._in_thread(_discard, detached)
+            await self._resources.in_io(_discard, detached)
         finally:
             self._num_closing -= 1
-            self._budget.release(detached.num_bytes)
+            self._resources.budget.release(detached.num_bytes)
             self._top_up_all()
+
+    def _check_fits(self, namespace: Namespace) -> None:
+        """Refuse what no arena within host.bytes could hold: not even one row."""
+        layout = namespace.layout
+        if namespace.host.usage.num_slots < 1:
+            raise ArenaFullError(
+                f"one chunk of this model takes {layout.row_bytes} bytes and, with {layout.num_ranks} ranks, "
+                f"{entry_words(layout.num_ranks) * WORD_BYTES} bytes of the slot table; host.bytes is "
+                f"{self._resources.budget.limit_bytes}; raise host.bytes"
+            )
 
 
 def _discard(detached: DetachedArena) -> None:
@@ -180,14 +174,3 @@ def _discard(detached: DetachedArena) -> None:
         detached.arena.close(unlink=True)
     except OSError as error:
         log_event(logger, "arena_not_dropped", level=logging.WARNING, path=detached.arena.path, problem=str(error))
-
-
-def _check_fits(tier: ArenaTier, budget: HostBudget) -> None:
-    """Refuse what no arena within host.bytes could hold: not even one row."""
-    layout = tier.layout
-    if tier.usage.num_slots < 1:
-        raise ArenaFullError(
-            f"one chunk of this model takes {layout.row_bytes} bytes and, with {layout.num_ranks} ranks, "
-            f"{entry_words(layout.num_ranks) * WORD_BYTES} bytes of the slot table; host.bytes is "
-            f"{budget.limit_bytes}; raise host.bytes"
-        )
