@@ -32,7 +32,7 @@ def _read_host(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) ->
     budget = cache.resources.budget
     gauges.host_used_bytes, gauges.host_limit_bytes = budget.used_bytes, budget.limit_bytes
     for namespace in namespaces:
-        num_pinned, row_bytes = namespace.table.host.queues.num_pinned, namespace.layout.row_bytes
+        num_pinned, row_bytes = len(namespace.table.host.pinned), namespace.layout.row_bytes
         num_unpinned = namespace.table.host.num_chunks - num_pinned
         gauges.host_pinned_chunks += num_pinned
         gauges.host_unpinned_chunks += num_unpinned

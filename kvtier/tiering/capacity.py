@@ -148,7 +148,7 @@ class Capacity:
         spent: set[str] = set()
         while excess_bytes > 0:
             holders = [each for each in self._namespaces.values() if each.namespace_id not in spent]
-            holders = [each for each in holders if each.table.host.queues.lowest_value is not None]
+            holders = [each for each in holders if each.table.host.unpinned.lowest() is not None]
             if not holders:
                 break
             holder = min(holders, key=lambda each: (each.live, _host_rank(each)))
@@ -199,8 +199,8 @@ def _first(
 
 
 def _host_rank(namespace: Namespace) -> tuple[bool, float]:
-    """Return what its next chunk to leave host memory is worth: pinned ones come after all unpinned ones."""
-    unpinned, pinned = namespace.table.host.queues.lowest_value, namespace.table.host.queues.lowest_pinned_value
+    """Return what its next chunk to leave host memory is worth; pinned ones come last."""
+    unpinned, pinned = namespace.table.host.unpinned.lowest(), namespace.table.host.pinned.lowest()
     if unpinned is not None:
         return False, unpinned
     return True, float("inf") if pinned is None else pinned

@@ -126,12 +126,12 @@ class ChunkTableMachine(RuleBasedStateMachine):
     def evict_cheapest(self, num_slots: int, unpinned_only: bool) -> None:
         evictable = [chunk.key for chunk in self.table if chunk.evictable]
         unpinned = [key for key in evictable if key not in self.pinned]
-        pinned_before = self.table.host.queues.num_pinned
+        pinned_before = len(self.table.host.pinned)
         evicted = self.table.host.evict_cheapest(num_slots, unpinned_only=unpinned_only)
         assert evicted.num_slots == min(num_slots, len(unpinned if unpinned_only else evictable))
         assert not self.pinned & set(evicted.lost), "what is pinned and not on disk is not evicted"
         assert not any(self.table.holds(key) for key in evicted.lost)
-        num_pinned_gone = pinned_before - self.table.host.queues.num_pinned
+        num_pinned_gone = pinned_before - len(self.table.host.pinned)
         assert num_pinned_gone == evicted.num_slots - min(num_slots, len(unpinned)), "pinned ones go last"
 
     @rule(key=any_key)

@@ -13,7 +13,6 @@ from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
 from kvtier.core.chunks.disk_chunks import DiskChunks
 from kvtier.core.chunks.eviction import CostModel, EqualCosts, EvictionClock
 from kvtier.core.chunks.host_chunks import HostChunks
-from kvtier.core.chunks.host_queues import HostQueues
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotTable
 
@@ -39,13 +38,12 @@ class ChunkTable(Generic[L]):
         cost_model: CostModel[L] | None = None,
         host_clock: EvictionClock | None = None,
         disk_clock: EvictionClock | None = None,
-        on_move: Callable[[L | None, L | None], None] | None = None,
+        on_move: Callable[[L | None, L | None], None] = lambda old, new: None,
     ) -> None:
         cost_model = cost_model or EqualCosts()
         self._chunks: Chunks[L] = Chunks()
         self.disk = DiskChunks(cost_model, disk_clock or EvictionClock(), self._chunks.values, on_move)
-        queues = HostQueues(cost_model, host_clock or EvictionClock())
-        self.host = HostChunks(slots, queues, self._chunks, self.disk)
+        self.host = HostChunks(slots, cost_model, host_clock or EvictionClock(), self._chunks, self.disk)
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -78,19 +76,15 @@ class ChunkTable(Generic[L]):
         """Count one more pinned prompt for each key."""
         for key in keys:
             chunk = self._chunks.ensure(key)
-            self.disk.count_pin(chunk, 1)
-            if chunk.num_pins == 1:
-                self.host.queues.move(chunk)
-                self.disk.pinned(chunk)
+            if self.disk.count_pin(chunk, 1):
+                self.host.pins_changed(chunk)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one pinned prompt less for each key."""
         for key in keys:
             chunk = self._chunks[key]
-            self.disk.count_pin(chunk, -1)
-            if not chunk.num_pins:
-                self.host.queues.move(chunk)
-                self.disk.unpinned(chunk)
+            if self.disk.count_pin(chunk, -1):
+                self.host.pins_changed(chunk)
             self._chunks.forget_if_idle(chunk)
 
     def use(self, chunks: Sequence[Chunk[L]], *, hit: bool = True) -> None:
@@ -110,15 +104,15 @@ class ChunkTable(Generic[L]):
             elif chunk.queued:
                 on_disk.append(chunk)
         num_uses = 1 if hit else 0
-        self.host.queues.use_all(unpinned, pinned, num_uses=num_uses)
-        self.disk.use_all(on_disk, num_uses=num_uses)
+        self.host.unpinned.use_all(unpinned, num_uses=num_uses)
+        self.host.pinned.use_all(pinned, num_uses=num_uses)
+        self.disk.unpinned.use_all(on_disk, num_uses=num_uses)
 
     def place(self, key: ChunkKey, location: L) -> None:
         """The chunk lies on disk at `location` now."""
         chunk = self._chunks.ensure(key)
         self.disk.place(chunk, location)
-        if chunk.num_pins and chunk.host is not None:
-            self.host.queues.unpark(chunk, chunk.host)
+        self.host.became_durable(chunk)
 
     def unplace(self, key: ChunkKey) -> None:
         """The chunk is not on disk any longer."""

@@ -1,14 +1,17 @@
 """Chunks of one namespace in host memory: leases, stores, promotions, and which slots are freed."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Generic
 
 from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
 from kvtier.core.chunks.disk_chunks import DiskChunks
-from kvtier.core.chunks.host_queues import HostQueues
+from kvtier.core.chunks.eviction import CostModel, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState, SlotTable
+
+_WORTH: Callable[[HostCopy], float] = attrgetter("worth")
 
 
 @dataclass(slots=True)
@@ -25,19 +28,39 @@ class HostChunks(Generic[L]):
     Args:
         slots: Of the namespace's arena. The host tier owns which state a slot is in; here is which chunk it holds. So
             stores are granted, sealed and aborted at the tier, and come here to be committed.
-        queues: Which copy leaves first.
+        cost_model: What chunks are worth.
+        clock: Shared by those who compete for host memory.
         chunks: All chunks of the table.
         disk: The half of the table that knows the disk.
+
+    Attributes:
+        chunks: Those that have a slot, readable or being promoted.
+        unpinned, pinned: The readable copies, the cheapest to lose first. Pinned ones leave when no unpinned one can.
     """
 
-    def __init__(self, slots: SlotTable, queues: HostQueues, chunks: Chunks[L], disk: DiskChunks[L]) -> None:
-        self.slots, self.queues = slots, queues
-        self._chunks, self._disk = chunks, disk
+    def __init__(
+        self,
+        slots: SlotTable,
+        cost_model: CostModel[L],
+        clock: EvictionClock,
+        chunks: Chunks[L],
+        disk: DiskChunks[L],
+    ) -> None:
+        self.slots, self._cost_model, self._all, self._disk = slots, cost_model, chunks, disk
+        self.chunks: set[Chunk[L]] = set()
+        self.unpinned = EvictionQueue(clock, _WORTH, lambda: self._copies(pinned=False))
+        self.pinned = EvictionQueue(clock, _WORTH, lambda: self._copies(pinned=True))
 
     @property
     def num_chunks(self) -> int:
         """Chunks that are readable in host memory."""
-        return len(self.queues)
+        return len(self.unpinned) + len(self.pinned)
+
+    def _copies(self, *, pinned: bool) -> Iterator[HostCopy]:
+        return (chunk.host for chunk in self.chunks if chunk.host is not None and (chunk.num_pins > 0) is pinned)
+
+    def _queue_of(self, chunk: Chunk[L]) -> EvictionQueue[HostCopy]:
+        return self.pinned if chunk.num_pins else self.unpinned
 
     # Leases
 
@@ -59,22 +82,22 @@ class HostChunks(Generic[L]):
     def protection_ended(self, keys: Iterable[ChunkKey]) -> None:
         """What kept these chunks has ended, a write for example: evict those whose eviction is pending."""
         for key in keys:
-            chunk = self._chunks.get(key)
+            chunk = self._all.get(key)
             if chunk is not None and chunk.host is not None:
                 self._protection_ended(chunk, chunk.host)
             elif chunk is not None:
-                self._chunks.forget_if_idle(chunk)
+                self._all.forget_if_idle(chunk)
 
     def _protection_ended(self, chunk: Chunk[L], host: HostCopy) -> None:
         if host.eviction_pending:
             self.evict(chunk.key)
-        self.queues.unpark(chunk, host)
+        (self.pinned if chunk.num_pins else self.unpinned).unpark(host)  # `_queue_of`, spelled out: once per lease
 
     # Stores and orphan rows: committed when the tier has sealed them
 
     def commit_store(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
         """Make a sealed slot the chunk's; False (and the slot is free) when the chunk has a slot already."""
-        chunk = self._chunks.ensure(key)
+        chunk = self._all.ensure(key)
         if chunk.host is not None:
             self.slots.release(ref)
             return False
@@ -86,7 +109,7 @@ class HostChunks(Generic[L]):
 
         What is used from then on outlives it, and so does what was adopted before: adopt in the order of value.
         """
-        chunk = self._chunks.get(key)
+        chunk = self._all.get(key)
         if chunk is None or chunk.host is not None or not self.slots.matches(ref, SlotState.ORPHAN):
             return False
         self._became_readable(chunk, self._take_slot(chunk, ref), checksum, unused=True)
@@ -99,7 +122,7 @@ class HostChunks(Generic[L]):
 
         The slot may lack its pages: the promoter has them made before it reads.
         """
-        chunk = self._chunks[key]
+        chunk = self._all[key]
         if chunk.host is not None or chunk.location is None:
             raise ValueError(f"chunk {key.hex()} is not only on disk")
         ref = self.slots.reserve()
@@ -121,41 +144,56 @@ class HostChunks(Generic[L]):
         return host.num_leases
 
     def _promoting(self, key: ChunkKey) -> tuple[Chunk[L], HostCopy]:
-        chunk = self._chunks[key]
+        chunk = self._all[key]
         if chunk.host is None or not chunk.host.promoting:
             raise ValueError(f"chunk {key.hex()} is not being promoted")
         return chunk, chunk.host
 
     def _take_slot(self, chunk: Chunk[L], ref: SlotRef) -> HostCopy:
         host = chunk.host = HostCopy(chunk.key, slot=ref, promoting=True)
-        self.queues.chunks.add(chunk)
+        self.chunks.add(chunk)
         return host
 
     def _became_readable(self, chunk: Chunk[L], host: HostCopy, checksum: int, *, unused: bool = False) -> None:
         host.promoting, host.checksum = False, checksum
         self.slots.commit(host.slot, chunk.key, checksum)
-        self.queues.add(chunk, host, max(1, self._disk.frequency(chunk)), unused=unused)
+        self._enqueue(chunk, host, max(1, self._disk.unpinned.frequency(chunk)), unused=unused)
+
+    def _enqueue(self, chunk: Chunk[L], host: HostCopy, frequency: int, *, unused: bool = False) -> None:
+        host.worth = self._cost_model.host_worth(host.key)
+        self._queue_of(chunk).add(host, frequency, unused=unused)
 
     # Eviction
 
+    def pins_changed(self, chunk: Chunk[L]) -> None:
+        """The chunk's first pin came, or its last pin went."""
+        host = chunk.host
+        if host is not None and not host.promoting:
+            (self.unpinned if chunk.num_pins else self.pinned).remove(host)
+            self._enqueue(chunk, host, host.frequency)
+
+    def became_durable(self, chunk: Chunk[L]) -> None:
+        """A pinned chunk came to the disk: its copy here may be evicted."""
+        if chunk.num_pins and chunk.host is not None:
+            self.pinned.unpark(chunk.host)
+
     def evict(self, key: ChunkKey) -> bool:
         """Free the chunk's slot if nothing protects it from that; say whether it was freed."""
-        chunk = self._chunks.get(key)
+        chunk = self._all.get(key)
         host = chunk.host if chunk is not None else None
         if chunk is None or host is None or host.promoting or host.num_leases or host.writing_back:
             return False
-        self.queues.remove(chunk, host)
+        self._queue_of(chunk).remove(host)
         self._leave(chunk, host)
         return True
 
     def evict_when_unprotected(self, key: ChunkKey) -> bool:
         """Evict the chunk now, or as soon as nothing protects it; say whether its slot was freed now."""
-        chunk = self._chunks.get(key)
-        if chunk is None or chunk.host is None:
-            return False
         if self.evict(key):
             return True
-        chunk.host.eviction_pending = True
+        chunk = self._all.get(key)
+        if chunk is not None and chunk.host is not None:
+            chunk.host.eviction_pending = True
         return False
 
     def evict_cheapest(self, num_slots: int, *, unpinned_only: bool = False) -> Eviction:
@@ -163,33 +201,38 @@ class HostChunks(Generic[L]):
 
         Pinned chunks go only when no unpinned one can, and only those that are on disk.
         """
-        taken = self.queues.take(self._is_evictable, num_slots, unpinned_only=unpinned_only)
-        return Eviction(num_slots=len(taken), lost=[copy.key for copy in taken if self._evict_taken(copy)])
+        taken = self.unpinned.take(self._is_evictable, num_slots)
+        if not unpinned_only:
+            taken += self.pinned.take(self._is_evictable, num_slots - len(taken))
+        eviction = Eviction(num_slots=len(taken))
+        for host in taken:
+            chunk = self._all[host.key]
+            self._leave(chunk, host)
+            if chunk.location is None:
+                eviction.lost.append(host.key)
+        return eviction
 
     def _is_evictable(self, host: HostCopy) -> bool:
-        return self._chunks[host.key].evictable
-
-    def _evict_taken(self, taken: HostCopy) -> bool:
-        """Say whether the chunk is in no tier now."""
-        chunk = self._chunks[taken.key]
-        self._leave(chunk, taken)
-        return chunk.location is None
+        return self._all[host.key].evictable
 
     def _leave(self, chunk: Chunk[L], host: HostCopy) -> None:
         self.slots.release(host.slot)
         chunk.host = None
-        self.queues.chunks.discard(chunk)
+        self.chunks.discard(chunk)
         self._disk.left_host(chunk, host)
-        self._chunks.forget_if_idle(chunk)
+        self._all.forget_if_idle(chunk)
 
     def check(self) -> None:
         """Raise AssertionError unless slots, chunks and eviction queues agree."""
         self.slots.check()
-        self.queues.check()
+        self.unpinned.check()
+        self.pinned.check()
         counts = self.slots.counts()
-        if self.queues.chunks != {chunk for chunk in self._chunks.values() if chunk.host is not None}:
+        if self.chunks != {chunk for chunk in self._all.values() if chunk.host is not None}:
             raise AssertionError("chunks in host memory are not those that have a slot")
-        if self.num_chunks != counts[SlotState.HOST]:
-            raise AssertionError("readable chunks and HOST slots disagree")
-        if sum(chunk.promoting for chunk in self.queues.chunks) != counts[SlotState.LOADING]:
+        readable = {chunk.key for chunk in self.chunks if chunk.readable}
+        queued = {chunk.key for chunk in self.chunks if chunk.host is not None and chunk.host.queued}
+        if readable != queued or not self.num_chunks == len(readable) == counts[SlotState.HOST]:
+            raise AssertionError("readable chunks, eviction queues and HOST slots disagree")
+        if sum(chunk.promoting for chunk in self.chunks) != counts[SlotState.LOADING]:
             raise AssertionError("promotions and LOADING slots disagree")
