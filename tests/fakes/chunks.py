@@ -4,7 +4,10 @@ import itertools
 import random
 from collections.abc import Sequence
 
+from kvtier.core.chunks.chunk_table import ChunkTable
+from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayout
+from kvtier.core.slots import SlotTable
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.base import ChunkPayload, DiskTier, checksum_of
 
@@ -54,3 +57,28 @@ def layout_of(num_ranks: int = 1, useful_bytes: int = 1000, num_writers: int | N
             GroupLayout(group_idx=1, chunk_tokens=16, useful_bytes=useful_bytes // 2, window_chunks=2),
         ),
     )
+
+
+class EqualCosts:
+    """Every chunk costs the same in every respect."""
+
+    def host_worth(self, key: ChunkKey) -> float:
+        """See `CostModel`."""
+        return 1.0
+
+    def disk_worth(self, key: ChunkKey, location: object) -> float:
+        """See `CostModel`."""
+        return 1.0
+
+    def stored_bytes(self, location: object) -> int:
+        """See `CostModel`."""
+        return 1
+
+    def payload_bytes(self, key: ChunkKey) -> int:
+        """See `CostModel`."""
+        return 2
+
+
+def table_over(slots: SlotTable) -> ChunkTable[str]:
+    """Return an empty chunk table whose chunks cost the same, and whose places are any text."""
+    return ChunkTable(slots, EqualCosts(), EvictionClock(), EvictionClock(), lambda old, new: None)

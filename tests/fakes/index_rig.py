@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from kvtier.concurrency.pool import Pool
 from kvtier.core.chunks.chunk_table import ChunkTable
+from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
 from kvtier.core.stored import PackRecord, StoredChunk
@@ -114,7 +115,9 @@ class IndexRig:
         self.num_holes = 0
         self.packs = PackIndex(self._count_hole)
         self.slots = SlotTable(NUM_SLOTS, 4096, HostBudget(NUM_SLOTS * 4096))
-        self.table: ChunkTable[StoredChunk] = ChunkTable(self.slots, StoredBytes(), on_move=self.packs.moved)
+        self.table: ChunkTable[StoredChunk] = ChunkTable(
+            self.slots, StoredBytes(), EvictionClock(), EvictionClock(), self.packs.moved
+        )
         self.index = ChunkIndex(
             NS, self.table, self.packs, self.resources, announce=self.announce, write_again=self.rewritten.extend
         )

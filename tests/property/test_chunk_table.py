@@ -4,11 +4,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core.chunks.acquire import plan_acquire
+from kvtier.core.chunks.acquire import Planning
 from kvtier.core.chunks.chunk import Chunk
-from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
+from tests.fakes.chunks import table_over
 from tests.fakes.scripted_engine import chunk_key
 
 NUM_SLOTS, ROW_BYTES, BUDGET_ROWS = 6, 4096, 5
@@ -30,7 +30,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         super().__init__()
         self.budget = HostBudget(BUDGET_ROWS * ROW_BYTES)
         self.slots = SlotTable(NUM_SLOTS, ROW_BYTES, self.budget)
-        self.table: ChunkTable[str] = ChunkTable(self.slots)
+        self.table = table_over(self.slots)
         self.table.pin(KEYS)
         self.pinned = set(KEYS)
         self.granted: list[SlotRef] = []
@@ -94,7 +94,9 @@ class ChunkTableMachine(RuleBasedStateMachine):
     @rule(keys=st.lists(any_key, unique=True, max_size=6))
     def acquire(self, keys: list[bytes]) -> None:
         held_before = {key for key in keys if self.table.holds(key)}
-        plan = plan_acquire(self.table, LAYOUT, keys)
+        planning = Planning(self.table, LAYOUT, keys)
+        assert not list(planning.steps()), "so few are leased in one step"
+        plan = planning.plan
         assert {chunk.key for chunk in plan.leased.values()} <= held_before
         assert len(plan.leased) + plan.num_missed == len(keys)
         assert plan.promoting == [index for index, chunk in plan.leased.items() if chunk.promoting]

@@ -38,16 +38,6 @@ class AcquirePlan(Generic[L]):
     lost: list[ChunkKey] = field(default_factory=list)
 
 
-def plan_acquire(
-    table: ChunkTable[L], layout: KVLayout, keys: Sequence[ChunkKey], *, from_disk: bool = True
-) -> AcquirePlan[L]:
-    """Carry out a `Planning` in one go."""
-    planning = Planning(table, layout, keys, from_disk=from_disk)
-    for _ in planning.steps():
-        pass
-    return planning.plan
-
-
 class Planning(Generic[L]):
     """Leases what is host-resident of `keys`, each of which comes once, and reserves slots for what is only on disk.
 

@@ -11,7 +11,7 @@ from typing import Generic
 
 from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
 from kvtier.core.chunks.disk_chunks import DiskChunks
-from kvtier.core.chunks.eviction import CostModel, EqualCosts, EvictionClock
+from kvtier.core.chunks.eviction import CostModel, EvictionClock
 from kvtier.core.chunks.host_chunks import HostChunks
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotTable
@@ -22,7 +22,7 @@ class ChunkTable(Generic[L]):
 
     Args:
         slots: Of the namespace's arena: its host tier.
-        cost_model: What its chunks are worth; all the same by default.
+        cost_model: What its chunks are worth.
         host_clock: Shared by the tables whose chunks compete for host memory.
         disk_clock: Shared by those that compete for the disk.
         on_move: Called at every change of a chunk's place on disk: the old one and the new one, None for nowhere.
@@ -35,15 +35,14 @@ class ChunkTable(Generic[L]):
     def __init__(
         self,
         slots: SlotTable,
-        cost_model: CostModel[L] | None = None,
-        host_clock: EvictionClock | None = None,
-        disk_clock: EvictionClock | None = None,
-        on_move: Callable[[L | None, L | None], None] = lambda old, new: None,
+        cost_model: CostModel[L],
+        host_clock: EvictionClock,
+        disk_clock: EvictionClock,
+        on_move: Callable[[L | None, L | None], None],
     ) -> None:
-        cost_model = cost_model or EqualCosts()
         self._chunks: Chunks[L] = Chunks()
-        self.disk = DiskChunks(cost_model, disk_clock or EvictionClock(), self._chunks.values, on_move)
-        self.host = HostChunks(slots, cost_model, host_clock or EvictionClock(), self._chunks, self.disk)
+        self.disk = DiskChunks(cost_model, disk_clock, self._chunks.values, on_move)
+        self.host = HostChunks(slots, cost_model, host_clock, self._chunks, self.disk)
 
     def __len__(self) -> int:
         return len(self._chunks)

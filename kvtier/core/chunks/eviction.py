@@ -42,39 +42,15 @@ class CostModel(Protocol[L_contra]):
 
     def host_worth(self, key: ChunkKey) -> float:
         """Return seconds of computing saved per byte of host memory."""
-        ...
 
     def disk_worth(self, key: ChunkKey, location: L_contra) -> float:
         """Return seconds of computing saved per byte on disk."""
-        ...
 
     def stored_bytes(self, location: L_contra) -> int:
         """Return the bytes that it takes on disk."""
-        ...
 
     def payload_bytes(self, key: ChunkKey) -> int:
         """Return the bytes that it takes on disk at most."""
-        ...
-
-
-class EqualCosts:
-    """Every chunk costs the same in every respect."""
-
-    def host_worth(self, key: ChunkKey) -> float:
-        """See `CostModel`."""
-        return 1.0
-
-    def disk_worth(self, key: ChunkKey, location: object) -> float:
-        """See `CostModel`."""
-        return 1.0
-
-    def stored_bytes(self, location: object) -> int:
-        """See `CostModel`."""
-        return 1
-
-    def payload_bytes(self, key: ChunkKey) -> int:
-        """See `CostModel`."""
-        return 2
 
 
 @dataclass(slots=True)

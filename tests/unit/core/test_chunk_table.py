@@ -1,7 +1,7 @@
 """Which chunks may leave host memory."""
 
-from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
+from tests.fakes.chunks import table_over
 
 KEY = b"k" * 36
 
@@ -9,7 +9,7 @@ KEY = b"k" * 36
 def test_a_chunk_in_host_memory_only_that_no_prompt_pins_is_evictable() -> None:
     """Dropped from disk for somebody else's pin, it was in no lower tier and so could never be evicted: a lost slot."""
     slots = SlotTable(1, 4096, HostBudget(4096))
-    table: ChunkTable[str] = ChunkTable(slots)
+    table = table_over(slots)
     table.pin([KEY])
     ref = slots.take_unbacked(SlotState.GRANTED)
     assert ref is not None

@@ -7,12 +7,12 @@ from operator import attrgetter
 
 import pytest
 
-from kvtier.core.chunks.acquire import plan_acquire
+from kvtier.core.chunks.acquire import Planning
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
-from tests.fakes.chunks import key_of, layout_of
+from tests.fakes.chunks import key_of, layout_of, table_over
 
 NUM_SLOTS = 20
 
@@ -50,7 +50,7 @@ def number_of(entry: Entry) -> int:
 
 
 def table_of(num_slots: int = NUM_SLOTS) -> ChunkTable[str]:
-    return ChunkTable(SlotTable(num_slots, 4096, HostBudget(num_slots * 4096)))
+    return table_over(SlotTable(num_slots, 4096, HostBudget(num_slots * 4096)))
 
 
 def store(table: ChunkTable[str], keys: list[ChunkKey]) -> list[ChunkKey]:
@@ -58,7 +58,6 @@ def store(table: ChunkTable[str], keys: list[ChunkKey]) -> list[ChunkKey]:
     lost: list[ChunkKey] = []
     for key in reversed(keys):
         slots = table.host.slots
-        assert isinstance(slots, SlotTable)
         ref = slots.take(SlotState.GRANTED) or slots.take_unbacked(SlotState.GRANTED)
         if ref is None:
             lost += table.host.evict_cheapest(1).lost
@@ -145,7 +144,9 @@ def test_an_acquire_makes_the_head_outlive_the_tail_and_windows_outlive_both() -
     table, layout = table_of(), layout_of()
     keys = [key_of(n) for n in range(3)] + [key_of(n, 1) for n in range(1, 3)]
     store(table, keys)
-    for chunk in plan_acquire(table, layout, keys).leased.values():
+    planning = Planning(table, layout, keys)
+    assert not list(planning.steps())
+    for chunk in planning.plan.leased.values():
         table.host.unlease(chunk)
     assert table.host.evict_cheapest(5).lost == [keys[2], keys[1], keys[0], keys[4], keys[3]]
 

@@ -8,7 +8,7 @@ from kvtier.core.arena_format import SlotEntry, key_tag_of, mark_of
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
 from kvtier.upkeep.recovery import OrphanRow, index_by_tag, read_orphan_rows
-from tests.fakes.chunks import key_of, layout_of
+from tests.fakes.chunks import key_of, layout_of, table_over
 
 LAYOUT = layout_of(useful_bytes=1000)
 KEYS = [key_of(number) for number in range(4)]
@@ -82,7 +82,7 @@ def resumed() -> tuple[ChunkTable[str], SlotTable, HostBudget]:
     budget = HostBudget(2 * 4096)
     slots = SlotTable(4, 4096, budget)
     slots.resume([7, 0, 5, 0, 0, 0], [0, 2, 3])
-    return ChunkTable(slots), slots, budget
+    return table_over(slots), slots, budget
 
 
 def test_resumed_slots_are_orphans_and_counted_even_above_the_limit() -> None:
@@ -131,7 +131,7 @@ def test_adopted_chunks_are_evicted_before_those_used_since_and_the_least_valuab
 def test_whoever_frees_a_slot_takes_its_mark_away() -> None:
     freed: list[int] = []
     slots = SlotTable(2, 4096, HostBudget(8192), freed.append)
-    table: ChunkTable[str] = ChunkTable(slots)
+    table = table_over(slots)
     ref = slots.take_unbacked(SlotState.SEALING)
     assert ref is not None
     slots.mark_backed(ref)
