@@ -30,8 +30,6 @@ from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError
 from kvtier.host.session_locks import LOCK_SUFFIX, SESSION_LOCK_PREFIX
 from kvtier.pages import PageOps
 
-__all__ = ["Arena", "key_tag_of", "left_arenas", "left_header", "sweep_arena_directory"]
-
 ARENA_PREFIX = "arena-"
 _FULL = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
@@ -78,13 +76,9 @@ class Arena:
             pages: Replaced by tests.
 
         Raises:
-            ArenaFullError: Not one row fits, the file system has no room for the slot table, or no descriptor is left.
+            ArenaFullError: The file system has no memory for the slot table, or no descriptor is left.
             ArenaError: The file cannot be created or mapped.
         """
-        if num_slots < 1:
-            raise ArenaFullError(
-                f"host.bytes leaves no room for one arena row of {layout.row_bytes} bytes; raise host.bytes"
-            )
         geometry = ArenaGeometry(
             arena_id=secrets.token_bytes(16),
             num_slots=num_slots,
@@ -94,22 +88,24 @@ class Arena:
             namespace_id=namespace_id,
             layout_digest=layout.digest,
         )
-        path = directory / (ARENA_PREFIX + geometry.arena_id.hex())
+        path, fd = directory / (ARENA_PREFIX + geometry.arena_id.hex()), -1
         pages = pages or PageOps()
-        fd = _open_new(path)
         try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.ftruncate(fd, geometry.file_bytes)
             pages.allocate(fd, 0, geometry.rows_offset)
             os.pwrite(fd, pack_header(geometry), 0)
             return cls(path, layout, geometry, fd, pages)
         except (OSError, ValueError, OverflowError) as exc:  # the latter two: sizes that no file or map can have
-            os.close(fd)
-            path.unlink(missing_ok=True)
+            if fd >= 0:
+                os.close(fd)
+                path.unlink(missing_ok=True)
             raise _creation_error(path, geometry, exc) from exc
 
     @classmethod
     def reopen(cls, path: Path, layout: KVLayout, *, pages: PageOps | None = None) -> "Arena":
-        """Map an arena that a previous daemon left.
+        """Map an arena that a previous daemon left. Workers page-lock its rows again.
 
         Args:
             path: The file.
@@ -121,23 +117,17 @@ class Arena:
         """
         fd = _open_left(path)
         try:
-            geometry = _left_geometry(fd, path)
-            _check_layout(geometry, layout, path)
+            geometry = _left_geometry(fd, path, layout)
             arena = cls(path, layout, geometry, fd, pages or PageOps())
-        except (OSError, ValueError, OverflowError) as exc:
+        except (OSError, ValueError, OverflowError, ArenaError) as exc:
             os.close(fd)
+            if isinstance(exc, ArenaError):
+                raise
             raise ArenaError(f"cannot map {path}, left by an earlier daemon: {exc}") from exc
-        except ArenaError:
-            os.close(fd)
-            raise
-        arena._doubt_locked_pages()
+        for word in map(geometry.backed_word, range(geometry.num_slots)):
+            # The previous daemon may have dropped a row's pages and not recorded it.
+            arena._words[word] += 2 * has_pages(arena._words[word])
         return arena
-
-    def _doubt_locked_pages(self) -> None:
-        """Have workers page-lock rows again: the previous daemon may have dropped a row's pages and not said so."""
-        for slot in range(self.geometry.num_slots):
-            word = self.geometry.backed_word(slot)
-            self._words[word] += 2 * has_pages(self._words[word])
 
     def entries(self) -> list[SlotEntry]:
         """Return what the slot table says of every slot, in order. Takes about 1 us a slot; worker thread."""
@@ -160,9 +150,7 @@ class Arena:
             try:
                 self._pages.allocate(self._fd, self._row_offset(slot), self.geometry.row_bytes)
             except OSError as exc:
-                self._words[word] += (
-                    is_new  # not back to what it was: a worker may have locked what was there meanwhile
-                )
+                self._words[word] += is_new  # up, not back: a worker may have locked what was there meanwhile
                 if exc.errno in _FULL:
                     return num_backed
                 raise ArenaError(f"cannot allocate row {slot} of {self.path}: {exc.strerror}") from exc
@@ -178,7 +166,7 @@ class Arena:
             self._pages.populate(self._bytes[row : row + self.geometry.row_bytes])
 
     def unback(self, slots: Sequence[int]) -> None:
-        """Give the pages of rows back to the system, in order; no reader may hold a lease on them.
+        """Drop the pages of rows, in order; no reader may hold a lease on them.
 
         The slot's generation ends first. The next one is the same number that the slot table gives out next.
 
@@ -209,10 +197,10 @@ class Arena:
         self._words[self.geometry.generation_word(slot)] = generation
 
     def commit(self, slot: int, key: ChunkKey, generation: int, checksum: int) -> None:
-        """State, for a daemon that comes after this one, that the row holds this chunk whole.
+        """State, for a later daemon, that the row holds this chunk whole: all bytes are in place and verified.
 
-        The last step of a store or promotion, after all bytes are in place and verified. The mark goes last. It covers
-        every other word, so a daemon killed between any two of these stores leaves no mark that fits.
+        The mark is written last. It covers every other word, so a daemon killed between any two of these stores leaves
+        no mark that fits.
         """
         key_tag, length = key_tag_of(key), self.layout.group(group_idx_of(key)).useful_bytes
         for rank in range(self.layout.num_writers):  # a promoted chunk has no stamps yet; a stored one has these
@@ -252,8 +240,8 @@ class Arena:
         """The file is as long as it was made."""
         return os.fstat(self._fd).st_size >= self.geometry.file_bytes
 
-    def give_up(self) -> None:
-        """Touch a shortened file no more, and take its name away; what is read from now on is zeros.
+    def abandon(self) -> None:
+        """Unlink a shortened file and never touch it again; what is read from now on is zeros.
 
         The kernel ends a process that touches a page beyond a file's end (SIGBUS). Engines map the file themselves.
 
@@ -264,10 +252,10 @@ class Arena:
             self._pages.replace_mapping(self._bytes)
             self.path.unlink(missing_ok=True)
         except OSError as exc:
-            raise ArenaError(f"cannot give up {self.path}, which was shortened: {exc.strerror}") from exc
+            raise ArenaError(f"cannot abandon {self.path}, which was shortened: {exc.strerror}") from exc
 
     def close(self, *, unlink: bool) -> None:
-        """Give up the mapping, and the file's name with `unlink`. Idempotent; other processes' mappings stay valid."""
+        """Unmap the file, and remove its name with `unlink`. Idempotent; other processes' mappings stay valid."""
         if unlink:
             self.path.unlink(missing_ok=True)
         if self._fd < 0:
@@ -290,7 +278,7 @@ class Arena:
 
 
 def sweep_arena_directory(directory: Path) -> None:
-    """Remove all arenas and session locks: nothing shall be adopted. Call while holding the single-instance lock.
+    """Remove all arenas and session locks: the next daemon finds nothing. Call while holding the single-instance lock.
 
     Engines that still map an old arena keep their pages; without the lock's path they touch nothing any longer.
 
@@ -327,21 +315,6 @@ def left_header(path: Path) -> ArenaGeometry:
         os.close(fd)
 
 
-def _left_geometry(fd: int, path: Path) -> ArenaGeometry:
-    geometry, status = unpack_header(os.pread(fd, HEADER_BYTES, 0)), os.fstat(fd)
-    if path.name != ARENA_PREFIX + geometry.arena_id.hex():
-        raise ArenaError(f"{path} says that it is arena {geometry.arena_id.hex()}")
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_size != geometry.file_bytes:
-        raise ArenaError(f"{path} is not a file of ours of {geometry.file_bytes} bytes")
-    return geometry
-
-
-def _check_layout(geometry: ArenaGeometry, layout: KVLayout, path: Path) -> None:
-    expected = (layout.row_bytes, layout.num_ranks, layout.rank_bytes, layout.digest)
-    if expected != (geometry.row_bytes, geometry.num_ranks, geometry.rank_bytes, geometry.layout_digest):
-        raise ArenaError(f"{path} follows another layout than namespace {geometry.namespace_id} has now")
-
-
 def _open_left(path: Path) -> int:
     try:
         # O_NONBLOCK: not to wait for a writer, should it be a FIFO.
@@ -350,29 +323,30 @@ def _open_left(path: Path) -> int:
         raise ArenaError(f"cannot open {path}, left by an earlier daemon: {exc.strerror}") from exc
 
 
-def _open_new(path: Path) -> int:
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as exc:
-        if exc.errno in _NO_DESCRIPTOR:
-            raise _no_descriptor(path, exc) from exc
-        raise ArenaError(f"cannot create {path}: {exc.strerror}; check host.arena_dir and its owner") from exc
-
-
-def _no_descriptor(path: Path, cause: OSError) -> ArenaFullError:
-    return ArenaFullError(
-        f"no descriptor is left to make {path}: {cause.strerror}; raise the daemon's limit (`ulimit -n`; LimitNOFILE= "
-        "in a systemd unit), or end engines of other models"
-    )
+def _left_geometry(fd: int, path: Path, layout: KVLayout | None = None) -> ArenaGeometry:
+    geometry, status = unpack_header(os.pread(fd, HEADER_BYTES, 0)), os.fstat(fd)
+    if path.name != ARENA_PREFIX + geometry.arena_id.hex():
+        raise ArenaError(f"{path} says that it is arena {geometry.arena_id.hex()}")
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_size != geometry.file_bytes:
+        raise ArenaError(f"{path} is not a file of ours of {geometry.file_bytes} bytes")
+    found = (geometry.row_bytes, geometry.num_ranks, geometry.rank_bytes, geometry.layout_digest)
+    if layout and found != (layout.row_bytes, layout.num_ranks, layout.rank_bytes, layout.digest):
+        raise ArenaError(f"{path} follows another layout than namespace {geometry.namespace_id} has now")
+    return geometry
 
 
 def _creation_error(path: Path, geometry: ArenaGeometry, cause: Exception) -> ArenaError:
-    if isinstance(cause, OSError) and cause.errno in _NO_DESCRIPTOR:
-        return _no_descriptor(path, cause)
-    if isinstance(cause, OSError) and cause.errno in _FULL:
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number in _NO_DESCRIPTOR:
         return ArenaFullError(
-            f"{path.parent} has no room for an arena of {geometry.num_slots} rows of {geometry.row_bytes} bytes: "
-            f"{cause.strerror}; lower host.bytes, or enlarge the file system (in Docker: --shm-size)"
+            f"no descriptor is left to make {path}: {cause}; raise the daemon's limit (`ulimit -n`; LimitNOFILE= in a "
+            "systemd unit), or end engines of other models"
         )
-    return ArenaError(f"cannot make {path} ({geometry.file_bytes} bytes): {cause}; check host.bytes and host.arena_dir")
+    if number in _FULL:
+        return ArenaFullError(
+            f"{path.parent} has no space for an arena of {geometry.num_slots} rows of {geometry.row_bytes} bytes: "
+            f"{cause}; lower host.bytes, or enlarge the file system (in Docker: --shm-size)"
+        )
+    return ArenaError(
+        f"cannot make {path} ({geometry.file_bytes} bytes): {cause}; check host.arena_dir and its owner, and host.bytes"
+    )

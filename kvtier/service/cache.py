@@ -155,7 +155,7 @@ class Cache:
                 continue
             log_event(logger, "arena_shortened", level=logging.ERROR, path=namespace.host.arena.path)
             try:
-                namespace.host.arena.give_up()
+                namespace.host.arena.abandon()
             except ArenaError as error:
                 log_event(logger, "arena_not_dropped", level=logging.ERROR, problem=str(error))
 

@@ -194,8 +194,8 @@ def test_full_shared_memory(world: World, note: Note) -> None:
         daemon.start()
         time.sleep(SECONDS)
     note(client.summary(answers))
-    assert "has no room for an arena" in client.engine.log_text()
-    note(f"hits again {client.resume_s():.2f} s after there was room (a refused engine asks every 10 s)")
+    assert "has no space for an arena" in client.engine.log_text()
+    note(f"hits again {client.resume_s():.2f} s after there was memory (a refused engine asks every 10 s)")
 
 
 @pytest.mark.parametrize("removed", ["socket", "arena", "lock", "folder"])

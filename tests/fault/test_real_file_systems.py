@@ -91,7 +91,7 @@ def test_a_start_beside_full_shared_memory_lets_engines_in_when_there_is_room(tm
         mount = f"mount -t tmpfs -o size=1200k,mode=700 none {folder} && {fill_up}"
         async with daemon(config, mount) as (stub, root):
             refused = RootedEngine(config, root)
-            with pytest.raises(grpc.aio.AioRpcError, match="has no room for an arena"):
+            with pytest.raises(grpc.aio.AioRpcError, match="has no space for an arena"):
                 await refused.__aenter__()
             await refused.disconnect()
             remove_file(Path(f"{root}{folder}/ballast"))

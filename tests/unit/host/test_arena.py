@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.core.arena_format import HEADER_BYTES, key_tag_of, unpack_header
 from kvtier.core.layout import KVLayout
-from kvtier.errors import ArenaError, ArenaFullError, InvalidArgumentError
+from kvtier.errors import ArenaError, InvalidArgumentError
 from kvtier.host.arena import Arena, sweep_arena_directory
 from kvtier.host.session_locks import SessionLock
 from tests.fakes.chunks import key_of, layout_of
@@ -45,7 +45,7 @@ def test_only_the_owner_reaches_the_file(arena: Arena) -> None:
     assert stat.S_IMODE(arena.path.parent.stat().st_mode) == 0o700
 
 
-def test_a_shortened_file_is_noticed_never_lengthened_and_can_be_given_up(arena: Arena) -> None:
+def test_a_shortened_file_is_noticed_never_lengthened_and_can_be_abandoned(arena: Arena) -> None:
     """Pages of a later row brought the file's length back, and zeros where the table said that chunks were."""
     arena.back([0, 1])
     assert arena.is_whole
@@ -53,7 +53,7 @@ def test_a_shortened_file_is_noticed_never_lengthened_and_can_be_given_up(arena:
     assert not arena.is_whole
     arena.back([5])
     assert arena.path.stat().st_size == arena.geometry.row_offset(1)
-    arena.give_up()
+    arena.abandon()
     assert not arena.path.exists()
     assert bytes(arena.payload(1, 0)[0]) == bytes(arena.layout.group(0).useful_bytes), "to touch it is harmless"
     arena.set_generation(7, 3)
@@ -199,12 +199,6 @@ def test_another_process_keeps_its_mapping_after_unlink(arena: Arena) -> None:
         assert other[arena.geometry.row_offset(0) :][:2] == b"hi"
 
 
-def test_no_slots_means_host_bytes_is_too_small(tmp_path: Path) -> None:
-    with pytest.raises(ArenaFullError, match=r"raise host\.bytes"):
-        Arena.create(tmp_path, layout_of(), 0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_arena_that_cannot_be_mapped_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ArenaError):
         Arena.create(tmp_path, KVLayout(num_ranks=1, rank_bytes=2**40, num_writers=1, groups=layout_of().groups), 2**24)
@@ -217,7 +211,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         Arena.create(tmp_path / "file", layout_of(), 1)
 
 
-def test_sweep_removes_what_a_dead_daemon_left_but_not_the_daemon_lock(tmp_path: Path) -> None:
+def test_sweep_removes_what_a_previous_daemon_left_but_not_the_daemon_lock(tmp_path: Path) -> None:
     sweep_arena_directory(tmp_path / "none")
     Arena.create(tmp_path, layout_of(), 1).close(unlink=False)
     SessionLock.create(tmp_path, "s1")

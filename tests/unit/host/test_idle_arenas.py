@@ -244,7 +244,7 @@ def test_a_file_system_without_room_is_a_reason_too(folder: Path, monkeypatch: p
                 await gone(cache, engine)
             assert shared_bytes(cache) == cache.resources.budget.used_bytes
 
-    asyncio.run(scenario(errno.ENOSPC, "has no room for an arena"))
+    asyncio.run(scenario(errno.ENOSPC, "has no space for an arena"))
     asyncio.run(scenario(errno.EMFILE, "no descriptor is left"))
 
 
