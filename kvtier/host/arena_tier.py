@@ -40,17 +40,13 @@ class RunInThread(Protocol):
 
 
 class HostUsage(NamedTuple):
-    """How full a tier is.
+    """How full a tier is, in slots of `row_bytes`.
 
     Attributes:
-        row_bytes: Of each slot.
-        num_slots: Slots in all.
         num_affordable: Those that the budget allows; an arena that was taken over may have more.
-        num_owned: Slots in a state other than UNBACKED and FREE.
-        num_free: FREE slots.
-        num_backed: Slots with pages, which the budget counts.
+        num_owned: Those in a state other than UNBACKED and FREE.
+        num_backed: Those with pages, which the budget counts.
         num_takable: FREE slots, and UNBACKED ones for which the budget has bytes now.
-        num_orphans: ORPHAN slots.
         overhead_bytes: What the budget counts beside rows: header page and slot table.
     """
 
@@ -83,7 +79,7 @@ class FreedOrphans(NamedTuple):
 
 
 class DetachedArena(NamedTuple):
-    """An arena that its tier has given up: slots that still have pages, and the bytes that it takes in all."""
+    """An arena without a tier: slots that still have pages, and the bytes that it takes in all."""
 
     arena: Arena
     backed: Sequence[int]
@@ -165,7 +161,7 @@ class ArenaTier:
         """Create the arena, which there is none of; chunks of others make way for its slot table if they can.
 
         Raises:
-            ArenaFullError: host_bytes has no room, or the file system.
+            ArenaFullError: host_bytes or the file system has no space for it.
             ArenaError: The file cannot be made.
         """
         needed_bytes = self.needed_bytes
@@ -199,9 +195,9 @@ class ArenaTier:
         self.recovering = True
 
     def detach(self) -> DetachedArena | None:
-        """Give up an arena of which no slot is owned, None when there is none such. No process uses it any longer.
+        """Part with an arena of which no slot is owned, None when there is none such. No process uses it any longer.
 
-        The tier is then as it was before its first arena. The caller gives back to the budget what the arena took.
+        The tier is then as it was before its first arena; the budget counts what the arena takes until the caller ends it.
         """
         if self._arena is None or self.recovering or self.usage.num_owned:
             return None
@@ -258,7 +254,13 @@ class ArenaTier:
         refs = self._take_free(num_slots)
         if len(refs) < num_slots:
             self.ensure_takable(num_slots - len(refs))
-            refs += await self._take_unbacked(num_slots - len(refs))
+            # The engine writes them, through a mapping of its own.
+            new, problem = await self._take_new(
+                num_slots - len(refs), SlotState.GRANTED, partial(self.back, mapped=False)
+            )
+            refs += new
+            if problem is not None:
+                log_event(logger, "arena_allocation_failed", level=logging.ERROR, problem=str(problem))
         if len(refs) < num_slots:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PREALLOCATION_TIMEOUT_S), self._preallocating:
@@ -277,36 +279,26 @@ class ArenaTier:
             refs.append(ref)
         return refs
 
-    async def _take_unbacked(self, num_slots: int) -> list[SlotRef]:
-        back = partial(self.back, mapped=False)  # the engine writes them, through a mapping of its own
-        refs, problem, num_refused = await self._take_new(num_slots, SlotState.GRANTED, back)
-        self._counters.io_errors_host_back += num_refused
-        if problem is not None:
-            log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(problem))
-        if num_refused:
-            log_event(logger, "arena_out_of_memory", level=logging.WARNING, path=self.arena.path, backed=len(refs))
-        return refs
-
     async def _take_new(
         self, num_slots: int, state: SlotState, back: Callable[[Sequence[SlotRef]], int]
-    ) -> tuple[list[SlotRef], ArenaError | None, int]:
-        """Take slots without pages and make these; return those that have them, why others have not, and how many."""
+    ) -> tuple[list[SlotRef], ArenaError | None]:
+        """Take slots without pages and make these; return those that have them, and why others have not."""
         refs: list[SlotRef] = []
         while len(refs) < num_slots and (ref := self.slots.take_unbacked(state)) is not None:
             refs.append(ref)
-        problem = None
+        problem: ArenaError | None = None
         try:
-            if refs:
-                await self._in_thread(back, refs)
+            if refs and await self._in_thread(back, refs) < len(refs):
+                problem = ArenaFullError(f"{self.arena.path.parent} has no space for more rows of host.bytes")
         except ArenaError as error:
             problem = error
-        refused = [ref for ref in refs if self.slots.lacks_pages(ref)]
-        backed = refs[: len(refs) - len(refused)]
+        backed = [ref for ref in refs if not self.slots.lacks_pages(ref)]
         for ref in backed:
             self.arena.set_generation(ref.slot, ref.generation)
-        for ref in refused:
+        for ref in refs[len(backed) :]:
             self.slots.release(ref)
-        return backed, problem, len(refused)
+        self._counters.io_errors_host_back += len(refs) - len(backed)
+        return backed, problem
 
     def verify(self, ref: SlotRef, key: ChunkKey) -> int | None:
         """Compute the checksum of a SEALING or ORPHAN row. Worker thread; blocks as long as reading it takes.
@@ -373,7 +365,7 @@ class ArenaTier:
     async def preallocate(self, num_slots: int, back: Callable[[Sequence[SlotRef]], int]) -> bool:
         """Give up to `num_slots` UNBACKED slots their pages ahead of need: they are FREE then.
 
-        Whoever needs a row that is refused meets the same, and reports it.
+        A refusal is reported when a row is needed.
 
         Args:
             num_slots: As many as the budget allows.
@@ -383,10 +375,10 @@ class ArenaTier:
             False when memory ran out.
         """
         async with self._preallocating:
-            refs, _, num_refused = await self._take_new(num_slots, SlotState.BACKING, back)
+            refs, problem = await self._take_new(num_slots, SlotState.BACKING, back)
             for ref in refs:
                 self.slots.release(ref)
-        return not num_refused
+        return problem is None
 
     def reclaim(self, num_bytes: int, *, evict: bool = True) -> None:
         """Drop the pages of FREE rows until `num_bytes` of the budget came free, or no such row is left.
@@ -426,26 +418,28 @@ class ArenaTier:
                 pages the file system does not take back stay ORPHAN, for the next daemon.
         """
         orphans = self.slots.orphans()
-        num_kept = 0
-        for batch in _batches(self.layout, orphans[: max(0, keep_bytes) // self.layout.row_bytes]):
+        num_kept = num_unbacked = 0
+        for batch in self._batches(orphans[: max(0, keep_bytes) // self.layout.row_bytes]):
             num_backed = await self._in_thread(self._back_orphans, batch)
             for ref in batch[:num_backed]:
                 self.slots.release(ref)
             num_kept += num_backed
             if num_backed < len(batch):
                 break
-        num_unbacked = 0
-        for batch in _batches(self.layout, orphans[num_kept:]):
-            try:
+        try:
+            for batch in self._batches(orphans[num_kept:]):
                 await self._in_thread(self.arena.unback, [ref.slot for ref in batch])
-            except ArenaError as error:  # they stay orphans, and the next start tries again
-                log_event(logger, "left_rows_not_released", level=logging.ERROR, problem=str(error))
-                break
-            for ref in batch:
-                self.slots.release(ref, without_pages=True)
-            num_unbacked += len(batch)
-        self.recovering = False  # not before: nothing may close the arena, or give up its pages, meanwhile
+                for ref in batch:
+                    self.slots.release(ref, without_pages=True)
+                num_unbacked += len(batch)
+        except ArenaError as error:  # the others stay orphans, and the next start tries again
+            log_event(logger, "orphan_rows_not_released", level=logging.ERROR, problem=str(error))
+        self.recovering = False  # not before: nothing may close the arena, or drop its pages, meanwhile
         return FreedOrphans(num_free=num_kept, num_unbacked=num_unbacked)
+
+    def _batches(self, refs: Sequence[SlotRef]) -> Iterator[Sequence[SlotRef]]:
+        num_rows = max(1, ORPHAN_BATCH_BYTES // self.layout.row_bytes)
+        return (refs[start : start + num_rows] for start in range(0, len(refs), num_rows))
 
     def _back_orphans(self, refs: Sequence[SlotRef]) -> int:
         """Worker thread: see to it that rows have all their pages, mapped, in order; return how many do.
@@ -455,14 +449,9 @@ class ArenaTier:
         try:
             return self.back(refs)
         except ArenaError as error:
-            log_event(logger, "arena_not_backed", level=logging.ERROR, problem=str(error))
+            log_event(logger, "arena_allocation_failed", level=logging.ERROR, problem=str(error))
             return 0
 
 
 def _num_possible_slots(budget: HostBudget, layout: KVLayout) -> int:
     return num_slots_within(budget.limit_bytes, layout.row_bytes, layout.num_ranks)
-
-
-def _batches(layout: KVLayout, refs: Sequence[SlotRef]) -> Iterator[Sequence[SlotRef]]:
-    num_rows = max(1, ORPHAN_BATCH_BYTES // layout.row_bytes)
-    return (refs[start : start + num_rows] for start in range(0, len(refs), num_rows))
