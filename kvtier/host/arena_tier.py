@@ -197,7 +197,7 @@ class ArenaTier:
     def detach(self) -> DetachedArena | None:
         """Part with an arena of which no slot is owned, None when there is none such. No process uses it any longer.
 
-        The tier is then as it was before its first arena; the budget counts what the arena takes until the caller ends it.
+        The tier is then as before its first arena. The budget counts what the arena takes until the caller releases it.
         """
         if self._arena is None or self.recovering or self.usage.num_owned:
             return None

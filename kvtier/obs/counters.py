@@ -36,7 +36,7 @@ _DAMAGED_CHUNKS = counter("damaged_chunks", "Chunks whose bytes are not what was
 _ORPHAN_SLOTS = counter(
     "orphan_slots",
     "Arena rows of a previous daemon that name a chunk, by outcome of their check.",
-    outcome=("adopted", "rejected"),
+    outcome=("recovered", "rejected"),
 )
 _IO_ERRORS = counter(
     "io_errors",
@@ -171,8 +171,12 @@ class Counters:
     host_chunks_damaged: int = series(
         _DAMAGED_CHUNKS, "host", meaning="Bytes in memory failed their checksum before write-back: dropped."
     )
-    slots_adopted: int = series(_ORPHAN_SLOTS, "adopted", meaning="Verified, and served without a disk read.")
-    slots_doubtful: int = series(_ORPHAN_SLOTS, "rejected", meaning="Dropped because mark, key or bytes did not match.")
+    orphan_rows_recovered: int = series(
+        _ORPHAN_SLOTS, "recovered", meaning="Verified, and served without a disk read."
+    )
+    orphan_rows_rejected: int = series(
+        _ORPHAN_SLOTS, "rejected", meaning="Dropped because mark, key or bytes did not match."
+    )
     packs_quarantined: int = counted(
         "packs_quarantined", "Packs set aside because they held a damaged chunk and nothing else."
     )

@@ -1,17 +1,17 @@
-"""Start after a crash: the arenas of a previous daemon are taken over, with the chunks that are provably in them.
+"""Start after a crash: the arenas of a previous daemon are taken over, with the chunks that are verified.
 
 Everything that has pages is an orphan first. A marked row is served once its bytes have been read and agree with the
-mark and with the ledger. The rest is given back when no process holds a session lock of the previous daemon any longer:
+mark and with the ledger. The rest is released when no process holds a session lock of the previous daemon any longer:
 until then an engine of it may write there, and may read any row. Reading is safe (a slot's generation changes before
-its content); taking pages away from under a reader is not, so none are taken until then. Of what is given back then,
+its content); taking pages away from under a reader is not, so none are taken until then. Of what is released then,
 `preallocated_bytes` keep their pages, as free rows: an engine that comes back would have them made again.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.core.arena_format import ArenaGeometry, SlotEntry, key_tag_of
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
@@ -31,32 +31,12 @@ logger = logging.getLogger(__name__)
 _LOCK_POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class OrphanRow:
-    """A row with a valid commit mark.
-
-    Attributes:
-        key: The chunk that it holds.
-        ref: Slot and generation.
-        checksum: xxh3_64 of the payload, as the mark says.
-    """
+class OrphanRow(NamedTuple):
+    """A row whose commit mark names this chunk and this checksum of its payload."""
 
     key: ChunkKey
     ref: SlotRef
     checksum: int
-
-
-@dataclass
-class OrphanRows:
-    """What a slot table says, not verified.
-
-    Attributes:
-        rows: By slot; each chunk once.
-        doubtful: Slots with a mark that is not to be believed.
-    """
-
-    rows: list[OrphanRow] = field(default_factory=list)
-    doubtful: list[int] = field(default_factory=list)
 
 
 class Recovery:
@@ -108,9 +88,12 @@ class Recovery:
         await self._ask_locks()
 
     async def _drop(self, path: Path, why: ArenaError) -> None:
-        """Take the file's name away; engines of the previous daemon that map it keep their mapping."""
+        """Unlink the file; engines of the previous daemon that map it keep their mapping."""
         log_event(logger, "arena_dropped", level=logging.WARNING, problem=str(why))
-        await self._in_thread(_unlink, path)
+        try:
+            await self._in_thread(path.unlink, missing_ok=True)
+        except OSError as error:
+            log_event(logger, "arena_not_dropped", level=logging.WARNING, path=path, problem=str(error))
 
     async def _take(self, namespace: Namespace, path: Path) -> None:
         if namespace.host.is_open:
@@ -120,7 +103,8 @@ class Recovery:
                 f"{path} is one more than the {self._max_arenas} arenas that this daemon's open files allow; raise the "
                 "limit (`ulimit -n`; LimitNOFILE= in a systemd unit) to keep more models in memory"
             )
-        arena, entries = await self._in_thread(_reopen, namespace, path)
+        arena = await self._in_thread(Arena.reopen, path, namespace.layout)
+        entries = await self._in_thread(arena.entries)
         backed = {entry.slot for entry in entries if entry.backed}
         namespace.host.recover(arena, [entry.generation for entry in entries], backed)
         self._recovering.append(namespace)
@@ -155,8 +139,8 @@ class Recovery:
             intact = await self._in_thread(_intact, batch)
             self._commit(batch, intact)
         if self._recovering:
-            slots, doubtful = self._counters.slots_adopted, self._counters.slots_doubtful
-            log_event(logger, "adopted", slots=slots, doubtful=doubtful)
+            rows, rejected = self._counters.orphan_rows_recovered, self._counters.orphan_rows_rejected
+            log_event(logger, "orphan_rows_recovered", rows=rows, rejected=rejected)
 
     async def _marked_rows(self) -> list[tuple[Namespace, OrphanRow]]:
         """Return all rows to verify, the most valuable last."""
@@ -165,10 +149,10 @@ class Recovery:
             namespace = self._namespaces[namespace_id]
             known = [chunk.key for chunk in namespace.table if chunk.location is not None or chunk.num_pins]
             by_tag = await self._in_thread(index_by_tag, known)
-            orphans = read_orphan_rows(entries, by_tag, namespace.layout)
-            self._reject(namespace, orphans.doubtful)
+            rows, rejected = read_orphan_rows(entries, by_tag, namespace.layout)
+            self._reject(namespace, rejected)
             rank = await rank_pinned(self._prompts, namespace_id)
-            for row in orphans.rows:
+            for row in rows:
                 value = (row.key in rank, namespace.seen_unix_s, rank.get(row.key, 0))
                 found.append((value, namespace, row))
         self._entries.clear()
@@ -183,11 +167,9 @@ class Recovery:
             location = chunk.location if chunk is not None else None
             if not is_intact or (location is not None and location.checksum != row.checksum):
                 self._reject(namespace, [row.ref.slot])
-            elif namespace.layout.row_bytes <= free_bytes and namespace.table.host.adopt(
-                row.key, row.ref, row.checksum
-            ):
+            elif namespace.layout.row_bytes <= free_bytes and namespace.table.host.commit_orphan(*row):
                 free_bytes -= namespace.layout.row_bytes
-                self._counters.slots_adopted += 1
+                self._counters.orphan_rows_recovered += 1
                 namespace.recovered(row.key)
 
     def _taken_bytes(self) -> int:
@@ -196,13 +178,12 @@ class Recovery:
         return self._resources.budget.used_bytes - sum(usage.num_orphans * usage.row_bytes for usage in usages)
 
     def _reject(self, namespace: Namespace, slots: Sequence[int]) -> None:
-        self._counters.slots_doubtful += len(slots)
+        self._counters.orphan_rows_rejected += len(slots)
         for slot in slots:
             namespace.host.arena.uncommit(slot)
         if slots:
-            log_event(
-                logger, "slots_doubtful", level=logging.WARNING, arena=namespace.host.arena.path, slots=len(slots)
-            )
+            path = namespace.host.arena.path
+            log_event(logger, "orphan_rows_rejected", level=logging.WARNING, arena=path, rows=len(slots))
 
     async def release(self) -> int:
         """Wait until no process holds a lock of the previous daemon's sessions, then free what was not taken over.
@@ -239,34 +220,24 @@ def index_by_tag(keys: Iterable[ChunkKey]) -> dict[int, ChunkKey | None]:
 
 def read_orphan_rows(
     entries: Iterable[SlotEntry], by_tag: Mapping[int, ChunkKey | None], layout: KVLayout
-) -> OrphanRows:
-    """Find the chunk of every marked slot.
+) -> tuple[list[OrphanRow], list[int]]:
+    """Find the chunk of every marked slot; return their rows, each chunk once, and the slots that are rejected.
 
-    Doubtful is a mark that does not fit its words, a tag that no known chunk has or that two have, a length that is not
+    Rejected is a mark that does not fit its words, a tag that no known chunk has or that two have, a length that is not
     the chunk's, and a second row of one chunk.
     """
-    found, seen = OrphanRows(), set[ChunkKey]()
+    rows, rejected, seen = list[OrphanRow](), list[int](), set[ChunkKey]()
+    lengths = {group.group_idx: group.useful_bytes for group in layout.groups}
     for entry in entries:
         if not entry.mark:
             continue
         key = by_tag.get(entry.key_tag) if entry.committed and entry.backed else None
-        if key is None or key in seen or entry.length != _rank_bytes(layout, key):
-            found.doubtful.append(entry.slot)
+        if key is None or key in seen or entry.length != lengths.get(group_idx_of(key)):
+            rejected.append(entry.slot)
             continue
         seen.add(key)
-        found.rows.append(OrphanRow(key, SlotRef(entry.slot, entry.generation), entry.checksum))
-    return found
-
-
-def _rank_bytes(layout: KVLayout, key: ChunkKey) -> int | None:
-    group_idx = group_idx_of(key)
-    return layout.group(group_idx).useful_bytes if group_idx in layout.group_indexes() else None
-
-
-def _reopen(namespace: Namespace, path: Path) -> tuple[Arena, list[SlotEntry]]:
-    """Worker thread."""
-    arena = Arena.reopen(path, namespace.layout)
-    return arena, arena.entries()
+        rows.append(OrphanRow(key, SlotRef(entry.slot, entry.generation), entry.checksum))
+    return rows, rejected
 
 
 def _intact(batch: Iterable[tuple[Namespace, OrphanRow]]) -> list[bool]:
@@ -276,19 +247,12 @@ def _intact(batch: Iterable[tuple[Namespace, OrphanRow]]) -> list[bool]:
 
 def _still_held(locks: Iterable[SessionLock]) -> list[SessionLock]:
     """Worker thread: return the locks that a process holds; the others' paths are gone."""
-    return [lock for lock in locks if not _is_released(lock)]
-
-
-def _is_released(lock: SessionLock) -> bool:
-    try:
-        return lock.released()
-    except TierIOError as error:  # while it is unknown it may be held
-        log_event(logger, "lock_unknown", level=logging.WARNING, problem=str(error))
-        return False
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        log_event(logger, "arena_not_dropped", level=logging.WARNING, path=path, problem=str(error))
+    held: list[SessionLock] = []
+    for lock in locks:
+        try:
+            if lock.released():
+                continue
+        except TierIOError as error:  # while it is unknown it may be held
+            log_event(logger, "lock_unknown", level=logging.WARNING, problem=str(error))
+        held.append(lock)
+    return held

@@ -113,10 +113,10 @@ def test_a_bus_error_says_where_and_the_next_start_serves_from_memory(
         assert "Fatal Python error: Bus error" in capfd.readouterr().err
         async with daemon(config, CALM) as (_, stub):
 
-            async def adopted() -> bool:
-                return (await status_of(stub)).counters.get("slots_adopted", 0) == len(KEYS)
+            async def recovered() -> bool:
+                return (await status_of(stub)).counters.get("orphan_rows_recovered", 0) == len(KEYS)
 
-            await until(adopted)
+            await until(recovered)
             async with ScriptedEngine(config) as again:
                 await again.bind(pin_id, KEYS)
                 assert sorted(await again.acquire(1, KEYS)) == [0, 1, 2]

@@ -56,8 +56,8 @@ class Model:
     rng: random.Random
     bound: list[bytes] = field(default_factory=list)
     num_pins: int = 0
-    num_adopted: int = 0
-    num_doubtful: int = 0
+    num_recovered: int = 0
+    num_rejected: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,20 @@ def damage(left: LeftArena, rng: random.Random, row_of: dict[bytes, int]) -> set
     return bad
 
 
-async def adopted(stub: Stub, left: Left) -> None:
+async def recovered(stub: Stub, left: Left) -> None:
     """Wait until the daemon has dealt with what was left, as it should."""
 
     async def done() -> bool:
         counters = (await status_of(stub)).counters
-        return counters.get("slots_adopted", 0) + counters.get("slots_doubtful", 0) >= len(left.good) + left.num_bad
+        return (
+            counters.get("orphan_rows_recovered", 0) + counters.get("orphan_rows_rejected", 0)
+            >= len(left.good) + left.num_bad
+        )
 
     await until(done)
     counters = (await status_of(stub)).counters
-    assert counters.get("slots_adopted", 0) == len(left.good)
-    assert counters.get("slots_doubtful", 0) == left.num_bad
+    assert counters.get("orphan_rows_recovered", 0) == len(left.good)
+    assert counters.get("orphan_rows_rejected", 0) == left.num_bad
 
 
 def settings_of(config: DaemonConfig) -> dict[str, str]:
@@ -147,7 +150,7 @@ async def no_leak(config: DaemonConfig, stub: Stub) -> None:
         pytest.fail(f"rows with pages and no chunk, bytes too many, files too many or missing: {seen[-1:]}")
 
 
-async def read_adopted(stub: Stub, engine: ScriptedEngine, keys: Sequence[bytes]) -> None:
+async def read_recovered(stub: Stub, engine: ScriptedEngine, keys: Sequence[bytes]) -> None:
     """Adopted chunks are byte-equal and come without a disk read."""
     for number, key in enumerate(keys):
         chunks = await engine.acquire(1000 + number, [key])
@@ -183,13 +186,13 @@ async def one_life(config: DaemonConfig, model: Model, left: Left | None) -> Lef
     """Start, compare with what was left, work, be killed, and look at what is left now."""
     async with daemon(config, settings_of(config)) as (process, stub):
         if left is not None:
-            await adopted(stub, left)
+            await recovered(stub, left)
             await no_leak(config, stub)
-            model.num_adopted += len(left.good)
-            model.num_doubtful += left.num_bad
+            model.num_recovered += len(left.good)
+            model.num_rejected += left.num_bad
         engine = await ScriptedEngine(config, LAYOUT, store_credits=6).__aenter__()
         try:
-            await read_adopted(stub, engine, left.good if left is not None else ())
+            await read_recovered(stub, engine, left.good if left is not None else ())
             asyncio.get_running_loop().call_later(model.rng.uniform(0.05, 0.5), kill, process)
             with pytest.raises((grpc.aio.AioRpcError, EOFError, asyncio.InvalidStateError)):
                 await work(stub, engine, model)
@@ -218,15 +221,15 @@ def test_kills_leave_memory_that_is_served_and_nothing_else(config: DaemonConfig
             left = await one_life(config, model, left)
         async with daemon(config, settings_of(config)) as (_, stub):
             assert left is not None
-            await adopted(stub, left)
+            await recovered(stub, left)
             await no_leak(config, stub)
 
     started_s = time.monotonic()
     asyncio.run(scenario())
-    print(f"{model.num_pins} pins, {model.num_adopted} rows adopted, {model.num_doubtful} doubtful")
+    print(f"{model.num_pins} pins, {model.num_recovered} rows recovered, {model.num_rejected} rejected")
     print(f"{NUM_KILLS} kills in {time.monotonic() - started_s:.1f} s")
-    assert model.num_adopted > 5 * NUM_KILLS
-    assert model.num_doubtful > NUM_KILLS // 2
+    assert model.num_recovered > 5 * NUM_KILLS
+    assert model.num_rejected > NUM_KILLS // 2
 
 
 def stopped_holder(lock: str) -> subprocess.Popen[bytes]:
@@ -272,14 +275,14 @@ def test_slots_of_a_stopped_worker_stay_out_of_use_over_two_kills(config: Daemon
 async def use_all_room(config: DaemonConfig, keys: Sequence[bytes], granted: set[int]) -> None:
     """A life in which engines want every slot, with the old worker stopped; then kill -9."""
     async with daemon(config, settings_of(config)) as (_, stub):
-        await adopted(stub, Left(tuple(keys), 0))
+        await recovered(stub, Left(tuple(keys), 0))
         with LeftArena(config) as left:
             before = {slot: left.entries()[slot] for slot in granted}
         async with ScriptedEngine(config, LAYOUT, store_credits=64) as engine:
             await engine.take_credit()
             await engine.barrier()
             assert granted.isdisjoint(ref.slot for ref in engine.credits)
-            await read_adopted(stub, engine, keys)
+            await read_recovered(stub, engine, keys)
             with LeftArena(config) as left:
                 assert {slot: left.entries()[slot] for slot in granted} == before
                 assert all(entry.backed for entry in before.values())

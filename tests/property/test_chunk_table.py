@@ -219,12 +219,12 @@ class AfterCrashMachine(ChunkTableMachine):
 
     @precondition(lambda self: self.left)
     @rule(key=any_key, data=st.data(), right_generation=st.booleans())
-    def adopt(self, key: bytes, data: st.DataObject, right_generation: bool) -> None:
+    def recover_row(self, key: bytes, data: st.DataObject, right_generation: bool) -> None:
         slot = data.draw(st.sampled_from(sorted(self.left)))
         chunk = self.table.get(key)
         wanted = chunk is not None and chunk.slot is None and right_generation
         ref = SlotRef(slot, self.slots.generation(slot) + (not right_generation))
-        assert self.table.host.adopt(key, ref, 1) is wanted
+        assert self.table.host.commit_orphan(key, ref, 1) is wanted
         if wanted:
             self.left.discard(slot)
 

@@ -104,10 +104,10 @@ class HostChunks(Generic[L]):
         self._became_readable(chunk, self._take_slot(chunk, ref), checksum)
         return True
 
-    def adopt(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
+    def commit_orphan(self, key: ChunkKey, ref: SlotRef, checksum: int) -> bool:
         """Make a previous daemon's row the chunk's; False, and the slot stays as it is, when the chunk is not wanted.
 
-        What is used from then on outlives it, and so does what was adopted before: adopt in the order of value.
+        What is used from then on outlives it, and so do the rows before: call it in the order of value.
         """
         chunk = self._all.get(key)
         if chunk is None or chunk.host is not None or not self.slots.matches(ref, SlotState.ORPHAN):

@@ -23,9 +23,9 @@ def entry_of(slot: int, number: int, generation: int = 3, checksum: int = 99) ->
 
 
 def test_a_committed_row_is_found_by_its_tag() -> None:
-    left = read_orphan_rows([entry_of(5, 2)], BY_TAG, LAYOUT)
-    assert left.rows == [OrphanRow(KEYS[2], SlotRef(5, 3), 99)]
-    assert left.doubtful == []
+    rows, rejected = read_orphan_rows([entry_of(5, 2)], BY_TAG, LAYOUT)
+    assert rows == [OrphanRow(KEYS[2], SlotRef(5, 3), 99)]
+    assert rejected == []
 
 
 @pytest.mark.parametrize(
@@ -42,28 +42,28 @@ def test_a_committed_row_is_found_by_its_tag() -> None:
         {"backed": 0},
     ],
 )
-def test_any_word_that_differs_makes_a_row_doubtful(words: dict[str, Any]) -> None:
-    left = read_orphan_rows([entry_of(5, 2)._replace(**words)], BY_TAG, LAYOUT)
-    assert left.rows == []
-    assert left.doubtful == [words.get("slot", 5)]
+def test_any_word_that_differs_rejects_a_row(words: dict[str, Any]) -> None:
+    rows, rejected = read_orphan_rows([entry_of(5, 2)._replace(**words)], BY_TAG, LAYOUT)
+    assert rows == []
+    assert rejected == [words.get("slot", 5)]
 
 
-def test_a_slot_without_a_mark_is_neither_found_nor_doubtful() -> None:
-    left = read_orphan_rows([entry_of(5, 2)._replace(mark=0)], BY_TAG, LAYOUT)
-    assert (left.rows, left.doubtful) == ([], [])
+def test_a_slot_without_a_mark_is_neither_found_nor_rejected() -> None:
+    rows, rejected = read_orphan_rows([entry_of(5, 2)._replace(mark=0)], BY_TAG, LAYOUT)
+    assert (rows, rejected) == ([], [])
 
 
-def test_unknown_chunks_and_second_rows_are_doubtful() -> None:
-    left = read_orphan_rows([entry_of(0, 9), entry_of(1, 1), entry_of(2, 1)], BY_TAG, LAYOUT)
-    assert [row.key for row in left.rows] == [KEYS[1]]
-    assert left.doubtful == [0, 2]
+def test_unknown_chunks_and_second_rows_are_rejected() -> None:
+    rows, rejected = read_orphan_rows([entry_of(0, 9), entry_of(1, 1), entry_of(2, 1)], BY_TAG, LAYOUT)
+    assert [row.key for row in rows] == [KEYS[1]]
+    assert rejected == [0, 2]
 
 
 def test_two_keys_of_one_tag_are_nobodys() -> None:
     by_tag = index_by_tag([KEYS[1], KEYS[1], KEYS[2]])
-    left = read_orphan_rows([entry_of(0, 1), entry_of(1, 2)], by_tag, LAYOUT)
-    assert [row.key for row in left.rows] == [KEYS[2]]
-    assert left.doubtful == [0]
+    rows, rejected = read_orphan_rows([entry_of(0, 1), entry_of(1, 2)], by_tag, LAYOUT)
+    assert [row.key for row in rows] == [KEYS[2]]
+    assert rejected == [0]
 
 
 def test_the_length_is_that_of_the_keys_group() -> None:
@@ -73,9 +73,9 @@ def test_the_length_is_that_of_the_keys_group() -> None:
     for slot, key in enumerate((windowed, strange)):
         tag = key_tag_of(key)
         entries.append(SlotEntry(slot, 1, True, 5, mark_of(slot, tag, 1, 5), tag, 500))
-    left = read_orphan_rows(entries, by_tag, LAYOUT)
-    assert [row.key for row in left.rows] == [windowed]
-    assert left.doubtful == [1]
+    rows, rejected = read_orphan_rows(entries, by_tag, LAYOUT)
+    assert [row.key for row in rows] == [windowed]
+    assert rejected == [1]
 
 
 def resumed() -> tuple[ChunkTable[str], SlotTable, HostBudget]:
@@ -112,15 +112,15 @@ def test_a_table_in_use_resumes_nothing() -> None:
         slots.resume([1], [0])
 
 
-def test_adopted_chunks_are_evicted_before_those_used_since_and_the_least_valuable_first() -> None:
+def test_recovered_chunks_are_evicted_before_those_used_since_and_the_least_valuable_first() -> None:
     table, _, budget = resumed()
     for key in KEYS[:3]:
         table.place(key, "pack")
-    assert table.host.adopt(KEYS[0], SlotRef(0, 7), 1)
-    assert table.host.adopt(KEYS[1], SlotRef(2, 5), 1)
-    assert not table.host.adopt(KEYS[1], SlotRef(3, 0), 1), "the chunk has a slot"
-    assert not table.host.adopt(KEYS[3], SlotRef(3, 0), 1), "nobody knows the chunk"
-    assert not table.host.adopt(KEYS[2], SlotRef(3, 1), 1), "another generation"
+    assert table.host.commit_orphan(KEYS[0], SlotRef(0, 7), 1)
+    assert table.host.commit_orphan(KEYS[1], SlotRef(2, 5), 1)
+    assert not table.host.commit_orphan(KEYS[1], SlotRef(3, 0), 1), "the chunk has a slot"
+    assert not table.host.commit_orphan(KEYS[3], SlotRef(3, 0), 1), "nobody knows the chunk"
+    assert not table.host.commit_orphan(KEYS[2], SlotRef(3, 1), 1), "another generation"
     table.check()
     table.host.evict_cheapest(1)
     assert table.get(KEYS[1]).slot is None  # type: ignore[union-attr]

@@ -54,16 +54,16 @@ async def counters(stub: Stub) -> dict[str, int]:
     return dict((await status_of(stub)).counters)
 
 
-async def settled(stub: Stub, adopted: int, doubtful: int = 0) -> None:
+async def verified(stub: Stub, recovered: int, rejected: int = 0) -> None:
     """Wait until this many rows were dealt with, in this way."""
 
     async def done() -> bool:
         now = await counters(stub)
-        return now.get("slots_adopted", 0) + now.get("slots_doubtful", 0) >= adopted + doubtful
+        return now.get("orphan_rows_recovered", 0) + now.get("orphan_rows_rejected", 0) >= recovered + rejected
 
     await until(done)
     now = await counters(stub)
-    assert (now.get("slots_adopted", 0), now.get("slots_doubtful", 0)) == (adopted, doubtful)
+    assert (now.get("orphan_rows_recovered", 0), now.get("orphan_rows_rejected", 0)) == (recovered, rejected)
 
 
 async def first_life(config: DaemonConfig) -> None:
@@ -121,7 +121,7 @@ def test_chunks_are_served_without_reading_the_disk_from_the_same_arena(tmp_path
         await first_life(config)
         (path,) = config.host.arena_dir.glob("arena-*")
         async with next_life(config) as (stub, engine):
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
             assert engine.welcome.arena.path == str(path)
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
             now = await counters(stub)
@@ -140,7 +140,7 @@ def test_a_promoted_chunk_is_taken_over_like_a_stored_one(tmp_path: Path) -> Non
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
             assert (await counters(stub))["chunks_promoted"] == 5
         async with next_life(config) as (stub, engine):
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
 
     asyncio.run(scenario())
 
@@ -163,7 +163,7 @@ def test_pinned_chunks_that_are_not_durable_are_taken_over_and_written(
                 await engine.bind(await pin(stub), KEYS)
                 await engine.store(KEYS)
         async with next_life(config) as (stub, engine):
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
             await wait_durable(stub, "p")
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
 
@@ -184,7 +184,7 @@ def test_rows_of_several_ranks_and_groups(tmp_path: Path) -> None:
             left.flip(left.slot_of(keys[1]), layout.rank_bytes + 1000)  # of the second writer
             left.flip(left.slot_of(keys[3]), layout.rank_bytes + 2000)  # nobody's bytes
         async with running(config) as stub, ScriptedEngine(config, layout) as engine:
-            await settled(stub, adopted=5, doubtful=1)
+            await verified(stub, recovered=5, rejected=1)
             assert await read_all(engine, keys) == [engine.payload(key) for key in keys]
 
     asyncio.run(scenario())
@@ -231,7 +231,7 @@ def test_a_row_that_is_not_what_it_says_is_dropped_and_read_from_disk(tmp_path: 
         with LeftArena(config) as left:
             edit(left)
         async with next_life(config) as (stub, engine):
-            await settled(stub, adopted=4, doubtful=1)
+            await verified(stub, recovered=4, rejected=1)
             assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
             assert (await counters(stub))["chunks_promoted"] == 1
 
@@ -301,7 +301,7 @@ def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(
             await engine.store(KEYS)
             granted = {(await engine.take_credit()).slot for _ in range(2)}
         async with running(config) as stub, ScriptedEngine(config, store_credits=64) as new:
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
             await new.take_credit()
             await new.barrier()
             assert granted.isdisjoint(ref.slot for ref in new.credits)
@@ -337,8 +337,8 @@ def test_a_reader_of_the_dead_daemons_session_sees_that_its_row_was_given_out_ag
             await wait_durable(stub, "p")
             leased = (await old.acquire(1, KEYS[:1]))[0].slot
         async with next_life(config) as (stub, engine):
-            await settled(stub, adopted=5)
-            assert old.arena.generation(leased.slot) == leased.generation, "adopted as it is: the reader goes on"
+            await verified(stub, recovered=5)
+            assert old.arena.generation(leased.slot) == leased.generation, "recovered as it is: the reader goes on"
             await evict(stub, force=True)
             while all(ref.slot != leased.slot for ref in engine.credits):
                 key = chunk_key(len(engine.credits))
@@ -363,7 +363,7 @@ def test_no_page_is_taken_away_from_under_an_old_reader(tmp_path: Path) -> None:
             await engine.store(KEYS[:4])
             await wait_durable(stub, "p")
         async with running(config) as stub:
-            await settled(stub, adopted=4)
+            await verified(stub, recovered=4)
             async with ScriptedEngine(config, fingerprint={"weights": "2"}) as other:
                 await other.barrier()
                 assert other.credits == []
@@ -392,7 +392,7 @@ def test_fewer_host_bytes_take_the_newest_prompt_and_its_head(tmp_path: Path) ->
             rows_offset = engine.arena.geometry.rows_offset  # of the larger table, which stays
         smaller = kept(config, host_bytes=5 * ROW_BYTES + rows_offset)
         async with running(smaller) as stub:
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
 
             async def given_back() -> bool:
                 with LeftArena(config) as left:
@@ -436,7 +436,7 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
         config = kept(config_in(tmp_path, preallocated_bytes=1 << 20))
         had_pages = await life_with_spare_rows(config, 16)
         async with next_life(config) as (stub, engine):
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
             namespace = await cleared(cleared_up, 1)
             assert all(namespace.host.slots.state(slot) is not SlotState.ORPHAN for slot in had_pages)
             assert namespace.host.usage.num_free > 0
@@ -453,7 +453,7 @@ def test_more_free_rows_than_that_are_given_back(tmp_path: Path, cleared_up: lis
         config = kept(config_in(tmp_path, preallocated_bytes=3 * ROW_BYTES))
         await life_with_spare_rows(config, 16)
         async with running(config) as stub:
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
             namespace = await cleared(cleared_up, 1)
             assert namespace.host.usage.num_free == 3
             with LeftArena(config) as left:
@@ -485,7 +485,7 @@ def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
 
         monkeypatch.setattr(Recovery, "verify", verify_first)
         async with running(config) as stub:
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
             namespace = await cleared(cleared_up, 1)
             assert (num_refused, namespace.host.usage.num_free, namespace.host.usage.num_backed) == (1, 0, 5)
             monkeypatch.undo()
@@ -499,7 +499,7 @@ def test_more_host_bytes_keep_the_smaller_arena_until_a_stop(tmp_path: Path) -> 
         await first_life(config)
         larger = kept(config, host_bytes=2 << 20)
         async with next_life(larger) as (stub, engine):
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
             assert engine.welcome.arena.num_slots == num_slots_within(1 << 20, ROW_BYTES, 1)
         assert list(config.host.arena_dir.glob("arena-*")) == []
         async with next_life(larger) as (stub, engine):
@@ -542,11 +542,11 @@ def test_an_evicted_chunk_does_not_come_back(tmp_path: Path) -> None:
         config = kept(config_in(tmp_path))
         await first_life(config)
         async with running(config) as stub:
-            await settled(stub, adopted=5)
+            await verified(stub, recovered=5)
             await evict(stub, force=True)
         async with next_life(config) as (stub, engine):
             assert await read_all(engine, KEYS) == []
-            assert not (await counters(stub)).get("slots_adopted")
+            assert not (await counters(stub)).get("orphan_rows_recovered")
 
     asyncio.run(scenario())
 
@@ -577,7 +577,7 @@ def test_a_chunk_that_is_promoted_before_its_old_row_is_verified_has_one_slot(
             async with next_life(config) as (stub, engine):
                 assert await read_all(engine, KEYS[:2]) == [engine.payload(key) for key in KEYS[:2]]
                 gate.open()
-                await settled(stub, adopted=3)
+                await verified(stub, recovered=3)
                 assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
 
                 async def given_back() -> bool:
@@ -593,7 +593,7 @@ def test_a_chunk_that_is_promoted_before_its_old_row_is_verified_has_one_slot(
 def test_an_eviction_waits_until_nothing_more_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The prompt is pinned still, so its rows would have been adopted right after they were dropped."""
+    """The prompt is pinned still, so its rows would have been recovered right after they were dropped."""
 
     async def scenario() -> None:
         config = kept(config_in(tmp_path))
@@ -708,7 +708,7 @@ def test_an_engine_that_came_first_hears_of_rows_that_are_in_no_pack(
                 assert engine.held == dict.fromkeys(KEYS, False)
                 verifying.open()
                 await engine.wait_held(KEYS)
-                await settled(stub, adopted=5)
+                await verified(stub, recovered=5)
                 assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
 
     asyncio.run(scenario())

@@ -157,7 +157,7 @@ def test_room_that_a_dead_daemons_rows_took_is_filled_when_they_are_given_back(t
         async with running(config) as stub:
 
             async def doubted() -> bool:
-                return (await status_of(stub)).counters.get("slots_doubtful", 0) == 5
+                return (await status_of(stub)).counters.get("orphan_rows_rejected", 0) == 5
 
             await until(doubted)
             assert (await status_of(stub)).host.num_chunks == 0
