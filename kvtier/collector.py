@@ -10,7 +10,7 @@ from contextlib import contextmanager
 def gc_paused() -> Iterator[None]:
     """Keep the collector from running, in all threads, until the end of the block. Blocks may nest, in one thread.
 
-    Nobody else in this process may switch it meanwhile.
+    Nothing else in this process may switch it meanwhile.
     """
     was_enabled = gc.isenabled()
     gc.disable()

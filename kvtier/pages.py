@@ -9,7 +9,7 @@ _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 256 * 1024
-"""Populated in one call, which holds the lock of the process's memory map: whoever maps something waits for it."""
+"""Populated in one call, which holds the lock of the process's memory map: other threads that map wait for it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -20,7 +20,7 @@ class Pool(ThreadPoolExecutor):
     def __init__(self, name: str, num_threads: int) -> None:
         super().__init__(num_threads, thread_name_prefix=f"kvtier-{name}")
         self.name = name
-        self._is_given_up = False
+        self._is_abandoned = False
         self._calls: set[Future[Any]] = set()  # taken from in the threads: each step is atomic
 
     @property
@@ -28,9 +28,9 @@ class Pool(ThreadPoolExecutor):
         """A call is running."""
         return any(call.running() for call in list(self._calls))
 
-    def give_up(self) -> None:
-        """From now on who is cancelled does not wait: the process ends without its calls."""
-        self._is_given_up = True
+    def abandon(self) -> None:
+        """From now on no cancelled caller waits for its call: the process ends without them."""
+        self._is_abandoned = True
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a call whose caller does not wait for it, or not always; see `Executor.submit`."""
@@ -40,7 +40,7 @@ class Pool(ThreadPoolExecutor):
         return call
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run a call. A caller that is cancelled waits for a call that has begun, unless all are given up.
+        """Run a call. A caller that is cancelled waits for a call that has begun, unless the pool is abandoned.
 
         A thread cannot be cancelled: it would go on with an arena that its namespace has closed meanwhile.
         """
@@ -48,7 +48,7 @@ class Pool(ThreadPoolExecutor):
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            while not running.done() and not self._is_given_up:
+            while not running.done() and not self._is_abandoned:
                 with suppress(Exception, asyncio.CancelledError):  # cancelled again it waits too
                     await asyncio.wrap_future(running)
             raise

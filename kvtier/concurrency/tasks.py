@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -58,7 +58,7 @@ class Tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("task %s failed", task.get_name(), exc_info=error)
 
-    async def complete(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run_shielded(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, even when the caller is cancelled meanwhile, and return its result.
 
         Raises:
@@ -73,10 +73,10 @@ class Tasks:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(_nobody_waits)
+            task.add_done_callback(_log_error)
             raise
 
-    async def settle(self) -> None:
+    async def join(self) -> None:
         """Wait until every task started so far has ended."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
@@ -90,7 +90,35 @@ class Tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _nobody_waits(task: asyncio.Task[Any]) -> None:
-    """Whose call it was has left: nobody else hears of an error."""
+def _log_error(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.warning("task %s failed after its caller had left: %s", task.get_name(), error)
+
+
+class Changes(Tasks):
+    """Tasks that change what the daemon keeps: pin, unpin, evict, expiry, binding, attaching. Loop thread only.
+
+    They run one at a time, so that no decision is taken on a state that an awaited ledger write has meanwhile made
+    old. They run to their end even when the caller leaves: a ledger write cannot be called back, and memory has to
+    follow it.
+
+    Attributes:
+        lock: The change lock: held by the one that runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = asyncio.Lock()
+
+    async def exclusively(self, name: str, change: Callable[[], Awaitable[T]]) -> T:
+        """Run a change as the only one, and to its end even when the caller leaves meanwhile.
+
+        Raises:
+            DrainingError: The daemon is stopping.
+        """
+
+        async def alone() -> T:
+            async with self.lock:
+                return await change()
+
+        return await self.run_shielded(name, alone())

@@ -28,7 +28,7 @@ def slices_from_end(items: Sequence[T]) -> Iterator[Sequence[T]]:
 async def in_turns(steps: Iterator[None]) -> None:
     """Go through the steps of a generator, with a turn of the loop wherever it yields.
 
-    So one text serves both ways: whoever has no time to wait goes through it in a loop of his own.
+    The same generator can also be run at once, in a plain loop.
     """
     for _ in steps:
         await asyncio.sleep(0)
@@ -37,7 +37,7 @@ async def in_turns(steps: Iterator[None]) -> None:
 class Breather:
     """Lets the loop take a turn whenever the work since the last one took some milliseconds.
 
-    For steps of which each is short, and nobody knows how many there are.
+    For short steps whose number is not known in advance.
     """
 
     def __init__(self) -> None:

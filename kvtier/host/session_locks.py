@@ -45,7 +45,7 @@ class SessionLock:
         return [cls(path) for path in sorted(directory.glob(SESSION_LOCK_PREFIX + "*" + LOCK_SUFFIX))]
 
     def released(self) -> bool:
-        """Say whether nobody holds the lock; then its path is gone too, and stays gone.
+        """Say whether no process holds the lock; then its path is gone too, and stays gone.
 
         The path is unlinked while the exclusive lock is held: a process that opens it later finds nothing, and one that
         had opened it before and locks it now sees, comparing inodes, that it has locked a file without a name.
@@ -71,7 +71,7 @@ class SessionLock:
         return True
 
     def close(self) -> None:
-        """Unlink the path, whoever holds the lock: nobody joins this session any longer.
+        """Unlink the path, even if a process holds the lock: none joins this session any longer.
 
         Raises:
             TierIOError: The operating system refused.

@@ -142,7 +142,7 @@ class Arenas:
         path, model = detached.arena.path, namespace.model
         log_event(logger, "arena_closed", namespace=namespace.namespace_id, model=model, path=path)
         self._num_closing += 1
-        await self._tasks.complete("close-arena", self._discard(detached))
+        await self._tasks.run_shielded("close-arena", self._discard(detached))
         return True
 
     async def _discard(self, detached: DetachedArena) -> None:

@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from kvtier.concurrency.changes import Changes
-from kvtier.concurrency.tasks import Tasks
+from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
 from kvtier.config import DaemonConfig
 from kvtier.core import limits
@@ -61,8 +60,7 @@ class Cache:
         self.resources = resources
         self.started_unix_s = time.time()
         self.prompts = PromptBook()
-        self._tasks = Tasks()
-        self.changes = Changes(self._tasks)
+        self.changes = self._tasks = Changes()
         self.registry = NamespaceRegistry(resources, self.prompts, self.changes, self._top_up_all)
         self.namespaces, self.capacity = self.registry.by_id, self.registry.capacity
         self.compactor = Compactor(
@@ -348,7 +346,7 @@ class Cache:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.server.drain_timeout_s):
                 for namespace in list(self.namespaces.values()):  # ephemeral ones may end meanwhile
-                    await namespace.tasks.settle()
+                    await namespace.tasks.join()
                     await namespace.write_back.flush()
         ending = asyncio.create_task(self._end(), name="end")
         await asyncio.wait([ending], timeout=STUCK_AFTER_S)

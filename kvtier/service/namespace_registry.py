@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from kvtier.concurrency.changes import Changes
+from kvtier.concurrency.tasks import Changes
 from kvtier.core.fingerprint import namespace_id
 from kvtier.errors import LedgerError, NamespaceMismatchError
 from kvtier.ledger import NamespaceRow

@@ -171,9 +171,9 @@ class Resources:
         await asyncio.wrap_future(closed)
 
     def give_up(self) -> None:
-        """See `Pool.give_up`."""
+        """See `Pool.abandon`."""
         for pool in self._pools:
-            pool.give_up()
+            pool.abandon()
 
     def _close(self) -> None:
         for pool in self._pools:

@@ -58,7 +58,7 @@ class Preallocator:
     async def _made(self, namespace: Namespace) -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""
         try:
-            return await namespace.tasks.complete("preallocation", self._make(namespace))
+            return await namespace.tasks.run_shielded("preallocation", self._make(namespace))
         except DrainingError:
             return True
         except asyncio.CancelledError:

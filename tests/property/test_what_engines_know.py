@@ -58,7 +58,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
     async def quiet(self) -> None:
         write_back, promoter = self.rig.namespace.write_back, self.rig.namespace.promoter
         await eventually(lambda: not write_back.queued_bytes and not promoter._batches and not promoter._queue)
-        await self.rig.namespace.tasks.settle()
+        await self.rig.namespace.tasks.join()
 
     @rule(chosen=numbers)
     def store(self, chosen: list[int]) -> None:

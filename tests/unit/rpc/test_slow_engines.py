@@ -120,7 +120,7 @@ def test_pins_are_sent_with_turns_of_the_loop_between_them(tmp_path: Path, monke
             peer.names.clear()
             session.send_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
             r.cache.prompts.forget(r.cache.prompts.get("b"))  # before its turn
-            await r.namespace.tasks.settle()
+            await r.namespace.tasks.join()
             assert peer.names == ["a", "c", "d"]
 
     asyncio.run(scenario())

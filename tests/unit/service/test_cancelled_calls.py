@@ -20,17 +20,17 @@ KEYS = [chunk_key(n) for n in range(5)]
 
 async def leave(call: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel a call when its change is at the gate, and open that when the daemon has heard of it."""
-    left, complete = asyncio.Event(), Tasks.complete
+    left, run_shielded = asyncio.Event(), Tasks.run_shielded
 
     async def watched(tasks: Tasks, name: str, coroutine: Coroutine[Any, Any, object]) -> object:
         try:
-            return await complete(tasks, name, coroutine)
+            return await run_shielded(tasks, name, coroutine)
         except asyncio.CancelledError:
             left.set()
             raise
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tasks, "complete", watched)
+        patch.setattr(Tasks, "run_shielded", watched)
         await reached(gate.reached)
         call.cancel()
         await left.wait()

@@ -19,13 +19,13 @@ def test_an_error_after_the_caller_has_left_is_logged_in_a_line(caplog: pytest.L
             await refused.wait()
             raise LedgerError("disk is full")
 
-        caller = asyncio.create_task(tasks.complete("pin", change()))
+        caller = asyncio.create_task(tasks.run_shielded("pin", change()))
         await asyncio.sleep(0)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
         refused.set()
-        await tasks.settle()
+        await tasks.join()
         await asyncio.sleep(0)
         assert not problems
 
