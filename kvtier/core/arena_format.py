@@ -74,13 +74,11 @@ def num_slots_within(limit_bytes: int, row_bytes: int, num_ranks: int) -> int:
 
 
 class SlotEntry(NamedTuple):
-    """What a slot table says of one slot, as far as it outlives a daemon.
+    """What a slot table says of one slot, as far as it outlives a daemon; see the module.
 
     Attributes:
-        slot: Its number.
         generation: 0 before its first use.
         backed: The row has pages, or may have.
-        checksum: xxh3_64 of the payload, when the mark is valid.
         mark: 0 for none.
         key_tag: Of the first rank's stamp.
         length: Of the first rank's stamp: bytes of one rank.
@@ -146,12 +144,14 @@ class ArenaGeometry:
         """Return the file offset of a row."""
         return self.rows_offset + slot * self.row_bytes
 
+    # Indexes of words in the slot table; see the module.
+
     def generation_word(self, slot: int) -> int:
-        """Return the index, in the slot table, of the slot's generation."""
+        """Return the index of the slot's generation."""
         return slot * self.entry_words
 
     def backed_word(self, slot: int) -> int:
-        """Return the index of the word that is odd while the row has pages; see the module."""
+        """Return the index of the word that is odd while the row has pages."""
         return slot * self.entry_words + 1
 
     def checksum_word(self, slot: int) -> int:
@@ -162,16 +162,16 @@ class ArenaGeometry:
         """Return the index of the commit mark."""
         return slot * self.entry_words + 3
 
+    def stamp_word(self, slot: int, rank: int) -> int:
+        """Return the index of the first word (key_tag, generation, length) of a rank's stamp."""
+        return slot * self.entry_words + OWNER_WORDS + STAMP_WORDS * rank
+
     def entry(self, words: Sequence[int], slot: int) -> SlotEntry:
         """Return what the slot table's words say of a slot."""
         first = self.generation_word(slot)
         generation, backed, checksum, mark = words[first : first + OWNER_WORDS]
         key_tag, _, length = words[first + OWNER_WORDS : first + OWNER_WORDS + STAMP_WORDS]
         return SlotEntry(slot, generation, has_pages(backed), checksum, mark, key_tag, length)
-
-    def stamp_word(self, slot: int, rank: int) -> int:
-        """Return the index, in the slot table, of the first word (key_tag, generation, length) of a rank's stamp."""
-        return slot * self.entry_words + OWNER_WORDS + STAMP_WORDS * rank
 
 
 def pack_header(geometry: ArenaGeometry) -> bytes:

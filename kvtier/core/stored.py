@@ -8,13 +8,9 @@ import xxhash
 
 from kvtier.core.layout import ChunkKey
 
-_CHECKSUM_BITS = 64
-_LENGTH_BITS = 40
-_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
-_CHECKSUM_MASK = (1 << _CHECKSUM_BITS) - 1
-_STORED_SHIFT = _CHECKSUM_BITS
-_RAW_SHIFT = _STORED_SHIFT + _LENGTH_BITS
-_OFFSET_SHIFT = _RAW_SHIFT + _LENGTH_BITS
+_LENGTH_MASK = 2**40 - 1
+_CHECKSUM_MASK = 2**64 - 1
+_STORED_SHIFT, _RAW_SHIFT, _OFFSET_SHIFT = 64, 104, 144
 
 
 class _Fields(NamedTuple):
@@ -25,19 +21,10 @@ class _Fields(NamedTuple):
 
 
 class StoredChunk(_Fields):
-    """Where a durable chunk lies. Construct it with keywords, read it by attribute.
+    """Where a durable chunk lies: in which pack, in which codec. Construct it with keywords, read it by attribute.
 
     One is kept in memory for each chunk on disk, so its four numbers share one int: four ints of their own in a tuple
     of seven took 80 bytes more. Offsets have no bound, lengths one of 1 TiB.
-
-    Attributes:
-        key: Its key.
-        pack_id: File stem of the pack.
-        codec: Name of the codec that the stored bytes are in.
-        offset: Absolute file offset of the stored bytes.
-        stored_bytes: Their length.
-        raw_bytes: Length of the payload before the codec.
-        checksum: xxh3_64 of the payload, before the codec, over its segments in order.
     """
 
     __slots__ = ()
@@ -80,32 +67,13 @@ class StoredChunk(_Fields):
 
     @property
     def checksum(self) -> int:
-        """xxh3_64 of the payload, before the codec."""
+        """xxh3_64 of the payload, before the codec, over its segments in order."""
         return self.numbers & _CHECKSUM_MASK
-
-    def __repr__(self) -> str:
-        return (
-            f"StoredChunk(key={self.key!r}, pack_id={self.pack_id!r}, offset={self.offset}, "
-            f"stored_bytes={self.stored_bytes}, raw_bytes={self.raw_bytes}, codec={self.codec!r}, "
-            f"checksum={self.checksum})"
-        )
 
     def _replace(self, **changed: Any) -> "StoredChunk":
         """Return a copy with some attributes changed, as a NamedTuple of all seven would."""
         names = ("key", "pack_id", "offset", "stored_bytes", "raw_bytes", "codec", "checksum")
         return StoredChunk(**{name: getattr(self, name) for name in names} | changed)
-
-    def __getnewargs__(self) -> tuple[object, ...]:
-        """Let copy and pickle make it by its own constructor, not by the tuple's."""
-        return (
-            self.key,
-            self.pack_id,
-            self.offset,
-            self.stored_bytes,
-            self.raw_bytes,
-            self.codec,
-            self.checksum,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
