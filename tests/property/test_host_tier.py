@@ -133,7 +133,7 @@ class HostTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owned)
     @rule(number=slots)
     def release(self, number: int) -> None:
-        """A store or a load is given up, a lost engine has ended, or a chunk without a lease is evicted."""
+        """A store or a load is aborted, a lost engine has ended, or a chunk without a lease is evicted."""
         refs = [ref for ref, _ in self.owned.values() if ref not in self.leased]
         if refs:
             ref = refs[number % len(refs)]

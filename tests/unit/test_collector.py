@@ -12,12 +12,12 @@ from kvtier.collector import freeze_index, gc_paused, thaw_index
 def _fail_while_it_is_off() -> None:
     with gc_paused():
         assert not gc.isenabled()
-        raise ValueError("told")
+        raise ValueError("raised")
 
 
 def test_it_is_on_again_after_an_error() -> None:
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="told"):
+    with pytest.raises(ValueError, match="raised"):
         _fail_while_it_is_off()
     assert gc.isenabled()
 

@@ -106,7 +106,7 @@ def num_files(cache: Cache) -> int:
     return len(list(cache.config.host.arena_dir.glob("arena-*")))
 
 
-def test_the_longest_unused_gives_way_and_its_prompt_comes_back(folder: Path) -> None:
+def test_the_longest_unused_is_closed_and_its_prompt_comes_back(folder: Path) -> None:
     async def scenario() -> None:
         async with cache_in(folder, prefetch=True) as cache:
             namespaces = []
@@ -211,7 +211,7 @@ def test_memory_that_idle_models_take_is_given_to_the_next(folder: Path) -> None
     asyncio.run(scenario())
 
 
-def test_a_file_system_without_room_is_a_reason_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_space_is_a_reason_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others took the memory of /dev/shm, or the daemon's descriptors, that host.bytes had promised."""
 
     async def scenario(number: int, message: str) -> None:

@@ -41,7 +41,7 @@ def test_what_was_committed_is_there_again(left: Path) -> None:
         (0, True, 0, False),
         (0, False, 0, False),
     ]
-    assert arena.stamps_agree(1, KEY, 6), "a promoted chunk, which nobody stamped, can be told by its stamps too"
+    assert arena.stamps_agree(1, KEY, 6), "a promoted chunk, which no engine stamped, has stamps too"
     arena.close(unlink=True)
 
 

@@ -59,7 +59,7 @@ def test_unknown_chunks_and_second_rows_are_rejected() -> None:
     assert rejected == [0, 2]
 
 
-def test_two_keys_of_one_tag_are_nobodys() -> None:
+def test_two_keys_of_one_tag_are_rejected() -> None:
     by_tag = index_by_tag([KEYS[1], KEYS[1], KEYS[2]])
     rows, rejected = read_orphan_rows([entry_of(0, 1), entry_of(1, 2)], by_tag, LAYOUT)
     assert [row.key for row in rows] == [KEYS[2]]
@@ -119,7 +119,7 @@ def test_recovered_chunks_are_evicted_before_those_used_since_and_the_least_valu
     assert table.host.commit_orphan(KEYS[0], SlotRef(0, 7), 1)
     assert table.host.commit_orphan(KEYS[1], SlotRef(2, 5), 1)
     assert not table.host.commit_orphan(KEYS[1], SlotRef(3, 0), 1), "the chunk has a slot"
-    assert not table.host.commit_orphan(KEYS[3], SlotRef(3, 0), 1), "nobody knows the chunk"
+    assert not table.host.commit_orphan(KEYS[3], SlotRef(3, 0), 1), "the chunk is not known"
     assert not table.host.commit_orphan(KEYS[2], SlotRef(3, 1), 1), "another generation"
     table.check()
     table.host.evict_cheapest(1)
@@ -128,7 +128,7 @@ def test_recovered_chunks_are_evicted_before_those_used_since_and_the_least_valu
     assert budget.used_bytes == 3 * 4096
 
 
-def test_whoever_frees_a_slot_takes_its_mark_away() -> None:
+def test_freeing_a_slot_takes_its_mark_away() -> None:
     freed: list[int] = []
     slots = SlotTable(2, 4096, HostBudget(8192), freed.append)
     table = table_over(slots)

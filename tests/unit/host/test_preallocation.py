@@ -1,4 +1,4 @@
-"""Free rows get their pages ahead of need: below the watermark, only for engines, and nobody waits for them."""
+"""Free rows get their pages ahead of need: below the watermark, only for engines, and no request waits for them."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
 
 ROW_BYTES = 8192
-SPARE_ROWS = 16
+PREALLOCATED_ROWS = 16
 OTHER = hello_of("other", weights="2")
 
 
@@ -33,9 +33,11 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def spare_rig(folder: Path, spare_rows: int = SPARE_ROWS, **settings: Any) -> AsyncIterator[Rig]:
+async def rig_with_rows(
+    folder: Path, preallocated_rows: int = PREALLOCATED_ROWS, **settings: Any
+) -> AsyncIterator[Rig]:
     """A rig of 128 rows of 8 KiB, of which some are made in the background while they are free."""
-    async with rig(folder, preallocated_bytes=spare_rows * ROW_BYTES, **settings) as r:
+    async with rig(folder, preallocated_bytes=preallocated_rows * ROW_BYTES, **settings) as r:
         running = asyncio.create_task(Preallocator(r.resources, r.cache.namespaces).run())
         try:
             yield r
@@ -56,9 +58,9 @@ def num_backed(namespace: Namespace) -> int:
     return sum(entry.backed for entry in namespace.host.arena.entries())
 
 
-async def settled(r: Rig) -> None:
+async def rows_made(r: Rig) -> None:
     """Return when rows and budget agree, with the preallocated rows free."""
-    await eventually(lambda: r.namespace.host.usage.num_free == SPARE_ROWS)
+    await eventually(lambda: r.namespace.host.usage.num_free == PREALLOCATED_ROWS)
     await eventually(lambda: num_backed(r.namespace) == r.namespace.host.usage.num_backed)
     geometry = r.namespace.host.arena.geometry
     assert r.resources.budget.used_bytes == geometry.rows_offset + num_backed(r.namespace) * geometry.row_bytes
@@ -69,10 +71,10 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
     """Making them took as long as reading what goes there. What was taken is made up for."""
 
     async def scenario() -> None:
-        async with spare_rig(tmp_path) as r:
+        async with rig_with_rows(tmp_path) as r:
             await r.on_disk(range(6))
             session, peer = await r.session()
-            await settled(r)
+            await rows_made(r)
             made: list[int] = []
             back = r.namespace.host.arena.back
 
@@ -86,7 +88,7 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
                     session.loads.acquire(1, keys_of(range(6)))
                     taken = {r.chunk(number).slot for number in range(6)}
                 await eventually(lambda: peer.num_ready() == 6)
-                await settled(r)
+                await rows_made(r)
             assert [r.in_arena(number) for number in range(6)] == [content(number) for number in range(6)]
             assert not {ref.slot for ref in taken if ref is not None} & set(made)
             assert made, "the next ones"
@@ -96,7 +98,7 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
 
 def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(loop: JumpingLoop) -> None:
-        async with rig(tmp_path, preallocated_bytes=SPARE_ROWS * ROW_BYTES) as r:
+        async with rig(tmp_path, preallocated_bytes=PREALLOCATED_ROWS * ROW_BYTES) as r:
             calls: list[int] = []
             monkeypatch.setattr(r.tier, "prepare_reads", lambda: calls.append(1))
             (session,) = r.cache.sessions
@@ -117,14 +119,14 @@ def test_reads_are_prepared_once_there_is_an_engine(tmp_path: Path, monkeypatch:
 
 def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
-        async with spare_rig(tmp_path) as r:
-            await settled(r)
+        async with rig_with_rows(tmp_path) as r:
+            await rows_made(r)
             (session,) = r.cache.sessions
             r.cache.end(session)
             await eventually(lambda: not r.namespace.sessions)
             num_free = r.namespace.host.usage.num_free
             r.namespace.host.reclaim(1 << 30, evict=False)
-            assert num_free >= SPARE_ROWS
+            assert num_free >= PREALLOCATED_ROWS
             await a_second(loop, r)
             assert r.namespace.host.usage.num_free == 0
 
@@ -133,7 +135,7 @@ def test_rows_are_made_for_engines_only(tmp_path: Path) -> None:
 
 def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
-        async with spare_rig(tmp_path) as r:
+        async with rig_with_rows(tmp_path) as r:
             row_bytes, limit_bytes = r.namespace.layout.row_bytes, r.resources.budget.limit_bytes
             num_rows = (int(0.9 * limit_bytes) - r.namespace.host.needed_bytes) // row_bytes
             r.in_host(range(num_rows - r.namespace.host.usage.num_backed - 2))
@@ -146,7 +148,7 @@ def test_the_low_watermark_is_kept(tmp_path: Path) -> None:
 
 def test_all_rows_can_be_made_at_once_and_are_free_to_everybody(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with spare_rig(tmp_path, spare_rows=128) as r:
+        async with rig_with_rows(tmp_path, preallocated_rows=128) as r:
             slots = r.namespace.host
             num_rows = (int(0.9 * (1 << 20)) - r.namespace.host.needed_bytes) // ROW_BYTES
             await eventually(lambda: slots.usage.num_backed == num_rows and not slots.counts()[SlotState.BACKING])
@@ -179,10 +181,10 @@ def test_nothing_is_evicted_for_rows_that_get_their_pages_now(tmp_path: Path, mo
     """To who stores they are free rows, a moment later."""
 
     async def scenario() -> None:
-        async with spare_rig(tmp_path) as r:
-            await settled(r)
+        async with rig_with_rows(tmp_path) as r:
+            await rows_made(r)
             slots = r.namespace.host
-            r.in_host(range(slots.num_takable - 2 * SPARE_ROWS))
+            r.in_host(range(slots.num_takable - 2 * PREALLOCATED_ROWS))
             with monkeypatch.context() as patch:
                 patch.setattr(kvtier.host.arena_tier, "_PREALLOCATION_TIMEOUT_S", 10.0)
                 held_up = HeldUp(r, patch)
@@ -191,13 +193,13 @@ def test_nothing_is_evicted_for_rows_that_get_their_pages_now(tmp_path: Path, mo
                 num_made = slots.counts()[SlotState.BACKING]
                 assert num_made <= (slots.num_takable + num_made) // 8, "an acquire finds the most"
                 num_others = slots.counts()[SlotState.GRANTED]
-                granting = asyncio.create_task(r.namespace.host.allocate(2 * SPARE_ROWS))
-                granted = num_others + 2 * SPARE_ROWS - num_made
+                granting = asyncio.create_task(r.namespace.host.allocate(2 * PREALLOCATED_ROWS))
+                granted = num_others + 2 * PREALLOCATED_ROWS - num_made
                 await eventually(lambda: slots.counts()[SlotState.GRANTED] == granted)
                 await turns()
                 assert not granting.done()
                 held_up.go_on.set()
-                assert len(await granting) == 2 * SPARE_ROWS
+                assert len(await granting) == 2 * PREALLOCATED_ROWS
             assert r.resources.counters.host_evictions == 0
 
     asyncio.run(scenario())
@@ -207,18 +209,18 @@ def test_who_stores_does_not_wait_long_for_them(tmp_path: Path, monkeypatch: pyt
     """The threads may be held up by a disk that hangs."""
 
     async def scenario() -> None:
-        async with spare_rig(tmp_path) as r:
-            await settled(r)
+        async with rig_with_rows(tmp_path) as r:
+            await rows_made(r)
             slots = r.namespace.host
-            await r.on_disk(range(slots.num_takable - 2 * SPARE_ROWS))
-            num_short = slots.num_takable - 2 * SPARE_ROWS
+            await r.on_disk(range(slots.num_takable - 2 * PREALLOCATED_ROWS))
+            num_short = slots.num_takable - 2 * PREALLOCATED_ROWS
             r.in_host(range(1000, 1000 + max(0, num_short)))
             with monkeypatch.context() as patch:
                 patch.setattr(kvtier.host.arena_tier, "_PREALLOCATION_TIMEOUT_S", 0.01)
                 held_up = HeldUp(r, patch)
                 r.namespace.host.reclaim(1 << 30, evict=False)
                 await eventually(lambda: slots.counts()[SlotState.BACKING] > 0)
-                assert len(await r.namespace.host.allocate(2 * SPARE_ROWS)) == 2 * SPARE_ROWS
+                assert len(await r.namespace.host.allocate(2 * PREALLOCATED_ROWS)) == 2 * PREALLOCATED_ROWS
                 assert r.resources.counters.host_evictions == slots.counts()[SlotState.BACKING]
                 held_up.go_on.set()
 
@@ -229,10 +231,10 @@ def test_they_are_made_where_promotions_follow_each_other(tmp_path: Path) -> Non
     """It is quiet for moments: that has to do."""
 
     async def scenario() -> None:
-        async with spare_rig(tmp_path) as r:
+        async with rig_with_rows(tmp_path) as r:
             r.resources.traffic.began()
             r.resources.traffic.ended()
-            await eventually(lambda: 2 * r.namespace.host.usage.num_free >= SPARE_ROWS)
+            await eventually(lambda: 2 * r.namespace.host.usage.num_free >= PREALLOCATED_ROWS)
 
     asyncio.run(scenario())
 
@@ -241,11 +243,11 @@ def test_another_namespace_gets_their_memory(tmp_path: Path) -> None:
     """They are free rows like any other, and are not made again at the other's cost."""
 
     async def scenario() -> None:
-        async with spare_rig(tmp_path) as r:
-            await settled(r)
+        async with rig_with_rows(tmp_path) as r:
+            await rows_made(r)
             session = await r.cache.attach(OTHER, ListPeer())
             other = r.cache.namespaces[session.namespace_id]
-            await eventually(lambda: other.host.usage.num_free == SPARE_ROWS)
+            await eventually(lambda: other.host.usage.num_free == PREALLOCATED_ROWS)
             other.host.ensure_takable(other.host.usage.num_slots)
             assert r.namespace.host.usage.num_free == 0
 
@@ -254,32 +256,32 @@ def test_another_namespace_gets_their_memory(tmp_path: Path) -> None:
 
 def test_requests_that_wait_for_the_disk_come_first(tmp_path: Path) -> None:
     async def scenario(loop: JumpingLoop) -> None:
-        async with spare_rig(tmp_path) as r:
-            await settled(r)
+        async with rig_with_rows(tmp_path) as r:
+            await rows_made(r)
             r.resources.traffic.began()
             r.namespace.host.reclaim(4 * r.namespace.layout.row_bytes, evict=False)
             await a_second(loop, r)
-            assert r.namespace.host.usage.num_free == SPARE_ROWS - 4
+            assert r.namespace.host.usage.num_free == PREALLOCATED_ROWS - 4
             r.resources.traffic.ended()
-            await settled(r)
+            await rows_made(r)
 
     run_with_jumps(scenario)
 
 
 def test_a_full_file_system(tmp_path: Path) -> None:
-    """What is there is used, the rest is nobody's, and it is tried again."""
+    """What is there is used, the rest is released, and it is tried again."""
 
     async def scenario(loop: JumpingLoop) -> None:
-        async with spare_rig(tmp_path) as r:
-            await settled(r)
+        async with rig_with_rows(tmp_path) as r:
+            await rows_made(r)
             r.namespace.host.reclaim(1 << 30, evict=False)
             r.namespace.host.arena._pages = pages = LimitedPages(3 * r.namespace.layout.row_bytes)
             await eventually(lambda: r.namespace.host.usage.num_free == 3)
             await a_second(loop, r)
             assert r.namespace.host.usage.num_free == 3
-            assert r.namespace.host.counts()[SlotState.BACKING] <= SPARE_ROWS
+            assert r.namespace.host.counts()[SlotState.BACKING] <= PREALLOCATED_ROWS
             pages.room_bytes = 1 << 30
-            await settled(r)
+            await rows_made(r)
 
     run_with_jumps(scenario)
 
@@ -288,8 +290,8 @@ def test_a_namespace_that_is_closed_meanwhile(tmp_path: Path) -> None:
     """The call that makes its pages is waited for, and the others go on getting theirs."""
 
     async def scenario() -> None:
-        async with spare_rig(tmp_path) as r:
-            await settled(r)
+        async with rig_with_rows(tmp_path) as r:
+            await rows_made(r)
             hello = replace(OTHER, ephemeral=True)
             for _ in range(20):
                 session = await r.cache.attach(hello, ListPeer())
@@ -297,6 +299,6 @@ def test_a_namespace_that_is_closed_meanwhile(tmp_path: Path) -> None:
                 r.cache.end(session)
                 await eventually(lambda: len(r.cache.namespaces) == 1)
             r.namespace.host.reclaim(1 << 30, evict=False)
-            await settled(r)
+            await rows_made(r)
 
     asyncio.run(scenario())

@@ -182,7 +182,7 @@ def test_rows_of_several_ranks_and_groups(tmp_path: Path) -> None:
             await wait_durable(stub, "p")
         with LeftArena(config) as left:
             left.flip(left.slot_of(keys[1]), layout.rank_bytes + 1000)  # of the second writer
-            left.flip(left.slot_of(keys[3]), layout.rank_bytes + 2000)  # nobody's bytes
+            left.flip(left.slot_of(keys[3]), layout.rank_bytes + 2000)  # no chunk's bytes
         async with running(config) as stub, ScriptedEngine(config, layout) as engine:
             await verified(stub, recovered=5, rejected=1)
             assert await read_all(engine, keys) == [engine.payload(key) for key in keys]
@@ -190,7 +190,7 @@ def test_rows_of_several_ranks_and_groups(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_stop_frees_the_memory_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_stop_frees_the_memory_unless_configured_otherwise(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
         await first_life(config)
@@ -216,7 +216,7 @@ def of_another_chunk(left: LeftArena) -> None:
 
 def unknown(left: LeftArena) -> None:
     slot = left.slot_of(KEYS[2])
-    tag, generation = key_tag_of(b"nobody's"), left.words[left.geometry.generation_word(slot)]
+    tag, generation = key_tag_of(b"no chunk's"), left.words[left.geometry.generation_word(slot)]
     left.words[left.geometry.stamp_word(slot, 0)] = tag
     left.words[left.geometry.mark_word(slot)] = mark_of(
         slot, tag, generation, left.words[left.geometry.checksum_word(slot)]
@@ -290,7 +290,7 @@ def test_a_kill_between_any_two_steps_of_reuse_serves_no_wrong_byte(
 
 
 @pytest.mark.parametrize("preallocated_bytes", [0, 1 << 20])
-def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(
+def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_ends(
     tmp_path: Path, cleared_up: list[Cache], preallocated_bytes: int
 ) -> None:
     async def scenario() -> None:
@@ -307,7 +307,7 @@ def test_slots_that_an_old_worker_may_write_are_left_alone_until_it_lets_go(
             assert granted.isdisjoint(ref.slot for ref in new.credits)
             with LeftArena(config) as left:
                 assert all(left.entries()[slot].backed for slot in granted)
-            for slot in granted:  # as a worker in mid-copy would: into slots that are nobody's
+            for slot in granted:  # as a worker in mid-copy would: into slots without an owner
                 engine.write(KEYS[0], pb.SlotRef(slot=slot, generation=1))
             assert len(cleared_up) == 1, "the first daemon, to which nothing was left"
             engine.lock.release()
@@ -325,7 +325,7 @@ def _gone(path: Path) -> Callable[[], Awaitable[bool]]:
     return lambda: asyncio.to_thread(lambda: not path.exists())
 
 
-def test_a_reader_of_the_dead_daemons_session_sees_that_its_row_was_given_out_again(tmp_path: Path) -> None:
+def test_a_reader_of_a_previous_daemons_session_sees_that_its_row_was_given_out_again(tmp_path: Path) -> None:
     """It has no lease with this daemon; its worker compares generations before and after the copy."""
 
     async def scenario() -> None:
@@ -353,7 +353,7 @@ def test_a_reader_of_the_dead_daemons_session_sees_that_its_row_was_given_out_ag
 
 
 def test_no_page_is_taken_away_from_under_an_old_reader(tmp_path: Path) -> None:
-    """Reading a row without pages is SIGBUS when the file system is full: another namespace has to wait for room."""
+    """Reading a row without pages is SIGBUS when the file system is full: another namespace has to wait."""
 
     async def scenario() -> None:
         config = kept(config_in(tmp_path, host_bytes=room_for(5, num_arenas=2)))
@@ -394,11 +394,11 @@ def test_fewer_host_bytes_take_the_newest_prompt_and_its_head(tmp_path: Path) ->
         async with running(smaller) as stub:
             await verified(stub, recovered=5)
 
-            async def given_back() -> bool:
+            async def rows_released() -> bool:
                 with LeftArena(config) as left:
                     return left.num_backed() == 5
 
-            await until(given_back)
+            await until(rows_released)
             with LeftArena(config) as left:
                 wanted = {key_tag_of(key) for key in [*late, *KEYS[:2]]}
                 assert {entry.key_tag for entry in left.committed()} == wanted
@@ -408,7 +408,7 @@ def test_fewer_host_bytes_take_the_newest_prompt_and_its_head(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-async def life_with_spare_rows(config: DaemonConfig, num_rows: int) -> set[int]:
+async def life_with_preallocated_rows(config: DaemonConfig, num_rows: int) -> set[int]:
     """Pin, store, preallocate `num_rows` beside what the engine was granted, and stop; return what has pages."""
     config = replace(config, host=replace(config.host, preallocated_bytes=num_rows * ROW_BYTES))
     async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
@@ -434,7 +434,7 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
 
     async def scenario() -> None:
         config = kept(config_in(tmp_path, preallocated_bytes=1 << 20))
-        had_pages = await life_with_spare_rows(config, 16)
+        had_pages = await life_with_preallocated_rows(config, 16)
         async with next_life(config) as (stub, engine):
             await verified(stub, recovered=5)
             namespace = await cleared(cleared_up, 1)
@@ -448,10 +448,10 @@ def test_free_rows_keep_their_pages_as_far_as_they_would_be_made_again(
     asyncio.run(scenario())
 
 
-def test_more_free_rows_than_that_are_given_back(tmp_path: Path, cleared_up: list[Cache]) -> None:
+def test_more_free_rows_than_that_lose_their_pages(tmp_path: Path, cleared_up: list[Cache]) -> None:
     async def scenario() -> None:
         config = kept(config_in(tmp_path, preallocated_bytes=3 * ROW_BYTES))
-        await life_with_spare_rows(config, 16)
+        await life_with_preallocated_rows(config, 16)
         async with running(config) as stub:
             await verified(stub, recovered=5)
             namespace = await cleared(cleared_up, 1)
@@ -463,7 +463,7 @@ def test_more_free_rows_than_that_are_given_back(tmp_path: Path, cleared_up: lis
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
+def test_a_free_row_whose_pages_the_system_refuses_is_unbacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared_up: list[Cache], number: int
 ) -> None:
     """The previous daemon may have dropped its pages, and died before it could say so."""
@@ -476,7 +476,7 @@ def test_a_free_row_whose_pages_the_system_refuses_is_given_back(
 
     async def scenario() -> None:
         config = kept(config_in(tmp_path, preallocated_bytes=16 * ROW_BYTES))
-        await life_with_spare_rows(config, 16)
+        await life_with_preallocated_rows(config, 16)
         verify = Recovery.verify
 
         async def verify_first(self: Recovery) -> None:
@@ -508,7 +508,7 @@ def test_more_host_bytes_keep_the_smaller_arena_until_a_stop(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_an_arena_of_nobody_or_in_doubt_is_removed(tmp_path: Path) -> None:
+def test_an_arena_without_namespace_or_in_doubt_is_removed(tmp_path: Path) -> None:
     """Of an ephemeral namespace, of another format, or a second one: as after every crash before this."""
 
     async def scenario() -> None:
@@ -580,11 +580,11 @@ def test_a_chunk_that_is_promoted_before_its_old_row_is_verified_has_one_slot(
                 await verified(stub, recovered=3)
                 assert await read_all(engine, KEYS) == [engine.payload(key) for key in KEYS]
 
-                async def given_back() -> bool:
+                async def rows_released() -> bool:
                     with LeftArena(config) as left:
                         return len(left.committed()) == 5
 
-                await until(given_back)
+                await until(rows_released)
 
     asyncio.run(scenario())
 
@@ -652,7 +652,7 @@ def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
 ) -> None:
     """A namespace that holds nothing is forgotten after a day; with it went an arena that was still being taken over.
 
-    Taking over broke off at that, for every namespace: nobody's rows were ever given back, and nothing was prewarmed.
+    Taking over broke off at that, for every namespace: no orphan rows were ever released, and nothing was prefetched.
     """
     monkeypatch.setattr("kvtier.service.namespace_registry.EMPTY_GRACE_S", -1.0)
     looked: list[bool] = []
@@ -665,7 +665,7 @@ def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
     async def scenario() -> None:
         config = kept(config_in(tmp_path))
         async with running(config), ScriptedEngine(config) as engine:
-            await engine.store(KEYS[:1], wait=False)  # nobody's: the row has pages, and no chunk
+            await engine.store(KEYS[:1], wait=False)  # an orphan: the row has pages, and no chunk
             await engine.barrier()
         (path,) = config.host.arena_dir.glob("arena-*")
         lock = config.host.arena_dir / f"session-{'5' * 32}.lock"
@@ -689,10 +689,10 @@ def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
     asyncio.run(scenario())
 
 
-def test_an_engine_that_came_first_hears_of_rows_that_are_in_no_pack(
+def test_an_engine_that_came_first_is_notified_of_rows_that_are_in_no_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had been told that they are lost: served once verified, they were never asked for by it, and stored again."""
+    """It had been notified that they are lost: served once verified, they were never asked for by it, and stored again."""
 
     async def scenario() -> None:
         config = kept(config_in(tmp_path))

@@ -20,7 +20,7 @@ sys.stdin.read()
 """
 
 
-def test_a_lock_nobody_took_is_released_and_its_path_is_gone(tmp_path: Path) -> None:
+def test_a_lock_no_process_took_is_released_and_its_path_is_gone(tmp_path: Path) -> None:
     lock = SessionLock.create(tmp_path / "locks", "s1")
     assert lock.path == tmp_path / "locks" / "session-s1.lock"
     assert lock.path.stat().st_mode & 0o777 == 0o600
@@ -42,7 +42,7 @@ def test_each_holder_counts_and_asking_disturbs_none(tmp_path: Path) -> None:
     assert lock.released()
 
 
-def test_a_killed_holder_lets_go_and_a_living_one_does_not(tmp_path: Path) -> None:
+def test_a_killed_holder_releases_it_and_a_living_one_does_not(tmp_path: Path) -> None:
     lock = SessionLock.create(tmp_path, "s1")
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(lock.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

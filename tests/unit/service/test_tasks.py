@@ -1,4 +1,4 @@
-"""Background tasks: who hears of their errors."""
+"""Background tasks: who is notified of their errors."""
 
 import asyncio
 
