@@ -124,11 +124,9 @@ class SlotTable:
     def resume(self, generations: Sequence[int], backed: Iterable[int]) -> None:
         """Take up the slots of an arena that a previous daemon left; only while no slot was ever taken.
 
-        Generations go on from theirs. Slots with pages are orphans and counted, whether they fit the budget or not.
-
         Args:
-            generations: Of every slot; their number is that of the slots from now on.
-            backed: Slots that have pages, or may have.
+            generations: Of every slot; they go on from there, and their number is that of the slots from now on.
+            backed: Slots that have pages, or may have: orphans, which count whether they fit the budget or not.
         """
         if self._states or self._free or self._unbacked or self._num_untouched != self.num_slots:
             raise ValueError("slots are in use already")
@@ -182,9 +180,7 @@ class SlotTable:
 
     def take(self, state: SlotState) -> SlotRef | None:
         """Give out a backed free slot at a new generation, None when there is none."""
-        if not self._free:
-            return None
-        return self._own(self._free.pop(), state)
+        return self._own(self._free.pop(), state) if self._free else None
 
     def take_unbacked(self, state: SlotState) -> SlotRef | None:
         """Give out a slot that the caller must back before use; None when slots or budget are exhausted."""
@@ -217,8 +213,7 @@ class SlotTable:
         self._pageless.discard(ref.slot)
 
     def _own(self, slot: int, state: SlotState) -> SlotRef:
-        generation = self._generations.get(slot, 0) + 1
-        self._generations[slot] = generation
+        self._generations[slot] = generation = self._generations.get(slot, 0) + 1
         self._states[slot] = state
         return SlotRef(slot, generation)
 
@@ -254,18 +249,17 @@ class SlotTable:
         self._states[ref.slot] = SlotState.QUARANTINED
 
     def _check_owned(self, ref: SlotRef, states: tuple[SlotState, ...]) -> None:
-        slot, generation = ref
-        state, now = self._states.get(slot), self._generations.get(slot, 0)
-        if state not in states or now != generation:
+        state, now = self._states.get(ref.slot), self.generation(ref.slot)
+        if state not in states or now != ref.generation:
             is_now = f"{state.name.lower() if state else 'free'} at generation {now}"
-            raise ValueError(f"slot {slot} at generation {generation} is {is_now}")
+            raise ValueError(f"slot {ref.slot} at generation {ref.generation} is {is_now}")
 
     def release(self, ref: SlotRef, *, without_pages: bool = False) -> None:
-        """Take a slot from its owner: it is free, or unbacked when it has no pages.
+        """Take a slot from its owner, after its mark: it is free, or unbacked when it never got its pages.
 
         Args:
             ref: As it was given out.
-            without_pages: The caller has dropped its pages; else it has none only if it never got them.
+            without_pages: The caller has dropped its pages: it is unbacked.
 
         Raises:
             ValueError: It has no owner at this generation.
@@ -282,12 +276,7 @@ class SlotTable:
             self._free.append(slot)
 
     def unback_free(self, max_slots: int, drop_pages: Callable[[int], None]) -> None:
-        """Turn up to `max_slots` free slots into unbacked ones. One whose pages cannot be dropped ends it, and stays.
-
-        Args:
-            max_slots: At most this many.
-            drop_pages: Called with each slot; what it raises is passed on.
-        """
+        """Turn up to `max_slots` free slots into unbacked ones; ends where `drop_pages` raises, which is passed on."""
         for _ in range(min(max_slots, len(self._free))):
             drop_pages(self._free[-1])
             self._unbacked.append(self._free.pop())

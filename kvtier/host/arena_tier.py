@@ -3,10 +3,8 @@
 `tests/contract/test_host_tier.py` has a test of each promise; `kvtier/core/slots.py` draws the states of a slot.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
@@ -27,8 +25,6 @@ T = TypeVar("T")
 
 ORPHAN_BATCH_BYTES = 32 * 1024**2
 """Some milliseconds of work; what it frees is of use at once."""
-_PREALLOCATION_TIMEOUT_S = 0.1
-"""Ten times what a slice of preallocated rows takes: threads may be held up by a disk that hangs."""
 
 
 class RunInThread(Protocol):
@@ -98,8 +94,6 @@ class ArenaTier:
     table's.
 
     Args:
-        namespace_id: Recorded in the arena.
-        layout: Of its chunks.
         budget: Shared by all namespaces.
         counters: Refusals of the operating system, and allocations that came up short.
         in_thread: Runs the calls that make pages.
@@ -130,7 +124,6 @@ class ArenaTier:
         self._arena: Arena | None = None
         self._overhead_bytes = 0  # of the arena, as far as it is counted
         self._pages_stay = False  # the file system refused the last time that it was to drop pages
-        self._preallocating = asyncio.Lock()  # held while free rows get their pages ahead of need, and look taken
         self.recovering = False
         """A previous daemon's engine may be copying from any row: all keep their pages."""
 
@@ -183,10 +176,7 @@ class ArenaTier:
     def recover(self, arena: Arena, generations: Sequence[int], backed: Collection[int]) -> None:
         """Take over the arena of a previous daemon: its slots with pages are ORPHAN until `commit` or `free_orphans`.
 
-        Args:
-            arena: As `Arena.reopen` mapped it.
-            generations: Of every slot; the next ones go on from there.
-            backed: Slots that have pages, or may have. They count, whether they fit the budget or not.
+        `generations` and `backed` are those of `SlotTable.resume`.
         """
         self._arena = arena
         self.slots.resume(generations, backed)
@@ -246,7 +236,7 @@ class ArenaTier:
     async def allocate(self, num_slots: int) -> list[SlotRef]:
         """Take slots for a session to write, with pages and with their generation set; they are GRANTED.
 
-        First what is free, then new pages, then what is being preallocated, then what eviction frees.
+        First what is free, then new pages, then what eviction frees.
 
         Returns:
             As many as can be had, at most `num_slots`; fewer when memory is short.
@@ -261,11 +251,6 @@ class ArenaTier:
             refs += new
             if problem is not None:
                 log_event(logger, "arena_allocation_failed", level=logging.ERROR, problem=str(problem))
-        if len(refs) < num_slots:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_PREALLOCATION_TIMEOUT_S), self._preallocating:
-                    pass
-            refs += self._take_free(num_slots - len(refs))
         if len(refs) < num_slots:
             self._evict(num_slots - len(refs))
             refs += self._take_free(num_slots - len(refs))
@@ -339,9 +324,7 @@ class ArenaTier:
         return self.payload(ref, key)
 
     def back(self, refs: Sequence[SlotRef], *, mapped: bool = True) -> int:
-        """Make the pages of owned slots, in order, and map them unless only an engine is to touch them.
-
-        Worker thread; blocks about 0.3 ms per MiB.
+        """Make the pages of owned slots, in order, and map them unless only an engine is to touch them. Worker thread.
 
         Returns:
             How many have them; fewer than asked for when memory ran out. The others stay as they are.
@@ -374,10 +357,9 @@ class ArenaTier:
         Returns:
             False when memory ran out.
         """
-        async with self._preallocating:
-            refs, problem = await self._take_new(num_slots, SlotState.BACKING, back)
-            for ref in refs:
-                self.slots.release(ref)
+        refs, problem = await self._take_new(num_slots, SlotState.BACKING, back)
+        for ref in refs:
+            self.slots.release(ref)
         return problem is None
 
     def reclaim(self, num_bytes: int, *, evict: bool = True) -> None:

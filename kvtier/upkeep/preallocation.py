@@ -12,8 +12,6 @@ from kvtier.tiering.resources import Resources
 
 _SLICE_BYTES = 8 * 1024**2
 """Made at once: 4 ms of one core."""
-_SLICE_ROWS = 256
-"""Of small rows: a millisecond of the loop."""
 _SLICE_SHARE = 8
 """At most an eighth of what could be taken is made at once: an acquire, which waits for no one, is to find the rest."""
 _PAUSE_RATIO = 4
@@ -78,7 +76,7 @@ class Preallocator:
     async def _make(self, namespace: Namespace) -> bool:
         host = namespace.host
         num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, host.num_takable // _SLICE_SHARE))
-        num_rows = min(num_rows, _SLICE_ROWS, self._num_short(namespace))
+        num_rows = min(num_rows, self._num_short(namespace))
 
         def back(refs: Sequence[SlotRef]) -> int:
             with trace.span("make pages", chunks=len(refs), background=True):

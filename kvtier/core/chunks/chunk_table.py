@@ -20,16 +20,13 @@ from kvtier.core.slots import SlotTable
 class ChunkTable(Generic[L]):
     """All chunks of one namespace. Loop thread only; decides, does no I/O.
 
-    Args:
-        slots: Of the namespace's arena: its host tier.
-        cost_model: What its chunks are worth.
-        host_clock: Shared by the tables whose chunks compete for host memory.
-        disk_clock: Shared by those that compete for the disk.
-        on_move: Called at every change of a chunk's place on disk: the old one and the new one, None for nowhere.
+    Its halves `host` and `disk` know the two tiers.
 
-    Attributes:
-        host: Its half that knows host memory.
-        disk: Its half that knows the disk.
+    Args:
+        slots: Of the namespace's arena.
+        cost_model: What its chunks are worth.
+        host_clock, disk_clock: Shared by the tables whose chunks compete for host memory, or for the disk.
+        on_move: See `DiskChunks`.
     """
 
     def __init__(
@@ -102,10 +99,9 @@ class ChunkTable(Generic[L]):
                 (pinned if chunk.num_pins else unpinned).append(host)
             elif chunk.queued:
                 on_disk.append(chunk)
-        num_uses = 1 if hit else 0
-        self.host.unpinned.use_all(unpinned, num_uses=num_uses)
-        self.host.pinned.use_all(pinned, num_uses=num_uses)
-        self.disk.unpinned.use_all(on_disk, num_uses=num_uses)
+        self.host.unpinned.use_all(unpinned, num_uses=int(hit))
+        self.host.pinned.use_all(pinned, num_uses=int(hit))
+        self.disk.unpinned.use_all(on_disk, num_uses=int(hit))
 
     def place(self, key: ChunkKey, location: L) -> None:
         """The chunk lies on disk at `location` now."""

@@ -692,7 +692,7 @@ def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
 def test_an_engine_that_came_first_is_notified_of_rows_that_are_in_no_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had been notified that they are lost: served once verified, they were never asked for by it, and stored again."""
+    """It had been notified that they are lost: served once verified, it never asked for them, and stored them again."""
 
     async def scenario() -> None:
         config = kept(config_in(tmp_path))
