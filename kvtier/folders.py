@@ -15,12 +15,9 @@ _UID_MAP = Path("/proc/self/uid_map")
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure:
-    """A folder through which another user could put a socket of its own in place of ours.
+    """A folder of user `uid` through which another user could put a socket of its own in place of ours.
 
-    Attributes:
-        uid: Whose the folder is.
-        problem: What is the case; names the folder.
-        remedy: What to do; empty when the folder is simply another user's.
+    The problem names the folder; the remedy is empty when the folder is simply another user's.
     """
 
     uid: int
@@ -43,8 +40,9 @@ def exposure(folder: Path, trusted: Collection[int]) -> Exposure | None:
         folder: Absolute path. Symbolic links on the way are looked at as what they are and as where they lead.
         trusted: See `trusted_uids`.
     """
-    owners = {*trusted, *_unmapped_uid()}
-    for place in dict.fromkeys([*_way_to(folder), *_way_to(Path(os.path.realpath(folder)))]):
+    owners, real = {*trusted, *_unmapped_uid()}, Path(os.path.realpath(folder))
+    way = [*reversed(folder.parents), folder, *reversed(real.parents), real]
+    for place in dict.fromkeys(way):
         try:
             facts = place.lstat()
         except OSError:
@@ -62,20 +60,11 @@ def exposure(folder: Path, trusted: Collection[int]) -> Exposure | None:
 
 
 def socket_folder_problem(folder: Path) -> str | None:
-    """Return what keeps the daemon from binding its socket in a folder, with the remedy; None when nothing does.
-
-    Args:
-        folder: Absolute path.
-    """
+    """Return what keeps the daemon from binding its socket in a folder (absolute), with the remedy; None: nothing."""
     if found := exposure(folder, trusted_uids()):
         remedy = found.remedy or f"run as that user, or name a folder of uid {os.geteuid()} or root"
         return f"{found.problem}, who could replace the socket; {remedy}"
     return folder_problem(folder)
-
-
-def _way_to(folder: Path) -> Iterator[Path]:
-    yield from reversed(folder.parents)
-    yield folder
 
 
 def _others_may_replace(facts: os.stat_result, trusted: Collection[int]) -> bool:
@@ -101,12 +90,9 @@ def _unmapped_uid() -> Iterator[int]:
 
 
 def folder_problem(folder: Path) -> str | None:
-    """Return what keeps the daemon from using a folder, with the remedy; None when nothing does.
+    """Return what keeps the daemon from using a folder (absolute), with the remedy; None: nothing.
 
-    Changes nothing. A folder that does not exist is judged by the parent in which it would be made.
-
-    Args:
-        folder: Absolute path.
+    A folder that does not exist is judged by the parent in which it would be made.
     """
     try:
         mode = folder.stat().st_mode
@@ -122,12 +108,7 @@ def folder_problem(folder: Path) -> str | None:
 
 
 def is_folder_of(folder: Path, pid: int) -> bool:
-    """Return whether a running daemon uses this very folder, and not another of that name in its own container.
-
-    Args:
-        folder: Absolute path.
-        pid: The daemon's, as it knows it itself.
-    """
+    """Say whether the daemon of this pid, as it knows it, uses this very folder, and not one of a container's own."""
     try:
         return (folder / LOCK_NAME).read_text().strip() == str(pid)
     except (OSError, UnicodeDecodeError):

@@ -23,11 +23,7 @@ class Whole:
     most: int
 
     def check(self, field: str, value: object) -> int:
-        """Return the number.
-
-        Raises:
-            InvalidArgumentError: It is none, or out of bounds.
-        """
+        """Return the number; raise InvalidArgumentError if it is none, or out of bounds."""
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidArgumentError(field, value, "must be a whole number")
         if not self.least <= value <= self.most:
@@ -43,28 +39,20 @@ class Text:
     may_be_empty: bool = True
 
     def check(self, field: str, value: object) -> str:
-        """Return the text.
-
-        Raises:
-            InvalidArgumentError: It is none, too long, empty and must not be, or cannot be stored.
-        """
+        """Return the text; raise InvalidArgumentError if it is none, too long, empty and must not be, or no UTF-8."""
         if not isinstance(value, str):
             raise InvalidArgumentError(field, value, "must be text")
         if not value and not self.may_be_empty:
             raise InvalidArgumentError(field, value, "must not be empty")
-        if len(value) > self.max_bytes or not value.isascii():
-            self._check_encoded(field, value)
-        if "\0" in value:
-            raise InvalidArgumentError(field, value, "must not have a NUL character")
-        return value
-
-    def _check_encoded(self, field: str, value: str) -> None:
         try:
             num_bytes = len(value.encode())
         except UnicodeEncodeError as exc:
             raise InvalidArgumentError(field, value, "has a character that UTF-8 cannot say") from exc
         if num_bytes > self.max_bytes:
             raise InvalidArgumentError(field, value, f"has {num_bytes} bytes, at most {self.max_bytes} are supported")
+        if "\0" in value:
+            raise InvalidArgumentError(field, value, "must not have a NUL character")
+        return value
 
 
 # Prompts
@@ -129,11 +117,7 @@ def is_name(value: object) -> bool:
 
 
 def check_name(value: object) -> str:
-    """Return a prompt's name.
-
-    Raises:
-        InvalidArgumentError: It cannot be one.
-    """
+    """Return a prompt's name; raise InvalidArgumentError if it cannot be one."""
     if not isinstance(value, str) or not is_name(value):
         remedy = "use 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
         raise InvalidArgumentError("name", value, remedy)
@@ -141,11 +125,7 @@ def check_name(value: object) -> str:
 
 
 def check_count(field: str, num_items: int, most: int) -> None:
-    """Refuse a list for its length, before it is looked at.
-
-    Raises:
-        InvalidArgumentError: It is too long.
-    """
+    """Raise InvalidArgumentError if a list is too long, before it is looked at."""
     if num_items > most:
         raise InvalidArgumentError(field, f"{num_items} of them", f"at most {most} are supported")
 
@@ -168,7 +148,7 @@ def check_keys(field: str, keys: Sequence[ChunkKey], layout: KVLayout) -> None:
         raise InvalidArgumentError(field, f"{len(keys)} of them", "each key may come once")
 
 
-def check_key(field: str, key: ChunkKey, groups: "set[int]") -> None:
+def check_key(field: str, key: ChunkKey, groups: set[int]) -> None:
     """Refuse a key that is no chunk's of these KV cache groups.
 
     Raises:

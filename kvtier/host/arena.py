@@ -39,12 +39,7 @@ class Arena:
     """One arena file: created (or taken over from a previous daemon), mapped, and unlinked by its owner, the daemon.
 
     The slot table's words are read and written as single aligned 64-bit accesses. `back`, `populate` and `unback` may
-    run in a worker thread; everything else is quick.
-
-    Attributes:
-        geometry: Sizes of the file.
-        path: The file, named after the arena id.
-        layout: The namespace's layout, which every row follows.
+    run in a worker thread; everything else is quick. Every row follows `layout`, the namespace's.
     """
 
     def __init__(self, path: Path, layout: KVLayout, geometry: ArenaGeometry, fd: int, pages: PageOps) -> None:
@@ -70,9 +65,9 @@ class Arena:
 
         Args:
             directory: On a memory file system; created (0700) when it is missing.
-            layout: Of the namespace.
+            layout: Of the namespace, whose id the header names.
             num_slots: Rows of the file.
-            namespace_id: Named in the header, for a later daemon.
+            namespace_id: For a later daemon.
             pages: Replaced by tests.
 
         Raises:
@@ -105,12 +100,7 @@ class Arena:
 
     @classmethod
     def reopen(cls, path: Path, layout: KVLayout, *, pages: PageOps | None = None) -> "Arena":
-        """Map an arena that a previous daemon left. Workers page-lock its rows again.
-
-        Args:
-            path: The file.
-            layout: Of the namespace that its header names.
-            pages: Replaced by tests.
+        """Map an arena that a previous daemon left, of a namespace of this layout. Workers page-lock its rows again.
 
         Raises:
             ArenaError: It is not, byte for byte in length and in every number, what `create` makes for this layout.

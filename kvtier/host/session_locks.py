@@ -24,9 +24,7 @@ class SessionLock:
     def create(cls, directory: Path, session_id: str) -> "SessionLock":
         """Create `session-<session_id>.lock` (0600) in a directory, which is created (0700) when it is missing.
 
-        Args:
-            directory: Reachable for the engine's processes.
-            session_id: Made by the daemon, new with every session.
+        The engine's processes have to reach the directory. A session id is never used again.
 
         Raises:
             TierIOError: The file cannot be created, or exists.
