@@ -20,7 +20,7 @@ def slices(items: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]]
 
 
 def slices_from_end(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield the last SLICE_KEYS items first, each slice in their order."""
+    """Yield the last SLICE_KEYS items, then those before them, and so on; each slice in their order."""
     for end in range(len(items), 0, -SLICE_KEYS):
         yield items[max(0, end - SLICE_KEYS) : end]
 

@@ -77,9 +77,6 @@ class TokenIds(Sequence[int]):
     def __hash__(self) -> int:
         return hash(self._ids.tobytes())
 
-    def __repr__(self) -> str:
-        return f"TokenIds({self._ids.tolist()})"
-
 
 def _little_endian(ids: "array[int]") -> "array[int]":
     if sys.byteorder == "big":

@@ -12,13 +12,13 @@ An arena takes shared memory (rows, slot table, header page) and two descriptors
     SERVING --last lock released--> IDLE       until then processes may read and write rows
     IDLE --attach--> SERVING                   same file: what is in memory is a hit
     IDLE --close--> CLOSING --> NONE           see below
-    (start) --adopt--> TAKEN OVER --all old locks released--> IDLE
+    (start) --recover--> TAKEN OVER --all old locks released--> IDLE
 
 IDLE is closed when an engine of another namespace attaches and descriptors, `host.bytes` or the file system have no
-place for its arena, the longest unused first; and, in the background, when it has no row with pages any longer (others
-took them). What is pinned and not yet on disk is not evictable, so its arena is closed only once it is written. Pins
-stay durable, and are promoted again at the next attach. Nothing closes a TAKEN OVER or SERVING arena. A process that
-still maps a closed file keeps a valid mapping: the path is unlinked, and the file is never shortened.
+place for its arena, the longest unused first; and, in the background, when no row has pages any longer (others took
+them): slot tables of unused models would add up. What is pinned and not yet on disk is not evictable, so its arena is
+closed only once it is written. A process that still maps a closed file keeps a valid mapping: the path is unlinked, and
+the file is never shortened.
 """
 
 import logging

@@ -17,8 +17,7 @@ class AcquirePlan(Generic[L]):
     """The answer to an acquire.
 
     Attributes:
-        leased: Chunks leased, by index in the acquire's keys, in that order. Each has a slot. One mapping from the
-            beginning on.
+        leased: Chunks with a slot, by index in the acquire's keys, in that order; one mapping from the beginning on.
         promoting: Indexes of those that are not readable yet.
         promotions: Keys of those whose promotion has to be started now, in prefix order.
         num_missed: Keys that are not held, or got no slot.
@@ -45,14 +44,13 @@ class Planning(Generic[L]):
     hit is found from the end. When no slot can be freed the answer is cut there: an acquire never waits for slots,
     so two prompts larger than the free arena cannot block each other.
 
-    Host-resident chunks are leased first, so that freeing slots for the rest cannot evict them. Without `from_disk`
-    (the disk tier is off) what is only there is not held.
+    Host-resident chunks are leased first, so that freeing slots for the rest cannot evict them.
 
     Args:
         table: The namespace's chunks.
         layout: Its groups.
         keys: In prefix order within each group.
-        from_disk: The disk tier may be read.
+        from_disk: The disk tier may be read; else what is only there is not held.
         find_capacity: Called with the number of slots that are taken next.
 
     Attributes:

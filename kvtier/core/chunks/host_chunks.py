@@ -30,8 +30,7 @@ class HostChunks(Generic[L]):
             stores are granted, sealed and aborted at the tier, and come here to be committed.
         cost_model: What chunks are worth.
         clock: Shared by those who compete for host memory.
-        chunks: All chunks of the table.
-        disk: The half of the table that knows the disk.
+        chunks: All chunks of the table; `disk` is the half that knows the disk.
 
     Attributes:
         chunks: Those that have a slot, readable or being promoted.
@@ -39,12 +38,7 @@ class HostChunks(Generic[L]):
     """
 
     def __init__(
-        self,
-        slots: SlotTable,
-        cost_model: CostModel[L],
-        clock: EvictionClock,
-        chunks: Chunks[L],
-        disk: DiskChunks[L],
+        self, slots: SlotTable, cost_model: CostModel[L], clock: EvictionClock, chunks: Chunks[L], disk: DiskChunks[L]
     ) -> None:
         self.slots, self._cost_model, self._all, self._disk = slots, cost_model, chunks, disk
         self.chunks: set[Chunk[L]] = set()
