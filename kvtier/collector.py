@@ -27,14 +27,11 @@ _LONG_S = 0.005
 
 
 def freeze_index() -> None:
-    """Have the collector pass over everything that exists now, in this process: none of it will become garbage.
+    """Have the collector pass over everything that exists now: each of its full rounds would walk the index.
 
-    Without that each of its full rounds walks the index, on whichever thread happens to allocate. What leaves the index
-    later goes by its reference count, as before.
-
-    The index grows, too: with 65,536 chunks brought into memory since, one round held up the event loop for 60 ms. So
-    what survived a round that took long is passed over from then on. That is seldom, and what little of it was in use
-    at that moment and becomes garbage in a cycle later stays until `thaw_index`.
+    What leaves the index later goes by its reference count, as before. The index grows, too: with 65,536 chunks brought
+    into memory since, one round held up the event loop for 60 ms. So what survived a long round is passed over from
+    then on; what of it becomes garbage in a cycle later stays until `thaw_index`.
     """
     gc.freeze()
     if _freeze_survivors not in gc.callbacks:

@@ -31,24 +31,21 @@ class PageOps:
     def allocate(self, fd: int, offset: int, length: int) -> None:
         """Give a range of the file pages, zeroed where it had none; all of it or nothing.
 
-        It never lengthens the file: rows of one that somebody has shortened would come back as zeros under a slot table
-        that says what they held.
+        It never lengthens the file: rows of a shortened one would come back as zeros under a slot table that says what
+        they held.
         """
         if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, offset, length) == 0:
             return
-        number = ctypes.get_errno()
-        if number == errno.EOPNOTSUPP:  # writes to each block instead
-            os.posix_fallocate(fd, offset, length)
-        else:
-            raise OSError(number, os.strerror(number))
+        if ctypes.get_errno() != errno.EOPNOTSUPP:
+            raise _refused()
+        os.posix_fallocate(fd, offset, length)  # writes to each block instead
 
     def replace_mapping(self, memory: memoryview) -> None:
         """Put zeroed memory of this process in place of a mapped file."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         if _libc.mmap(address, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            raise _refused()
 
     def populate(self, memory: memoryview) -> None:
         """Map a page-aligned range of allocated pages writable. A hint: without it writing faults once a page."""
@@ -62,5 +59,9 @@ class PageOps:
         """Take the pages of a range away; the file keeps its length."""
         # The os module has no fallocate(2) with flags; madvise(MADV_REMOVE) would need our own mapping's address.
         if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            raise _refused()
+
+
+def _refused() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
