@@ -1,1 +1,1 @@
-"""Care of the files while the daemon serves: compaction, scrub, adoption of orphan packs, the ledger's copies."""
+"""Care of files and memory while the daemon serves: compaction, scrub, orphan packs and rows, preallocation, copies."""
