@@ -33,6 +33,7 @@ from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger import Ledger, NamespaceRow
 from kvtier.service import Cache, EngineHello
 from kvtier.tiering.namespace import Namespace
+from tests.fakes.rig import at_once
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running
 
 CHUNKS_PER_PACK = 1000
@@ -102,15 +103,15 @@ async def lookup_times(config: DaemonConfig, keys: Sequence[ChunkKey], rounds: i
     )  # fmt: skip
     peer: Any = SilentPeer()
     session = await cache.attach(hello, peer)
-    session.loads.acquire(1, keys)
+    at_once(session.loads.acquire(1, keys))
     await _all_readable(cache.namespaces[session.namespace_id], keys)
-    session.loads.release(1, None)
+    at_once(session.loads.release(1, None))
     seconds = []
     for number in range(2, rounds + 2):
         began_s = time.perf_counter()
-        session.loads.acquire(number, keys)
+        at_once(session.loads.acquire(number, keys))
         seconds.append(time.perf_counter() - began_s)
-        session.loads.release(number, None)
+        at_once(session.loads.release(number, None))
         await asyncio.sleep(0)
     cache.end(session)
     await cache.close()

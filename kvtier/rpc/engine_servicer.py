@@ -205,14 +205,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         match message.WhichOneof("kind"):
             case "acquire":
                 keys = await listed("acquire.keys", message.acquire.keys)
-                await turns.in_turns(session.loads.acquiring(message.acquire.acquire_id, keys))
+                await turns.in_turns(session.loads.acquire(message.acquire.acquire_id, keys))
             case "release":
                 release = message.release
                 indexes = None if release.all else await listed("release.indexes", release.indexes)
-                await turns.in_turns(session.loads.releasing(release.acquire_id, indexes))
+                await turns.in_turns(session.loads.release(release.acquire_id, indexes))
             case "touch":
                 keys = await listed("touch.keys", message.touch.keys)
-                await turns.in_turns(session.stores.touching(keys, stored=message.touch.stored))
+                await turns.in_turns(session.stores.touch(keys, stored=message.touch.stored))
             case "store_begin":
                 await _change_stores(session, session.stores.begin, "store_begin.stores", message.store_begin.stores)
             case "store_done":
@@ -233,6 +233,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def _welcome(self, session: Session, prompts: Sequence[PromptRow]) -> tuple[pb.DaemonMessage, int]:
         """Return the first message, and how many of the prompts it contains."""
         arena = session.tiers.host.arena
+        differences = [
+            pb.NamespaceDifference(
+                namespace_id=other.namespace_id,
+                fields=fields,
+                num_prompts=self._cache.prompts.num_bound_in(other.namespace_id),
+            )
+            for other, fields in self._cache.differing_namespaces(session)
+        ]
         pins, num_bytes = list[pb.Pin](), 0
         for prompt in prompts:
             num_bytes += _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens)
@@ -245,9 +253,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             arena=message_of(pb.ArenaInfo, arena.geometry, path=str(arena.path)),
             lock_path=str(session.lock.path),
             pins=pins,
-            other_namespaces=[
-                message_of(pb.NamespaceDifference, each) for each in self._cache.differing_namespaces(session)
-            ],
+            other_namespaces=differences,
             store_mode=pb.STORE_ALL if self._cache.resources.stores_all else pb.STORE_PINNED,
             pin_ids=[prompt.pin_id for prompt in prompts],
         )

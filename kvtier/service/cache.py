@@ -13,7 +13,7 @@ from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
 from kvtier.config import DaemonConfig
 from kvtier.core import limits
-from kvtier.core.fingerprint import namespace_id
+from kvtier.core.fingerprint import differing_fields, namespace_id
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.disk.packs.pack_tier import PackTier
@@ -31,9 +31,7 @@ from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.startup import load_from_disk
 from kvtier.sessions.engine_peer import EngineHello, EnginePeer
-from kvtier.sessions.namespace_differences import NamespaceDifference, differing_namespaces
 from kvtier.sessions.session import Session, SessionEnd
-from kvtier.sessions.session_context import SessionContext
 from kvtier.tiering.inventory import MAX_HELD_BATCH
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -157,10 +155,15 @@ class Cache:
             except ArenaError as error:
                 log_event(logger, "arena_not_dropped", level=logging.ERROR, problem=str(error))
 
-    def differing_namespaces(self, session: Session) -> list[NamespaceDifference]:
-        """Explain to an engine why its namespace holds nothing; see `sessions.namespace_differences`."""
-        mine, names = self.namespaces[session.namespace_id], session.hello.model_names
-        return differing_namespaces(mine, names, self.namespaces.values(), self.prompts.num_bound_in)
+    def differing_namespaces(self, session: Session) -> list[tuple[Namespace, list[str]]]:
+        """Explain an empty namespace: others of the same model that hold chunks, each with the fields that differ."""
+        mine = session.namespace
+        others = [] if mine.holds_chunks else [each for each in self.namespaces.values() if each is not mine]
+        return [
+            (other, differing_fields(mine.fingerprint, other.fingerprint))
+            for other in others
+            if other.model in session.hello.model_names and other.holds_chunks
+        ]
 
     def _top_up_all(self) -> None:
         for session in self.sessions:
@@ -215,22 +218,7 @@ class Cache:
                 raise
             finally:
                 namespace.attaching = False
-            context = SessionContext(
-                session_id=session_id,
-                hello=hello,
-                peer=peer,
-                tiers=namespace.tiers,
-                resources=self.resources,
-                tasks=namespace.tasks,
-                top_up_all=self._top_up_all,
-            )
-            session = Session(
-                context,
-                lock,
-                promoter=namespace.promoter,
-                write_back=namespace.write_back,
-                cost=namespace.cost,
-            )
+            session = Session(session_id, hello, peer, namespace, lock)
             self._sessions.append(session)
             namespace.sessions.append(session)
             if not had_arena and self._verified.is_set():  # else it comes when a previous daemon's memory is verified
@@ -267,7 +255,7 @@ class Cache:
     async def _bind(
         self, session: Session, pin_id: str, keys: Sequence[ChunkKey], covered_tokens: int, error: str
     ) -> None:
-        namespace = self.namespaces[session.namespace_id]
+        namespace = session.namespace
         async with self.changes.lock:
             prompt = self.prompts.by_pin_id(pin_id)
             if prompt is None or session.ended:
@@ -319,7 +307,7 @@ class Cache:
 
     async def _quarantine(self, session: Session) -> None:
         await session.wait_until_released()
-        namespace = self.namespaces[session.namespace_id]
+        namespace = session.namespace
         namespace.sessions.remove(session)
         self._sessions.remove(session)
         namespace.row = replace(namespace.row, seen_unix_s=time.time())

@@ -1,14 +1,15 @@
-"""What the service says to an engine, and how an engine introduces itself. gRPC implements the peer, tests a list."""
+"""An attached engine: how it introduces itself, what it is sent, and what the parts of its session share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk
 from kvtier.ledger import PromptRow
+from kvtier.tiering.namespace import Namespace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class PromotionForecast:
 
 
 class EnginePeer(Protocol):
-    """The outgoing half of a session's stream. Never blocks: it queues."""
+    """The outgoing half of a session's stream. Never blocks: it queues. gRPC implements it; in tests it is a list."""
 
     def acquire_answered(
         self,
@@ -79,3 +80,22 @@ class EnginePeer(Protocol):
 
     def ponged(self, ping_id: int) -> None:
         """Answer to a ping."""
+
+
+class SessionBase:
+    """A session, as its loads and stores see it.
+
+    Attributes:
+        hello: How the engine introduced itself.
+        peer: Its stream.
+        ended: Its stream is gone; processes of the engine may still touch rows until they release the session's lock.
+    """
+
+    def __init__(self, session_id: str, hello: EngineHello, peer: EnginePeer, namespace: Namespace) -> None:
+        self.session_id, self.hello, self.peer, self.namespace = session_id, hello, peer, namespace
+        self.namespace_id, self.tiers, self.resources = namespace.namespace_id, namespace.tiers, namespace.resources
+        self.ended = False
+
+    def start_task(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background, as long as the namespace is there."""
+        self.namespace.tasks.start(f"{name}-{self.session_id[:8]}", coroutine)

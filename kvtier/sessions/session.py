@@ -12,13 +12,11 @@ from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
+from kvtier.sessions.engine_peer import EngineHello, EnginePeer, SessionBase
 from kvtier.sessions.loads import Loads
-from kvtier.sessions.session_context import SessionContext
 from kvtier.sessions.stores import Stores
 from kvtier.tiering.inventory import MAX_HELD_BATCH
-from kvtier.tiering.namespace import RecomputeCost
-from kvtier.tiering.promotion.promoter import Promoter
-from kvtier.tiering.write_back import WriteBack
+from kvtier.tiering.namespace import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -40,53 +38,28 @@ class SessionEnd(Enum):
     """The daemon stops."""
 
 
-class Session:
+class Session(SessionBase):
     """What one engine may read (`loads`) and write (`stores`), and which pins it has bound. Loop thread only.
 
     Its life: attached, until `lost` (the stream is gone); then its slots are quarantined until no process of the engine
     holds the session's lock (`wait_until_released`), because a stopped worker may still copy.
 
-    Args:
-        context: What its parts share.
+    Attributes:
         lock: Held by the engine's processes as long as they may touch rows.
-        promoter: Reads what the engine asks for and only the disk has.
-        write_back: Takes on what the engine stored.
-        cost: Learns how fast the engine computes.
+        bound: Ids of the pins for which the engine has sent keys; `bind_errors` says why it could not.
     """
 
     def __init__(
-        self,
-        context: SessionContext,
-        lock: SessionLock,
-        *,
-        promoter: Promoter,
-        write_back: WriteBack,
-        cost: RecomputeCost,
+        self, session_id: str, hello: EngineHello, peer: EnginePeer, namespace: Namespace, lock: SessionLock
     ) -> None:
-        self._context, self._cost = context, cost
-        self.session_id, self.hello, self.peer, self.tiers = (
-            context.session_id,
-            context.hello,
-            context.peer,
-            context.tiers,
-        )
+        super().__init__(session_id, hello, peer, namespace)
         self.lock = lock
-        self.loads = Loads(context, promoter)
-        self.stores = Stores(context, self.loads, write_back)
+        self.loads = Loads(self)
+        self.stores = Stores(self, self.loads)
         self.attached_unix_s = time.time()
         self.bound: set[str] = set()
         self.bind_errors: dict[str, str] = {}
-        self.tiers.inventory.add(self.peer)
-
-    @property
-    def namespace_id(self) -> str:
-        """Of its chunks."""
-        return self.tiers.namespace_id
-
-    @property
-    def ended(self) -> bool:
-        """Its stream is gone; processes of the engine may still touch rows until they release the session's lock."""
-        return self._context.ended
+        self.tiers.inventory.add(peer)
 
     @property
     def is_busy(self) -> bool:
@@ -107,14 +80,14 @@ class Session:
         if not least <= prefill_tokens_per_s <= most:
             remedy = f"use {least:g} to {most:g}"
             raise InvalidArgumentError("engine_rates.prefill_tokens_per_s", prefill_tokens_per_s, remedy)
-        self._cost.prefill_tokens_per_s = prefill_tokens_per_s
+        self.namespace.cost.prefill_tokens_per_s = prefill_tokens_per_s
 
     # What the engine is notified of
 
     def send_pins(self, find_prompt: Callable[[str], PromptRow | None], pin_ids: Sequence[str]) -> None:
         """Send these pins, each as it is when its turn comes, a few per turn of the loop."""
         if pin_ids:
-            self._context.tasks.start(f"pins-{self.session_id[:8]}", self._send_pins(find_prompt, pin_ids))
+            self.start_task("pins", self._send_pins(find_prompt, pin_ids))
 
     async def _send_pins(self, find_prompt: Callable[[str], PromptRow | None], pin_ids: Sequence[str]) -> None:
         breather = Breather()
@@ -131,7 +104,7 @@ class Session:
 
         Notifications of changes come between the batches; their order makes the sum right.
         """
-        self._context.tasks.start(f"held-{self.session_id[:8]}", self._send_inventory())
+        self.start_task("held", self._send_inventory())
 
     async def _send_inventory(self) -> None:
         table = self.tiers.table
@@ -151,7 +124,7 @@ class Session:
         """The stream is gone: quarantine the slots that the engine's processes may still write."""
         if self.ended:
             return
-        self._context.ended = True
+        self.ended = True
         self.tiers.inventory.remove(self.peer)
         num_quarantined = self.stores.quarantine()
         self.tiers.counters.slots_quarantined += num_quarantined

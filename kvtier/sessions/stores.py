@@ -1,29 +1,20 @@
 """What an engine writes: slots that it was granted, stores on their way, and their sealing."""
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvtier.concurrency.turns import in_turns
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.errors import InvalidArgumentError
+from kvtier.sessions.engine_peer import SessionBase
 from kvtier.sessions.loads import Loads
-from kvtier.sessions.session_context import SessionContext
-from kvtier.tiering.write_back import WriteBack
 
 _MAX_CREDIT_SHARE = 4
 _BEHIND_SHARE = 8  # a slow disk holds what is stored in memory: take in less, not more
 StoreList = Sequence[tuple[ChunkKey, SlotRef]]
-
-
-@dataclass
-class _StoredRun:
-    """A prompt that was stored in steps, and those of its session's seals that have not ended yet."""
-
-    keys: Sequence[ChunkKey]
-    seals: set[int]
 
 
 class Stores:
@@ -31,21 +22,15 @@ class Stores:
 
     A slot is a credit until the engine says that it writes it, then written until all its ranks have reported, then
     sealed by a worker thread, which reads the stamps and the bytes.
-
-    Args:
-        context: Of the session.
-        loads: Orders the chunks of a prompt that was stored.
-        write_back: Takes on what is sealed.
     """
 
-    def __init__(self, context: SessionContext, loads: Loads, write_back: WriteBack) -> None:
-        self._context, self._loads, self._write_back = context, loads, write_back
+    def __init__(self, session: SessionBase, loads: Loads) -> None:
+        self._session, self._tiers, self._loads = session, session.tiers, loads
+        self._write_back = session.namespace.write_back
         self._credits: dict[int, SlotRef] = {}
         self._writing: dict[SlotRef, ChunkKey] = {}
         self._topping_up = False
-        self._num_seals = 0
-        self._sealing: set[int] = set()
-        self._stored_runs: list[_StoredRun] = []
+        self._seals: set[asyncio.Event] = set()  # of those that have not ended yet
 
     @property
     def num_grants(self) -> int:
@@ -59,35 +44,35 @@ class Stores:
 
     def top_up(self) -> None:
         """Grant credits until the session has as many as it asked for, or no slot is to be had."""
-        if not self._topping_up and not self._context.ended and self._num_short():
+        if not self._topping_up and not self._session.ended and self._num_short():
             self._topping_up = True
-            self._context.tasks.start(f"credits-{self._context.session_id[:8]}", self._top_up())
+            self._session.start_task("credits", self._top_up())
 
     def _num_short(self) -> int:
-        num_wanted = self._context.hello.store_credits - len(self._credits)
+        num_wanted = self._session.hello.store_credits - len(self._credits)
         if num_wanted <= 0:
             return 0
         # Idle credits are slots that hold nothing: never more than a share of the arena.
         share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self._write_back.is_behind else 1)
-        most = max(1, self._context.tiers.host.usage.num_affordable // share)
+        most = max(1, self._tiers.host.usage.num_affordable // share)
         return max(0, min(num_wanted, most - len(self._credits)))
 
     async def _top_up(self) -> None:
         try:
-            refs = await self._context.tiers.host.allocate(self._num_short())
+            refs = await self._tiers.host.allocate(self._num_short())
         finally:
             self._topping_up = False
-        if self._context.ended:
+        if self._session.ended:
             for ref in refs:
-                self._context.tiers.host.release(ref)
-            self._context.top_up_all()
+                self._tiers.host.release(ref)
+            self._session.namespace.top_up_all()
             return
         if refs:
             self._credits |= {ref.slot: ref for ref in refs}
-            self._context.peer.credits_granted(refs)
+            self._session.peer.credits_granted(refs)
 
     def _check_groups(self, keys: Sequence[ChunkKey]) -> None:
-        groups = set(self._context.tiers.layout.group_indexes())
+        groups = set(self._tiers.layout.group_indexes())
         for key in keys:
             limits.check_key("store_begin.key", key, groups)
 
@@ -111,50 +96,43 @@ class Stores:
         """All ranks reported; the stamps decide."""
         sealing: list[tuple[ChunkKey, SlotRef]] = []
         for key, ref in stores:
-            if self._writing.get(ref) == key and self._context.tiers.host.seal(ref):
+            if self._writing.get(ref) == key and self._tiers.host.seal(ref):
                 del self._writing[ref]
                 sealing.append((key, ref))
         if sealing:
-            self._num_seals += 1
-            self._sealing.add(self._num_seals)
-            self._context.tasks.start(f"seal-{self._context.session_id[:8]}", self._seal(self._num_seals, sealing))
+            self._seals.add(ended := asyncio.Event())
+            self._session.start_task("seal", self._seal(sealing, ended))
 
     def abort(self, stores: StoreList) -> None:
         """No rank touches these slots any longer, and they hold nothing."""
         for key, ref in stores:
             if self._writing.get(ref) == key:
                 del self._writing[ref]
-                self._context.tiers.host.release(ref)
-                self._context.tiers.counters.stores_aborted += 1
-        self._context.top_up_all()
+                self._tiers.host.release(ref)
+                self._tiers.counters.stores_aborted += 1
+        self._session.namespace.top_up_all()
 
-    async def _seal(self, seal: int, stores: StoreList) -> None:
-        tiers, began_s = self._context.tiers, time.monotonic()
-        checksums = await self._context.resources.in_io(self._verify, stores)
-        # The last of a prompt first: the head is to look the most recent.
-        held = [key for key, ref in reversed(stores) if self._commit(key, ref, checksums.get(ref))]
+    async def _seal(self, stores: StoreList, ended: asyncio.Event) -> None:
+        tiers, began_s = self._tiers, time.monotonic()
+        try:
+            checksums = await self._session.resources.in_io(self._verify, stores)
+            # The last of a prompt first: the head is to look the most recent.
+            held = [key for key, ref in reversed(stores) if self._commit(key, ref, checksums.get(ref))]
+        finally:
+            self._seals.discard(ended)
+            ended.set()
         held.reverse()
-        self._context.resources.timings.seal.observe(time.monotonic() - began_s)
-        self._sealed(seal)
+        self._session.resources.timings.seal.observe(time.monotonic() - began_s)
         self._write_back.add(held)
         tiers.inventory.announce(held, held=True)
         tiers.inventory.announce([key for key, _ in stores if not tiers.table.holds(key)], held=False)
-        self._context.top_up_all()
-
-    def _sealed(self, seal: int) -> None:
-        """Put in order the prompts that waited for this seal and wait for no other."""
-        self._sealing.discard(seal)
-        for run in self._stored_runs:
-            run.seals.discard(seal)
-        for run in [run for run in self._stored_runs if not run.seals]:
-            self._context.tasks.start("touch", in_turns(self._loads.touching(run.keys, hit=False)))
-        self._stored_runs = [run for run in self._stored_runs if run.seals]
+        self._session.namespace.top_up_all()
 
     def _commit(self, key: ChunkKey, ref: SlotRef, checksum: int | None) -> bool:
         """Take a verified slot in, or free it; say whether the chunk is held now."""
-        tiers, counters = self._context.tiers, self._context.tiers.counters
-        is_wanted = self._context.resources.stores_all or tiers.table.get(key) is not None
-        if checksum is None or not is_wanted:  # not stamped as granted, or nobody wants it any longer
+        tiers, counters = self._tiers, self._tiers.counters
+        is_wanted = self._session.resources.stores_all or tiers.table.get(key) is not None
+        if checksum is None or not is_wanted:  # not stamped as granted, or no one wants it any longer
             tiers.host.release(ref)
             counters.stores_refused_stamp += checksum is None
             return False
@@ -166,29 +144,29 @@ class Stores:
 
     def _verify(self, stores: StoreList) -> Mapping[SlotRef, int]:
         """Worker thread: checksums of the slots whose stamps agree with the grant."""
-        verify = self._context.tiers.host.verify
+        verify = self._tiers.host.verify
         return {ref: checksum for key, ref in stores if (checksum := verify(ref, key)) is not None}
 
-    def touch(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> None:
-        """Carry out `touching` in one go."""
-        for _ in self.touching(keys, stored=stored):
-            pass
-
-    def touching(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> Iterator[None]:
+    def touch(self, keys: Sequence[ChunkKey], *, stored: bool = False) -> Iterator[None]:
         """Chunks were hit in GPU memory; or, with `stored`, the last of them are on their way into host memory."""
-        if stored and self._sealing:
-            self._stored_runs.append(_StoredRun(keys, set(self._sealing)))
+        if stored and self._seals:
+            self._session.start_task("touch", self._touch_after(list(self._seals), keys))
         else:
-            yield from self._loads.touching(keys, hit=not stored)
+            yield from self._loads.touch(keys, hit=not stored)
+
+    async def _touch_after(self, seals: Sequence[asyncio.Event], keys: Sequence[ChunkKey]) -> None:
+        for ended in seals:
+            await ended.wait()
+        await in_turns(self._loads.touch(keys, hit=False))
 
     def quarantine(self) -> int:
         """The stream is gone: processes of the engine may still write these slots; return how many."""
         refs = [*self._credits.values(), *self._writing]
         for ref in refs:
-            self._context.tiers.host.quarantine(ref)
+            self._tiers.host.quarantine(ref)
         return len(refs)
 
     def release_all(self) -> None:
         """No process of the engine writes any longer."""
         for ref in [*self._credits.values(), *self._writing]:
-            self._context.tiers.host.release(ref)
+            self._tiers.host.release(ref)

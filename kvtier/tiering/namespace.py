@@ -181,6 +181,11 @@ class Namespace:
         return self.host.is_open and not (self.host.recovering or self.ephemeral or self.tasks.running)
 
     @property
+    def holds_chunks(self) -> bool:
+        """Some chunk is in host memory or on disk."""
+        return self.table.host.num_chunks > 0 or self.table.disk.num_chunks > 0
+
+    @property
     def unwritten_bytes(self) -> int:
         """Bytes of its chunks that are not evictable because they are on their way to disk."""
         return self.write_back.queued_bytes

@@ -18,6 +18,7 @@ from kvtier.sessions.engine_peer import EngineHello, PromotionForecast
 from kvtier.sessions.session import Session
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.session.pin_binder import BoundPin
+from tests.fakes.rig import at_once
 
 
 @dataclass
@@ -118,7 +119,7 @@ class InProcessEngine:
         """Ask for chunks; the first answer has come when this returns."""
         self._num_acquires += 1
         self.asked[self._num_acquires] = Asked(keys)
-        await in_turns(self.session.loads.acquiring(self._num_acquires, keys))
+        await in_turns(self.session.loads.acquire(self._num_acquires, keys))
         return self._num_acquires
 
     def release(self, acquire_id: int, indexes: Sequence[int] | None) -> None:
@@ -129,7 +130,7 @@ class InProcessEngine:
             asked.promoting.discard(index)
         if not asked.readable and not asked.promoting:
             del self.asked[acquire_id]
-        self.session.loads.release(acquire_id, indexes)
+        at_once(self.session.loads.release(acquire_id, indexes))
 
     def check(self) -> None:
         """Fail if a row that it was allowed to read holds anything else at the same generation."""

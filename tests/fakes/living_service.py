@@ -282,7 +282,7 @@ class LivingService:
 
         async def buried() -> None:
             for session in old.sessions:
-                session._context.ended = True  # it says nothing any longer
+                session.ended = True  # it says nothing any longer
             self.faults.end()
             for task in doing:
                 task.cancel()
@@ -301,7 +301,7 @@ def _is_quiet(namespace: Namespace) -> bool:
         or promoter._batches
         or promoter._queue
         or promoter._planner.prefetch
-        or promoter._waiters
+        or promoter._queue._waiters
         or namespace.tasks._tasks
         or any(chunk.writing_back for chunk in namespace.table)
     )

@@ -1,7 +1,7 @@
 """The service without gRPC: a cache over a tier in memory, a real ledger and arena, and sessions that keep a list."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,12 @@ from kvtier.tiering.resources import Resources
 from tests.fakes.chunks import noise
 from tests.fakes.scripted_engine import DEADLINE_S, ONE_GROUP, chunk_key, config_in
 from tests.fakes.stepped_tier import SteppedTier
+
+
+def at_once(steps: Iterator[None]) -> None:
+    """Go through a long call without a turn of the loop in between."""
+    for _ in steps:
+        pass
 
 
 class LeasedChunk(NamedTuple):

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.tiering.damage import drop_damaged
 from tests.fakes.gates import Gate
-from tests.fakes.rig import Rig, content, eventually, keys_of, rig
+from tests.fakes.rig import Rig, at_once, content, eventually, keys_of, rig
 
 T = TypeVar("T")
 NUM_CHUNKS = 8
@@ -63,12 +63,12 @@ class CompactionMachine(RuleBasedStateMachine):
     def promote(self, chosen: list[int]) -> None:
         async def promoted() -> None:
             session, peer = await self.rig.session()
-            session.loads.acquire(1, keys_of(chosen))
+            at_once(session.loads.acquire(1, keys_of(chosen)))
             await eventually(lambda: not any(lease.pending for lease in session.loads._leases.values()))
             assert peer.missed.get(1, []) == []
             for chunk in peer.answers[1][0]:
                 assert self.rig.in_arena(chosen[chunk.index]) == content(chosen[chunk.index])
-            session.loads.release(1, None)
+            at_once(session.loads.release(1, None))
             self.rig.cache.end(session)
             session.lock.close()
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.command_eviction import EvictTier
 from kvtier.tiering.damage import drop_damaged
-from tests.fakes.rig import Rig, eventually, keys_of, rig
+from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP, room_for
 from tests.property.test_compaction import NUM_CHUNKS, numbers
 
@@ -102,13 +102,13 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         async def acquired() -> None:
             with tier.holding("delete_pack") as gate:  # a file that is open is read to its end
                 with tier.stepping():
-                    self.session.loads.acquire(number, keys)
+                    at_once(self.session.loads.acquire(number, keys))
                     dropping = asyncio.create_task(drops[meanwhile]())
                     await eventually(lambda: dropping.done() or gate.reached.is_set())
                 await eventually(lambda: not namespace.promoter._batches)
             await dropping
             await self.quiet()
-            self.session.loads.release(number, None)
+            at_once(self.session.loads.release(number, None))
 
         self.run(acquired())
 

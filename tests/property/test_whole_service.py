@@ -34,7 +34,7 @@ from tests.fakes.fsck import assert_clean, check
 from tests.fakes.gated_stores import STEPS
 from tests.fakes.in_process_engine import InProcessEngine
 from tests.fakes.living_service import LivingService
-from tests.fakes.rig import eventually
+from tests.fakes.rig import at_once, eventually
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key, config_in, room_for
 from tests.fault.chaos_model import SPACES, Model, Prompt
 
@@ -305,7 +305,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
     def touch(self, which: int, chosen: list[int], stored: bool, rate: float) -> None:
         if (engine := self.pick(which)) is not None:
             engine.session.measured(rate)
-            self.service.sync(lambda: engine.session.stores.touch(keys_of(engine, chosen), stored=stored))
+            self.service.sync(lambda: at_once(engine.session.stores.touch(keys_of(engine, chosen), stored=stored)))
 
     @rule(which=choices, lets_go=st.booleans())
     def detach(self, which: int, lets_go: bool) -> None:

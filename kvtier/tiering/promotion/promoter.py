@@ -3,22 +3,26 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from kvtier.concurrency.tasks import Tasks
 from kvtier.core.layout import ChunkKey
+from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
 from kvtier.tiering.damage import drop_damaged
 from kvtier.tiering.promotion.batch import Batch, Outcome, Read
 from kvtier.tiering.promotion.rate import Rate
-from kvtier.tiering.promotion.read_planner import ReadPlanner
-from kvtier.tiering.promotion.waiters import Notifications, PromotionListener, Waiter, Waiters
+from kvtier.tiering.promotion.read_planner import ReadPlanner, Waiter
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
 
 logger = logging.getLogger(__name__)
+
+Notifications = dict[Waiter, tuple[list[tuple[ChunkKey, SlotRef]], list[ChunkKey]]]
+"""What each waiter is notified of: chunks that became readable, and chunks that will not."""
 
 
 class Promoter:
@@ -37,14 +41,11 @@ class Promoter:
         write_again: Callable[[Iterable[ChunkKey]], None],
         on_ready: Callable[[], None],
         start_task: Callable[[str, Coroutine[Any, Any, None]], object],
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers, self._resources = tiers, resources
         self._write_again, self._on_ready, self._start_task = write_again, on_ready, start_task
-        self._now_s = now_s
-        self._planner = ReadPlanner(tiers, self._fail)
+        self._planner = ReadPlanner(tiers, lambda key: self._miss([key]))
         self._queue = self._planner.queue
-        self._waiters = Waiters()
         self._reading: dict[ChunkKey, Batch] = {}
         self._batches: set[Batch] = set()
         self._tasks = Tasks()
@@ -66,26 +67,20 @@ class Promoter:
 
     # For requests
 
-    def wait_for(self, listener: PromotionListener, acquire_id: int, keys: Sequence[tuple[int, ChunkKey]]) -> None:
-        """Notify an acquire when chunks are readable that it leased while they are, or are to be, promoted.
-
-        Args:
-            listener: Is notified by `promotion_advanced`.
-            acquire_id: Of the listener.
-            keys: Each with its index in the acquire, in prefix order.
-        """
-        waiter = Waiter(listener, acquire_id)
-        for index, key in keys:
-            self._waiters.add(waiter, index, key)
+    def wait_for(self, waiter: Waiter, keys: Iterable[ChunkKey]) -> None:
+        """Notify an acquire when chunks that it leases, in prefix order, are promoted."""
+        queued = []
+        for key in keys:
             if key in self._reading:
+                self._queue.join(waiter, key)
                 self._reading[key].wanted.add(key)
-        self._queue.add(waiter, [key for _, key in keys if key not in self._reading])
+            else:
+                queued.append(key)
+        self._queue.add(waiter, queued)
         self._start_batches(begins=not self._batches)
 
-    def stop_waiting(self, listener: PromotionListener, acquire_id: int, key: ChunkKey) -> None:
+    def stop_waiting(self, waiter: Waiter, key: ChunkKey) -> None:
         """An acquire has ended its lease on a chunk that is not readable yet."""
-        waiter = Waiter(listener, acquire_id)
-        self._waiters.remove(waiter, key)
         self._queue.remove(waiter, key)
         chunk = self._tiers.table.get(key)
         if chunk is None or not chunk.promoting or chunk.num_leases:
@@ -93,16 +88,16 @@ class Promoter:
         if key in self._reading:
             self._reading[key].wanted.discard(key)
         else:
-            self._fail(key)
+            self._miss([key])
             self._resources.counters.promotions_cancelled += 1
             self._update_traffic()
 
-    def ready_in_s(self, listener: PromotionListener, acquire_id: int) -> float:
+    def ready_in_s(self, waiter: Waiter) -> float:
         """Forecast when the last chunk of an acquire is readable: what is read before it counts. 0 while unknown."""
         if not self._rate.per_s:
             return 0.0
         being_read = sum(batch.unread_bytes for batch in self._batches if not batch.background)
-        return (being_read + self._queue.bytes_until_done(Waiter(listener, acquire_id))) / self._rate.per_s
+        return (being_read + self._queue.bytes_until_done(waiter)) / self._rate.per_s
 
     # Prefetching
 
@@ -187,12 +182,12 @@ class Promoter:
 
     async def _run(self, batch: Batch) -> None:
         health = self._resources.disk_health
-        self._rate.began(self._now_s())
+        self._rate.began(time.monotonic())
         try:
             await self._resources.in_read(batch.run)
         finally:
             self._take_outcomes(batch)
-            self._rate.ended(self._now_s())
+            self._rate.ended(time.monotonic())
             self._batches.discard(batch)
             self._requeue_unread(batch)
             if batch.num_read:  # one bad sector does not switch the disk off
@@ -206,22 +201,15 @@ class Promoter:
 
         A batch that was not cancelled broke in a way that was not foreseen: better a miss than the same again.
         """
-        left_out = list(batch.unread)
+        left_out = list(reversed(batch.unread))  # each is put before the others
         for key in left_out:
             del self._reading[key]
         if batch.background and batch.cancelled:
-            self._planner.prefetch.extendleft(key for key in reversed(left_out) if not self._waiters.of(key))
+            self._planner.prefetch.extendleft(key for key in left_out if not self._queue.waiters_of(key))
         for key in left_out:
-            if not batch.cancelled or not self._requeue(key):
-                self._fail(key)
+            if not batch.cancelled or not self._queue.put_back(key):
+                self._miss([key])
                 self._resources.counters.promotions_cancelled += not batch.background
-
-    def _requeue(self, key: ChunkKey) -> bool:
-        """Queue a chunk again for those that wait for it, before their others; False if none does."""
-        waiters = self._waiters.of(key)
-        for waiter in waiters:
-            self._queue.add(waiter, [key], first=True)
-        return bool(waiters)
 
     def _update_prefetched(self) -> None:
         if self._planner.prefetch or any(batch.background for batch in self._batches):
@@ -240,20 +228,19 @@ class Promoter:
     def _disk_is_off(self) -> None:
         """The disk tier was switched off: what is queued is a miss at once."""
         self.cancel_prefetch()
-        for key in self._queue.drain():
-            self._fail(key)
+        self._miss(self._queue.drain())
         self._update_traffic()
 
     # Outcomes
 
     def _take_outcomes(self, batch: Batch) -> None:
         """Make what a batch has read so far readable, and notify those that wait for it."""
-        notifications = Notifications()
+        notifications: Notifications = defaultdict(lambda: ([], []))
         damaged, num_without_pages = [], 0
         for outcome in batch.take_outcomes():
             read, chunk = outcome.read, self._tiers.table.get(outcome.read.key)
             del self._reading[read.key]
-            num_without_pages += not outcome.backed and bool(self._waiters.of(read.key))
+            num_without_pages += not outcome.backed and bool(self._queue.waiters_of(read.key))
             self._resources.counters.io_errors_host_back += not outcome.backed
             if chunk is None or chunk.slot != read.ref or not chunk.promoting:
                 continue
@@ -265,7 +252,7 @@ class Promoter:
                     damaged.append(read.stored)
                 elif chunk.location is not None:  # compaction moved it, and unlinked its old pack, meanwhile
                     self._resources.counters.promotions_rerouted += 1
-                    if not self._requeue(read.key):
+                    if not self._queue.put_back(read.key):
                         self._fail(read.key, notifications)
                     continue
             self._fail(read.key, notifications)
@@ -273,7 +260,7 @@ class Promoter:
         if num_without_pages:  # the file system's memory is used up: the next request gets rows that have pages
             self._tiers.evict_rows(num_without_pages)
         finish = drop_damaged(self._tiers, damaged)  # announces: before the misses
-        notifications.send()
+        _send(notifications)
         if notifications:
             self._on_ready()
         if finish is not None:
@@ -283,8 +270,8 @@ class Promoter:
         tiers, counters = self._tiers, self._resources.counters
         chunk = tiers.table.get(read.key)
         assert chunk is not None
-        self._rate.moved(read.stored.raw_bytes, self._now_s())
-        waiters = self._waiters.pop(read.key)
+        self._rate.moved(read.stored.raw_bytes, time.monotonic())
+        waiters = self._queue.pop(read.key)
         tiers.table.host.complete_promotion(read.key, read.stored.checksum)
         if chunk.location is None and chunk.held:  # dropped from disk while it was read, and announced as lost
             self._write_again([read.key])
@@ -293,16 +280,20 @@ class Promoter:
         counters.promoted_bytes += read.stored.raw_bytes
         counters.promoted_stored_bytes += read.stored.stored_bytes
         counters.chunks_promoted_unrequested += not waiters
-        notifications.ready(waiters, read.ref)
+        for waiter in waiters:
+            notifications[waiter][0].append((read.key, read.ref))
 
-    def _fail(self, key: ChunkKey, notifications: Notifications | None = None) -> None:
-        """Free the chunk's slot; those that wait for it get a miss, at once without `notifications`."""
-        now = Notifications() if notifications is None else notifications
-        self._queue.discard(key)
+    def _miss(self, keys: Iterable[ChunkKey]) -> None:
+        """Free the slots of chunks that are not read; those that wait for them get a miss."""
+        notifications: Notifications = defaultdict(lambda: ([], []))
+        for key in keys:
+            self._fail(key, notifications)
+        _send(notifications)
+
+    def _fail(self, key: ChunkKey, notifications: Notifications) -> None:
         self._tiers.table.host.fail_promotion(key)
-        now.failed(self._waiters.pop(key))
-        if notifications is None:
-            now.send()
+        for waiter in self._queue.pop(key):
+            notifications[waiter][1].append(key)
 
     def _count_failure(self, outcome: Outcome) -> None:
         self._resources.counters.promotions_failed += 1
@@ -314,3 +305,8 @@ class Promoter:
                 key=outcome.read.key.hex(),
                 problem=str(outcome.error),
             )
+
+
+def _send(notifications: Notifications) -> None:
+    for waiter, (ready, failed) in notifications.items():
+        waiter.promotion_advanced(ready, failed)

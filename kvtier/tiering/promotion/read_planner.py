@@ -1,12 +1,13 @@
 """Which chunks are read next, and how many at once: those of requests in turns, then those that are prefetched."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Protocol
 
 from kvtier.core.layout import ChunkKey
+from kvtier.core.slots import SlotRef
 from kvtier.tiering.promotion.batch import Read
 from kvtier.tiering.promotion.queue import PromotionQueue
-from kvtier.tiering.promotion.waiters import Waiter
 from kvtier.tiering.tiers import Tiers
 
 BATCH_BYTES = 8 * 1024**2
@@ -17,6 +18,13 @@ _FIRST_BATCH_BYTES = BATCH_BYTES // 4
 """Of the first batch, if pages are to be made: the first chunk comes after 13 ms instead of 28, and the last one of a
 prompt of 16 MiB after 27 to 32 ms instead of 35 to 40, since another reader makes the next pages meanwhile."""
 _PREFETCH_BATCH_BYTES = BATCH_BYTES // 4
+
+
+class Waiter(Hashable, Protocol):
+    """An acquire: leases the slots of promotions and is notified of their progress."""
+
+    def promotion_advanced(self, ready: Sequence[tuple[ChunkKey, SlotRef]], failed: Sequence[ChunkKey]) -> None:
+        """Chunks became readable, or will not; the leases of the latter have ended already."""
 
 
 class ReadPlanner:

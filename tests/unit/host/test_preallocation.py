@@ -18,7 +18,7 @@ from kvtier.tiering.namespace import Namespace
 from kvtier.upkeep.preallocation import Preallocator
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.limited_pages import LimitedPages
-from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
+from tests.fakes.rig import ListPeer, Rig, at_once, content, eventually, hello_of, keys_of, rig
 
 ROW_BYTES = 8192
 PREALLOCATED_ROWS = 16
@@ -82,7 +82,7 @@ def test_a_promotion_finds_rows_with_pages(tmp_path: Path, monkeypatch: pytest.M
             with monkeypatch.context() as patch:
                 patch.setattr(r.namespace.host.arena, "back", note)
                 with r.tier.stepping():
-                    session.loads.acquire(1, keys_of(range(6)))
+                    at_once(session.loads.acquire(1, keys_of(range(6))))
                     taken = {r.chunk(number).slot for number in range(6)}
                 await eventually(lambda: peer.num_ready() == 6)
                 await rows_made(r)

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.command_eviction import EvictTier
 from tests.fakes.clocks import at_rest
-from tests.fakes.rig import Rig, eventually, keys_of, rig
+from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP, room_for
 
 ROW_BYTES = 8192
@@ -53,7 +53,7 @@ def test_an_eviction_from_disk_keeps_the_promise_on_what_is_being_promoted(tmp_p
             await made.on_disk([0])
             await _pin(made, [0])
             with made.tier.stepping():
-                session.loads.acquire(1, keys_of([0]))
+                at_once(session.loads.acquire(1, keys_of([0])))
                 await eventually(lambda: bool(made.tier.asked))
                 with made.tier.holding("delete_pack"):  # it is open for reading, and is read to its end
                     evicting = asyncio.create_task(made.cache.pins.evict("p", force=True, tier=EvictTier.DISK))
@@ -79,10 +79,10 @@ def test_what_leaves_host_memory_and_disk_is_counted_once_and_where_it_was(tmp_p
             session, _ = await made.session()
             await at_rest(made.resources)
             num_before = made.table.host.num_chunks
-            session.loads.acquire(1, keys_of([10, 11]))
+            at_once(session.loads.acquire(1, keys_of([10, 11])))
             assert made.counters.host_evictions == num_before - made.table.host.num_chunks > 0
             await eventually(lambda: made.table.host.num_chunks == 2 + num_before - made.counters.host_evictions)
-            session.loads.release(1, None)
+            at_once(session.loads.release(1, None))
             await made.cache.pins.evict_all(force=False, tier=EvictTier.ANY)
             assert made.counters.disk_evictions == 2
 
@@ -120,7 +120,7 @@ def test_a_chunk_that_lost_its_place_on_disk_while_it_was_promoted_is_told_to_be
             session, peer = await made.session()
             await made.on_disk(range(3))
             with made.tier.stepping():
-                session.loads.acquire(1, keys_of(range(3)))
+                at_once(session.loads.acquire(1, keys_of(range(3))))
                 await eventually(lambda: bool(made.tier.asked))
                 await made.namespace.index.drop_cheapest(12_000)  # two of three: the pack stays, and is read
                 lost = [key for key, held in peer.held.items() if not held]

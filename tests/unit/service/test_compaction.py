@@ -14,7 +14,7 @@ from kvtier.ledger.pack_rows import PackRows
 from kvtier.service.cache import Cache
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import reached
-from tests.fakes.rig import ListPeer, Rig, content, eventually, hello_of, keys_of, rig
+from tests.fakes.rig import ListPeer, Rig, at_once, content, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import config_in
 
 
@@ -191,7 +191,7 @@ def test_a_drop_that_comes_while_the_move_is_recorded_finds_the_new_place(
                     await drop
             assert r.location(0).pack_id in r.tier.packs  # type: ignore[union-attr]
             session, peer = await r.session()
-            session.loads.acquire(1, keys_of([0, 1]))
+            at_once(session.loads.acquire(1, keys_of([0, 1])))
             await eventually(lambda: peer.num_ready() == 2)
             r.check()
 
@@ -209,7 +209,7 @@ def test_a_promotion_under_way_survives_the_move(tmp_path: Path) -> None:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)  # copied
                 with r.tier.stepping():
-                    session.loads.acquire(1, keys_of([0, 1]))
+                    at_once(session.loads.acquire(1, keys_of([0, 1])))
                     await eventually(lambda: r.tier.asked[2:] == keys_of([0]))
                     gate.open()
                     assert await compaction
@@ -226,15 +226,15 @@ def test_an_evicted_host_copy_is_promoted_from_the_new_pack(tmp_path: Path) -> N
         async with rig(tmp_path) as r:
             await holey(r, 0, num_left=2)
             session, peer = await r.session()
-            session.loads.acquire(1, keys_of([0, 1]))
+            at_once(session.loads.acquire(1, keys_of([0, 1])))
             await eventually(lambda: peer.num_ready() == 2)
-            session.loads.release(1, None)
+            at_once(session.loads.release(1, None))
             with r.tier.holding("rewrite_pack") as gate:
                 compaction = asyncio.create_task(compacted(r))
                 await reached(gate.reached)
                 assert r.table.host.evict_cheapest(2).lost == []
             assert await compaction
-            session.loads.acquire(2, keys_of([0, 1]))
+            at_once(session.loads.acquire(2, keys_of([0, 1])))
             await eventually(lambda: peer.num_ready(2) == 2)
             assert [r.in_arena(n) for n in (0, 1)] == [content(n) for n in (0, 1)]
             r.check()

@@ -10,7 +10,7 @@ from kvtier.core.slots import SlotState
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.service.metrics_reading import read_gauges
 from kvtier.sessions.session import SessionEnd
-from tests.fakes.rig import Rig, eventually, keys_of, rig
+from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
 from tests.fakes.scripted_engine import room_for
 
 
@@ -46,7 +46,7 @@ def test_leases_sessions_and_what_waits_for_the_disk(tmp_path: Path) -> None:
             await r.on_disk(range(3))
             session, _ = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(3)))
+                at_once(session.loads.acquire(1, keys_of(range(3))))
                 now = shown(r)
                 assert (now["sessions_attached"], now["leased_chunks"], now["promotion_queue_chunks"]) == (2, 3, 3)
                 r.tier.allow(3)
@@ -67,17 +67,17 @@ def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
             r.in_host([10])
             session, _ = await r.session()
             num_bytes = r.namespace.tiers.payload_bytes(keys_of([0])[0])
-            session.loads.acquire(1, keys_of([10, 99]))
+            at_once(session.loads.acquire(1, keys_of([10, 99])))
             assert (r.counters.acquired_chunks_host, r.counters.acquired_bytes_host) == (1, num_bytes)
             assert r.counters.missed_chunks == 1
             with r.tier.stepping():
-                session.loads.acquire(2, keys_of(range(8)))
+                at_once(session.loads.acquire(2, keys_of(range(8))))
                 free = r.counters.acquired_chunks_disk
                 assert 0 < free < 8, "the arena is too small for all of them"
                 assert r.counters.acquired_bytes_disk == free * num_bytes
                 assert r.counters.missed_chunks_no_slot == 8 - free
                 assert r.counters.missed_chunks == 1
-                session.loads.release(2, None)
+                at_once(session.loads.release(2, None))
                 r.tier.allow(8)
             for _ in range(3):
                 r.resources.disk_health.failed("read", TierIOError(tmp_path, "read", OSError(5, "gone")))
@@ -85,7 +85,7 @@ def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
             await eventually(lambda: r.namespace.host.counts()[SlotState.LOADING] == 0)
             in_host = sum(r.chunk(number).readable for number in range(8))
             before = r.counters.acquired_chunks_host
-            session.loads.acquire(3, keys_of(range(8)))
+            at_once(session.loads.acquire(3, keys_of(range(8))))
             num_hit = r.counters.acquired_chunks_host - before
             assert r.counters.missed_chunks_disk_off == 8 - in_host
             assert r.counters.missed_chunks == 1 + in_host - num_hit

@@ -12,7 +12,7 @@ from kvtier.errors import TierIOError
 from kvtier.upkeep.compactor import Compactor
 from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
-from tests.fakes.rig import Rig, eventually, keys_of, rig
+from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
 
 MINUTE_S = 60.0
 CALLS = ("write_pack", "rewrite_pack", "read_chunks", "delete_pack", "quarantine_pack", "list_packs", "sweep", "probe")
@@ -94,7 +94,7 @@ def test_background_work_waits_for_the_probe(
             for _ in range(3):
                 loop.jump(MINUTE_S)
                 await at_rest(r.resources)
-            session.loads.acquire(1, keys_of([5]))
+            at_once(session.loads.acquire(1, keys_of([5])))
             assert not peer.answers[1][0], "a miss at once"
             assert calls == []
             await r.resources.disk_health.probe_once()
@@ -162,7 +162,7 @@ def test_what_was_to_be_prefetched_is_left_on_disk_when_the_tier_is_switched_off
             await r.on_disk(range(6))
             session, _ = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of([0]))
+                at_once(session.loads.acquire(1, keys_of([0])))
                 await eventually(lambda: bool(r.tier.asked))
                 r.namespace.promoter.prefetch(keys_of(range(1, 6)))  # after the request
                 assert not r.namespace.promoter._prefetched.is_set()

@@ -13,7 +13,7 @@ from kvtier.disk.index import ChunkIndex
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.service.cache import Cache
-from tests.fakes.rig import content, eventually, keys_of, rig
+from tests.fakes.rig import at_once, content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import config_in
 
 
@@ -135,7 +135,7 @@ def test_an_acquire_of_one_key_twice_is_refused(tmp_path: Path) -> None:
             await r.on_disk([0])
             session, _ = await r.session()
             with pytest.raises(InvalidArgumentError, match="each key may come once"):
-                session.loads.acquire(1, keys_of([0, 0]))
+                at_once(session.loads.acquire(1, keys_of([0, 0])))
             assert session.loads.num_leases == 0
             r.check()
 

@@ -21,7 +21,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.errors import QuotaExceededError
 from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.promotion.queue import MAX_TAKEN_CHUNKS, PromotionQueue
-from tests.fakes.rig import LeasedChunk, ListPeer, Rig, eventually, hello_of, keys_of, rig
+from tests.fakes.rig import LeasedChunk, ListPeer, Rig, at_once, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
 from tests.fakes.turns import num_turns
 
@@ -145,7 +145,7 @@ def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
             await r.on_disk(range(20, 40))
             r.table.pin(keys)
             keys += keys_of(range(20, 50))  # and ten that nobody has
-            _, turns = await num_turns(in_turns(session.loads.acquiring(1, keys)))
+            _, turns = await num_turns(in_turns(session.loads.acquire(1, keys)))
             assert turns > 12 + 5 + 10 + 10, "keys, what is on disk, uses, the answer"
             chunks, forecast = peer.answers[1]
             assert [chunk.index for chunk in chunks] == list(range(40))
@@ -153,10 +153,10 @@ def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
             await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == list(range(40)))
             assert forecast.pending_bytes == PAYLOAD_BYTES * sum(chunk.promoting for chunk in chunks)
             assert r.counters.missed_chunks == 10
-            _, turns = await num_turns(in_turns(session.loads.releasing(1, None)))
+            _, turns = await num_turns(in_turns(session.loads.release(1, None)))
             assert turns > 10
             assert session.loads.num_leases == 0
-            _, turns = await num_turns(in_turns(session.stores.touching(keys)))
+            _, turns = await num_turns(in_turns(session.stores.touch(keys)))
             assert turns > 10
             r.check()
 
@@ -180,7 +180,7 @@ def test_a_session_that_ends_within_a_long_acquire_gives_everything_back(
             keys = r.in_host(range(8))
             await r.on_disk(range(8, 16))
             r.table.pin(keys)
-            steps = session.loads.acquiring(1, [*keys, *keys_of(range(8, 16))])
+            steps = session.loads.acquire(1, [*keys, *keys_of(range(8, 16))])
             for _ in range(num_steps):
                 next(steps, None)
                 await asyncio.sleep(0)
@@ -205,18 +205,40 @@ def test_what_others_do_between_the_slices_of_an_acquire_is_no_mistake(
             session, peer = await r.session()
             other, _ = await r.session()
             await r.on_disk(range(6))
-            steps = session.loads.acquiring(1, keys_of(range(6)))
+            steps = session.loads.acquire(1, keys_of(range(6)))
             for _ in range(3):  # everything was looked at, nothing from disk is leased yet
                 next(steps)
             r.table.unplace(keys_of([2])[0])
-            other.loads.acquire(1, keys_of(range(2)))
+            at_once(other.loads.acquire(1, keys_of(range(2))))
             await in_turns(steps)
             chunks, _ = peer.answers[1]
             assert [chunk.index for chunk in chunks] == [0, 1, 3, 4, 5]
             await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == [0, 1, 3, 4, 5])
-            session.loads.release(1, None)
-            other.loads.release(1, None)
+            at_once(session.loads.release(1, None))
+            at_once(other.loads.release(1, None))
             r.table.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_long_acquire_waits_for_each_chunk_that_it_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later chunk, promoted for another engine, stood in the list of those to be read where the last one was looked
+    for: that one had its slot, and no one read it."""
+    monkeypatch.setattr(kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2)
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, peer = await r.session()
+            other, _ = await r.session()
+            await r.on_disk(range(6))
+            with r.tier.stepping():
+                at_once(other.loads.acquire(1, keys_of([5])))
+                await in_turns(session.loads.acquire(1, keys_of(range(6))))
+            chunks, _ = peer.answers[1]
+            await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == list(range(6)))
+            at_once(session.loads.release(1, None))
+            at_once(other.loads.release(1, None))
+            r.check()
 
     asyncio.run(scenario())
 
@@ -230,7 +252,7 @@ def test_nothing_is_said_of_an_acquire_before_its_answer(tmp_path: Path, monkeyp
         async with rig(tmp_path) as r:
             session, peer = await r.session()
             await r.on_disk(range(8))
-            steps = session.loads.acquiring(1, keys_of(range(8)))
+            steps = session.loads.acquire(1, keys_of(range(8)))
             said = False
             for _ in steps:
                 await eventually(lambda: not r.namespace.promoter.num_waiting)  # chunks become readable meanwhile
@@ -239,7 +261,7 @@ def test_nothing_is_said_of_an_acquire_before_its_answer(tmp_path: Path, monkeyp
             chunks, _ = peer.answers[1]
             assert [chunk.index for chunk in chunks] == list(range(8))
             await eventually(lambda: sorted([*peer.all_ready(), *_readable(chunks)]) == list(range(8)))
-            session.loads.release(1, None)
+            at_once(session.loads.release(1, None))
             r.check()
 
     asyncio.run(scenario())

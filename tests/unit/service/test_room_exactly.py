@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.tiering.namespace import Namespace
-from tests.fakes.rig import ListPeer, Rig, hello_of, keys_of, rig
+from tests.fakes.rig import ListPeer, Rig, at_once, hello_of, keys_of, rig
 
 ROW_BYTES = 8192
 NUM_ROWS = 40
@@ -131,7 +131,7 @@ def test_what_is_in_use_stays_above_the_watermark(tmp_path: Path) -> None:
             object.__setattr__(r.resources.config, "host", host)
             r.in_host(range(30))
             session, _ = await r.session()
-            session.loads.acquire(1, keys_of(range(27)))
+            at_once(session.loads.acquire(1, keys_of(range(27))))
             assert r.cache.capacity.trim_host() == 3
             assert r.cache.capacity.trim_host() == 0
 

@@ -7,7 +7,7 @@ import pytest
 
 import kvtier.upkeep.scrubber
 from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
-from tests.fakes.rig import Rig, eventually, keys_of, rig
+from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
 
 
 def scrubber_of(r: Rig, now_unix_s: float = 1e9) -> Scrubber:
@@ -101,7 +101,7 @@ def test_it_yields_to_promotions_between_two_chunks(tmp_path: Path) -> None:
             with r.tier.stepping():
                 task = asyncio.create_task(scrubber_of(r).scrub_pass())
                 await eventually(lambda: len(r.tier.asked) == 1)
-                session.loads.acquire(1, keys_of([9] if keys_of([9])[0] != r.tier.asked[0] else [0]))
+                at_once(session.loads.acquire(1, keys_of([9] if keys_of([9])[0] != r.tier.asked[0] else [0])))
                 await eventually(lambda: len(r.tier.asked) == 2)
                 r.tier.allow(2)
                 await eventually(lambda: peer.num_ready() == 1)

@@ -10,7 +10,7 @@ import pytest
 import kvtier.tiering.promotion.batch
 from kvtier.core.slots import SlotRef, SlotState
 from tests.fakes.clocks import at_rest
-from tests.fakes.rig import ListPeer, eventually, hello_of, keys_of, rig
+from tests.fakes.rig import ListPeer, at_once, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import chunk_key, room_for
 
 CHUNK_BYTES = 6000
@@ -69,13 +69,13 @@ def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
             session, peer = await r.session()
             r.tier.unreadable = set(keys_of([2])) if how == "unreadable" else set()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(5)))
+                at_once(session.loads.acquire(1, keys_of(range(5))))
                 assert peer.answers[1][1].pending_bytes == 5 * CHUNK_BYTES
                 for num_told in range(1, 1 + len(left)):
                     r.tier.allow(2 if how == "given back" and num_told == len(left) else 1)
                     await eventually(lambda: len(peer.forecasts) == num_told)  # noqa: B023
                     if how == "given back" and num_told == 1:
-                        session.loads.release(1, [3])
+                        at_once(session.loads.release(1, [3]))
             assert [forecast.pending_bytes for forecast in peer.forecasts] == [num * CHUNK_BYTES for num in left]
             assert session.loads.num_leases == (5 if how == "read" else 4)
             assert (r.counters.acquired_bytes_disk, r.counters.acquired_bytes_host) == (5 * CHUNK_BYTES, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.errors import ArenaFullError
-from tests.fakes.rig import ListPeer, Rig, hello_of, rig
+from tests.fakes.rig import ListPeer, Rig, at_once, hello_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
 
 ROW_BYTES = ONE_GROUP.row_bytes
@@ -95,12 +95,12 @@ def test_an_arena_that_others_leave_no_room_for_is_refused_and_had_when_they_hav
         async with rig(folder, host_bytes=16 * ROW_BYTES) as r:
             keys = r.in_host(range(r.namespace.host.num_takable))
             session, _ = await r.session()
-            session.loads.acquire(1, keys)  # leased: nothing of it can be evicted
+            at_once(session.loads.acquire(1, keys))  # leased: nothing of it can be evicted
             with pytest.raises(ArenaFullError) as refused:
                 await r.cache.attach(hello_of("other", weights="2"), ListPeer())
             for number in (str(r.resources.budget.used_bytes), str(16 * ROW_BYTES)):
                 assert number in str(refused.value)
-            session.loads.release(1, None)
+            at_once(session.loads.release(1, None))
             await r.cache.attach(hello_of("other", weights="2"), ListPeer())
             assert r.resources.budget.used_bytes == shared_bytes(r) <= 16 * ROW_BYTES
 

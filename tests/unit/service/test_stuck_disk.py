@@ -9,7 +9,7 @@ from kvtier.errors import LedgerError, StuckError
 from kvtier.service import cache
 from tests.fakes.gates import Gate
 from tests.fakes.operator import reached
-from tests.fakes.rig import eventually, keys_of, rig
+from tests.fakes.rig import at_once, eventually, keys_of, rig
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def test_a_stop_does_not_wait_for_a_read_that_never_returns(tmp_path: Path) -> N
         with r.tier.stepping():
             await r.on_disk([0])
             session, _ = await r.session()
-            session.loads.acquire(1, keys_of([0]))
+            at_once(session.loads.acquire(1, keys_of([0])))
             await eventually(lambda: bool(r.tier.asked))
             with pytest.raises(StuckError, match=r"calls \(read\) have not returned within 0.2 s"):
                 await made.__aexit__(None, None, None)

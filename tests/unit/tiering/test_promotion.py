@@ -8,7 +8,7 @@ import pytest
 import kvtier.tiering.promotion.batch
 import kvtier.tiering.promotion.read_planner
 from kvtier.core.slots import SlotState
-from tests.fakes.rig import Rig, content, eventually, keys_of, rig
+from tests.fakes.rig import Rig, at_once, content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import room_for
 
 
@@ -30,7 +30,7 @@ def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path
             await r.on_disk(range(4))
             session, peer = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(4)))
+                at_once(session.loads.acquire(1, keys_of(range(4))))
                 r.tier.allow(2)
                 await eventually(lambda: peer.num_ready() == 2)
                 assert peer.all_ready() == [0, 1]
@@ -50,7 +50,7 @@ def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.M
             await r.on_disk(range(9))
             session, peer = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(9)))
+                at_once(session.loads.acquire(1, keys_of(range(9))))
                 await eventually(lambda: len(r.tier.asked) == 2)
                 assert sorted(r.tier.asked) == sorted(keys_of([0, 1])), "the second reader has the next whole batch"
             await eventually(lambda: peer.num_ready() == 9)
@@ -76,7 +76,7 @@ def test_alone_and_with_pages_a_prompt_is_one_long_batch(tmp_path: Path) -> None
             session, peer = await r.session()
             have_pages(r, 9)
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(9)))
+                at_once(session.loads.acquire(1, keys_of(range(9))))
                 await eventually(lambda: len(r.tier.asked) == 2)
                 assert sorted(r.tier.asked) == sorted(keys_of([0, 6]))
             await eventually(lambda: peer.num_ready() == 9)
@@ -93,8 +93,8 @@ def test_others_that_ask_get_their_turn_as_before(tmp_path: Path) -> None:
             short, short_peer = await r.session()
             have_pages(r, 20)
             with r.tier.stepping():
-                long.loads.acquire(1, keys_of(range(18)))
-                short.loads.acquire(1, keys_of(range(18, 20)))
+                at_once(long.loads.acquire(1, keys_of(range(18))))
+                at_once(short.loads.acquire(1, keys_of(range(18, 20))))
                 r.tier.allow(6 + 4 + 2)  # the long batch that began alone, a turn of four, and the short prompt's
                 await eventually(lambda: r.counters.chunks_promoted == 12)
                 assert short_peer.num_ready() == 2
@@ -113,7 +113,7 @@ def test_a_long_batch_ends_where_pages_are_to_be_made(tmp_path: Path) -> None:
             have_pages(r, 3)
             num_had = r.namespace.host.usage.num_free
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(12)))
+                at_once(session.loads.acquire(1, keys_of(range(12))))
                 await eventually(lambda: bool(r.tier.asked))
                 (batch,) = r.namespace.promoter._batches
                 assert [read.key for read in batch.reads] == keys_of(range(num_had))
@@ -131,8 +131,8 @@ def test_one_reader_per_chunk_however_many_ask(tmp_path: Path) -> None:
             await r.on_disk(range(6))
             sessions = [await r.session() for _ in range(12)]
             with r.tier.stepping():
-                for number, (session, _) in enumerate(sessions):
-                    session.loads.acquire(1, keys_of(range(number % 3, 6)))  # some before, some while it is read
+                for number, (session, _) in enumerate(sessions):  # some before, some while it is read
+                    at_once(session.loads.acquire(1, keys_of(range(number % 3, 6))))
                     if number == 5:
                         r.tier.allow(3)
                         await eventually(lambda: r.counters.chunks_promoted == 3)
@@ -155,9 +155,9 @@ def test_a_short_request_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
             await r.on_disk(range(40))
             (long, _), (short, short_peer) = await r.session(), await r.session()
             with r.tier.stepping():
-                long.loads.acquire(1, keys_of(range(38)))
+                at_once(long.loads.acquire(1, keys_of(range(38))))
                 await eventually(lambda: len(r.tier.asked) == 1)
-                short.loads.acquire(1, keys_of([38, 39]))
+                at_once(short.loads.acquire(1, keys_of([38, 39])))
                 r.tier.allow(
                     4 + 4 + 2
                 )  # the batch being read, the long one's next turn at the most, then the short one
@@ -173,9 +173,9 @@ def test_nothing_is_read_for_those_who_left(tmp_path: Path) -> None:
             await r.on_disk(range(12))
             session, _ = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(12)))
+                at_once(session.loads.acquire(1, keys_of(range(12))))
                 await eventually(lambda: len(r.tier.asked) == 1)
-                session.loads.release(1, None)
+                at_once(session.loads.release(1, None))
                 assert r.namespace.host.counts()[SlotState.LOADING] == 4, "queued ones gave their slots back at once"
             await eventually(lambda: not r.namespace.host.counts()[SlotState.LOADING])
             assert len(r.tier.asked) == 1
@@ -195,10 +195,10 @@ def test_a_chunk_asked_for_again_after_its_batch_was_cancelled_is_read(tmp_path:
             await r.on_disk(range(4))
             session, peer = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(4)))
+                at_once(session.loads.acquire(1, keys_of(range(4))))
                 await eventually(lambda: len(r.tier.asked) == 1)
-                session.loads.release(1, None)
-                session.loads.acquire(2, keys_of(range(4)))
+                at_once(session.loads.release(1, None))
+                at_once(session.loads.acquire(2, keys_of(range(4))))
             await eventually(lambda: peer.num_ready(2) == 4)
             assert [r.in_arena(n) for n in range(4)] == [content(n) for n in range(4)]
             assert len(r.tier.asked) == 4
@@ -214,7 +214,7 @@ def test_a_chunk_that_moved_while_it_was_read_is_read_at_its_new_place(tmp_path:
             old = await r.on_disk(range(2))
             session, peer = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(2)))
+                at_once(session.loads.acquire(1, keys_of(range(2))))
                 await eventually(lambda: len(r.tier.asked) == 1)
                 await r.on_disk(range(2))  # a newer pack takes both over, and the old one is unlinked
                 assert old not in r.tier.packs
@@ -233,7 +233,7 @@ def test_a_chunk_dropped_from_disk_while_it_was_read_is_a_miss_and_no_damage(tmp
             await r.on_disk(range(2))
             session, peer = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(2)))
+                at_once(session.loads.acquire(1, keys_of(range(2))))
                 await eventually(lambda: len(r.tier.asked) == 1)
                 await r.namespace.index.drop(keys_of(range(2)))
             await eventually(lambda: sorted(peer.missed.get(1, [])) == [0, 1])
@@ -252,7 +252,7 @@ def test_background_promotions_yield_to_requests(tmp_path: Path) -> None:
             with r.tier.stepping():
                 r.namespace.promoter.prefetch(keys_of(range(8)))
                 await eventually(lambda: len(r.tier.asked) == 1)
-                session.loads.acquire(1, keys_of([10, 11]))
+                at_once(session.loads.acquire(1, keys_of([10, 11])))
                 await eventually(lambda: len(r.tier.asked) == 2)
                 r.tier.allow(3)
                 await eventually(lambda: peer.num_ready() == 2)
@@ -274,7 +274,7 @@ def test_a_request_joins_the_background_read_of_its_chunk(tmp_path: Path) -> Non
             with r.tier.stepping():
                 r.namespace.promoter.prefetch(keys_of(range(4)))
                 await eventually(lambda: len(r.tier.asked) == 1)
-                session.loads.acquire(1, keys_of(range(4)))
+                at_once(session.loads.acquire(1, keys_of(range(4))))
             await eventually(lambda: peer.num_ready() == 4)
             assert r.tier.asked == keys_of(range(4))
 
@@ -286,9 +286,9 @@ def test_background_promotions_evict_nothing(tmp_path: Path) -> None:
         async with rig(tmp_path, host_bytes=room_for(4)) as r:
             await r.on_disk(range(8))
             session, peer = await r.session()
-            session.loads.acquire(1, keys_of(range(2)))
+            at_once(session.loads.acquire(1, keys_of(range(2))))
             await eventually(lambda: peer.num_ready() == 2)
-            session.loads.release(1, None)
+            at_once(session.loads.release(1, None))
             r.namespace.promoter.prefetch(keys_of(range(2, 8)))
             await r.namespace.promoter.until_prefetched()
             assert not r.namespace.host.counts()[SlotState.LOADING]
@@ -306,15 +306,15 @@ def test_the_forecast_counts_what_is_queued_ahead(tmp_path: Path) -> None:
             (long, first), (short, second) = await r.session(), await r.session()
             promoter = r.namespace.promoter
             with r.tier.stepping():
-                long.loads.acquire(1, keys_of(range(16)))
+                at_once(long.loads.acquire(1, keys_of(range(16))))
                 assert first.answers[1][1].ready_in_s == 0, "nothing is measured yet"
                 promoter._rate._average = 6000.0  # a chunk per second
                 await eventually(lambda: len(r.tier.asked) == 1)
-                short.loads.acquire(1, keys_of(range(16, 18)))
+                at_once(short.loads.acquire(1, keys_of(range(16, 18))))
                 # Its two, two of the long one's turn, and the batch of four that is being read.
                 assert second.answers[1][1].ready_in_s == pytest.approx(8.0)
                 assert second.answers[1][1].pending_bytes == 12_000
-                assert promoter.ready_in_s(long.loads, 1) == pytest.approx(4 + 12 + 2)
+                assert promoter.ready_in_s(long.loads._leases[1]) == pytest.approx(4 + 12 + 2)
             await eventually(lambda: r.counters.chunks_promoted == 18)
             assert second.forecasts[-1].ready_in_s == 0
 
@@ -334,9 +334,9 @@ def test_a_read_that_breaks_in_an_unforeseen_way_is_a_miss(tmp_path: Path, monke
 
             with monkeypatch.context() as patch:
                 patch.setattr(r.tier, "read_chunks", broken)
-                session.loads.acquire(1, keys_of(range(4)))
+                at_once(session.loads.acquire(1, keys_of(range(4))))
                 await eventually(lambda: sorted(peer.missed.get(1, [])) == [0, 1, 2, 3])
-            session.loads.acquire(2, keys_of(range(4)))
+            at_once(session.loads.acquire(2, keys_of(range(4))))
             await eventually(lambda: peer.num_ready(2) == 4)
             r.check()
 
@@ -354,9 +354,9 @@ def test_pages_of_chunks_that_a_batch_left_out_stay_counted(tmp_path: Path) -> N
             await r.on_disk(range(4))
             session, _ = await r.session()
             with r.tier.stepping():
-                session.loads.acquire(1, keys_of(range(4)))
+                at_once(session.loads.acquire(1, keys_of(range(4))))
                 await eventually(lambda: len(r.tier.asked) == 1)
-                session.loads.release(1, None)
+                at_once(session.loads.release(1, None))
             await eventually(lambda: all(r.chunk(n).slot is None or r.chunk(n).readable for n in range(4)))
             assert r.counters.promotions_cancelled
 

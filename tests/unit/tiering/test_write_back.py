@@ -13,7 +13,7 @@ from kvtier.ledger.pack_rows import PackRows
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import failing
 from tests.fakes.operator import reached
-from tests.fakes.rig import content, eventually, keys_of, rig
+from tests.fakes.rig import at_once, content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import room_for
 
 MIB = 1024 * 1024
@@ -49,7 +49,7 @@ def test_reads_do_not_wait_for_a_pack_being_written(tmp_path: Path) -> None:
             with r.tier.holding("write_pack") as gate:
                 r.namespace.write_back.add(keys_of(range(2, 6)))
                 await reached(gate.reached)
-                session.loads.acquire(1, keys_of([0, 1]))
+                at_once(session.loads.acquire(1, keys_of([0, 1])))
                 await eventually(lambda: peer.num_ready() == 2)
             await r.namespace.write_back.flush()
 
@@ -112,7 +112,7 @@ def test_a_session_gets_fewer_credits_while_the_disk_is_behind(tmp_path: Path) -
             session, _ = await r.session()
             await eventually(lambda: not r.namespace.tasks._tasks)
             most = session.stores._num_short
-            session._context.hello = replace(session.hello, store_credits=100)
+            session.hello = replace(session.hello, store_credits=100)
             assert most() + session.stores.num_grants == 16
             r.namespace.write_back.queue.num_bytes = r.namespace.write_back.queue.max_bytes + 1
             assert most() + session.stores.num_grants == 2
@@ -284,7 +284,7 @@ def test_a_disk_that_is_switched_off_keeps_the_queue_and_goes_on_after_a_probe(
             assert (r.counters.disk_latched, health.readable) == (1, False)
             assert not any(r.chunk(n).evictable for n in range(4)), "not durable, so it stays"
             session, peer = await r.session()
-            session.loads.acquire(1, keys_of([*range(4), 8]))
+            at_once(session.loads.acquire(1, keys_of([*range(4), 8])))
             leased, _ = peer.answers[1]
             assert [chunk.index for chunk in leased] == [0, 1, 2, 3], "what is only on disk is a miss at once"
             assert r.tier.asked == []
@@ -294,7 +294,7 @@ def test_a_disk_that_is_switched_off_keeps_the_queue_and_goes_on_after_a_probe(
             await health.probe_once()
             assert not health.latched
             await eventually(lambda: all(r.location(n) is not None for n in range(4)))
-            session.loads.acquire(2, keys_of([8]))
+            at_once(session.loads.acquire(2, keys_of([8])))
             await eventually(lambda: peer.num_ready(2) == 1)
             assert r.in_arena(8) == content(8)
             r.check()
@@ -314,7 +314,7 @@ def test_a_full_or_read_only_disk_is_still_read(tmp_path: Path, monkeypatch: pyt
             r.namespace.write_back.add(keys_of(range(4)))
             await eventually(lambda: r.resources.disk_health.latched.startswith("writing is off"))
             session, peer = await r.session()
-            session.loads.acquire(1, keys_of([8]))
+            at_once(session.loads.acquire(1, keys_of([8])))
             await eventually(lambda: peer.num_ready() == 1)
 
     asyncio.run(scenario())
@@ -327,9 +327,9 @@ def test_one_bad_sector_does_not_switch_the_disk_off(tmp_path: Path) -> None:
             session, peer = await r.session()
             r.tier.unreadable = set(keys_of(range(3, 7)))
             for acquire_id in range(3):
-                session.loads.acquire(acquire_id, keys_of(range(8)))
+                at_once(session.loads.acquire(acquire_id, keys_of(range(8))))
                 await eventually(lambda: len(peer.missed.get(acquire_id, [])) == 4)  # noqa: B023
-                session.loads.release(acquire_id, None)
+                at_once(session.loads.release(acquire_id, None))
                 r.table.host.evict_cheapest(8)
             assert not r.resources.disk_health.latched
 
@@ -345,14 +345,14 @@ def test_reads_that_fail_again_and_again_switch_the_disk_off(tmp_path: Path) -> 
             # One chunk is one batch; two may be one or two, by whether their rows have pages.
             for acquire_id, numbers in enumerate(([0], [1], [2, 3, 4, 5, 6, 7])):
                 assert not r.resources.disk_health.latched
-                session.loads.acquire(acquire_id, keys_of(numbers))
+                at_once(session.loads.acquire(acquire_id, keys_of(numbers)))
                 await eventually(lambda: len(peer.missed.get(acquire_id, [])) == len(numbers))  # noqa: B023
                 await eventually(lambda: not r.namespace.promoter._batches)
             assert r.resources.disk_health.latched
             assert r.counters.chunks_damaged == 0
             r.tier.refuse_reads = 0
             await r.resources.disk_health.probe_once()
-            session.loads.acquire(9, keys_of(range(8)))
+            at_once(session.loads.acquire(9, keys_of(range(8))))
             await eventually(lambda: peer.num_ready(9) == 8)
             r.check()
 
@@ -371,11 +371,11 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
             await r.on_disk([on_disk, both, promoting, lost])
             r.in_host([both, leaving, queued, *good])
             r.table.pin(keys_of([wanted]))
-            session.loads.acquire(1, keys_of([leaving]))
+            at_once(session.loads.acquire(1, keys_of([leaving])))
             r.table.host.evict_when_unprotected(keys_of([leaving])[0])
             r.namespace.write_back.add(keys_of([queued]))
             with r.tier.stepping():
-                session.loads.acquire(2, keys_of([promoting, lost]))
+                at_once(session.loads.acquire(2, keys_of([promoting, lost])))
                 await eventually(lambda: bool(r.tier.asked))
                 await r.namespace.index.drop(keys_of([lost]))
                 each = (unknown, wanted, on_disk, both, promoting, lost, leaving, queued)
@@ -385,7 +385,7 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
                 (written,) = r.tier.written[1:]
                 assert sorted(written) == sorted(keys_of([queued, *good]))
                 assert r.namespace.write_back.queued_bytes == 0
-            session.loads.release(1, None)
+            at_once(session.loads.release(1, None))
             await eventually(lambda: r.chunk(promoting).readable and r.chunk(lost).readable)
             r.check()
 
