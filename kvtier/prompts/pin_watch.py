@@ -4,9 +4,8 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from kvtier.ledger import PromptRow
@@ -16,8 +15,8 @@ from kvtier.prompts.status import PromptState
 
 _POLL_S = 0.5
 _TURN_S = 0.001
-_LONGEST_S = 30.0
-_PATIENCE = 10
+_MAX_INTERVAL_S = 30.0
+_INTERVAL_SHARE = 10
 
 
 @dataclass
@@ -26,6 +25,7 @@ class _Seen:
 
     state: PromptState
     since_s: float
+    due_s: float
 
 
 class Standing(NamedTuple):
@@ -39,7 +39,7 @@ class PinWatch:
     """Looks at pinned prompts for a millisecond per turn of the loop, and only at those due. Loop thread only.
 
     A prompt that has waited for some time is looked at after a tenth of that again, every prompt each half minute: what
-    is told is late by no more than that, and a prompt that can never become durable costs next to nothing.
+    is reported is late by no more than that, and a prompt that can never become durable costs next to nothing.
 
     Args:
         prompts: All prompts.
@@ -61,39 +61,23 @@ class PinWatch:
         self._prompts, self._state_of, self._durable = prompts, state_of, durable
         self._now_s, self._sleep = now_s, sleep
         self._seen: dict[str, _Seen] = {}
-        self._due: list[tuple[float, str]] = []  # a heap of (next look, pin id)
-        self._knows_all = False  # what the daemon began with is in the heap
 
     def pinned(self, pin_id: str) -> None:
         """A prompt was pinned now; one that is known goes on as it is."""
         now_s = self._now_s()
-        if pin_id not in self._seen:
-            self._seen[pin_id] = _Seen(PromptState.WAITING, now_s)
-            heappush(self._due, (now_s, pin_id))
-
-    def counts(self) -> Counter[PromptState]:
-        """Return how many pinned prompts are in each state."""
-        return +Counter({state: standing.num_pins for state, standing in self.standing().items()})
-
-    def oldest_wait_s(self, state: PromptState) -> float:
-        """Return how long the one of this state that has waited longest has waited, 0 when there is none."""
-        return self.standing()[state].oldest_wait_s
+        self._seen.setdefault(pin_id, _Seen(PromptState.WAITING, now_s, now_s))
 
     def standing(self) -> dict[PromptState, Standing]:
         """Return how many pinned prompts are in each state, and for how long; looks at each once."""
         numbers, oldest_s, now_s = Counter[PromptState](), dict[PromptState, float](), self._now_s()
-        for seen in self._standing():
+        for pin_id, seen in self._seen.items():
+            prompt = self._prompts.by_pin_id(pin_id)
+            if prompt is None or not prompt.pinned:  # since the last look
+                continue
             numbers[seen.state] += 1
             if seen.since_s < oldest_s.get(seen.state, math.inf):
                 oldest_s[seen.state] = seen.since_s
         return {state: Standing(numbers[state], now_s - oldest_s.get(state, now_s)) for state in PromptState}
-
-    def _standing(self) -> Iterator[_Seen]:
-        """Yield what was seen and is pinned still; of what is not, the next look would tell."""
-        for pin_id, seen in self._seen.items():
-            prompt = self._prompts.by_pin_id(pin_id)
-            if prompt is not None and prompt.pinned:
-                yield seen
 
     async def run(self) -> None:
         """Look for ever."""
@@ -103,38 +87,26 @@ class PinWatch:
 
     async def look(self) -> None:
         """Look at each prompt whose time has come."""
-        if not self._knows_all:
-            self._knows_all = True
-            new = [prompt.pin_id for prompt in self._prompts.pinned() if prompt.pin_id not in self._seen]
-            self._due += [(self._now_s(), pin_id) for pin_id in new]
-            heapify(self._due)
-        began_s = self._now_s()
-        for pin_id in self._take_due():
-            self._look_at(pin_id)
+        began_s, pinned = self._now_s(), [prompt.pin_id for prompt in self._prompts.pinned()]
+        for pin_id in self._seen.keys() - set(pinned):
+            del self._seen[pin_id]
+        for pin_id in [each for each in pinned if each not in self._seen or self._seen[each].due_s <= began_s]:
+            prompt = self._prompts.by_pin_id(pin_id)
+            if prompt is None or not prompt.pinned:  # since the loop took a turn
+                continue
+            self._look_at(prompt)
             if self._now_s() - began_s >= _TURN_S:  # a turn costs more than a look at a short prompt
                 await self._sleep(0)
                 began_s = self._now_s()
 
-    def _take_due(self) -> list[str]:
-        taken, now_s = [], self._now_s()
-        while self._due and self._due[0][0] <= now_s:
-            taken.append(heappop(self._due)[1])
-        return taken
-
-    def _look_at(self, pin_id: str) -> None:
-        prompt = self._prompts.by_pin_id(pin_id)
-        if prompt is None or not prompt.pinned:
-            self._seen.pop(pin_id, None)
-            return
+    def _look_at(self, prompt: PromptRow) -> None:
         now_s, state = self._now_s(), self._state_of(prompt)
-        seen = self._seen.get(pin_id)
-        if seen is None:  # the daemon began with it
-            seen = self._seen[pin_id] = _Seen(state, now_s)
+        seen = self._seen.setdefault(prompt.pin_id, _Seen(state, now_s, now_s))  # or the daemon began with it
         was_durable, is_durable = seen.state is PromptState.DURABLE, state is PromptState.DURABLE
         if is_durable and not was_durable:
             self._durable.observe(now_s - seen.since_s)
         if is_durable != was_durable:
             seen.since_s = now_s
         seen.state = state
-        patience_s = _LONGEST_S if is_durable else min(_LONGEST_S, (now_s - seen.since_s) / _PATIENCE)
-        heappush(self._due, (now_s + patience_s, pin_id))
+        interval_s = _MAX_INTERVAL_S if is_durable else min(_MAX_INTERVAL_S, (now_s - seen.since_s) / _INTERVAL_SHARE)
+        seen.due_s = now_s + interval_s

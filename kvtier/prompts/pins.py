@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
@@ -15,18 +15,9 @@ from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin
 from kvtier.prompts.pin_watch import PinWatch
 from kvtier.prompts.quota import check_quota
-from kvtier.prompts.status import (
-    EvictionView,
-    PromptState,
-    PromptView,
-    durability_of,
-    state_of,
-    view_binding,
-    view_prompt,
-)
+from kvtier.prompts.status import PromptState, PromptView, durability_of, state_of, view_binding, view_prompt
 from kvtier.sessions.session import Session
 from kvtier.tiering.command_eviction import Evicted, EvictTier, evict_chunks
-from kvtier.tiering.inventory import MAX_HELD_BATCH
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 
@@ -86,9 +77,9 @@ class Pins:
         log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
 
     async def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
-        """A pin is in the ledger, in place of `old`: make memory follow, and tell engines. Under the change lock."""
+        """A pin is in the ledger, in place of `old`: make memory follow, and notify engines. Under the change lock."""
         if old is not None and old.pin_id != prompt.pin_id:
-            await self._let_go(old)
+            await self._forget(old)
         elif old is not None and not old.pinned:
             await self._count_pins(prompt, pinned=True)
         self._prompts.put(prompt)
@@ -142,7 +133,7 @@ class Pins:
         except LedgerError as error:  # the next turn tries again
             log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
 
-    async def evict(self, name: str, *, force: bool, tier: EvictTier = EvictTier.ANY) -> EvictionView:
+    async def evict(self, name: str, *, force: bool, tier: EvictTier = EvictTier.ANY) -> Evicted:
         """Drop a prompt's chunks from the tier, except what other pinned prompts share.
 
         Raises:
@@ -152,7 +143,7 @@ class Pins:
         """
         return await self._changes.run_shielded("evict", self._evict(name, force=force, tier=tier))
 
-    async def _evict(self, name: str, *, force: bool, tier: EvictTier) -> EvictionView:
+    async def _evict(self, name: str, *, force: bool, tier: EvictTier) -> Evicted:
         await self._verified.wait()  # or what is dropped now would be adopted a moment later, its prompt being pinned
         done = Evicted()
         async with self._changes.lock:
@@ -163,19 +154,14 @@ class Pins:
                 namespace = self._namespaces.get(row.namespace_id)
                 if namespace is None:  # ephemeral, and ended while the one before was dealt with
                     continue
-                for part in slices(row.keys):
-                    chunks = [chunk for chunk in namespace.table.known(part) if chunk.held]
-                    dropped = [chunk.key for chunk in chunks if chunk.num_pins <= prompt.pinned]
-                    done.num_shared_chunks += len(chunks) - len(dropped)
-                    await evict_chunks(namespace.tiers, namespace.write_back, dropped, tier, done)
-                    await asyncio.sleep(0)
+                await _evict_chunks(namespace, row.keys, tier, done, max_pins=int(prompt.pinned))
             if not prompt.pinned and tier is EvictTier.ANY:
                 await self._forget_prompt(prompt)
             self._retry_refused()
         log_event(logger, "prompt_evicted", name=name, tier=tier.name, chunks=done.num_chunks, forced=force)
-        return EvictionView(**asdict(done))
+        return done
 
-    async def evict_all(self, *, force: bool, tier: EvictTier = EvictTier.ANY) -> EvictionView:
+    async def evict_all(self, *, force: bool, tier: EvictTier = EvictTier.ANY) -> Evicted:
         """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too.
 
         Raises:
@@ -183,27 +169,22 @@ class Pins:
         """
         return await self._changes.run_shielded("evict", self._evict_all(force=force, tier=tier))
 
-    async def _evict_all(self, *, force: bool, tier: EvictTier) -> EvictionView:
+    async def _evict_all(self, *, force: bool, tier: EvictTier) -> Evicted:
         await self._verified.wait()  # see _evict
         done = Evicted()
         async with self._changes.lock:
             for namespace in list(self._namespaces.values()):
-                for part in slices(namespace.table.keys(), MAX_HELD_BATCH):
-                    chunks = [chunk for chunk in namespace.table.known(part) if chunk.held]
-                    dropped = [chunk.key for chunk in chunks if force or not chunk.num_pins]
-                    done.num_shared_chunks += len(chunks) - len(dropped)
-                    await evict_chunks(namespace.tiers, namespace.write_back, dropped, tier, done)
-                    await asyncio.sleep(0)
+                await _evict_chunks(namespace, namespace.table.keys(), tier, done, max_pins=None if force else 0)
             if tier is EvictTier.ANY:
                 for prompt in [prompt for prompt in self._prompts if not prompt.pinned]:
                     await self._forget_prompt(prompt)
             self._retry_refused()
         log_event(logger, "all_evicted", tier=tier.name, chunks=done.num_chunks, forced=force)
-        return EvictionView(**asdict(done))
+        return done
 
     async def _forget_prompt(self, prompt: PromptRow) -> None:
         await self._resources.in_ledger(self._resources.ledger.promises.delete_prompt, prompt.name)
-        await self._let_go(prompt)
+        await self._forget(prompt)
 
     async def view(self, name: str) -> PromptView:
         """Return a prompt's status.
@@ -229,8 +210,8 @@ class Pins:
         bound = [(self._namespaces[row.namespace_id], row) for row in rows if row.namespace_id in self._namespaces]
         return sorted(bound, key=lambda each: each[0].row.seen_unix_s)
 
-    async def _let_go(self, prompt: PromptRow) -> None:
-        """A prompt's row is gone from the ledger: forget it, and tell engines."""
+    async def _forget(self, prompt: PromptRow) -> None:
+        """A prompt's row is gone from the ledger: forget it, and notify engines."""
         if prompt.pinned:
             await self._count_pins(prompt, pinned=False)
         self._prompts.forget(prompt)
@@ -247,7 +228,7 @@ class Pins:
     async def count(self, namespace: Namespace, keys: Sequence[ChunkKey], *, pinned: bool) -> None:
         """Count a pin for these chunks, or end one, with turns of the loop in between. Under the change lock.
 
-        Whoever looks at a chunk then finds it pinned, or not yet, or no more: as if the change came earlier or later.
+        What looks at a chunk then finds it pinned, or not yet, or no more: as if the change came earlier or later.
         """
         for part in slices(keys):
             if pinned:
@@ -261,3 +242,15 @@ class Pins:
         for session in self._live_sessions():
             if session.serves(prompt):
                 session.peer.pin_added(prompt)
+
+
+async def _evict_chunks(
+    namespace: Namespace, keys: Sequence[ChunkKey], tier: EvictTier, done: Evicted, *, max_pins: int | None
+) -> None:
+    """Evict chunks that no more than `max_pins` prompts pin, in slices."""
+    for part in slices(keys):
+        chunks = [chunk for chunk in namespace.table.known(part) if chunk.held]
+        evicted = [chunk.key for chunk in chunks if max_pins is None or chunk.num_pins <= max_pins]
+        done.num_shared_chunks += len(chunks) - len(evicted)
+        await evict_chunks(namespace.tiers, namespace.write_back, evicted, tier, done)
+        await asyncio.sleep(0)

@@ -169,13 +169,3 @@ def state_of(
     if any(binding.num_refused_chunks for binding in relevant):
         return PromptState.OVER_QUOTA
     return PromptState.CAPTURING
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvictionView:
-    """What an eviction did."""
-
-    num_chunks: int
-    host_bytes: int
-    disk_bytes: int
-    num_shared_chunks: int

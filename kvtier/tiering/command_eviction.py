@@ -8,8 +8,6 @@ from kvtier.core.layout import ChunkKey
 from kvtier.tiering.tiers import Tiers
 from kvtier.tiering.write_back import WriteBack
 
-_BATCH = 4096
-
 
 class EvictTier(Enum):
     """Tier of proto/kvtier/v1/cache.proto: what an eviction is limited to."""
@@ -35,57 +33,27 @@ async def evict_chunks(
     """Evict chunks from a tier, adding to `done`. The caller has left out what other pinned prompts share.
 
     Raises:
-        LedgerError: The ledger refused; the chunks of that batch are on disk as before.
+        LedgerError: The ledger refused; these chunks are on disk as before.
     """
-    for start in range(0, len(keys), _BATCH):
-        batch = keys[start : start + _BATCH]
-        held = [key for key in batch if tiers.table.holds(key)]
-        if tier is EvictTier.HOST:
-            _evict_from_host(tiers, held, done)
-        elif tier is EvictTier.DISK:
-            await _evict_from_disk(tiers, write_back, held, done)
-        else:
-            await _evict_from_both(tiers, held, done)
-
-
-def _evict_from_host(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> None:
-    """What is on its way to disk stays, or it would be dropped from there too; so does what is pinned and not there."""
-    leaving = []
-    for key in keys:
-        chunk = tiers.table.get(key)
-        if chunk is not None and chunk.readable and not chunk.writing_back and (chunk.location or not chunk.num_pins):
-            leaving.append(key)
-    _evict(tiers, leaving, done)
-    tiers.inventory.announce([key for key in leaving if not tiers.table.holds(key)], held=False)
-    done.num_chunks += len(leaving)
-
-
-async def _evict_from_disk(tiers: Tiers, write_back: WriteBack, keys: Sequence[ChunkKey], done: Evicted) -> None:
-    """The promise on pinned chunks stands: what host memory holds of them is written again."""
-    leaving = [key for key in keys if (chunk := tiers.table.get(key)) is not None and chunk.location is not None]
-    await _drop(tiers, leaving, done)
-    tiers.inventory.announce([key for key in leaving if not tiers.table.holds(key)], held=False)
-    write_back.add([key for key in leaving if (chunk := tiers.table.get(key)) and chunk.num_pins])
-    done.num_chunks += len(leaving)
-
-
-async def _evict_from_both(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> None:
-    # From memory before anything is awaited: the writer drops from disk what becomes durable meanwhile.
-    _evict(tiers, keys, done)
+    chunks = tiers.table.known(keys)
+    if tier is EvictTier.HOST:
+        # What is on its way to disk stays, or it would be dropped from there too; so does what is pinned and not there.
+        chunks = [each for each in chunks if each.readable and not each.writing_back]
+        chunks = [each for each in chunks if each.location is not None or not each.num_pins]
+    elif tier is EvictTier.DISK:
+        chunks = [each for each in chunks if each.location is not None]
+    keys = [each.key for each in chunks]
+    if tier is not EvictTier.DISK:  # before anything is awaited: the writer drops from disk what becomes durable then
+        num_freed = sum(tiers.table.host.evict_when_unprotected(key) for key in keys)
+        done.host_bytes += num_freed * tiers.layout.row_bytes
+        tiers.counters.host_evictions += num_freed
     try:
-        await _drop(tiers, keys, done)
+        if tier is not EvictTier.HOST:
+            dropped = await tiers.index.drop(keys)
+            done.disk_bytes += dropped.num_bytes
+            tiers.counters.disk_evictions += dropped.num_chunks
     finally:  # what was in memory only is gone, whatever the ledger says
         tiers.inventory.announce([key for key in keys if not tiers.table.holds(key)], held=False)
+    if tier is EvictTier.DISK:  # the promise on pinned chunks stands: what host memory holds of them is written again
+        write_back.add([key for key in keys if (chunk := tiers.table.get(key)) and chunk.num_pins])
     done.num_chunks += len(keys)
-
-
-def _evict(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> None:
-    num_freed = sum(tiers.table.host.evict_when_unprotected(key) for key in keys)
-    done.host_bytes += num_freed * tiers.layout.row_bytes
-    tiers.counters.host_evictions += num_freed
-
-
-async def _drop(tiers: Tiers, keys: Sequence[ChunkKey], done: Evicted) -> None:
-    dropped = await tiers.index.drop(keys)
-    done.disk_bytes += dropped.num_bytes
-    tiers.counters.disk_evictions += dropped.num_chunks

@@ -39,6 +39,10 @@ class Pins:
         """Pin a prompt now."""
         self.watch.pinned(self.put(name, state))
 
+    def counts(self) -> dict[PromptState, int]:
+        """Return how many pinned prompts are in each state."""
+        return {state: standing.num_pins for state, standing in self.watch.standing().items() if standing.num_pins}
+
     def look(self, after_s: float = 0.0) -> None:
         """Let time go by, and have the watch look."""
         self.now_s += after_s
@@ -53,14 +57,14 @@ def test_the_time_from_a_pin_to_its_durability_is_observed_once() -> None:
     pins = Pins()
     pins.pin("p", CAPTURING)
     pins.look(5)
-    assert pins.watch.counts() == {CAPTURING: 1}
-    assert pins.watch.oldest_wait_s(CAPTURING) == 5
+    assert pins.counts() == {CAPTURING: 1}
+    assert pins.watch.standing()[CAPTURING].oldest_wait_s == 5
     pins.states["p"] = DURABLE
     pins.look(3)
     pins.look(50)
     assert (pins.durable.count, pins.durable.total) == (1, 8)
-    assert pins.watch.counts() == {DURABLE: 1}
-    assert pins.watch.oldest_wait_s(CAPTURING) == 0
+    assert pins.counts() == {DURABLE: 1}
+    assert pins.watch.standing()[CAPTURING].oldest_wait_s == 0
 
 
 def test_a_daemon_that_begins_with_durable_pins_observes_nothing() -> None:
@@ -69,7 +73,7 @@ def test_a_daemon_that_begins_with_durable_pins_observes_nothing() -> None:
     pins.look()
     pins.look(100)
     assert pins.durable.count == 0
-    assert pins.watch.counts() == {DURABLE: 1}
+    assert pins.counts() == {DURABLE: 1}
 
 
 def test_a_pin_that_loses_its_durability_waits_from_then_on() -> None:
@@ -79,7 +83,7 @@ def test_a_pin_that_loses_its_durability_waits_from_then_on() -> None:
     pins.states["p"] = CAPTURING
     pins.look(40)
     pins.look(6)
-    assert pins.watch.oldest_wait_s(CAPTURING) == 6
+    assert pins.watch.standing()[CAPTURING].oldest_wait_s == 6
     pins.states["p"] = DURABLE
     pins.look(2)
     assert pins.durable.total == 8
@@ -91,7 +95,7 @@ def test_the_one_that_has_waited_longest_counts() -> None:
     pins.look(7)
     pins.pin("new", CAPTURING)
     pins.look()
-    assert pins.watch.oldest_wait_s(CAPTURING) == 7
+    assert pins.watch.standing()[CAPTURING].oldest_wait_s == 7
 
 
 def test_looks_become_rare_and_never_stop() -> None:
@@ -105,13 +109,13 @@ def test_looks_become_rare_and_never_stop() -> None:
     )
 
 
-def test_what_is_unpinned_or_forgotten_counts_no_more() -> None:
+def test_what_is_unpinned_or_forgotten_is_not_counted() -> None:
     pins = Pins()
     pins.pin("p", CAPTURING)
     pins.look()
     pins.book.forget(pins.book.get("p"))
     pins.look(1)
-    assert not pins.watch.counts()
+    assert not pins.counts()
 
 
 def test_the_loop_has_its_turn_each_millisecond() -> None:
@@ -130,5 +134,5 @@ def test_the_loop_has_its_turn_each_millisecond() -> None:
 
     watch = PinWatch(pins.book, state_of, pins.durable, now_s=lambda: pins.now_s, sleep=turn)
     asyncio.run(watch.look())
-    assert watch.counts() == {DURABLE: 100}
+    assert watch.standing()[DURABLE].num_pins == 100
     assert num_turns == 25
