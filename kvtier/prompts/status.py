@@ -79,7 +79,8 @@ def durability_of(namespace: Namespace, row: BindingRow) -> Durability:
 
 
 def _num_refused(namespace: Namespace, row: BindingRow) -> int:
-    return sum(map(namespace.write_back.is_refused, row.keys)) if namespace.write_back.num_refused else 0
+    queue = namespace.write_back.queue
+    return sum(map(queue.is_refused, row.keys)) if queue.num_refused else 0
 
 
 async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -> BindingView:

@@ -46,14 +46,14 @@ def _read_disk(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) ->
     gauges.disk_unreserved_bytes, gauges.disk_packs = usage.unreserved_bytes, len(usage.packs)
     gauges.disk_reading_off, gauges.disk_writing_off = not health.readable, not health.writable
     for namespace in namespaces:
-        disk, write_back = namespace.table.disk, namespace.write_back
+        disk, queue = namespace.table.disk, namespace.write_back.queue
         gauges.disk_unpinned_chunks += disk.num_unpinned
         gauges.disk_pinned_chunks += disk.num_chunks - disk.num_unpinned
         gauges.disk_unpinned_bytes += disk.num_bytes - disk.pinned_bytes
         gauges.disk_pinned_bytes += disk.pinned_bytes
         gauges.promotion_queue_chunks += namespace.promoter.num_waiting
-        gauges.write_back_throttled_namespaces += write_back.is_behind
-        gauges.over_quota_chunks += write_back.num_refused
+        gauges.write_back_throttled_namespaces += queue.is_behind
+        gauges.over_quota_chunks += queue.num_refused
 
 
 def _read_engines(gauges: Gauges, cache: Cache, namespaces: Sequence[Namespace]) -> None:

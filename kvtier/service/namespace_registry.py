@@ -121,9 +121,9 @@ class NamespaceRegistry:
             return False
         if namespace.host.recovering:  # its arena is still being taken over from a previous daemon
             return False
-        if namespace.sessions or len(namespace.table) or self._prompts.num_bound_in(namespace.namespace_id):
+        if namespace.sessions or len(namespace.table) or time.time() - namespace.row.seen_unix_s <= EMPTY_GRACE_S:
             return False
-        return time.time() - namespace.row.seen_unix_s > EMPTY_GRACE_S
+        return not self._prompts.num_bound_in(namespace.namespace_id)
 
     async def _forget(self, namespace: Namespace) -> None:
         resources = self._resources
@@ -153,7 +153,7 @@ class NamespaceRegistry:
 
     def is_any_refused(self) -> bool:
         """Say whether the disk quota keeps some chunk from becoming durable."""
-        return any(namespace.write_back.num_refused for namespace in self.by_id.values())
+        return any(namespace.write_back.queue.num_refused for namespace in self.by_id.values())
 
     def retry_refused(self) -> None:
         """Space came free on disk: try to write what was refused."""

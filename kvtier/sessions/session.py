@@ -59,7 +59,7 @@ class Session(SessionBase):
         self.attached_unix_s = time.time()
         self.bound: set[str] = set()
         self.bind_errors: dict[str, str] = {}
-        self.tiers.inventory.add(peer)
+        self.tiers.inventory.add(self.peer.chunks_held)
 
     @property
     def is_busy(self) -> bool:
@@ -125,7 +125,7 @@ class Session(SessionBase):
         if self.ended:
             return
         self.ended = True
-        self.tiers.inventory.remove(self.peer)
+        self.tiers.inventory.remove(self.peer.chunks_held)
         num_quarantined = self.stores.quarantine()
         self.tiers.counters.slots_quarantined += num_quarantined
         log_event(

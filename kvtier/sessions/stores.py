@@ -53,7 +53,7 @@ class Stores:
         if num_wanted <= 0:
             return 0
         # Idle credits are slots that hold nothing: never more than a share of the arena.
-        share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self._write_back.is_behind else 1)
+        share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self._write_back.queue.is_behind else 1)
         most = max(1, self._tiers.host.usage.num_affordable // share)
         return max(0, min(num_wanted, most - len(self._credits)))
 

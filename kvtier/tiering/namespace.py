@@ -188,7 +188,7 @@ class Namespace:
     @property
     def unwritten_bytes(self) -> int:
         """Bytes of its chunks that are not evictable because they are on their way to disk."""
-        return self.write_back.queued_bytes
+        return self.write_back.queue.num_bytes
 
     @property
     def is_prefetched(self) -> bool:

@@ -1,6 +1,9 @@
 """The chunks of one namespace and the tiers that hold them: what moves chunks takes this, and no more."""
 
+import logging
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
@@ -8,7 +11,10 @@ from kvtier.core.stored import StoredChunk
 from kvtier.disk.index import ChunkIndex
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.obs.counters import Counters
+from kvtier.obs.log import log_event
 from kvtier.tiering.inventory import Inventory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +54,26 @@ class Tiers:
         self.counters.host_evictions += evicted.num_slots
         self.inventory.announce(evicted.lost, held=False)
         return evicted.num_slots
+
+    def drop_damaged(self, damaged: Sequence[StoredChunk]) -> Coroutine[Any, Any, None] | None:
+        """Stop serving chunks whose stored bytes are not what was written; return the I/O that deletes their rows.
+
+        Engines are notified before this returns, and so before the caller reports a miss: an engine that computes a
+        missed chunk offers it once, and must know by then that it is wanted. A chunk that lies elsewhere by now
+        (compaction, a newer store) is not damaged. One with a good copy in host memory is written to disk again. The
+        pack is set aside when compaction has moved what is good out of it.
+        """
+        current = {
+            stored.key: (stored, chunk)
+            for stored in damaged
+            if (chunk := self.table.get(stored.key)) is not None and chunk.location == stored
+        }
+        if not current:
+            return None
+        packs = {stored.pack_id for stored, _ in current.values()}
+        self.counters.chunks_damaged += len(current)
+        self.index.packs.damaged.update(packs)
+        log_event(logger, "chunks_damaged", level=logging.WARNING, chunks=len(current), packs=sorted(packs))
+        in_host = {key for key, (_, chunk) in current.items() if chunk.readable and not chunk.eviction_pending}
+        self.inventory.announce([key for key in current if key not in in_host], held=False)
+        return self.index.reject({key: stored for key, (stored, _) in current.items()})

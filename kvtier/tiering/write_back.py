@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
 from kvtier.concurrency.tasks import Tasks
-from kvtier.concurrency.turns import SLICE_KEYS
+from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.base import ChunkPayload, PackRecord, StoredChunk
@@ -32,8 +32,8 @@ class WriteBack:
     under the writer. A failed write is tried again; a write that the quota forbids makes its chunks `memory_only`
     (served, and evictable) until there is space. While the disk tier is switched off, chunks wait.
 
-    When the disk does not keep up (`is_behind`) sessions get fewer store credits, and unpinned chunks are skipped: they
-    stay evictable.
+    When the disk does not keep up (`queue.is_behind`) sessions get fewer store credits; unpinned chunks are skipped:
+    they stay evictable.
 
     Attributes:
         queue: What waits, and what was refused.
@@ -59,26 +59,7 @@ class WriteBack:
         self._idle.set()
         self._draining = False
         self._tasks = Tasks()
-        self._started = False
-
-    @property
-    def num_refused(self) -> int:
-        """Chunks that the disk quota keeps from becoming durable."""
-        return self.queue.num_refused
-
-    @property
-    def queued_bytes(self) -> int:
-        """Raw bytes that wait for, or are in, a pack being written."""
-        return self.queue.num_bytes
-
-    @property
-    def is_behind(self) -> bool:
-        """The disk does not keep up with what is stored."""
-        return self.queue.is_behind
-
-    def is_refused(self, key: ChunkKey) -> bool:
-        """Say whether the quota keeps this chunk from becoming durable."""
-        return self.queue.is_refused(key)
+        self._started = self._retrying = False
 
     def add(self, keys: Iterable[ChunkKey]) -> None:
         """Queue chunks that are readable and not on disk; those queued already move up if they are pinned by now."""
@@ -115,20 +96,18 @@ class WriteBack:
 
     def retry_refused(self) -> None:
         """Retry what the quota refused: the disk has space. What it refuses during the retry waits for the next one."""
-        if self.queue.start_retry() and not self._retry_slice():
-            self._tasks.start(f"retry-{self._tiers.namespace_id[:8]}", self._retry_rest())
+        if not self._retrying and self.queue.num_refused:
+            self._retrying = True
+            self._tasks.start(f"retry-{self._tiers.namespace_id[:8]}", self._retry(self.queue.refused_keys()))
 
-    def _retry_slice(self) -> bool:
-        """Queue some of what is retried; say whether that was the end of it."""
-        keys = self.queue.take_retried(SLICE_KEYS)
-        self.add(keys)
-        return len(keys) < SLICE_KEYS
-
-    async def _retry_rest(self) -> None:
-        while True:
-            await asyncio.sleep(0)
-            if self._retry_slice():
-                return
+    async def _retry(self, keys: Sequence[ChunkKey]) -> None:
+        try:
+            for part in slices(keys):
+                self.queue.accept(part)
+                self.add(part)
+                await asyncio.sleep(0)
+        finally:
+            self._retrying = False
 
     def retry_if_it_fits(self) -> None:
         """Retry what was refused if a pack of it fits now: other programs' files may have filled the file system."""
@@ -141,7 +120,7 @@ class WriteBack:
         """Write what is queued without lingering and wait until that is done, or the disk is off."""
         self._draining = True
         self._changed.set()
-        while self.queue.is_retrying:  # noqa: ASYNC110 - a few turns of the loop
+        while self._retrying:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0)
         if self._resources.disk_health.writable:
             await self._idle.wait()
@@ -263,14 +242,8 @@ class WriteBack:
         """The disk has no space for these."""
         self._resources.counters.chunks_over_quota += len(batch)
         usage = self._resources.disk_usage
-        log_event(
-            logger,
-            "disk_full",
-            level=logging.WARNING,
-            chunks=len(batch),
-            used=usage.used_bytes,
-            limit=usage.limit_bytes,
-        )
+        used, limit = usage.used_bytes, usage.limit_bytes
+        log_event(logger, "disk_full", level=logging.WARNING, chunks=len(batch), used=used, limit=limit)
         self._end(batch)
         for chunk in batch:
             if chunk.host is not None:

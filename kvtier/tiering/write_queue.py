@@ -43,7 +43,6 @@ class WriteQueue:
         self._in_pack: dict[ChunkKey, int] = {}
         self._skipped: dict[ChunkKey, int] = {}  # at most one per arena slot; some may be gone by now
         self._refused: dict[ChunkKey, int] = {}
-        self._retried: dict[ChunkKey, int] = {}  # were refused, and are taken by `take_retried`
 
     @property
     def is_empty(self) -> bool:
@@ -136,38 +135,26 @@ class WriteQueue:
     @property
     def num_refused(self) -> int:
         """Chunks that the disk quota keeps from becoming durable."""
-        return len(self._refused) + len(self._retried)
-
-    @property
-    def is_retrying(self) -> bool:
-        """`take_retried` has something to return."""
-        return bool(self._retried)
+        return len(self._refused)
 
     @property
     def refused_bytes(self) -> int:
-        """Their raw bytes, without those that are retried at this moment."""
+        """Their raw bytes."""
         return sum(self._refused.values())
+
+    def refused_keys(self) -> list[ChunkKey]:
+        """Return which they are, in the order in which they were refused."""
+        return list(self._refused)
 
     def is_refused(self, key: ChunkKey) -> bool:
         """Say whether the quota keeps this chunk from becoming durable."""
-        return key in self._refused or key in self._retried
+        return key in self._refused
 
     def refuse(self, key: ChunkKey, num_bytes: int) -> None:
         """Remember a chunk for which the disk has no space."""
         self._refused[key] = num_bytes
 
     def accept(self, keys: Iterable[ChunkKey]) -> None:
-        """These chunks are durable: they are refused no longer."""
+        """These chunks are durable, or are queued again: they are refused no longer."""
         for key in keys:
             self._refused.pop(key, None)
-
-    def start_retry(self) -> bool:
-        """Offer what was refused by `take_retried`; False if there is nothing, or a retry is under way."""
-        if self._retried or not self._refused:
-            return False
-        self._retried, self._refused = self._refused, {}
-        return True
-
-    def take_retried(self, max_chunks: int) -> list[ChunkKey]:
-        """Return some of what is retried; empty at the end of the retry."""
-        return [self._retried.popitem()[0] for _ in range(min(max_chunks, len(self._retried)))]

@@ -17,7 +17,6 @@ from kvtier.disk.base import PackRecord, StoredChunk
 from kvtier.disk.packs.pack_format import data_offset_of, reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs.log import log_event
-from kvtier.tiering.damage import drop_damaged
 from kvtier.tiering.pacing import Pace
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _GATHER_S = 1.0  # drops come in groups: wait for the rest of one before looking
 _RETRY_S = 10.0
-_GIVEN_UP_S = 3600.0
+_UNREADABLE_RETRY_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ class Compactor:
         self._resources, self._all_tiers, self._sleep, self._now_s = resources, all_tiers, sleep, now_s
         self._pace = pace or Pace(resources.config.disk.compact_bytes_per_s)
         self._is_any_refused, self._retry_refused = is_any_refused, retry_refused
-        self._alone: set[str] = set()
-        self._given_up: dict[str, float] = {}
+        self._retry_at_s: dict[str, float] = {}  # of packs that the system refused to read, or to copy
 
     async def run(self) -> None:
         """Look for something to do whenever a chunk lost its place on disk."""
@@ -97,9 +95,9 @@ class Compactor:
         return max(groups, key=lambda job: sum(map(self._dead_bytes_of(job.tiers), job.pack_ids)), default=None)
 
     def _is_tight(self) -> bool:
-        """Say whether every hole counts: eviction has done its part, or a promise waits for room.
+        """Say whether every hole counts: eviction has done its part, or a promise waits for space.
 
-        Not from the low watermark on: an ordinary cache that is full lies between the two all its life, and each
+        Not from the low watermark on: a cache that is full lies between the two all its life, and each
         evicted chunk would have its pack rewritten.
         """
         config, usage = self._resources.config.disk, self._resources.disk_usage
@@ -117,7 +115,7 @@ class Compactor:
             holey += [
                 pack_id
                 for pack_id in part
-                # The first says what most packs are told by, without the length of a header.
+                # The first condition decides for most packs, without the length of a header.
                 if usage.file_bytes(pack_id) - packs.live_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
                 and dead_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
                 and self._may_try(pack_id)
@@ -128,20 +126,16 @@ class Compactor:
         live_bytes, max_bytes = 0, self._resources.config.disk.pack_bytes
         for pack_id in holey:
             live_bytes += tiers.index.packs.live_bytes(pack_id)
-            if chosen and live_bytes > max_bytes:
-                break
-            if not self._fits(tiers, [*chosen, pack_id]):
-                break
-            if self._alone & {*chosen, pack_id} and chosen:
+            if (chosen and live_bytes > max_bytes) or not self._fits(tiers, [*chosen, pack_id]):
                 break
             chosen.append(pack_id)
         return Job(tiers, tuple(chosen)) if chosen else None
 
     def _may_try(self, pack_id: str) -> bool:
-        return self._given_up.get(pack_id, 0.0) <= self._now_s()
+        return self._retry_at_s.get(pack_id, 0.0) <= self._now_s()
 
     def _dead_bytes_of(self, tiers: Tiers) -> Callable[[str], int]:
-        """Return what says how many bytes of a pack rewriting it would give back."""
+        """Return what says how many bytes of a pack rewriting it would free."""
 
         def dead_bytes(pack_id: str) -> int:
             return self._resources.disk_usage.file_bytes(pack_id) - self._new_bytes(tiers, [pack_id])
@@ -181,22 +175,20 @@ class Compactor:
                     self._resources.disk.rewrite_pack, tiers.namespace_id, chunks
                 )
             except ChunkDamagedError as error:
-                await self._found_damage(tiers, chunks, error)
+                finish = tiers.drop_damaged([chunk for chunk in chunks if chunk.key == error.key])
+                if finish is not None:
+                    await finish
                 return True  # the next look takes what is left
             except TierIOError as error:
                 self._failed(error)
-                self._give_up(job)
+                # One bad sector must not stop all others, nor switch off the tier again and again.
+                refused = [pack_id for pack_id in job.pack_ids if pack_id in error.path.name]
+                until_s = self._now_s() + _UNREADABLE_RETRY_S
+                self._retry_at_s |= dict.fromkeys(refused or job.pack_ids, until_s)
                 self._resources.disk_health.failed("write", error)
                 return False
         self._pace.spent(record.file_bytes)
         return await self._take_over(job, record, {chunk.key: chunk for chunk in chunks})
-
-    def _give_up(self, job: Job) -> None:
-        """One bad sector must not stop all others, nor switch off the tier again and again."""
-        if len(job.pack_ids) > 1:
-            self._alone.update(job.pack_ids)  # which of them is it?
-        else:
-            self._given_up[job.pack_ids[0]] = self._now_s() + _GIVEN_UP_S
 
     async def _take_over(self, job: Job, record: PackRecord, copied: Mapping[ChunkKey, StoredChunk]) -> bool:
         """Record the new pack where its chunks still are what was copied, and remove what is left empty."""
@@ -208,22 +200,12 @@ class Compactor:
             resources.disk_health.failed("write", error)
             return False
         resources.disk_health.succeeded("write")
-        self._forget_what_is_gone()
+        there = resources.disk_usage.packs  # evictions empty packs too
+        self._retry_at_s = {pack_id: until_s for pack_id, until_s in self._retry_at_s.items() if pack_id in there}
         self._count(job, record, freed_bytes)
         if freed_bytes > 0:
             self._retry_refused()
         return True
-
-    def _forget_what_is_gone(self) -> None:
-        """Packs that went, by whatever way: evictions empty them too."""
-        there = self._resources.disk_usage.packs
-        self._given_up = {pack_id: until_s for pack_id, until_s in self._given_up.items() if pack_id in there}
-        self._alone &= there.keys()
-
-    async def _found_damage(self, tiers: Tiers, chunks: Sequence[StoredChunk], error: ChunkDamagedError) -> None:
-        finish = drop_damaged(tiers, [chunk for chunk in chunks if chunk.key == error.key])
-        if finish is not None:
-            await finish
 
     def _count(self, job: Job, record: PackRecord, freed_bytes: int) -> None:
         counters = self._resources.counters

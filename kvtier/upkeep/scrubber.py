@@ -4,14 +4,15 @@ import asyncio
 import json
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 from kvtier.disk.base import ChunkRead, StoredChunk
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
-from kvtier.tiering.damage import drop_damaged
 from kvtier.tiering.pacing import Pace
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
@@ -88,8 +89,8 @@ class Scrubber:
             await self._resources.disk_health.until_open()
             await self._resources.traffic.until_quiet()
             await self._pace.wait()
-            batch = _first(chunks)
-            chunks = chunks[await self._verify(tiers, batch) :]
+            num_chunks = 1 + bisect_left(list(accumulate(stored.raw_bytes for stored in chunks)), _BATCH_BYTES)
+            del chunks[: await self._verify(tiers, chunks[:num_chunks])]
 
     async def _verify(self, tiers: Tiers, batch: Sequence[StoredChunk]) -> int:
         """Read chunks into scratch memory; return how many were not left out for the sake of promotions."""
@@ -114,7 +115,7 @@ class Scrubber:
         resources.counters.scrubbed_bytes += num_bytes
         self._pace.spent(num_bytes)
         damaged = [stored for stored, error in outcomes if isinstance(error, ChunkDamagedError)]
-        finish = drop_damaged(tiers, damaged)
+        finish = tiers.drop_damaged(damaged)
         if finish is not None:
             await finish
         return len(outcomes)
@@ -134,12 +135,3 @@ class Scrubber:
         with suppress(OSError):
             temp.write_text(state)
             temp.replace(self._path)
-
-
-def _first(chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-    num_bytes = 0
-    for number, stored in enumerate(chunks, 1):
-        num_bytes += stored.raw_bytes
-        if num_bytes >= _BATCH_BYTES:
-            return chunks[:number]
-    return chunks

@@ -297,7 +297,7 @@ class LivingService:
 def _is_quiet(namespace: Namespace) -> bool:
     promoter, write_back = namespace.promoter, namespace.write_back
     return not (
-        write_back.queued_bytes
+        write_back.queue.num_bytes
         or promoter._batches
         or promoter._queue
         or promoter._planner.prefetch

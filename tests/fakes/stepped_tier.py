@@ -92,7 +92,7 @@ class SteppedTier(MemoryTier):
         if self._steps is not None:
             assert self._steps.acquire(timeout=_DEADLINE_S)
         self._refuse(self.refuse_reads)
-        self._refuse(errno.EIO if chunk.key in self.unreadable else 0)
+        self._refuse(errno.EIO if chunk.key in self.unreadable else 0, chunk.pack_id)
         if chunk.key in self.damaged:
             raise ChunkDamagedError(Path(chunk.pack_id), "checksum differs", chunk.key)
         super().read_chunk(chunk, into)
@@ -101,6 +101,6 @@ class SteppedTier(MemoryTier):
         """See `DiskTier.probe`."""
         self._refuse(self.refuse_writes)
 
-    def _refuse(self, number: int) -> None:
+    def _refuse(self, number: int, path: str = "tier") -> None:
         if number:
-            raise TierIOError(Path("tier"), "use", OSError(number, errno.errorcode[number])) from OSError(number, "no")
+            raise TierIOError(Path(path), "use", OSError(number, errno.errorcode[number])) from OSError(number, "no")

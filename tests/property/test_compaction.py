@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.tiering.damage import drop_damaged
 from tests.fakes.gates import Gate
 from tests.fakes.rig import Rig, at_once, content, eventually, keys_of, rig
 
@@ -117,7 +116,7 @@ class CompactionMachine(RuleBasedStateMachine):
         """A chunk of an old pack turns out damaged after it was copied: the copy is good, or it is dropped."""
         # With a good copy in host memory it would be written again: that has a test of its own.
         chosen = [number for number in chosen if self.rig.location(number) and not self.rig.chunk(number).readable]
-        finish = drop_damaged(self.rig.namespace.tiers, [self.rig.chunk(number).location for number in chosen])  # type: ignore[misc]
+        finish = self.rig.namespace.tiers.drop_damaged([self.rig.chunk(number).location for number in chosen])  # type: ignore[misc]
         if finish is not None:
             self.run(finish)
         self.model -= set(chosen)

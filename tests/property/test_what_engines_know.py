@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.command_eviction import EvictTier
-from kvtier.tiering.damage import drop_damaged
 from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP, room_for
 from tests.property.test_compaction import NUM_CHUNKS, numbers
@@ -57,7 +56,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     async def quiet(self) -> None:
         write_back, promoter = self.rig.namespace.write_back, self.rig.namespace.promoter
-        await eventually(lambda: not write_back.queued_bytes and not promoter._batches and not promoter._queue)
+        await eventually(lambda: not write_back.queue.num_bytes and not promoter._batches and not promoter._queue)
         await self.rig.namespace.tasks.join()
 
     @rule(chosen=numbers)
@@ -146,7 +145,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, NUM_CHUNKS - 1))
     def damage(self, number: int) -> None:
         location = self.rig.location(number)
-        if location is not None and (finish := drop_damaged(self.rig.namespace.tiers, [location])) is not None:
+        if location is not None and (finish := self.rig.namespace.tiers.drop_damaged([location])) is not None:
             self.run(finish)
 
     @rule()

@@ -12,7 +12,6 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
-from kvtier.tiering.damage import drop_damaged
 from kvtier.tiering.promotion.batch import Batch, Outcome, Read
 from kvtier.tiering.promotion.rate import Rate
 from kvtier.tiering.promotion.read_planner import ReadPlanner, Waiter
@@ -259,7 +258,7 @@ class Promoter:
             self._count_failure(outcome)
         if num_without_pages:  # the file system's memory is used up: the next request gets rows that have pages
             self._tiers.evict_rows(num_without_pages)
-        finish = drop_damaged(self._tiers, damaged)  # announces: before the misses
+        finish = self._tiers.drop_damaged(damaged)  # announces: before the misses
         _send(notifications)
         if notifications:
             self._on_ready()

@@ -88,7 +88,7 @@ async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: b
         await eventually(partial(namespace.table.holds, key))
     if durable:
         await eventually(
-            lambda: all(_location(namespace, key) for key in KEYS) and not namespace.write_back.queued_bytes
+            lambda: all(_location(namespace, key) for key in KEYS) and not namespace.write_back.queue.num_bytes
         )
     return namespace
 
@@ -146,7 +146,7 @@ def test_what_is_not_written_yet_stays(folder: Path, monkeypatch: pytest.MonkeyP
             assert namespace.table.host.num_chunks == len(KEYS)
             assert cache.resources.disk.write_pack == original
             writable.set()
-            await eventually(lambda: not namespace.write_back.queued_bytes)
+            await eventually(lambda: not namespace.write_back.queue.num_bytes)
             two = await attached(cache, "two")
             assert not namespace.host.is_open
             await gone(cache, two)

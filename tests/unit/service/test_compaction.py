@@ -107,7 +107,7 @@ def test_room_that_compaction_makes_goes_to_what_the_quota_refused(tmp_path: Pat
             await holey(r, 0)
             r.in_host(range(10, 14))
             r.namespace.write_back.add(keys_of(range(10, 14)))
-            await eventually(lambda: r.namespace.write_back.num_refused == 4)
+            await eventually(lambda: r.namespace.write_back.queue.num_refused == 4)
             assert await compacted(r)
             await r.namespace.write_back.flush()
             assert all(r.location(n) is not None for n in (0, *range(10, 14)))
@@ -284,7 +284,7 @@ def test_a_pack_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) 
             outcomes = []
             while (job := await r.cache.compactor.next_job()) is not None:
                 outcomes.append(await r.cache.compactor.compact(job))
-            assert outcomes.count(False) == 2, "once with the others, once alone"
+            assert outcomes.count(False) == 1, "the others go on without it"
             assert packs[1] in r.tier.packs
             assert not {packs[0], packs[2]} & r.tier.packs.keys()
             assert not r.resources.disk_health.latched

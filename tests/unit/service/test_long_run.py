@@ -72,16 +72,14 @@ def test_compaction_remembers_nothing_of_packs_that_are_gone(tmp_path: Path) -> 
                 assert job is not None
                 assert await compactor.compact(job)
             await r.namespace.index.drop(keys_of([0, 10]))
-            compactor._alone.add("gone")
-            compactor._given_up["gone"] = 0.0
+            compactor._retry_at_s["gone"] = 0.0
             pack_id = await r.on_disk(range(20, 26))
             await r.namespace.index.drop(keys_of(range(21, 26)))
             job = await compactor.next_job()
             assert job is not None
             assert job.pack_ids == (pack_id,)
             assert await compactor.compact(job)
-            assert not compactor._alone
-            assert not compactor._given_up
+            assert not compactor._retry_at_s
 
     asyncio.run(scenario())
 

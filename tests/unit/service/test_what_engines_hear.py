@@ -10,7 +10,6 @@ from kvtier.errors import LedgerError
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.maintenance.online import _ServiceRows
 from kvtier.tiering.command_eviction import EvictTier
-from kvtier.tiering.damage import drop_damaged
 from tests.fakes.gates import failing, gated
 from tests.fakes.operator import reached
 from tests.fakes.rig import Rig, keys_of, rig
@@ -115,7 +114,7 @@ def test_damage_that_the_ledger_keeps_is_not_held(tmp_path: Path, monkeypatch: p
             location = r.location(0)
             assert location is not None
             refuse(monkeypatch)
-            finish = drop_damaged(r.namespace.tiers, [location])
+            finish = r.namespace.tiers.drop_damaged([location])
             assert finish is not None
             await finish
             assert peer.held == {chunk_key(0): False}

@@ -32,7 +32,7 @@ def test_pinned_chunks_go_before_unpinned_ones_and_never_into_one_pack(tmp_path:
                 r.namespace.write_back.add(keys_of([3]))
             await r.namespace.write_back.flush()
             assert r.tier.written == [keys_of([0]), keys_of([4, 5, 3]), keys_of([1, 2])]
-            assert r.namespace.write_back.queued_bytes == r.counters.write_back_queue_bytes == 0
+            assert r.namespace.write_back.queue.num_bytes == r.counters.write_back_queue_bytes == 0
             r.check()
 
     asyncio.run(scenario())
@@ -69,9 +69,9 @@ def test_unpinned_chunks_beyond_the_bound_are_skipped_and_pinned_ones_are_not(tm
                 assert [r.chunk(n).writing_back for n in range(5)] == [True] * 3 + [False] * 2
                 assert r.chunk(4).evictable
                 assert r.counters.write_back_skipped_chunks == 2
-                assert not write_back.is_behind
+                assert not write_back.queue.is_behind
                 write_back.add(keys_of(range(10, 15)))
-                assert write_back.is_behind, "credits shrink instead"
+                assert write_back.queue.is_behind, "credits shrink instead"
                 assert r.counters.write_back_queue_bytes == 8 * 6000
                 r.table.pin(keys_of([4]))
                 write_back.add(keys_of([4]))  # pinned later: it is a promise now
@@ -384,7 +384,7 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
                 await r.namespace.write_back.flush()
                 (written,) = r.tier.written[1:]
                 assert sorted(written) == sorted(keys_of([queued, *good]))
-                assert r.namespace.write_back.queued_bytes == 0
+                assert r.namespace.write_back.queue.num_bytes == 0
             at_once(session.loads.release(1, None))
             await eventually(lambda: r.chunk(promoting).readable and r.chunk(lost).readable)
             r.check()

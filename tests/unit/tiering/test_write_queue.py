@@ -84,21 +84,14 @@ def test_unpinned_chunks_beyond_the_bound_are_skipped_and_taken_up_later() -> No
     assert q.take_skipped() == keys(4, 5), "the oldest beyond the bound is forgotten"
 
 
-def test_what_the_quota_refused_is_retried_once_at_a_time() -> None:
+def test_what_the_quota_refused_is_remembered_until_it_is_accepted() -> None:
     q = queue()
-    assert not q.start_retry()
-    for key in keys(0, 1, 2):
+    for key in keys(2, 0, 1):
         q.refuse(key, 1)
-    assert (q.num_refused, q.refused_bytes) == (3, 3)
-    assert q.start_retry()
-    assert not q.start_retry(), "a retry is under way"
-    taken = q.take_retried(2)
-    q.refuse(taken[0], 1)
-    assert (q.num_refused, q.is_refused(taken[0]), q.is_refused(taken[1])) == (2, True, False)
-    taken += q.take_retried(2)
-    assert (sorted(taken), q.is_retrying) == (keys(0, 1, 2), False)
-    q.accept(keys(0, 1, 2))
-    assert q.num_refused == 0
+    q.refuse(bytes([0]), 1)
+    assert (q.num_refused, q.refused_bytes, q.refused_keys()) == (3, 3, keys(2, 0, 1))
+    q.accept(keys(0, 7))
+    assert (q.num_refused, q.is_refused(*keys(0)), q.is_refused(*keys(1))) == (2, False, True)
 
 
 @given(
