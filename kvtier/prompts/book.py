@@ -2,7 +2,6 @@
 
 import uuid
 from bisect import bisect_right, insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -58,7 +57,6 @@ class PromptBook:
         self._names: list[str] = []  # in order
         self._by_pin_id: dict[str, PromptRow] = {}
         self._bindings: dict[str, dict[str, BindingRow]] = {}  # by pin id and namespace
-        self._num_bound: Counter[str] = Counter()  # by namespace
 
     def __iter__(self) -> Iterator[PromptRow]:
         """Yield all, by name."""
@@ -100,7 +98,7 @@ class PromptBook:
 
     def num_bound_in(self, namespace_id: str) -> int:
         """Return how many prompts have a binding in a namespace."""
-        return self._num_bound[namespace_id]
+        return sum(namespace_id in rows for rows in self._bindings.values())
 
     def pinned_bindings(self, namespace_id: str) -> list[BindingRow]:
         """Return the bindings of a namespace's pinned prompts: by priority, then the newest first."""
@@ -167,30 +165,21 @@ class PromptBook:
             del self._names[bisect_right(self._names, prompt.name) - 1]
             self._count(known, -1)
         self._by_pin_id.pop(prompt.pin_id, None)
-        self._num_bound.subtract(list(self._bindings.pop(prompt.pin_id, ())))
+        self._bindings.pop(prompt.pin_id, None)
 
     def bind(self, row: BindingRow) -> None:
         """Take in a binding, in place of an older one."""
-        rows = self._bindings.setdefault(row.pin_id, {})
-        self._num_bound[row.namespace_id] += row.namespace_id not in rows
-        rows[row.namespace_id] = row
+        self._bindings.setdefault(row.pin_id, {})[row.namespace_id] = row
 
     def forget_namespace(self, namespace_id: str) -> None:
         """Drop the bindings in a namespace that has ended."""
         for rows in self._bindings.values():
             rows.pop(namespace_id, None)
-        del self._num_bound[namespace_id]
 
     def check(self) -> None:
         """Raise AssertionError unless what is counted is what there is."""
-        counted = (self._names, self.num_pinned, self.num_bytes, +self._num_bound)
-        prompts = self._by_name.values()
-        if counted != (
-            sorted(self._by_name),
-            len(self.pinned()),
-            sum(map(_bytes_of, prompts)),
-            Counter(namespace_id for rows in self._bindings.values() for namespace_id in rows),
-        ):
+        counted = (self._names, self.num_pinned, self.num_bytes)
+        if counted != (sorted(self._by_name), len(self.pinned()), sum(map(_bytes_of, self._by_name.values()))):
             raise AssertionError(f"names, counts and prompts disagree: {counted}")
 
     def expired(self, now_unix_s: float) -> list[PromptRow]:

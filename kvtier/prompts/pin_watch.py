@@ -42,11 +42,8 @@ class PinWatch:
     is reported is late by no more than that, and a prompt that can never become durable costs next to nothing.
 
     Args:
-        prompts: All prompts.
-        state_of: Judges one, by counting its chunks.
+        state_of: Judges a prompt, by counting its chunks.
         durable: Observes how long each took to become durable.
-        now_s: Monotonic clock.
-        sleep: Waits for the next turn.
     """
 
     def __init__(

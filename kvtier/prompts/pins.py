@@ -30,12 +30,10 @@ class Pins:
     """Carries out what operators ask. Loop thread only.
 
     Args:
-        resources: Ledger, configuration and timings.
-        prompts: All prompts; the cache's own, which change.
-        namespaces: By id; the cache's own, which change.
+        prompts: All prompts; the cache's own, which change, as do its namespaces.
         live_sessions: Returns the engines attached now.
-        changes: The changes of the whole cache.
         verified: Set once nothing of a previous daemon's memory comes to be served any longer; no eviction runs before.
+        retry_refused: Called when what the disk quota refused may fit.
 
     Attributes:
         watch: How far each pin is durable, known ahead.
@@ -49,14 +47,12 @@ class Pins:
         live_sessions: Callable[[], Sequence[Session]],
         changes: Changes,
         verified: asyncio.Event,
+        retry_refused: Callable[[], None],
     ) -> None:
         self.watch = PinWatch(prompts, self.state_of, resources.timings.durable)
-        self._resources = resources
-        self._prompts = prompts
-        self._namespaces = namespaces
-        self._live_sessions = live_sessions
-        self._changes = changes
-        self._verified = verified
+        self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
+        self._live_sessions, self._changes = live_sessions, changes
+        self._verified, self._retry_refused = verified, retry_refused
 
     async def pin(self, requested: RequestedPin) -> PromptView:
         """Make a prompt a pinned one; durable on return.
@@ -110,11 +106,6 @@ class Pins:
             self._retry_refused()
             log_event(logger, "pin_ended", name=prompt.name)
 
-    def _retry_refused(self) -> None:
-        """What the disk quota refused may fit now."""
-        for namespace in self._namespaces.values():
-            namespace.write_back.retry_refused()
-
     async def expire(self) -> None:
         """End pins whose time is over, for ever."""
         while True:
@@ -124,14 +115,12 @@ class Pins:
     async def _end_expired(self) -> None:
         for prompt in self._prompts.expired(time.time()):
             async with self._changes.lock:
-                if self._prompts.by_pin_id(prompt.pin_id) == prompt:
-                    await self._try_to_unpin(prompt)
-
-    async def _try_to_unpin(self, prompt: PromptRow) -> None:
-        try:
-            await self._unpin(prompt)
-        except LedgerError as error:  # the next turn tries again
-            log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
+                if self._prompts.by_pin_id(prompt.pin_id) != prompt:
+                    continue
+                try:
+                    await self._unpin(prompt)
+                except LedgerError as error:  # the next turn tries again
+                    log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
 
     async def evict(self, name: str, *, force: bool, tier: EvictTier = EvictTier.ANY) -> Evicted:
         """Drop a prompt's chunks from the tier, except what other pinned prompts share.

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 
 from kvtier.concurrency.turns import Breather, slices
@@ -18,11 +18,8 @@ logger = logging.getLogger(__name__)
 class Prefetcher:
     """Has promoters prefetch pinned prompts; each yields to every request.
 
-    It takes free memory only, up to the low watermark of `host_bytes`: it evicts nothing, of any namespace.
-
-    Args:
-        prompts: All of them.
-        open_arena: Opens an arena for a namespace that has none, if there is capacity for one; says whether it has one.
+    It takes free memory only, up to the low watermark of `host_bytes`: it evicts nothing, of any namespace. A namespace
+    without an arena gets one by `open_arena`, if there is capacity for one; that says whether it has one.
     """
 
     def __init__(self, prompts: PromptBook, open_arena: Callable[[Namespace], bool]) -> None:
@@ -46,11 +43,8 @@ class Prefetcher:
     async def _on_disk(self, namespace: Namespace) -> list[ChunkKey]:
         """Return the keys of what is pinned and only on disk, each once."""
         keys: dict[ChunkKey, None] = {}
-        breather = Breather()
-        for row in self._prompts.pinned_bindings(namespace.namespace_id):
-            for part in slices(row.keys):
-                keys.update((key, None) for key in part if _only_on_disk(namespace, key))
-                await breather.pause()
+        async for part in _pinned_keys(self._prompts, namespace.namespace_id):
+            keys.update((key, None) for key in part if _only_on_disk(namespace, key))
         return list(keys)
 
     def _open(self, namespace: Namespace) -> bool:
@@ -67,12 +61,18 @@ class Prefetcher:
 async def rank_pinned(prompts: PromptBook, namespace_id: str) -> dict[ChunkKey, int]:
     """Return a namespace's pinned chunks, each with a number: the more important, the higher."""
     rank: dict[ChunkKey, int] = {}
+    async for part in _pinned_keys(prompts, namespace_id):
+        rank.update((key, -number) for number, key in enumerate(part, len(rank)))
+    return rank
+
+
+async def _pinned_keys(prompts: PromptBook, namespace_id: str) -> AsyncIterator[Sequence[ChunkKey]]:
+    """Yield a namespace's pinned keys in slices, with turns of the loop between them, the most important first."""
     breather = Breather()
     for row in prompts.pinned_bindings(namespace_id):
         for part in slices(row.keys):
-            rank.update((key, -number) for number, key in enumerate(part, len(rank)))
+            yield part
             await breather.pause()
-    return rank
 
 
 def _only_on_disk(namespace: Namespace, key: ChunkKey) -> bool:

@@ -44,22 +44,12 @@ def estimate_bytes(namespace: Namespace, prompt: PromptRow) -> int:
 
 
 async def pinned_bytes(
-    namespace: Namespace,
-    book: PromptBook,
-    *,
-    besides: str,
-    applies: Callable[[PromptRow], bool] = lambda prompt: True,
+    namespace: Namespace, book: PromptBook, *, besides: str, applies: Callable[[PromptRow], bool] = lambda prompt: True
 ) -> int:
     """Return bytes that pinned prompts take on disk in a namespace now, or will take.
 
-    What is bound is added up as it changes; what is not bound yet is estimated here, in slices with turns of the loop
-    between them.
-
-    Args:
-        namespace: The namespace.
-        book: All prompts.
-        besides: Name of a prompt that does not count.
-        applies: Says whether a prompt that is not bound yet will be.
+    What is bound is added up as it changes; what is not bound yet, and will be where `applies`, is estimated here, in
+    slices with turns of the loop between them. The prompt that is named `besides` does not count.
     """
     own_id, num_bytes = namespace.namespace_id, 0
     for part in slices(book.pinned()):

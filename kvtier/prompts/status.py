@@ -92,18 +92,14 @@ async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -
             await asyncio.sleep(0)
         chunks = namespace.table.known(keys)
         locations = [chunk.location for chunk in chunks if chunk.location is not None]
-        stored_bytes = sum(location.stored_bytes for location in locations)
         num_host_chunks += sum(chunk.readable for chunk in chunks)
         num_durable_chunks += len(locations)
+        stored_bytes = sum(location.stored_bytes for location in locations)
         disk_bytes += stored_bytes
-        is_whole = len(locations) == len(keys)
-        durable = keys if is_whole else [chunk.key for chunk in chunks if chunk.location is not None]
-        durable_raw_bytes += namespace.layout.total_payload_bytes(durable)
-        if num_shared := sum(chunk.num_pins > num_own_pins for chunk in chunks):
-            num_shared_chunks += num_shared
-            disk_share_bytes += _share_of_bytes(chunks, pinned=pinned)
-        else:
-            disk_share_bytes += stored_bytes
+        durable_raw_bytes += sum(location.raw_bytes for location in locations)
+        num_shared = sum(chunk.num_pins > num_own_pins for chunk in chunks)
+        num_shared_chunks += num_shared
+        disk_share_bytes += _share_of_bytes(chunks, pinned=pinned) if num_shared else stored_bytes
     return BindingView(
         namespace_id=namespace.namespace_id,
         model=namespace.row.model,
@@ -130,13 +126,7 @@ def _share_of_bytes(chunks: Iterable[Chunk[StoredChunk]], *, pinned: bool) -> fl
 
 
 def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Sequence[Session]) -> PromptView:
-    """Judge a prompt.
-
-    Args:
-        prompt: The prompt.
-        bindings: In each namespace, the one used last at the end.
-        sessions: Engines attached now.
-    """
+    """Judge a prompt by its bindings, that in the namespace used last at the end, and the engines attached now."""
     serving = [session for session in sessions if session.serves(prompt)]
     errors = [session.bind_errors[prompt.pin_id] for session in serving if prompt.pin_id in session.bind_errors]
     return PromptView(
@@ -152,13 +142,7 @@ def view_prompt(prompt: PromptRow, bindings: Sequence[BindingView], sessions: Se
 def state_of(
     prompt: PromptRow, bindings: Sequence[BindingView] | Sequence[Durability], serving: Sequence[Session]
 ) -> PromptState:
-    """Judge how far a prompt's promise is kept.
-
-    Args:
-        prompt: The prompt.
-        bindings: In each namespace, the one used last at the end.
-        serving: Engines attached now that shall recognize it.
-    """
+    """Judge how far a prompt's promise is kept; `serving`: engines attached now that shall recognize it."""
     if not prompt.tokens:
         return PromptState.UNRENDERED
     live_ids = {session.namespace_id for session in serving}

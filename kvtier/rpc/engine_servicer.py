@@ -168,10 +168,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 prompts = self._cache.pins_for(session)
                 welcome, num_named = self._welcome(session, prompts)
                 yield welcome
-                session.send_pins(self._cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts[num_named:]])
+                pin_ids = [prompt.pin_id for prompt in prompts[num_named:]]
+                session.start_task("pins", session.send_pins(self._cache.prompts.by_pin_id, pin_ids))
                 session.stores.top_up()
                 if self._cache.resources.stores_all:
-                    session.send_inventory()
+                    session.start_task("held", session.send_inventory())
                 while (message := await peer.next()) is not None:
                     yield message
             finally:

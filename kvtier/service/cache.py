@@ -32,11 +32,10 @@ from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.startup import load_from_disk
 from kvtier.sessions.engine_peer import EngineHello, EnginePeer
 from kvtier.sessions.session import Session, SessionEnd
-from kvtier.tiering.inventory import MAX_HELD_BATCH
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 from kvtier.upkeep.compactor import Compactor
-from kvtier.upkeep.ledger_upkeep import LedgerUpkeep
+from kvtier.upkeep.ledger_upkeep import keep_ledger
 from kvtier.upkeep.preallocation import Preallocator
 from kvtier.upkeep.recovery import Recovery
 from kvtier.upkeep.scratch_folder import sweep_scratch
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 _CAPACITY_POLL_S = 0.25
 STUCK_AFTER_S = 10.0
 """After the drain, which has a time of its own, only calls that run are waited for: one batch of reads, one pack being
-written. A disk that needs longer for that hangs, and whoever stops the daemon shall not wait for it for ever."""
+written. A disk that needs longer for that hangs, and the caller of a stop shall not wait for it for ever."""
 
 
 class Cache:
@@ -73,7 +72,13 @@ class Cache:
         self._sessions: list[Session] = []  # quarantined ones too
         self._verified = asyncio.Event()  # nothing of a previous daemon's memory comes to be served from now on
         self.pins = Pins(
-            resources, self.prompts, self.namespaces, lambda: self.live_sessions, self.changes, self._verified
+            resources,
+            self.prompts,
+            self.namespaces,
+            lambda: self.live_sessions,
+            self.changes,
+            self._verified,
+            self.registry.retry_refused,
         )
 
     @classmethod
@@ -93,21 +98,21 @@ class Cache:
         ops = ObservedFileOps(counters, timings.fsync)
         disk = PackTier(config.disk.disk_dir / "packs", ops=ops)
         ledger_path = config.disk.disk_dir / "ledger.sqlite"
-        resources = Resources.create(config, disk, Ledger.open(ledger_path), counters, timings)
+        resources = Resources(config, disk, Ledger.open(ledger_path), counters, timings)
         cache = cls(config, resources)
-        await load_from_disk(resources, cache.namespaces, cache.prompts, cache.registry.open, disk)
+        await load_from_disk(resources, cache.registry, cache.prompts, disk)
         recovery = Recovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
         await recovery.open()
         cache._tasks.start("recovery", cache._recover_memory(recovery))
         cache._tasks.start("expiry", cache.pins.expire())
-        cache._tasks.start("room", cache._keep_capacity())
+        cache._tasks.start("capacity", cache._keep_capacity())
         cache._tasks.start("preallocation", Preallocator(resources, cache.namespaces).run())
-        cache._tasks.start("ledger-upkeep", LedgerUpkeep(cache.resources).run())
-        cache._tasks.start("probe", cache.resources.disk_health.run())
+        cache._tasks.start("ledger-upkeep", keep_ledger(resources))
+        cache._tasks.start("probe", resources.disk_health.run())
         cache._tasks.start("pin-watch", cache.pins.watch.run())
         cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))
         if config.disk.compact_bytes_per_s:
-            cache.resources.holes.set()  # an earlier run may have left packs with holes
+            resources.holes.set()  # an earlier run may have left packs with holes
             cache._tasks.start("compact", cache.compactor.run())
         if config.disk.scrub_bytes_per_s:
             cache._tasks.start("scrub", cache.scrubber.run())
@@ -283,7 +288,7 @@ class Cache:
                 self.prompts.bind(row)
             session.bind_errors.pop(pin_id, None)
             session.bound.add(pin_id)
-        for part in slices(keys, MAX_HELD_BATCH):
+        for part in slices(keys):
             held = [key for key in part if namespace.table.holds(key)]
             missing = [key for key in part if not namespace.table.holds(key)]
             if not session.ended:
@@ -292,7 +297,7 @@ class Cache:
             await asyncio.sleep(0)
 
     def end(self, session: Session, how: SessionEnd = SessionEnd.CLOSED) -> None:
-        """The stream is gone; its slots are freed when the engine's processes let go."""
+        """The stream is gone; its slots are freed when the engine's processes release them."""
         if session.ended:
             return
         counters, was_busy = self.resources.counters, session.is_busy
@@ -312,11 +317,7 @@ class Cache:
         self._sessions.remove(session)
         namespace.row = replace(namespace.row, seen_unix_s=time.time())
         self._top_up_all()
-        await self._end_if_over(namespace)
-
-    async def _end_if_over(self, namespace: Namespace) -> None:
-        """An ephemeral namespace goes with its last session; its prompts forget that it was."""
-        if namespace.ephemeral and not namespace.sessions:
+        if namespace.ephemeral and not namespace.sessions:  # it goes with its last session
             await self.registry.close(namespace)
 
     # The end

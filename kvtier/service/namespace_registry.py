@@ -28,11 +28,7 @@ EMPTY_GRACE_S = 24 * 3600.0
 class NamespaceRegistry:
     """Every namespace by its id. Loop thread only.
 
-    Args:
-        resources: Shared by all namespaces.
-        prompts: All of them.
-        changes: The change lock.
-        top_up_all: Called when host memory came free.
+    Calls `top_up_all` when host memory came free.
 
     Attributes:
         by_id: The namespaces; read by everyone, changed here only.

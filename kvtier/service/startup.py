@@ -4,16 +4,14 @@ What the ledger has lost comes back: promises from their copies, chunks from the
 """
 
 import logging
-from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvtier.collector import gc_paused
 from kvtier.disk.packs.pack_tier import PackTier
-from kvtier.ledger import LedgerSnapshot, NamespaceRow
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook
-from kvtier.tiering.namespace import Namespace
+from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.tiering.resources import Resources
 from kvtier.upkeep.orphans import adopt_orphans
 
@@ -23,11 +21,7 @@ _MAX_NAMES = 20
 
 
 async def load_from_disk(
-    resources: Resources,
-    namespaces: Mapping[str, Namespace],
-    prompts: PromptBook,
-    open_namespace: Callable[[NamespaceRow], Namespace],
-    disk: PackTier,
+    resources: Resources, registry: NamespaceRegistry, prompts: PromptBook, disk: PackTier
 ) -> None:
     """Fill empty namespaces and an empty prompt book from ledger, copies of promises and packs.
 
@@ -35,31 +29,29 @@ async def load_from_disk(
     is gone or shorter than the ledger says loses the chunks that lie beyond its end: they are counted as damaged, and
     stored again when next computed. Bytes themselves are verified at every read.
 
-    Args:
-        resources: Ledger and threads.
-        namespaces: By id; empty.
-        prompts: Empty.
-        open_namespace: Takes in a namespace, which is in `namespaces` from then on.
-        disk: The packs.
-
     Raises:
         LedgerError: The ledger cannot be read or written.
         TierIOError: The packs cannot be listed.
     """
+    namespaces = registry.by_id
     await _restore_promises(resources)
     snapshot = await resources.in_ledger(resources.ledger.load)
     for row in snapshot.namespaces:
-        open_namespace(row)
+        registry.open(row)
     removed = await resources.in_ledger(resources.ledger.packs.removed_packs)
     swept = await resources.in_io(disk.sweep, removed)
     if removed:
         await resources.in_ledger(resources.ledger.packs.forget_removed, removed)
     on_disk = await resources.in_io(disk.list_packs)
     with gc_paused():
-        await _load_index(resources, namespaces, snapshot, on_disk)
-    num_adopted = await adopt_orphans(
-        resources, namespaces, open_namespace, disk, sorted(on_disk.keys() - snapshot.packs.keys())
-    )
+        for pack_id, record in snapshot.packs.items():
+            file_bytes = on_disk.get(pack_id, 0)
+            if (owner := namespaces.get(record.namespace_id)) is not None:
+                await owner.index.load(record, file_bytes)
+            else:  # a row that refers to none: for fsck to judge, and the file takes its space until then
+                resources.disk_usage.add(pack_id, file_bytes)
+    orphans = sorted(on_disk.keys() - snapshot.packs.keys())
+    num_adopted = await adopt_orphans(resources, namespaces, registry.open, disk, orphans)
     for prompt in snapshot.prompts:
         prompts.put(prompt)
     for binding in snapshot.bindings:
@@ -98,14 +90,3 @@ async def _restore_promises(resources: Resources) -> None:
             why="the ledger had lost what was acknowledged, or an old backup of it was put back",
             remedy="compare `kvtier list` with what you pinned; `kvtier unpin` what was ended since the backup",
         )
-
-
-async def _load_index(
-    resources: Resources, namespaces: Mapping[str, Namespace], snapshot: LedgerSnapshot, on_disk: Mapping[str, int]
-) -> None:
-    for pack_id, record in snapshot.packs.items():
-        file_bytes = on_disk.get(pack_id, 0)
-        if (namespace := namespaces.get(record.namespace_id)) is not None:
-            await namespace.index.load(record, file_bytes)
-        else:  # a row that refers to none: for fsck to judge, and the file takes its space until then
-            resources.disk_usage.add(pack_id, file_bytes)

@@ -58,11 +58,7 @@ class EnginePeer(Protocol):
         """
 
     def promotion_advanced(
-        self,
-        acquire_id: int,
-        ready: Sequence[tuple[int, SlotRef]],
-        failed: Sequence[int],
-        forecast: PromotionForecast,
+        self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int], forecast: PromotionForecast
     ) -> None:
         """Chunks of an acquire (by index) became readable, or will not."""
 

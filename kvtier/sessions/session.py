@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
-from kvtier.concurrency.turns import Breather
+from kvtier.concurrency.turns import Breather, slices
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.host.session_locks import SessionLock
@@ -15,7 +15,6 @@ from kvtier.obs.log import log_event
 from kvtier.sessions.engine_peer import EngineHello, EnginePeer, SessionBase
 from kvtier.sessions.loads import Loads
 from kvtier.sessions.stores import Stores
-from kvtier.tiering.inventory import MAX_HELD_BATCH
 from kvtier.tiering.namespace import Namespace
 
 logger = logging.getLogger(__name__)
@@ -84,12 +83,8 @@ class Session(SessionBase):
 
     # What the engine is notified of
 
-    def send_pins(self, find_prompt: Callable[[str], PromptRow | None], pin_ids: Sequence[str]) -> None:
+    async def send_pins(self, find_prompt: Callable[[str], PromptRow | None], pin_ids: Sequence[str]) -> None:
         """Send these pins, each as it is when its turn comes, a few per turn of the loop."""
-        if pin_ids:
-            self.start_task("pins", self._send_pins(find_prompt, pin_ids))
-
-    async def _send_pins(self, find_prompt: Callable[[str], PromptRow | None], pin_ids: Sequence[str]) -> None:
         breather = Breather()
         for pin_id in pin_ids:
             await breather.pause()
@@ -99,21 +94,15 @@ class Session(SessionBase):
             if prompt is not None and self.serves(prompt):
                 self.peer.pin_added(prompt)
 
-    def send_inventory(self) -> None:
+    async def send_inventory(self) -> None:
         """Send every key that the namespace holds, a batch per turn of the loop, and say when that is complete.
 
         Notifications of changes come between the batches; their order makes the sum right.
         """
-        self.start_task("held", self._send_inventory())
-
-    async def _send_inventory(self) -> None:
-        table = self.tiers.table
-        keys = table.keys()
-        for start in range(0, len(keys), MAX_HELD_BATCH):
+        for part in slices(self.tiers.table.keys()):
             if self.ended:
                 return
-            held = [key for key in keys[start : start + MAX_HELD_BATCH] if table.holds(key)]
-            self.peer.chunks_held(held, True)
+            self.peer.chunks_held([key for key in part if self.tiers.table.holds(key)], True)
             await asyncio.sleep(0)
         if not self.ended:
             self.peer.chunks_held((), True, complete=True)
@@ -129,18 +118,11 @@ class Session(SessionBase):
         num_quarantined = self.stores.quarantine()
         self.tiers.counters.slots_quarantined += num_quarantined
         log_event(
-            logger,
-            "session_lost",
-            session=self.session_id,
-            leases=self.loads.num_leases,
-            quarantined=num_quarantined,
+            logger, "session_lost", session=self.session_id, leases=self.loads.num_leases, quarantined=num_quarantined
         )
 
     async def wait_until_released(self) -> None:
-        """Wait until no process of the engine touches slots of this session any longer, and free them.
-
-        Cancelled when the daemon stops: its arena goes with it.
-        """
+        """Wait until no process of the engine touches slots of this session any longer, and free them."""
         # A kernel lock has no event to wait for.
         while not self._is_released():  # noqa: ASYNC110
             await asyncio.sleep(_LOCK_POLL_S)

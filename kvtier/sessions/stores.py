@@ -71,18 +71,15 @@ class Stores:
             self._credits |= {ref.slot: ref for ref in refs}
             self._session.peer.credits_granted(refs)
 
-    def _check_groups(self, keys: Sequence[ChunkKey]) -> None:
-        groups = set(self._tiers.layout.group_indexes())
-        for key in keys:
-            limits.check_key("store_begin.key", key, groups)
-
     def begin(self, stores: StoreList) -> None:
         """Credits are being written.
 
         Raises:
             InvalidArgumentError: A slot was not granted to this session at that generation, or a key is of no group.
         """
-        self._check_groups([key for key, _ in stores])
+        groups = set(self._tiers.layout.group_indexes())
+        for key, _ in stores:
+            limits.check_key("store_begin.key", key, groups)
         for key, ref in stores:
             if self._credits.get(ref.slot) != ref:
                 raise InvalidArgumentError(

@@ -7,8 +7,9 @@ is lost is compared in seconds of prefill per byte, whatever model it belongs to
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 from kvtier.errors import LedgerError
 from kvtier.obs.log import log_event
@@ -24,13 +25,7 @@ _MIN_STEP_SHARE = 8
 
 
 class Capacity:
-    """Reclaims memory and disk over all namespaces. Loop thread only.
-
-    Args:
-        resources: Budget, usage and configuration.
-        namespaces: By id; the cache's own, which changes.
-        now_unix_s: Says how long a namespace has been unused.
-    """
+    """Reclaims memory and disk over all namespaces, which change. Loop thread only."""
 
     def __init__(
         self, resources: Resources, namespaces: Mapping[str, Namespace], now_unix_s: Callable[[], float] = time.time
@@ -69,11 +64,7 @@ class Capacity:
         return not other.live or not claimant.table.host.num_chunks or _host_rank(other) < _host_rank(claimant)
 
     async def find_disk_capacity(self, num_bytes: int) -> None:
-        """Drop unpinned chunks from disk until a pack of `num_bytes` fits, or none is left to drop.
-
-        Raises:
-            LedgerError: The ledger refused to drop them.
-        """
+        """Drop unpinned chunks from disk until a pack of `num_bytes` fits; see `drop_until_enough`."""
         await self.drop_until_enough(lambda: self._resources.disk_usage.shortage(num_bytes))
 
     async def drop_until_enough(self, shortage: Callable[[], int]) -> None:
@@ -95,28 +86,19 @@ class Capacity:
     async def _drop_emptiest_packs(self, num_bytes: int) -> int:
         """Drop the unpinned chunks of packs that free the most for the least; return their bytes.
 
-        Several packs of a namespace at once, as many as free `num_bytes`: to find their chunks takes a walk
-        through its table.
+        Several packs of a namespace at once, as many as free `num_bytes`: to find their chunks takes a walk through its
+        table.
         """
         file_bytes = self._resources.disk_usage.file_bytes
-        packs: list[tuple[bool, float, str, Namespace]] = [
-            (
-                self._is_in_use(namespace),
-                namespace.index.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)),
-                pack_id,
-                namespace,
-            )
-            for namespace in self._namespaces.values()
-            if namespace.table.disk.num_unpinned
-            for pack_id in namespace.index.packs
-        ]
-        packs.sort(key=lambda each: each[:3])
-        for namespace, neighbours in groupby(packs, key=_namespace_of):
-            pack_ids: Sequence[str] = [pack_id for _, _, pack_id, _ in neighbours]
+        holders = [namespace for namespace in self._namespaces.values() if namespace.table.disk.num_unpinned]
+        for namespace in sorted(holders, key=self._disk_rank):
+            packs = namespace.index.packs
+            pack_ids = sorted(packs, key=lambda pack_id: packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)))
             while pack_ids:
-                chosen, pack_ids = _first(pack_ids, num_bytes, file_bytes)
-                if dropped_bytes := await namespace.index.drop_packs(chosen):
+                num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), num_bytes)
+                if dropped_bytes := await namespace.index.drop_packs(pack_ids[:num_packs]):
                     return dropped_bytes
+                del pack_ids[:num_packs]
         return 0
 
     async def _drop_cheapest(self, num_bytes: int) -> int:
@@ -168,34 +150,16 @@ class Capacity:
         config = self._resources.config.disk
         if self._resources.disk_usage.used_bytes <= config.high_watermark * config.disk_bytes:
             return 0
-        num_dropped = 0
+        num_dropped, low_bytes = 0, int(config.low_watermark * config.disk_bytes)
         try:
-            while (excess_bytes := self._live_disk_bytes() - int(config.low_watermark * config.disk_bytes)) > 0:
-                num_bytes = await self._drop_cheapest(excess_bytes)
+            while (live_bytes := sum(each.table.disk.num_bytes for each in self._namespaces.values())) > low_bytes:
+                num_bytes = await self._drop_cheapest(live_bytes - low_bytes)
                 if not num_bytes:
                     break
                 num_dropped += num_bytes
         except LedgerError as error:  # the next turn tries again
             log_event(logger, "disk_not_trimmed", level=logging.ERROR, problem=str(error))
         return num_dropped
-
-    def _live_disk_bytes(self) -> int:
-        return sum(namespace.table.disk.num_bytes for namespace in self._namespaces.values())
-
-
-def _namespace_of(pack: tuple[bool, float, str, Namespace]) -> Namespace:
-    return pack[3]
-
-
-def _first(
-    pack_ids: Sequence[str], num_bytes: int, file_bytes: Callable[[str], int]
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Split packs into the first ones of `num_bytes` in all, at least one, and the others."""
-    for number, pack_id in enumerate(pack_ids, 1):
-        num_bytes -= file_bytes(pack_id)
-        if num_bytes <= 0:
-            return pack_ids[:number], pack_ids[number:]
-    return pack_ids, ()
 
 
 def _host_rank(namespace: Namespace) -> tuple[bool, float]:

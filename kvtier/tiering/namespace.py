@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
@@ -13,10 +13,9 @@ from kvtier.disk.index import ChunkIndex
 from kvtier.disk.pack_index import PackIndex
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.ledger import NamespaceRow, PromptRow
-from kvtier.tiering.inventory import Inventory
 from kvtier.tiering.promotion.promoter import Promoter
 from kvtier.tiering.resources import Resources
-from kvtier.tiering.tiers import Tiers
+from kvtier.tiering.tiers import Inventory, Tiers
 from kvtier.tiering.write_back import WriteBack
 
 logger = logging.getLogger(__name__)
@@ -41,11 +40,11 @@ class RecomputeCost:
         self._payload_bytes = {group_idx: layout.payload_bytes(group_idx) for group_idx in layout.group_indexes()}
 
     def host_worth(self, key: ChunkKey) -> float:
-        """See `core.chunks.eviction.CostModel`."""
+        """Return what a byte of its row saves; see `core.chunks.eviction.CostModel` for all of these."""
         return self._seconds(key) / self._row_bytes
 
     def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
-        """See `core.chunks.eviction.CostModel`."""
+        """Return what a byte of it on disk saves."""
         return self._seconds(key) / max(1, location.stored_bytes)
 
     def stored_bytes(self, location: StoredChunk) -> int:
@@ -92,9 +91,9 @@ class Namespace:
         find_disk_capacity: Callable[[int], Awaitable[None]],
         top_up_all: Callable[[], None],
     ) -> None:
-        self.row = row
-        self.resources = resources
-        self.ephemeral = ephemeral
+        self.row, self.resources, self.ephemeral = row, resources, ephemeral
+        self.namespace_id, self.model = row.namespace_id, row.model
+        self.layout, self.fingerprint = row.layout, row.fingerprint
         self.sessions: list[AttachedEngine] = []
         self.attaching = False  # an engine's session is about to be one of `sessions`
         self.tasks = Tasks()
@@ -136,37 +135,13 @@ class Namespace:
             self.tiers, resources, ephemeral=ephemeral, find_disk_capacity=find_disk_capacity, on_evictable=top_up_all
         )
         self.promoter = Promoter(
-            self.tiers,
-            resources,
-            write_again=self.write_back.add,
-            on_ready=top_up_all,
-            start_task=self.tasks.start,
+            self.tiers, resources, write_again=self.write_back.add, on_ready=top_up_all, start_task=self.tasks.start
         )
-
-    @property
-    def namespace_id(self) -> str:
-        """The digest of its fingerprint."""
-        return self.row.namespace_id
-
-    @property
-    def model(self) -> str:
-        """The model's name, as its first engine gave it."""
-        return self.row.model
 
     @property
     def seen_unix_s(self) -> float:
         """When an engine used it last."""
         return self.row.seen_unix_s
-
-    @property
-    def layout(self) -> KVLayout:
-        """How its chunks lie in rows and packs."""
-        return self.row.layout
-
-    @property
-    def fingerprint(self) -> Mapping[str, str]:
-        """The fields that make it what it is."""
-        return self.row.fingerprint
 
     @property
     def live(self) -> bool:

@@ -35,13 +35,7 @@ class Traffic:
 
 
 class Pace:
-    """At most this many bytes per second on average, by a pause after each piece; unused time is not saved up.
-
-    Args:
-        bytes_per_s: 0: no limit.
-        now_s: Monotonic clock.
-        sleep: Waits.
-    """
+    """At most this many bytes per second (0: no limit), by a pause after each piece; unused time is not saved up."""
 
     def __init__(
         self,

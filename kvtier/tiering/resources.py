@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -35,84 +34,46 @@ T = TypeVar("T")
 _WRITERS = 2  # one namespace's pack does not wait for another's
 
 
-@dataclass(frozen=True, kw_only=True)
 class Resources:
     """Shared by all namespaces; owned and closed by `Cache`.
 
+    Calls of one kind never queue behind those of another: one thread for the ledger, `io_threads` for promotions, two
+    for packs being written, one for compaction, scrub and probes, one for a fsck (which waits for what all others do),
+    and `io_threads` for the short rest (verifying stores, backing rows, unlinking).
+
     Attributes:
-        config: The daemon's configuration.
-        disk: The last tier.
         ledger: Called through `in_ledger` only.
         budget: Bytes of arenas: backed rows, header pages and slot tables.
         disk_usage: Bytes of packs.
-        counters: Events since the daemon started.
-        timings: How long things took.
-        disk_health: Whether the disk tier may be used at all.
         traffic: Promotions that requests wait for.
         holes: Set when a chunk lost its place in a pack: there may be something to compact.
-        host_clock: Of the host tier's eviction, over all namespaces.
-        disk_clock: Of the disk tier's.
     """
 
-    config: DaemonConfig
-    disk: DiskTier
-    ledger: Ledger
-    budget: HostBudget
-    disk_usage: DiskUsage
-    counters: Counters
-    timings: Timings
-    disk_health: DiskHealth
-    traffic: Traffic
-    holes: asyncio.Event
-    ledger_thread: Pool
-    io_threads: Pool
-    read_threads: Pool
-    write_threads: Pool
-    background_thread: Pool
-    check_thread: Pool
-    host_clock: EvictionClock = field(default_factory=EvictionClock)
-    disk_clock: EvictionClock = field(default_factory=EvictionClock)
-
-    @property
-    def stores_all(self) -> bool:
-        """Every prompt chunk is kept, not only those of pinned prompts."""
-        return self.config.cache.store == "all"
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         config: DaemonConfig,
         disk: DiskTier,
         ledger: Ledger,
         counters: Counters | None = None,
         timings: Timings | None = None,
-    ) -> "Resources":
-        """Make the pools: a call never queues behind one of another kind.
+    ) -> None:
+        self.config, self.disk, self.ledger = config, disk, ledger
+        self.counters, self.timings = counters or Counters(), timings or Timings()
+        self.budget, self.disk_usage = HostBudget(config.host.host_bytes), DiskUsage(config.disk.disk_bytes)
+        self.traffic, self.holes = Traffic(), asyncio.Event()
+        self.host_clock, self.disk_clock = EvictionClock(), EvictionClock()  # of eviction, over all namespaces
+        self.ledger_thread = Pool("ledger", 1)
+        self.io_threads = Pool("io", config.disk.io_threads)
+        self.read_threads = Pool("read", config.disk.io_threads)
+        self.write_threads = Pool("write", _WRITERS)
+        self.background_thread = Pool("background", 1)
+        self.check_thread = Pool("check", 1)
+        self.disk_health = DiskHealth(lambda: self.in_background(disk.probe), self.counters)
 
-        One thread for the ledger, `io_threads` for promotions, two for packs being written, one for compaction,
-        scrub and probes, one for a fsck (which waits for what all others do), and `io_threads` for the short rest
-        (verifying stores, backing rows, unlinking).
-        """
-        counters, num_threads = counters or Counters(), config.disk.io_threads
-        background = Pool("background", 1)
-        return cls(
-            config=config,
-            disk=disk,
-            ledger=ledger,
-            budget=HostBudget(config.host.host_bytes),
-            disk_usage=DiskUsage(config.disk.disk_bytes),
-            counters=counters,
-            timings=timings or Timings(),
-            disk_health=DiskHealth(lambda: background.run(disk.probe), counters),
-            traffic=Traffic(),
-            holes=asyncio.Event(),
-            ledger_thread=Pool("ledger", 1),
-            io_threads=Pool("io", num_threads),
-            read_threads=Pool("read", num_threads),
-            write_threads=Pool("write", _WRITERS),
-            background_thread=background,
-            check_thread=Pool("check", 1),
-        )
+    @property
+    def stores_all(self) -> bool:
+        """Every prompt chunk is kept, not only those of pinned prompts."""
+        return self.config.cache.store == "all"
 
     async def in_ledger(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a ledger call on the ledger's thread; calls run in the order they were made."""
@@ -150,9 +111,9 @@ class Resources:
             self.disk_usage.measured(free_bytes - self.config.disk.reserve_bytes)
 
     async def close(self) -> None:
-        """Wait for running calls, end the threads, remove what a stop cut off left behind, close the ledger.
+        """Wait for running calls, for ever if one never returns, end the threads, sweep, close the ledger.
 
-        Waits for ever when a call never returns; a caller that is cancelled meanwhile leaves everything as it stands.
+        A caller that is cancelled meanwhile leaves everything as it stands.
         """
         # In a daemon thread, which the end of the process does not wait for: on the loop, a read that hangs would stop
         # the loop, and with it the second signal that is to end a daemon at once.
@@ -183,7 +144,7 @@ class Resources:
 
     @property
     def _pools(self) -> tuple[Pool, ...]:
-        """All of them; the ledger's last, since what the others do is recorded there."""
+        # The ledger's last, since what the others do is recorded there.
         return (
             self.check_thread,
             self.read_threads,

@@ -1,10 +1,11 @@
 """The chunks of one namespace and the tiers that hold them: what moves chunks takes this, and no more."""
 
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.stored import StoredChunk
@@ -12,24 +13,38 @@ from kvtier.disk.index import ChunkIndex
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
-from kvtier.tiering.inventory import Inventory
 
 logger = logging.getLogger(__name__)
 
 
+Notify = Callable[[Sequence[ChunkKey], bool], None]
+"""One engine's end; never blocks: these chunks are held (True), or are not held any longer (False)."""
+
+
+class Inventory:
+    """Notifies every engine that is attached to a namespace. Loop thread only."""
+
+    def __init__(self) -> None:
+        self._engines: dict[Notify, None] = {}  # in order
+
+    def add(self, notify: Notify) -> None:
+        """Notify this engine from now on."""
+        self._engines[notify] = None
+
+    def remove(self, notify: Notify) -> None:
+        """Stop that; an unknown one is fine."""
+        self._engines.pop(notify, None)
+
+    def announce(self, keys: Sequence[ChunkKey], *, held: bool) -> None:
+        """Notify all engines, in bounded messages."""
+        for batch in slices(keys):
+            for notify in list(self._engines):
+                notify(batch, held)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """One namespace's chunk table, its host tier, its index of the disk tier, and who is notified of changes.
-
-    Attributes:
-        namespace_id: The digest of its fingerprint.
-        layout: How its chunks lie in rows and packs.
-        table: Where each chunk is, who leases it, who pins it.
-        host: Rows of shared memory.
-        index: Places on disk.
-        inventory: Engines that are notified of what is held.
-        counters: Of the daemon.
-    """
+    """One namespace's chunk table, its host tier, its index of the disk tier, and who is notified of changes."""
 
     namespace_id: str
     layout: KVLayout
@@ -46,9 +61,7 @@ class Tiers:
     def evict_rows(self, num_slots: int, *, unpinned_only: bool = False) -> int:
         """Evict up to `num_slots` chunks from host memory, the least valuable first; return how many rows came free.
 
-        Args:
-            num_slots: As many as are evictable.
-            unpinned_only: Spare the chunks of pinned prompts, which otherwise go last.
+        Chunks of pinned prompts go last, or stay (`unpinned_only`).
         """
         evicted = self.table.host.evict_cheapest(num_slots, unpinned_only=unpinned_only)
         self.counters.host_evictions += evicted.num_slots

@@ -22,12 +22,10 @@ class WriteQueue:
 
     Decides in plain code: no I/O, no clock, no event loop.
 
-    Args:
+    Attributes:
         pack_bytes: Raw bytes from which a pack is full.
         max_bytes: Beyond this the disk does not keep up.
         linger_s: How long a pinned chunk waits for others to share its pack.
-
-    Attributes:
         num_bytes: Raw bytes that wait for, or are in, a pack being written.
         last_pack_s: How long the last pack took. On a slow disk that is its fsync, whatever is in it: so chunks wait
             about as long for others.

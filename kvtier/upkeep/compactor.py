@@ -41,13 +41,9 @@ class Compactor:
     """One compaction at a time, over all namespaces. Loop thread only.
 
     Args:
-        resources: Shared.
         all_tiers: Returns those of every namespace; asked at every look.
         is_any_refused: Says whether chunks wait for space on disk.
         retry_refused: Called when a compaction made some.
-        pace: Limits what is written.
-        sleep: Waits between looks.
-        now_s: Monotonic clock.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class Compactor:
                 if tiers.index.packs.num_chunks(pack_id) and self._may_try(pack_id) and self._fits(tiers, [pack_id]):
                     return Job(tiers, (pack_id,), damaged=True)
         groups = [job for tiers in self._all_tiers() if (job := await self._group(tiers, ratio)) is not None]
-        return max(groups, key=lambda job: sum(map(self._dead_bytes_of(job.tiers), job.pack_ids)), default=None)
+        return max(groups, key=lambda job: self._dead_bytes(job.tiers, job.pack_ids), default=None)
 
     def _is_tight(self) -> bool:
         """Say whether every hole counts: eviction has done its part, or a promise waits for space.
@@ -108,7 +104,7 @@ class Compactor:
 
     async def _group(self, tiers: Tiers, ratio: float) -> Job | None:
         """Return packs with holes whose live chunks make one pack, emptiest first."""
-        usage, packs, dead_bytes = self._resources.disk_usage, tiers.index.packs, self._dead_bytes_of(tiers)
+        usage, packs = self._resources.disk_usage, tiers.index.packs
         holey: list[str] = []
         breather = Breather()
         for part in slices(list(packs)):
@@ -117,7 +113,7 @@ class Compactor:
                 for pack_id in part
                 # The first condition decides for most packs, without the length of a header.
                 if usage.file_bytes(pack_id) - packs.live_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
-                and dead_bytes(pack_id) > ratio * usage.file_bytes(pack_id)
+                and self._dead_bytes(tiers, [pack_id]) > ratio * usage.file_bytes(pack_id)
                 and self._may_try(pack_id)
             ]
             await breather.pause()
@@ -125,7 +121,7 @@ class Compactor:
         chosen: list[str] = []
         live_bytes, max_bytes = 0, self._resources.config.disk.pack_bytes
         for pack_id in holey:
-            live_bytes += tiers.index.packs.live_bytes(pack_id)
+            live_bytes += packs.live_bytes(pack_id)
             if (chosen and live_bytes > max_bytes) or not self._fits(tiers, [*chosen, pack_id]):
                 break
             chosen.append(pack_id)
@@ -134,13 +130,10 @@ class Compactor:
     def _may_try(self, pack_id: str) -> bool:
         return self._retry_at_s.get(pack_id, 0.0) <= self._now_s()
 
-    def _dead_bytes_of(self, tiers: Tiers) -> Callable[[str], int]:
-        """Return what says how many bytes of a pack rewriting it would free."""
-
-        def dead_bytes(pack_id: str) -> int:
-            return self._resources.disk_usage.file_bytes(pack_id) - self._new_bytes(tiers, [pack_id])
-
-        return dead_bytes
+    def _dead_bytes(self, tiers: Tiers, pack_ids: Sequence[str]) -> int:
+        """Return how many bytes rewriting each of these packs would free."""
+        file_bytes = self._resources.disk_usage.file_bytes
+        return sum(file_bytes(pack_id) - self._new_bytes(tiers, [pack_id]) for pack_id in pack_ids)
 
     def _new_bytes(self, tiers: Tiers, pack_ids: Sequence[str]) -> int:
         """Return how long a pack of their live chunks is, to the byte.
@@ -166,7 +159,8 @@ class Compactor:
         """Rewrite a job's packs; False when the disk or the ledger refused and it should wait before the next try."""
         usage, tiers = self._resources.disk_usage, job.tiers
         chunks = await tiers.index.chunks_in(job.pack_ids)
-        num_bytes = _largest_bytes(tiers, chunks)
+        sizes = [(chunk.key, chunk.raw_bytes) for chunk in chunks]
+        num_bytes = reserve_bytes(tiers.namespace_id, sizes) + sum(chunk.stored_bytes for chunk in chunks)
         if not chunks or not usage.fits(num_bytes):
             return not chunks
         with usage.promised(num_bytes):
@@ -202,13 +196,7 @@ class Compactor:
         resources.disk_health.succeeded("write")
         there = resources.disk_usage.packs  # evictions empty packs too
         self._retry_at_s = {pack_id: until_s for pack_id, until_s in self._retry_at_s.items() if pack_id in there}
-        self._count(job, record, freed_bytes)
-        if freed_bytes > 0:
-            self._retry_refused()
-        return True
-
-    def _count(self, job: Job, record: PackRecord, freed_bytes: int) -> None:
-        counters = self._resources.counters
+        counters = resources.counters
         counters.packs_compacted += len(job.pack_ids)
         counters.pack_fsyncs += 1
         counters.compacted_bytes_written += record.file_bytes
@@ -221,12 +209,10 @@ class Compactor:
             chunks=len(record.chunks),
             freed=freed_bytes,
         )
+        if freed_bytes > 0:
+            self._retry_refused()
+        return True
 
     def _failed(self, error: TierIOError | LedgerError) -> None:
         self._resources.counters.compactions_failed += 1
         log_event(logger, "compaction_failed", level=logging.WARNING, problem=str(error))
-
-
-def _largest_bytes(tiers: Tiers, chunks: Sequence[StoredChunk]) -> int:
-    sizes = [(chunk.key, chunk.raw_bytes) for chunk in chunks]
-    return reserve_bytes(tiers.namespace_id, sizes) + sum(chunk.stored_bytes for chunk in chunks)

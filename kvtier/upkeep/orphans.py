@@ -35,13 +35,6 @@ async def adopt_orphans(
     aside (quarantined), one of a namespace that nothing describes is moved to `unclaimed/`, one that the system refuses
     to read stays. One is unlinked only when every chunk of it was read elsewhere and is right.
 
-    Args:
-        resources: Ledger and threads.
-        namespaces: By id; all rows of the ledger are in their indexes.
-        open_namespace: Takes in one that only its copy describes; it is in `namespaces` from then on.
-        disk: The packs.
-        orphans: Their ids.
-
     Raises:
         LedgerError: The ledger refused: no file is changed that would need it.
     """
@@ -54,8 +47,8 @@ async def adopt_orphans(
             await resources.in_io(_move_unclaimed, disk, header)
         elif (record := await resources.in_io(_wanted, disk, namespace, header)) is not None:
             # What the new rows replace is not what was written (`_wanted`): if its pack is empty then, it is set aside.
-            replaced = (found for chunk in record.chunks if (found := namespace.table.get(chunk.key)) is not None)
-            namespace.index.packs.damaged.update(old.location.pack_id for old in replaced if old.location is not None)
+            replaced = (_place(namespace, chunk) for chunk in record.chunks)
+            namespace.index.packs.damaged.update(old.pack_id for old in replaced if old is not None)
             async with namespace.index.hold() as change:
                 await change.record([record])
             num_packs += 1
@@ -129,7 +122,7 @@ def _move_unclaimed(disk: PackTier, header: PackRecord) -> None:
 def _wanted(disk: PackTier, namespace: Namespace, header: PackRecord) -> PackRecord | None:
     """Worker thread, while nothing else runs: return what the pack shall have rows for, None if it needs none."""
     fitting = [chunk for chunk in header.chunks if _fits(namespace, chunk)]
-    wanted = [chunk for chunk in fitting if not _is_held(namespace, chunk)]
+    wanted = [chunk for chunk in fitting if _place(namespace, chunk) is None]
     if fitting and not wanted:  # a copy: the last one that is right stays
         wanted = [chunk for chunk in fitting if not _is_right_elsewhere(disk, namespace, chunk)]
     if wanted:
@@ -143,21 +136,21 @@ def _wanted(disk: PackTier, namespace: Namespace, header: PackRecord) -> PackRec
 
 
 def _fits(namespace: Namespace, chunk: StoredChunk) -> bool:
-    groups = namespace.layout.group_indexes()
-    return group_idx_of(chunk.key) in groups and namespace.tiers.payload_bytes(chunk.key) == chunk.raw_bytes
+    is_known_group = group_idx_of(chunk.key) in namespace.layout.group_indexes()
+    return is_known_group and namespace.tiers.payload_bytes(chunk.key) == chunk.raw_bytes
 
 
-def _is_held(namespace: Namespace, chunk: StoredChunk) -> bool:
+def _place(namespace: Namespace, chunk: StoredChunk) -> StoredChunk | None:
     found = namespace.table.get(chunk.key)
-    return found is not None and found.location is not None
+    return found.location if found is not None else None
 
 
 def _is_right_elsewhere(disk: PackTier, namespace: Namespace, chunk: StoredChunk) -> bool:
-    found = namespace.table.get(chunk.key)
-    if found is None or found.location is None:
+    location = _place(namespace, chunk)
+    if location is None:
         return False
     try:
-        disk.read_chunk(found.location, [memoryview(bytearray(found.location.raw_bytes))])
+        disk.read_chunk(location, [memoryview(bytearray(location.raw_bytes))])
     except (ChunkDamagedError, TierIOError):
         return False
     return True

@@ -28,16 +28,8 @@ _POLL_S = 60.0
 class Scrubber:
     """Goes through all packs in the order of their ids, again and again, at most once in `_PERIOD_S`. Loop thread only.
 
-    Where it is stands in a small file beside the ledger, so that a daemon that is restarted every day comes to the end
-    too. Pack ids are random: a pack that comes into being behind it is verified in the next pass, an hour old or new.
-
-    Args:
-        resources: Shared.
-        all_tiers: Returns those of every namespace; asked at every pack.
-        cursor_path: The small file; it may be lost, then a pass begins again.
-        pace: Limits what is read.
-        unix_s: Wall clock.
-        sleep: Waits for the next pass.
+    `cursor_path` is a small file that says where it is, so that a daemon that is restarted every day comes to the end
+    too; without it a pass begins again. Ids are random: a pack that is written behind it is verified in the next pass.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class InProcessEngine:
         self.lock.acquire()
         self.session.stores.top_up()
         if cache.resources.stores_all:
-            self.session.send_inventory()
+            self.session.start_task("held", self.session.send_inventory())
 
     def move(self, arena_dir: Path) -> None:
         """Its files have another folder now: those of a daemon that died."""

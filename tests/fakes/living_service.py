@@ -177,7 +177,7 @@ class LivingService:
         """Nothing is going on but what goes on for ever, or waits for an engine's processes."""
         cache = self.cache
         going_on = [task.get_name() for task in cache._tasks._tasks]
-        waiting = {"expiry", "room", "preallocation", "probe", "pin-watch", "loop-lag", "ledger-upkeep"}
+        waiting = {"expiry", "capacity", "preallocation", "probe", "pin-watch", "loop-lag", "ledger-upkeep"}
         waiting |= {"recovery"} if self.orphans else set()
         return (
             not self.doing

@@ -189,7 +189,7 @@ async def rig(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
     """Open a cache with one namespace that has an arena; nothing runs in the background but what a test starts."""
     tier = SteppedTier()
     config = config_in(folder, **settings)
-    cache = Cache(config, Resources.create(config, tier, Ledger.open(folder / "disk" / "ledger.sqlite")))
+    cache = Cache(config, Resources(config, tier, Ledger.open(folder / "disk" / "ledger.sqlite")))
     try:
         session = await cache.attach(hello_of("first"), ListPeer())
         yield Rig(cache, tier, cache.namespaces[session.namespace_id])

@@ -70,8 +70,8 @@ def content(number: int) -> bytes:
 
 
 async def opened(folder: Path, disk: PackTier, ledger: Ledger) -> Cache:
-    cache = Cache(config_in(folder), Resources.create(config_in(folder), disk, ledger))
-    await load_from_disk(cache.resources, cache.namespaces, cache.prompts, cache.registry.open, disk)
+    cache = Cache(config_in(folder), Resources(config_in(folder), disk, ledger))
+    await load_from_disk(cache.resources, cache.registry, cache.prompts, disk)
     return cache
 
 

@@ -51,7 +51,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
 
     async def attached(self) -> Any:
         session, peer = await self.rig.session()
-        session.send_inventory()
+        session.start_task("held", session.send_inventory())
         return session, peer
 
     async def quiet(self) -> None:

@@ -41,8 +41,6 @@ class Batch:
 
     Args:
         reads: At least one.
-        host: Backs the slots.
-        disk: Reads.
         on_progress: Called on the loop when outcomes can be taken: after the first chunk, then about every 8 MiB.
         is_preempted: Called in the worker thread: leave out what has not begun.
         background: No request waited for it when it was made.

@@ -103,11 +103,8 @@ class Promoter:
     def prefetch(self, keys: Iterable[ChunkKey], *, has_capacity: Callable[[], bool] | None = None) -> None:
         """Promote chunks that no request waits for, in this order, when the disk has nothing else to do.
 
-        Only into slots that are free or may be backed: nothing is evicted for them. What finds none is left on disk.
-
-        Args:
-            keys: Those that are not only on disk when their turn comes are skipped.
-            has_capacity: Called before each chunk; False leaves the rest on disk.
+        Those that are not only on disk when their turn comes are skipped. Nothing is evicted for them: where no slot is
+        free or may be backed, or `has_capacity`, called before each chunk, says no, the rest is left on disk.
         """
         self._planner.add_prefetch(keys, has_capacity)
         self._start_batches()

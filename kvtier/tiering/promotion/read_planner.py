@@ -14,10 +14,9 @@ BATCH_BYTES = 8 * 1024**2
 """Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for the next waiter."""
 LONG_BATCH_BYTES = 64 * 1024**2
 """Of a batch for a single waiter: in concurrent batches of 8 MiB a prompt of 24 MiB took 21 to 23 ms instead of 19."""
-_FIRST_BATCH_BYTES = BATCH_BYTES // 4
-"""Of the first batch, if pages are to be made: the first chunk comes after 13 ms instead of 28, and the last one of a
-prompt of 16 MiB after 27 to 32 ms instead of 35 to 40, since another reader makes the next pages meanwhile."""
-_PREFETCH_BATCH_BYTES = BATCH_BYTES // 4
+_SHORT_BATCH_BYTES = BATCH_BYTES // 4
+"""Of a prefetch, and of the first batch, if pages are to be made: the first chunk comes after 13 ms instead of 28, and
+the last one of a prompt of 16 MiB after 27 to 32 ms instead of 35 to 40, since another reader makes pages meanwhile."""
 
 
 class Waiter(Hashable, Protocol):
@@ -30,9 +29,7 @@ class Waiter(Hashable, Protocol):
 class ReadPlanner:
     """Takes chunks from two queues and prepares their slots for reading. Loop thread only; does no I/O.
 
-    Args:
-        tiers: Of the namespace.
-        on_lost: Called with a chunk that was dropped from disk while it was queued.
+    Calls `on_lost` with a chunk that was dropped from disk while it was queued.
 
     Attributes:
         queue: Chunks that requests wait for; each is promoting in the table.
@@ -46,12 +43,7 @@ class ReadPlanner:
         self._has_capacity: Callable[[], bool] = lambda: True
 
     def add_prefetch(self, keys: Iterable[ChunkKey], has_capacity: Callable[[], bool] | None) -> None:
-        """Queue chunks that no request waits for.
-
-        Args:
-            keys: In the order in which they are read.
-            has_capacity: Called before each chunk; False leaves the rest on disk. None: as before.
-        """
+        """See `Promoter.prefetch`; None: capacity is asked for as before."""
         self._has_capacity = has_capacity or self._has_capacity
         self.prefetch.extend(keys)
 
@@ -71,7 +63,7 @@ class ReadPlanner:
         """Take a short batch while pages are to be made, which others overlap, or a long one alone."""
         head = self.queue.head()
         if head is not None and self._lacks_pages(head):
-            return self.queue.take(_FIRST_BATCH_BYTES if begins else BATCH_BYTES)
+            return self.queue.take(_SHORT_BATCH_BYTES if begins else BATCH_BYTES)
         if alone and self.queue.num_waiters == 1:  # the other readers are free for a request that comes meanwhile
             return self.queue.take(LONG_BATCH_BYTES, self._lacks_pages)
         return self.queue.take(BATCH_BYTES)
@@ -79,7 +71,7 @@ class ReadPlanner:
     def take_prefetch(self) -> list[Read]:
         """Take the next reads that no request waits for, in slots that are free or may be backed."""
         table, keys, num_bytes = self._tiers.table, list[ChunkKey](), 0
-        while self.prefetch and num_bytes < _PREFETCH_BATCH_BYTES:
+        while self.prefetch and num_bytes < _SHORT_BATCH_BYTES:
             key = self.prefetch.popleft()
             chunk = table.get(key)
             if chunk is None or chunk.slot is not None or chunk.location is None:

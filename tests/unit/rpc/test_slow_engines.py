@@ -111,14 +111,14 @@ def test_pins_are_sent_with_turns_of_the_loop_between_them(tmp_path: Path, monke
             peer = PinPeer()
             session = await r.cache.attach(hello_of("e"), peer)
             prompts = r.cache.pins_for(session)
-            session.send_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
+            session.start_task("pins", session.send_pins(r.cache.prompts.by_pin_id, [p.pin_id for p in prompts]))
             seen = list[int]()
             while len(peer.names) < 4 and len(seen) < 20:
                 seen.append(len(peer.names))
                 await asyncio.sleep(0)
             assert {1, 2, 3} <= set(seen), "one at a time"
             peer.names.clear()
-            session.send_pins(r.cache.prompts.by_pin_id, [prompt.pin_id for prompt in prompts])
+            session.start_task("pins", session.send_pins(r.cache.prompts.by_pin_id, [p.pin_id for p in prompts]))
             r.cache.prompts.forget(r.cache.prompts.get("b"))  # before its turn
             await r.namespace.tasks.join()
             assert peer.names == ["a", "c", "d"]

@@ -12,8 +12,6 @@ from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
 from kvtier.service import cache as cache_module
 from kvtier.service import namespace_registry
-from kvtier.sessions import session as session_module
-from kvtier.tiering import inventory as inventory_module
 from kvtier.tiering import resources as stores_module
 from kvtier.tiering.capacity import Capacity
 from tests.fakes.operator import Stub, evict, on_disk, pin, prompt_of, status_of, unpin, until
@@ -62,8 +60,7 @@ def test_by_default_only_pinned_chunks_are_stored(tmp_path: Path) -> None:
 def test_what_is_held_is_told_in_bounded_batches_and_to_every_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (session_module, inventory_module):
-        monkeypatch.setattr(module, "MAX_HELD_BATCH", 2)
+    monkeypatch.setattr("kvtier.concurrency.turns.SLICE_KEYS", 2)
 
     async def scenario() -> None:
         config = config_in(tmp_path, store="all")

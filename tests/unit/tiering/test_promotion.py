@@ -17,8 +17,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of four chunks, alone and where no pages are made of six; a word per chunk."""
     monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "LONG_BATCH_BYTES", 6 * 6000)
-    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_FIRST_BATCH_BYTES", 4 * 6000)
-    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_PREFETCH_BATCH_BYTES", 4 * 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_SHORT_BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.tiering.promotion.batch, "_PROGRESS_BYTES", 6000)
 
 
@@ -43,7 +42,7 @@ def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path
 
 def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first chunk came after the pages of a whole batch were made; with more readers it came later still."""
-    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_FIRST_BATCH_BYTES", 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_SHORT_BATCH_BYTES", 6000)
 
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=2) as r:
