@@ -1,4 +1,4 @@
-"""Where the ordinary cache meets pins, promotion, compaction and a full disk."""
+"""Where the cache of unpinned chunks meets pins, promotion, compaction and a full disk."""
 
 import asyncio
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_chunk_pinned_while_its_eviction_waits_stays_on_disk(tmp_path: Path) -
 
 def test_an_eviction_from_disk_keeps_the_promise_on_what_is_being_promoted(tmp_path: Path) -> None:
     """`evict NAME --tier disk --force` while a chunk was read from disk: no one wrote it again, it stayed CAPTURING,
-    and engines, told that it was lost, never heard that it is held."""
+    and engines, notified that it was lost, were not notified that it is held."""
 
     async def scenario() -> None:
         async with rig(tmp_path, store="all") as made:
@@ -112,8 +112,8 @@ def test_a_full_disk_costs_the_cheapest_packs_and_not_everything(tmp_path: Path)
     asyncio.run(scenario())
 
 
-def test_a_chunk_that_lost_its_place_on_disk_while_it_was_promoted_is_told_to_be_held(tmp_path: Path) -> None:
-    """Engines were told that it is lost, then it was readable after all, and no word of that: nobody asked for it."""
+def test_a_chunk_that_lost_its_place_on_disk_while_it_was_promoted_is_announced_as_held(tmp_path: Path) -> None:
+    """Engines were notified that it is lost, not that it was readable after all: no one asked for it."""
 
     async def scenario() -> None:
         async with rig(tmp_path, store="all") as made:

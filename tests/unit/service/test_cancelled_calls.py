@@ -19,7 +19,7 @@ KEYS = [chunk_key(n) for n in range(5)]
 
 
 async def leave(call: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancel a call when its change is at the gate, and open that when the daemon has heard of it."""
+    """Cancel a call when its change is at the gate, and open that when the daemon knows of it."""
     left, run_shielded = asyncio.Event(), Tasks.run_shielded
 
     async def watched(tasks: Tasks, name: str, coroutine: Coroutine[Any, Any, object]) -> object:
@@ -45,8 +45,8 @@ def test_a_replacement_whose_caller_left_is_complete(tmp_path: Path, monkeypatch
         async with running(config) as stub, ScriptedEngine(config) as engine:
             old = await pin(stub)
             with gated(monkeypatch, Promises, "put_prompt") as gate:
-                wish = cache_pb2.PinRequest(name="p", tokens=range(100, 180), replace=True)
-                await leave(stub.Pin(wish), gate, monkeypatch)
+                request = cache_pb2.PinRequest(name="p", tokens=range(100, 180), replace=True)
+                await leave(stub.Pin(request), gate, monkeypatch)
 
             async def replaced() -> bool:
                 return (await prompt_of(stub)).pin_id != old

@@ -148,13 +148,13 @@ def test_all_dropped_while_they_are_copied_leaves_nothing(tmp_path: Path) -> Non
                 await r.namespace.index.drop(keys_of([0, 1]))
             assert await compaction
             assert not gone & r.tier.packs.keys()
-            assert len(r.tier.packs) == 1, "the copy that nobody needs is gone too"
+            assert len(r.tier.packs) == 1, "the copy that no one needs is gone too"
             r.check()
 
     asyncio.run(scenario())
 
 
-def test_a_chunk_stored_anew_while_it_is_copied_is_read_from_the_newer_pack(tmp_path: Path) -> None:
+def test_a_chunk_stored_again_while_it_is_copied_is_read_from_the_newer_pack(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             await holey(r, 0, num_left=2)

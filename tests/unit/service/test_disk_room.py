@@ -1,4 +1,4 @@
-"""The disk quota: kept exactly, and never held by what nobody is promised."""
+"""The disk quota: kept exactly, and never held by what no one is promised."""
 
 import asyncio
 from dataclasses import replace
@@ -99,10 +99,10 @@ def test_a_pack_with_its_header_stays_within_the_quota(tmp_path: Path) -> None:
             await engine.bind(await pin(stub), KEYS)
             await engine.store(KEYS)
 
-            async def settled() -> bool:
+            async def refused() -> bool:
                 return (await prompt_of(stub)).state != cache_pb2.PromptStatus.CAPTURING
 
-            await until(settled)
+            await until(refused)
             assert (await status_of(stub)).disk.used_bytes <= 31_000
 
     asyncio.run(scenario())

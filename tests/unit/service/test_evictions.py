@@ -77,7 +77,7 @@ def test_a_chunk_stored_again_while_its_evicted_copy_is_leased_stays_wanted(tmp_
     asyncio.run(scenario())
 
 
-def test_a_pack_that_cannot_be_deleted_ends_neither_eviction_nor_spilling(
+def test_a_pack_that_cannot_be_deleted_ends_neither_eviction_nor_write_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error ended the task that writes packs: nothing became durable any longer until the next start."""

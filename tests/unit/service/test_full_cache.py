@@ -1,4 +1,4 @@
-"""`store = "all"`: every prompt chunk is evictable cache, told to engines, kept within limits, dropped by command."""
+"""`store = "all"`: every prompt chunk is evictable cache, announced to engines, bounded, dropped by command."""
 
 import asyncio
 from dataclasses import replace
@@ -23,7 +23,7 @@ ROW_BYTES = 8192
 HOST, DISK = cache_pb2.TIER_HOST, cache_pb2.TIER_DISK
 
 
-def test_what_nobody_pinned_is_stored_hit_and_survives_a_restart(tmp_path: Path) -> None:
+def test_what_no_one_pinned_is_stored_hit_and_survives_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path, store="all")
         async with running(config) as stub, ScriptedEngine(config) as engine:
@@ -57,7 +57,7 @@ def test_by_default_only_pinned_chunks_are_stored(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_held_is_told_in_bounded_batches_and_to_every_session(
+def test_what_is_held_is_announced_in_bounded_batches_and_to_every_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.concurrency.turns.SLICE_KEYS", 2)
@@ -75,7 +75,7 @@ def test_what_is_held_is_told_in_bounded_batches_and_to_every_session(
     asyncio.run(scenario())
 
 
-def test_a_flood_stays_within_host_memory_and_losses_are_told(tmp_path: Path) -> None:
+def test_a_flood_stays_within_host_memory_and_losses_are_announced(tmp_path: Path) -> None:
     """The ephemeral namespace has no disk: what leaves host memory is lost, and engines must know."""
 
     async def scenario() -> None:
@@ -87,11 +87,11 @@ def test_a_flood_stays_within_host_memory_and_losses_are_told(tmp_path: Path) ->
             await engine.barrier()
             num_held = sum(engine.held.values())
 
-            async def told() -> bool:
+            async def announced() -> bool:
                 await engine.barrier()
                 return sum(engine.held.values()) == (await status_of(stub)).host.num_chunks
 
-            await until(told)
+            await until(announced)
             assert 0 < num_held < len(FLOOD)
 
     asyncio.run(scenario())
@@ -130,7 +130,7 @@ def test_above_the_high_watermark_host_memory_is_freed_down_to_the_low_one(tmp_p
         config = config_in(tmp_path, store="all", host_bytes=room_for(20))
         config = replace(config, host=replace(config.host, high_watermark=0.7, low_watermark=0.5))
         async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
-            for start in range(0, 16, 4):  # not faster than the disk takes it: what it does not take is not spilled
+            for start in range(0, 16, 4):  # not faster than the disk takes it, or it is not written back
                 await engine.store(FLOOD[start : start + 4])
                 await on_disk(stub, start + 4)
 
@@ -212,7 +212,7 @@ def test_evict_out_of_host_memory_keeps_what_is_pinned_and_not_on_disk(tmp_path:
     asyncio.run(scenario())
 
 
-def test_evict_off_the_disk_needs_force_and_the_promise_writes_it_anew(tmp_path: Path) -> None:
+def test_evict_off_the_disk_needs_force_and_the_promise_writes_it_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub, ScriptedEngine(config) as engine:
@@ -273,7 +273,7 @@ def test_evict_refuses_what_it_does_not_understand(tmp_path: Path, fields: dict[
 
 
 def test_the_dearer_model_keeps_its_chunks(tmp_path: Path) -> None:
-    """Two live namespaces, one asks for room: the one whose chunks are computed in no time gives way."""
+    """Two live namespaces, one asks for memory: the one whose chunks are computed quickly is evicted."""
 
     async def scenario() -> None:
         config = config_in(tmp_path, store="all", host_bytes=room_for(16, num_arenas=2))
@@ -350,8 +350,8 @@ def test_a_namespace_that_holds_nothing_is_forgotten(tmp_path: Path, monkeypatch
     asyncio.run(scenario())
 
 
-def test_the_order_of_a_prompt_stored_in_steps_is_told_after_the_last(tmp_path: Path) -> None:
-    """Stored head first, the head was the first to go, and the tail served nobody."""
+def test_the_order_of_a_prompt_stored_in_steps_is_made_after_the_last(tmp_path: Path) -> None:
+    """Stored head first, the head was the first to go, and the tail served no one."""
 
     async def scenario() -> None:
         config = config_in(tmp_path, store="all", host_bytes=room_for(12))

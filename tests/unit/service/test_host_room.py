@@ -39,7 +39,7 @@ def test_room_in_one_namespace_reaches_a_session_of_another(tmp_path: Path) -> N
 
 
 def test_what_is_free_already_is_not_taken_for_what_is_short(tmp_path: Path) -> None:
-    """A hundred rows wanted and 67 free: short by 33, nobody gave way, since more than 33 were free."""
+    """A hundred rows wanted and 67 free: short by 33, nothing was evicted, since more than 33 were free."""
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -72,7 +72,7 @@ async def two_models(tmp_path: Path) -> AsyncIterator[tuple[Any, ScriptedEngine]
         yield stub, two
 
 
-def test_pinned_chunks_of_another_model_that_nobody_uses_give_way(tmp_path: Path) -> None:
+def test_pinned_chunks_of_another_model_that_no_one_uses_are_evicted(tmp_path: Path) -> None:
     """An engine with a slot to write into, or a chunk in memory, got no row of another's for what it had to read."""
 
     async def scenario() -> None:
@@ -88,7 +88,7 @@ def test_pinned_chunks_of_another_model_that_nobody_uses_give_way(tmp_path: Path
 def test_a_file_system_that_takes_no_pages_back_costs_rows_and_no_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One engine was short of rows, another's were to be given back, the file system refused: the error came out of the
+    """One engine was short of rows, another's were to be freed, the file system refused: the error came out of the
     first one's Acquire, which ended its session, and its next one in the same way."""
 
     def refuse(pages: PageOps, fd: int, offset: int, length: int) -> NoReturn:

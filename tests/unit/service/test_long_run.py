@@ -38,7 +38,7 @@ def test_a_drain_does_not_wait_for_a_disk_that_is_off(tmp_path: Path, monkeypatc
 
 
 def test_room_for_a_pack_is_found_in_one_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole chunk table was gone through once per pack that was given up."""
+    """The whole chunk table was gone through once per pack that was abandoned."""
     walks: list[int] = []
     chunks_in = ChunkIndex.chunks_in
 

@@ -50,7 +50,7 @@ def test_a_pin_does_not_look_at_the_chunks_of_other_pins(tmp_path: Path) -> None
 
 def test_the_quota_counts_what_is_bound_and_what_will_be(tmp_path: Path) -> None:
     async def scenario() -> None:
-        # Room for ten chunks: two and three of these are bound and stand on no disk, one is not bound yet.
+        # Space for ten chunks: two and three of these are bound and stand on no disk, one is not bound yet.
         async with rig(tmp_path, disk_bytes=10 * PAYLOAD_BYTES) as r:
             await bound(r, "a", keys_of(range(2)))
             await bound(r, "b", keys_of(range(2, 5)))
@@ -144,7 +144,7 @@ def test_a_long_acquire_gets_the_answer_of_a_short_one_in_slices(
             keys = r.in_host(range(20))
             await r.on_disk(range(20, 40))
             r.table.pin(keys)
-            keys += keys_of(range(20, 50))  # and ten that nobody has
+            keys += keys_of(range(20, 50))  # and ten that no one has
             _, turns = await num_turns(in_turns(session.loads.acquire(1, keys)))
             assert turns > 12 + 5 + 10 + 10, "keys, what is on disk, uses, the answer"
             chunks, forecast = peer.answers[1]

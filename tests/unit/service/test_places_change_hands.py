@@ -36,9 +36,9 @@ def in_memory(r: Rig) -> set[bytes]:
 
 
 def test_a_chunk_that_is_pinned_while_eviction_waits_stays_on_disk(tmp_path: Path) -> None:
-    """Room chose ordinary chunks, waited for a compaction to be recorded, and dropped them, pinned by then or not.
+    """Eviction chose unpinned chunks, waited for a compaction to be recorded, and dropped them, pinned by then or not.
 
-    The engine had been told that they are held, so nobody stored them again: a promise was lost without a word.
+    The engine had been notified that they are held, so no one stored them again: a promise was lost without a word.
     """
 
     async def scenario() -> None:
@@ -82,9 +82,9 @@ def test_what_was_evicted_for_an_import_whose_client_left_is_gone_everywhere(tmp
 def test_a_drop_that_meets_a_pack_being_recorded_drops_what_the_pack_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk was spilled while an import brought it; the drop took the import's place, and the row that came after it.
+    """A chunk was written back while an import brought it; the drop took the import's place, and the row after it.
 
-    Memory took the spilled pack's place after that: durable, it said, and the row was gone.
+    Memory took the written pack's place after that: durable, it said, and the row was gone.
     """
 
     async def scenario() -> None:

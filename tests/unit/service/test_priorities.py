@@ -1,4 +1,4 @@
-"""A pin's priority: kept, told, and obeyed where pinned prompts come back; and a prompt's tokens."""
+"""A pin's priority: kept, reported, and obeyed where pinned prompts come back; and a prompt's tokens."""
 
 import asyncio
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def test_a_priority_is_kept_over_a_start_and_changed_by_pinning_again(tmp_path: 
     asyncio.run(scenario())
 
 
-def test_engines_hear_of_priorities(tmp_path: Path) -> None:
+def test_engines_are_notified_of_priorities(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub:

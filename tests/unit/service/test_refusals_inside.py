@@ -66,7 +66,7 @@ def test_an_eviction_that_the_ledger_refused_can_be_tried_again(
 
 
 def test_slots_come_back_when_their_pages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stayed granted to nobody: each refusal shrank host memory by a session's credits."""
+    """They stayed granted to no one: each refusal shrank host memory by a session's credits."""
 
     async def scenario() -> None:
         config = config_in(tmp_path, host_bytes=room_for(32))

@@ -1,4 +1,4 @@
-"""As much is asked for, or evicted, as is short: no row more, whoever asks and whoever gives."""
+"""As much is asked for, or evicted, as is short: no row more, no matter which side asks."""
 
 import asyncio
 from dataclasses import replace
@@ -38,13 +38,13 @@ def test_another_namespace_loses_what_is_short_and_no_more(
 ) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
-            asker = await other_namespace(r, layout)
-            for ref in await asker.host.allocate(num_free):
-                asker.host.release(ref)
+            other = await other_namespace(r, layout)
+            for ref in await other.host.allocate(num_free):
+                other.host.release(ref)
             r.in_host(range(NUM_ROWS - num_rows_of(r.resources.budget.used_bytes)))
             assert not r.resources.budget.free_bytes
             num_before = r.table.host.num_chunks
-            assert len(await asker.host.allocate(num_wanted)) == num_wanted
+            assert len(await other.host.allocate(num_wanted)) == num_wanted
             short_rows = max(0, num_wanted - num_free) * layout.row_bytes // ROW_BYTES
             assert num_before - r.table.host.num_chunks == r.counters.host_evictions == short_rows
             assert r.counters.store_credits_short == 0
@@ -87,12 +87,12 @@ def test_a_namespace_evicts_of_its_own_what_is_short_and_no_more(tmp_path: Path,
 def test_rows_that_are_free_go_before_chunks_and_as_few(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, store="all", host_bytes=NUM_ROWS * ROW_BYTES) as r:
-            asker = await other_namespace(r, hello_of("").layout)
+            other = await other_namespace(r, hello_of("").layout)
             free = await r.namespace.host.allocate(6)
             r.in_host(range(NUM_ROWS - num_rows_of(r.resources.budget.used_bytes) - 1))
             for ref in free:
                 r.namespace.host.release(ref)
-            assert len(await asker.host.allocate(3)) == 3, "one of them from what the budget has"
+            assert len(await other.host.allocate(3)) == 3, "one of them from what the budget has"
             assert (r.namespace.host.usage.num_free, r.counters.host_evictions) == (4, 0)
             r.namespace.host.reclaim(6 * ROW_BYTES)
             assert (r.namespace.host.usage.num_free, r.counters.host_evictions) == (0, 2)

@@ -1,4 +1,4 @@
-"""What a session has of slots and promotions, to the last one: what it gives back is there for the next."""
+"""What a session has of slots and promotions, to the last one: what it frees is there for the next."""
 
 import asyncio
 from collections.abc import Sequence
@@ -55,13 +55,13 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "left"), [("read", [4, 3, 2, 1, 0]), ("given back", [4, 2, 1, 0]), ("unreadable", [4, 3, 2, 1, 0])]
+    ("how", "left"), [("read", [4, 3, 2, 1, 0]), ("returned", [4, 2, 1, 0]), ("unreadable", [4, 3, 2, 1, 0])]
 )
 def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, left: list[int]
 ) -> None:
     """The connector waits only while the rest is read before it could be computed: the rest could stay the whole."""
-    monkeypatch.setattr(kvtier.tiering.promotion.batch, "_PROGRESS_BYTES", 1)  # each chunk is told alone
+    monkeypatch.setattr(kvtier.tiering.promotion.batch, "_PROGRESS_BYTES", 1)  # each chunk is reported alone
 
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=1) as r:
@@ -71,10 +71,10 @@ def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
             with r.tier.stepping():
                 at_once(session.loads.acquire(1, keys_of(range(5))))
                 assert peer.answers[1][1].pending_bytes == 5 * CHUNK_BYTES
-                for num_told in range(1, 1 + len(left)):
-                    r.tier.allow(2 if how == "given back" and num_told == len(left) else 1)
-                    await eventually(lambda: len(peer.forecasts) == num_told)  # noqa: B023
-                    if how == "given back" and num_told == 1:
+                for num_reported in range(1, 1 + len(left)):
+                    r.tier.allow(2 if how == "returned" and num_reported == len(left) else 1)
+                    await eventually(lambda: len(peer.forecasts) == num_reported)  # noqa: B023
+                    if how == "returned" and num_reported == 1:
                         at_once(session.loads.release(1, [3]))
             assert [forecast.pending_bytes for forecast in peer.forecasts] == [num * CHUNK_BYTES for num in left]
             assert session.loads.num_leases == (5 if how == "read" else 4)

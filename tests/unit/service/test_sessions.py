@@ -153,10 +153,10 @@ def test_slots_of_a_lost_session_wait_for_its_processes(tmp_path: Path, monkeypa
                 assert await quarantined()
                 engine.lock.release()
 
-                async def let_go() -> bool:
+                async def released() -> bool:
                     return not await quarantined()
 
-                await until(let_go)
+                await until(released)
                 seen: set[int] = set()
                 for key in [chunk_key(("more", n)) for n in range(40)]:
                     ref = await second.take_credit()
@@ -271,7 +271,7 @@ def _truncate(config: DaemonConfig) -> None:
 @pytest.mark.parametrize(
     ("damage", "while_down"), [(_flip, True), (_flip, False), (_truncate, True), (_truncate, False)]
 )
-def test_damage_is_a_miss_counted_and_stored_anew(
+def test_damage_is_a_miss_counted_and_stored_again(
     tmp_path: Path, damage: Callable[[DaemonConfig], None], while_down: bool
 ) -> None:
     async def scenario() -> None:
@@ -314,7 +314,7 @@ def test_disk_quota_refuses_pins_with_numbers_and_never_overfills(tmp_path: Path
     asyncio.run(scenario())
 
 
-def test_another_fingerprint_never_hits_and_is_told_the_difference(tmp_path: Path) -> None:
+def test_another_fingerprint_never_hits_and_is_sent_the_difference(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)
         async with running(config) as stub:

@@ -30,13 +30,13 @@ def test_a_stop_does_not_wait_for_a_read_that_never_returns(tmp_path: Path) -> N
             await eventually(lambda: bool(r.tier.asked))
             with pytest.raises(StuckError, match=r"calls \(read\) have not returned within 0.2 s"):
                 await made.__aexit__(None, None, None)
-        assert list(r.cache.config.host.arena_dir.iterdir()) == [], "shared memory is given back all the same"
+        assert list(r.cache.config.host.arena_dir.iterdir()) == [], "shared memory is freed all the same"
 
     asyncio.run(scenario())
 
 
 def test_the_loop_turns_while_the_last_calls_are_waited_for(tmp_path: Path) -> None:
-    """The end of the pools was waited for on the loop: no signal was heard, no watchdog fed, no timeout kept."""
+    """The end of the pools was waited for on the loop: no signal was handled, no watchdog fed, no timeout kept."""
 
     async def scenario() -> None:
         gate = Gate()
@@ -50,7 +50,7 @@ def test_the_loop_turns_while_the_last_calls_are_waited_for(tmp_path: Path) -> N
 
 
 def test_a_stop_does_not_wait_for_a_read_and_a_write_that_never_return(tmp_path: Path) -> None:
-    """One hung call was given up; the end of the loop then waited for the other one, for ever."""
+    """One hung call was abandoned; the end of the loop then waited for the other one, for ever."""
     gates = [Gate(), Gate()]
 
     async def scenario() -> None:

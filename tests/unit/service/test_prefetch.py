@@ -143,7 +143,7 @@ def test_damage_is_found_and_the_rest_is_promoted(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_room_that_a_dead_daemons_rows_took_is_filled_when_they_are_given_back(tmp_path: Path) -> None:
+def test_memory_that_rows_of_a_previous_daemon_took_is_filled_when_they_are_freed(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path, host_bytes=room_for(6))
         config = warming(replace(config, host=replace(config.host, keep_arena=True)))

@@ -1,4 +1,4 @@
-"""A disk tier that is switched off: nobody but the probe calls it, and all go on when it is back."""
+"""A disk tier that is switched off: no one but the probe calls it, and all go on when it is back."""
 
 import errno
 from collections.abc import Callable, Coroutine, Sequence
@@ -36,13 +36,13 @@ def recorded(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def latch(r: Rig) -> None:
+def switch_off(r: Rig) -> None:
     """Switch the tier off, as three refusals in a row do."""
     while r.resources.disk_health.readable:
         r.resources.disk_health.failed("read", TierIOError(Path("tier"), "read", OSError(errno.EIO, "I/O error")))
 
 
-async def spill(r: Rig) -> None:
+async def write_back(r: Rig) -> None:
     r.table.pin(keys_of([20]))
     r.namespace.write_back.add(r.in_host([20, 21]))
 
@@ -65,7 +65,7 @@ async def prefetch(r: Rig) -> None:
 @pytest.mark.parametrize(
     ("work", "wanted"),
     [
-        (spill, ["write_pack", "write_pack"]),
+        (write_back, ["write_pack", "write_pack"]),
         (compact, ["rewrite_pack", "write_pack", "delete_pack"]),
         (scrub, ["read_chunks", "read_chunks"]),
         (prefetch, ["read_chunks"]),
@@ -87,7 +87,7 @@ def test_background_work_waits_for_the_probe(
             await r.namespace.index.drop(keys_of(range(3, 5)))
             session, peer = await r.session()
             await at_rest(r.resources)
-            latch(r)
+            switch_off(r)
             calls = recorded(r, monkeypatch)
             tasks = Tasks()
             tasks.start("work", work(r))
@@ -100,7 +100,7 @@ def test_background_work_waits_for_the_probe(
             await r.resources.disk_health.probe_once()
             assert r.resources.disk_health.writable
             for _ in range(len(wanted)):
-                loop.jump(MINUTE_S)  # packs of ordinary chunks linger
+                loop.jump(MINUTE_S)  # packs of unpinned chunks linger
                 await at_rest(r.resources)
             assert calls == ["probe", *wanted]
             await tasks.close()
@@ -120,7 +120,7 @@ def test_probes_become_rare_and_the_first_that_succeeds_opens(tmp_path: Path, mo
             await at_rest(r.resources)
             assert calls == [], "it works"
             r.tier.refuse_writes = errno.EIO
-            latch(r)
+            switch_off(r)
             due: list[float] = []
             for second in range(1, 40):
                 loop.jump(1.0)
@@ -137,7 +137,7 @@ def test_probes_become_rare_and_the_first_that_succeeds_opens(tmp_path: Path, mo
 
 
 def test_a_write_that_fails_is_tried_again_after_a_pause(tmp_path: Path) -> None:
-    """Without one a disk that refuses was asked as fast as it could say no, until the third refusal latched it."""
+    """Without one a disk that refuses was asked as fast as it could refuse, until the third refusal switched it off."""
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
@@ -166,7 +166,7 @@ def test_what_was_to_be_prefetched_is_left_on_disk_when_the_tier_is_switched_off
                 await eventually(lambda: bool(r.tier.asked))
                 r.namespace.promoter.prefetch(keys_of(range(1, 6)))  # after the request
                 assert not r.namespace.promoter._prefetched.is_set()
-                latch(r)
+                switch_off(r)
                 await r.namespace.promoter.until_prefetched()
             await at_rest(r.resources)
             await r.resources.disk_health.probe_once()

@@ -1,4 +1,4 @@
-"""What engines hear of pins that begin, change and end, by command or by the clock, and that nothing ends twice."""
+"""Engines are notified of pins that begin, change and end, by command or by the clock; nothing ends twice."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ from tests.fakes.operator import reached
 from tests.fakes.rig import ListPeer, Rig, eventually, hello_of, rig
 
 MINUTE_S = 60.0
-WISH = RequestedPin(name="p", tokens=(1, 2, 3))
+REQUEST = RequestedPin(name="p", tokens=(1, 2, 3))
 
 
 @dataclass
 class PinPeer(ListPeer):
-    """Keeps what it hears of pins: whether each is pinned, by id."""
+    """Keeps what it is notified of pins: whether each is pinned, by id."""
 
     pinned: dict[str, bool] = field(default_factory=dict)
 
@@ -54,18 +54,18 @@ def true_pins(r: Rig) -> dict[str, bool]:
     return {prompt.pin_id: prompt.pinned for prompt in r.cache.prompts}
 
 
-def test_engines_hear_of_every_pin_that_begins_changes_or_ends(tmp_path: Path) -> None:
-    """The word that a pin had ended could be left out: the engine kept offering chunks that nobody wanted."""
+def test_engines_are_notified_of_every_pin_that_begins_changes_or_ends(tmp_path: Path) -> None:
+    """The word that a pin had ended could be left out: the engine kept offering chunks that no one wanted."""
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
             peer, pins = await attached(r), r.cache.pins
-            await pins.pin(WISH)
+            await pins.pin(REQUEST)
             (pin_id,) = peer.pinned
             assert peer.pinned == {pin_id: True} == true_pins(r)
             await pins.unpin("p")
             assert peer.pinned == {pin_id: False} == true_pins(r)
-            await pins.pin(WISH)
+            await pins.pin(REQUEST)
             assert peer.pinned == {pin_id: True} == true_pins(r)
             await pins.pin(RequestedPin(name="p", tokens=(4, 5), replace=True))
             assert pin_id not in peer.pinned
@@ -82,7 +82,7 @@ def test_engines_hear_of_every_pin_that_begins_changes_or_ends(tmp_path: Path) -
     asyncio.run(scenario())
 
 
-def test_a_pin_expires_when_it_is_due_and_engines_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_expires_when_it_is_due_and_engines_are_notified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(loop: JumpingLoop) -> None:
         clock = WallClock(monkeypatch)
         async with rig(tmp_path) as r:

@@ -1,4 +1,4 @@
-"""The ledger refuses in the middle of a drop: what engines were told is what is held, all the same."""
+"""The ledger refuses in the middle of a drop: what engines were notified of is what is held, all the same."""
 
 import asyncio
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def forget(r: Rig) -> None:
 def test_what_stays_on_disk_because_the_ledger_refuses_is_held_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Rig], None]
 ) -> None:
-    """While the ledger was asked, the chunk was on no disk; who was told so then was never told otherwise."""
+    """While the ledger was asked, the chunk was on no disk; who was notified then was never notified otherwise."""
 
     async def scenario() -> None:
         async with rig(tmp_path, store="all") as r:
