@@ -61,15 +61,14 @@ class Pins:
             PromptExistsError: The name is taken.
             QuotaExceededError: It would not fit on disk.
         """
-        await self._changes.run_shielded("pin", self._pin(requested))
+        await self._changes.exclusively("pin", lambda: self._pin(requested))
         return await self.view(requested.name)
 
     async def _pin(self, requested: RequestedPin) -> None:
-        async with self._changes.lock:
-            prompt, old = self._prompts.draft(requested, time.time())
-            await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
-            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
-            await self.take_in(prompt, old)
+        prompt, old = self._prompts.draft(requested, time.time())
+        await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
+        await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
+        await self.take_in(prompt, old)
         log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
 
     async def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
@@ -89,12 +88,8 @@ class Pins:
         Raises:
             PromptNotFoundError: There is no such prompt.
         """
-        await self._changes.run_shielded("unpin", self._unpin_named(name))
+        await self._changes.exclusively("unpin", lambda: self._unpin(self._prompts.get(name)))
         return await self.view(name)
-
-    async def _unpin_named(self, name: str) -> None:
-        async with self._changes.lock:
-            await self._unpin(self._prompts.get(name))
 
     async def _unpin(self, prompt: PromptRow) -> None:
         if prompt.pinned:

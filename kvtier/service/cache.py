@@ -130,8 +130,8 @@ class Cache:
 
     def _prefetch(self, namespaces: Iterable[Namespace]) -> None:
         if self.config.host.prefetch:
-            prewarmer = Prefetcher(self.prompts, self.arenas.open_if_it_fits)
-            self._tasks.start("prefetch", prewarmer.run(list(namespaces)))
+            prefetcher = Prefetcher(self.prompts, self.arenas.open_if_it_fits)
+            self._tasks.start("prefetch", prefetcher.run(list(namespaces)))
 
     @property
     def sessions(self) -> list[Session]:
