@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
@@ -23,11 +22,12 @@ from kvtier_connector.engine.vllm_compat import (
     check_failed_loads_can_be_named,
     failed_requests,
     names_failed_requests,
+    version_warning,
+    vllm_is_tested,
 )
 from kvtier_connector.gpu_pins import GpuPins
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
-from kvtier_connector.vllm_versions import TESTED_SERIES, vllm_is_tested
 from kvtier_connector.workers import KVTierWorker
 
 if TYPE_CHECKING:
@@ -235,10 +235,5 @@ def _check_platform() -> None:
 def _warn_untested_platform() -> None:
     if not current_platform.is_cpu():
         logger.warning("kvtier: the CUDA worker is not proven on a GPU yet; compare outputs before you rely on it")
-    if not vllm_is_tested():
-        logger.warning(
-            "kvtier: vLLM %s was never run with kvtier, only %s was; what differs is known from its wheel. gpu_pin, "
-            "which moves vLLM's own blocks, is off there",
-            vllm.__version__,
-            TESTED_SERIES,
-        )
+    if warning := version_warning():
+        logger.warning("kvtier: %s", warning)

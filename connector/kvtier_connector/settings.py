@@ -18,7 +18,7 @@ from kvtier.client.address import (
 )
 from kvtier.errors import ConfigError
 from kvtier.printable import shown_url
-from kvtier_connector.vllm_versions import CRYPTO_HASHES
+from kvtier.vllm_versions import CRYPTO_HASHES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.doctor import engine_probe
 from kvtier.doctor.report import CheckResult, fail, ok, skipped
+from kvtier.vllm_versions import supports
 
 PROBE_TIMEOUT_S = 120.0
 _SHOWN_CHARS = 300
@@ -19,14 +21,13 @@ class EngineEnvironment:
 
     Attributes:
         vllm: Installed version; empty: none.
-        series: First and last minor version of vLLM that the connector is written for, as "0.1 to 0.2"; empty: the
-            connector is not installed.
+        series: First and last minor version of vLLM that its kvtier supports; empty: kvtier is not installed.
         hashes: Block hashes of vLLM that are the same after a restart.
         problem: Why the connector does not load; empty: it loads, or vLLM is missing and it was not tried.
     """
 
     vllm: str = ""
-    series: str = ""
+    series: tuple[str, ...] = ()
     hashes: tuple[str, ...] = ()
     problem: str = ""
 
@@ -49,7 +50,7 @@ def probe_environment(python: Path) -> EngineEnvironment:
         return EngineEnvironment(problem=_shortened(done.stderr.strip()) or f"it ended with status {done.returncode}")
     return EngineEnvironment(
         vllm=facts["vllm"],
-        series=facts["series"],
+        series=tuple(facts["series"]),
         hashes=tuple(facts["hashes"]),
         problem=_shortened(facts["problem"]),
     )
@@ -66,25 +67,22 @@ def check_environment_of_vllm(environment: EngineEnvironment, python: Path | Non
     return [_installed(environment, where, named=python is not None), _connector(environment, where)]
 
 
-def supports(series: str, version: str) -> bool:
-    """Return whether a vLLM version is in the range of minor versions, like "0.1 to 0.2", or is the one named."""
-    first, _, last = series.partition(" to ")
-    numbers = version.split(".")[:2]
-    if len(numbers) < 2 or not all(number.isdigit() for number in numbers):
-        return False
-    return _numbers(first) <= [int(number) for number in numbers] <= _numbers(last or first)
+def check_version(check: str, version: str, series: Sequence[str], found: str) -> CheckResult:
+    """Judge a version of vLLM by the range that its kvtier supports; without a range every version is good."""
+    if series and not supports(version, series):
+        wanted = " to ".join(series)
+        remedy = f"install vLLM {wanted}, or a kvtier for that vLLM"
+        return fail(check, f"{found}; the connector is written for {wanted}", remedy)
+    return ok(check, found)
 
 
 def _installed(environment: EngineEnvironment, where: str, *, named: bool) -> CheckResult:
-    version, series = environment.vllm, environment.series
+    version = environment.vllm
     if not version and named:
         return fail("vllm.installed", f"not for {where}", "name the interpreter that vLLM runs with: --python")
     if not version:
         return skipped("vllm.installed", f"not for {where}; name the interpreter that vLLM runs with: --python")
-    if series and not supports(series, version):
-        remedy = f"install vLLM {series}, or a kvtier for that vLLM"
-        return fail("vllm.installed", f"{version}; the connector is written for {series}", remedy)
-    return ok("vllm.installed", f"{version} in {where}")
+    return check_version("vllm.installed", version, environment.series, f"{version} in {where}")
 
 
 def _connector(environment: EngineEnvironment, where: str) -> CheckResult:
@@ -92,11 +90,7 @@ def _connector(environment: EngineEnvironment, where: str) -> CheckResult:
         return fail("vllm.connector", environment.problem, f"install kvtier there: {where} -m pip install kvtier")
     if not environment.vllm:
         return skipped("vllm.connector", "without vLLM it cannot be loaded")
-    return ok("vllm.connector", f"loads, for vLLM {environment.series}")
-
-
-def _numbers(series: str) -> list[int]:
-    return [int(number) for number in series.split(".")]
+    return ok("vllm.connector", f"loads, for vLLM {' to '.join(environment.series)}")
 
 
 def _shortened(text: str) -> str:

@@ -1,6 +1,6 @@
 """Runs in the environment of vLLM, where kvtier may be missing; prints one JSON line.
 
-Another interpreter runs its text, so it imports nothing of kvtier except the connector that it tests.
+Another interpreter runs its text, so it imports nothing of kvtier but what it reports on.
 """
 
 import importlib.metadata
@@ -17,11 +17,11 @@ def version_of(distribution: str) -> str:
 
 def probe() -> dict[str, object]:
     """Return the fields of `EngineEnvironment`."""
-    facts: dict[str, object] = {"vllm": version_of("vllm"), "series": "", "hashes": [], "problem": ""}
+    facts: dict[str, object] = {"vllm": version_of("vllm"), "series": [], "hashes": [], "problem": ""}
     try:
-        from kvtier_connector.vllm_versions import CRYPTO_HASHES, VLLM_SERIES
+        from kvtier.vllm_versions import CRYPTO_HASHES, VLLM_SERIES
 
-        facts |= {"series": " to ".join(VLLM_SERIES), "hashes": sorted(CRYPTO_HASHES)}
+        facts |= {"series": VLLM_SERIES, "hashes": sorted(CRYPTO_HASHES)}
         if facts["vllm"]:
             import kvtier_connector.connector  # noqa: F401
     except Exception as exc:

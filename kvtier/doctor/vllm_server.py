@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvtier._pb.cache_pb2 import DaemonStatus
-from kvtier.doctor.engine_environment import EngineEnvironment, supports
+from kvtier.doctor.engine_environment import EngineEnvironment, check_version
 from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
 from kvtier.errors import KvtierError
 
@@ -43,19 +43,11 @@ def check_server(
         problem = fail(first, str(exc), "start vLLM, or correct --url")
         return [problem, *(skipped(check, "vLLM does not answer") for check in others)]
     return [
-        check_server_version(version, environment.series),
+        check_version("server.answers", version, environment.series, f"vLLM {version}"),
         check_prefix_caching(cache_config.get("enable_prefix_caching", "")),
         check_hash_algorithm(cache_config.get("prefix_caching_hash_algo", ""), environment.hashes),
         check_attached(model_names, status),
     ]
-
-
-def check_server_version(version: str, series: str) -> CheckResult:
-    """Compare the version with those that the connector is written for."""
-    if series and not supports(series, version):
-        remedy = f"install vLLM {series}, or a kvtier for that vLLM"
-        return fail("server.answers", f"vLLM {version}; the connector is written for {series}", remedy)
-    return ok("server.answers", f"vLLM {version}")
 
 
 def check_prefix_caching(enabled: str) -> CheckResult:

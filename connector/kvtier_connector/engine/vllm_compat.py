@@ -1,8 +1,7 @@
-"""Where vLLM's versions differ in what the connector uses: here and nowhere else.
+"""Where vLLM's versions differ in what the connector uses: here and nowhere else. `kvtier.vllm_versions` has the range.
 
 Each function names the difference that it bridges, and the version that brought the newest form. The test
 `tests/contract/test_signatures` compares both sides with what `scripts/record_vllm_signatures.py` read in the wheels.
-Only vLLM 0.32 was run.
 """
 
 import enum
@@ -10,7 +9,10 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import vllm
+
 from kvtier.errors import ConfigError
+from kvtier.vllm_versions import TESTED_SERIES, VLLM_SERIES, is_tested, supports
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +34,24 @@ except ImportError:
 
 _State = TypeVar("_State")
 _STATE = "_kvtier_state"
+
+
+def vllm_is_tested() -> bool:
+    """Return whether this vLLM was run with kvtier. Only there does kvtier move vLLM's own blocks."""
+    return is_tested(str(vllm.__version__))
+
+
+def version_warning() -> str:
+    """Return what an operator should know about the version of this vLLM; empty for the tested one."""
+    version = str(vllm.__version__)
+    if is_tested(version):
+        return ""
+    if not supports(version):
+        return f"vLLM {version} is not supported, only {' to '.join(VLLM_SERIES)} is; install that. gpu_pin is off"
+    return (
+        f"vLLM {version} was never run with kvtier, only {TESTED_SERIES} was; what differs is known from its wheel. "
+        "gpu_pin, which moves vLLM's own blocks, is off there"
+    )
 
 
 def attach(context: "ReqContext", state: object) -> None:

@@ -16,8 +16,8 @@ and usage metric go by, is the same before and after.
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvtier.vllm_versions import TESTED_SERIES
 from kvtier_connector.gpu_pins.block_ranking import GpuKey
-from kvtier_connector.vllm_versions import TESTED_SERIES
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

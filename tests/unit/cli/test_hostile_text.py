@@ -50,7 +50,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     event = {"name": HOSTILE, "cat": HOSTILE, "ph": "X", "ts": 1.0, "dur": 1.0, "pid": HOSTILE}
     name = {"name": "process_name", "ph": "M", "pid": HOSTILE, "args": {"name": HOSTILE}}
     (tmp_path / "one.trace.json").write_text(f"[\n{json.dumps(event)},\n{json.dumps(name)},\n")
-    environment = EngineEnvironment(vllm=HOSTILE, series="0.1 to 0.2", hashes=(HOSTILE,), problem=HOSTILE)
+    environment = EngineEnvironment(vllm=HOSTILE, series=("0.1", "0.2"), hashes=(HOSTILE,), problem=HOSTILE)
     monkeypatch.setattr(all_checks, "probe_environment", lambda python: environment)
 
 

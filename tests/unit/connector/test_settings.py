@@ -1,20 +1,16 @@
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
 import kvtier_connector
-from kvtier.doctor.engine_environment import supports
 from kvtier.errors import ConfigError
 from kvtier_connector import plugin
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.settings import GpuPin, WeightsFingerprint, check_vllm_config, name_our_spec, parse_settings
-from kvtier_connector.vllm_versions import VLLM_SERIES
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, vllm_config_of
 
 
@@ -37,14 +33,6 @@ def test_as_whom_the_daemon_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_DAEMON_UID", "kvtier")
     with pytest.raises(ConfigError, match="environment: KVTIER_DAEMON_UID = 'kvtier': must be a uid"):
         parse_settings({})
-
-
-def test_the_package_asks_for_the_vllm_that_the_connector_says_it_supports() -> None:
-    first, last = VLLM_SERIES
-    major, minor = map(int, last.split("."))
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["vllm"] == [f"vllm>={first},<{major}.{minor + 1}"]
-    assert supports(f"{first} to {last}", vllm.__version__)
 
 
 def test_one_variable_traces_daemon_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for table in ("CONFIG", "STATE"):
         monkeypatch.setenv(f"XDG_{table}_HOME", str(tmp_path / table.lower()))
     monkeypatch.delenv("KVTIER_CONFIG", raising=False)
-    environment = EngineEnvironment(vllm="0.32.0", series="0.32", hashes=("sha256",))
+    environment = EngineEnvironment(vllm="0.32.0", series=("0.32",), hashes=("sha256",))
     monkeypatch.setattr(all_checks, "probe_environment", lambda python: environment)
 
 

@@ -35,6 +35,16 @@ def test_state_stays_with_a_context_that_has_no_place_for_it() -> None:
     assert vllm_compat.attached(context, dict) == {"a": 1}
 
 
+def test_a_version_that_was_not_run_or_is_not_supported_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings = {}
+    for version in ("0.32.4", "0.30.0", "0.99.0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        warnings[version] = vllm_compat.version_warning()
+    assert not warnings["0.32.4"]
+    assert "vLLM 0.30.0 was never run with kvtier, only 0.32 was" in warnings["0.30.0"]
+    assert "vLLM 0.99.0 is not supported, only 0.26 to 0.33 is" in warnings["0.99.0"]
+
+
 def test_failed_requests_by_name_or_by_block() -> None:
     loading = {"a": [1, 2], "b": [3]}
     assert vllm_compat.failed_requests(SimpleNamespace(failed_recving={"b"}), loading) == {"b"}
