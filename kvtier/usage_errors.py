@@ -14,8 +14,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @contextmanager
-def printable_usage_errors() -> Iterator[None]:
-    """Escape what a usage error repeats of the arguments."""
+def _printable_usage_errors() -> Iterator[None]:
     try:
         yield
     except _UsageError as exc:
@@ -23,29 +22,21 @@ def printable_usage_errors() -> Iterator[None]:
         raise
 
 
-class PrintableCommand(TyperCommand):
+class _Printable:
+    """Escapes what a usage error repeats of the arguments, while they are parsed and while the command runs."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _printable_usage_errors():
+            return super().make_context(*arguments, **more)  # type: ignore[misc]
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage_errors():
+            return super().invoke(ctx)  # type: ignore[misc]
+
+
+class PrintableCommand(_Printable, TyperCommand):
     """A command whose usage errors are printable."""
 
-    def make_context(self, *arguments: Any, **more: Any) -> Any:
-        """Parse the arguments."""
-        with printable_usage_errors():
-            return super().make_context(*arguments, **more)
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with printable_usage_errors():
-            return super().invoke(ctx)
-
-
-class PrintableGroup(TyperGroup):
+class PrintableGroup(_Printable, TyperGroup):
     """A group of commands whose usage errors are printable."""
-
-    def make_context(self, *arguments: Any, **more: Any) -> Any:
-        """Parse the arguments before the command's name."""
-        with printable_usage_errors():
-            return super().make_context(*arguments, **more)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Parse the others, and run the command."""
-        with printable_usage_errors():
-            return super().invoke(ctx)

@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,6 @@ from typing import Any
 import typer
 
 from kvtier.cli.output.streams import Output
-from kvtier.client.address import default_daemon_uid, default_socket_path
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
 from kvtier.usage_errors import PrintableGroup
@@ -19,7 +20,6 @@ EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_USAGE_KINDS = ("InvalidArgumentError",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +36,33 @@ class GlobalOptions:
     daemon_uid: int | None = None
     is_named: bool = False
 
-    def connect(self) -> AdminClient:
-        """Return a client; the caller closes it."""
-        return AdminClient(self.socket, daemon_uid=self.daemon_uid)
-
 
 def settings_of(context: typer.Context) -> GlobalOptions:
     """Return the global options of a command's context."""
-    settings = context.find_object(GlobalOptions)
-    return settings or GlobalOptions(socket=default_socket_path(), daemon_uid=default_daemon_uid())
+    options: GlobalOptions = context.obj
+    return options
 
 
-def exit_code(error: KvtierError) -> int:
-    """Return the exit code of an error."""
+def connect(context: typer.Context) -> AdminClient:
+    """Return a client of the daemon that the global options name; the caller closes it."""
+    return AdminClient(settings_of(context).socket, daemon_uid=settings_of(context).daemon_uid)
+
+
+@contextmanager
+def interruptible(output: Output, consequence: str) -> Iterator[None]:
+    """At Ctrl-C say what was done so far, and end with the exit code for it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        output.warn(f"interrupted; {consequence}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _exit_code(error: KvtierError) -> int:
     if isinstance(error, DaemonUnreachableError):
         return EXIT_UNREACHABLE
-    usage = isinstance(error, InvalidArgumentError) or (isinstance(error, RemoteError) and error.kind in _USAGE_KINDS)
-    return EXIT_USAGE if usage else EXIT_FAILED
+    kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
+    return EXIT_USAGE if kind == InvalidArgumentError.__name__ else EXIT_FAILED
 
 
 class ErrorReportingGroup(PrintableGroup):
@@ -64,7 +74,7 @@ class ErrorReportingGroup(PrintableGroup):
             return super().invoke(ctx)
         except KvtierError as exc:
             Output().fail(str(exc))
-            raise typer.Exit(exit_code(exc)) from exc
+            raise typer.Exit(_exit_code(exc)) from exc
         except BrokenPipeError as exc:
             # `kvtier list | head` is no error; Python must not write at exit either.
             _discard_stdout()

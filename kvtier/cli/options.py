@@ -1,15 +1,22 @@
-"""Options that several commands have, and checks of their values."""
+"""Arguments and options that several commands have, checks of their values, and completion of prompt names."""
 
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from kvtier.client.address import default_daemon_uid, default_socket_path
+from kvtier.client.admin import AdminClient
+from kvtier.errors import KvtierError
 from kvtier.printable import shown_value
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_WAIT_S = 7 * 86400.0
+_COMPLETION_TIMEOUT_S = 1.0
+# Some shells evaluate completions, so only valid names are offered.
+_VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
 
 
 def checked_text(value: str | Sequence[str] | None) -> Any:
@@ -29,16 +36,55 @@ def checked_number(value: float) -> float:
     return value
 
 
-def api_key_option(help_panel: str | None = None) -> Any:
-    """Return the option for the API key of vLLM; for `Annotated[str | None, ...]`.
+def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of prompts with this beginning; none when no daemon answers within a second."""
+    # Completion runs no callback, so there are no GlobalOptions yet.
+    given = context.find_root().params
+    socket, daemon_uid = given.get("socket") or default_socket_path(), given.get("daemon_uid")
+    try:
+        daemon_uid = default_daemon_uid() if daemon_uid is None else daemon_uid
+        with AdminClient(Path(socket), daemon_uid=daemon_uid, timeout_s=_COMPLETION_TIMEOUT_S) as client:
+            names = [status.name for status in client.list()]
+    except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
+        return []
+    return [name for name in names if name.startswith(incomplete) and _VALID_NAME.fullmatch(name)]
 
-    Args:
-        help_panel: Section of --help that lists it.
-    """
+
+NAME = typer.Argument(
+    metavar="NAME",
+    help="Name of the prompt",
+    show_default=False,
+    autocompletion=complete_prompt_name,
+    callback=checked_text,
+)
+PromptName = Annotated[str, NAME]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
+AsJsonWithProgress = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr")]
+
+
+def seconds(help_text: str, min_s: float, help_panel: str | None = None) -> Any:
+    """Return an option for a wait of at least `min_s` and at most a week; for `Annotated[float, ...]`."""
     return typer.Option(
-        metavar="KEY",
-        envvar=["VLLM_API_KEY", "OPENAI_API_KEY"],
-        show_envvar=True,
-        help="vLLM's API key, if it asks for one",
+        metavar="SECONDS",
+        min=min_s,
+        max=MAX_WAIT_S,
+        help=help_text,
+        callback=checked_number,
         rich_help_panel=help_panel,
+    )
+
+
+_URL_VARIABLE, _KEY_VARIABLES = "KVTIER_VLLM_URL", ["VLLM_API_KEY", "OPENAI_API_KEY"]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def url_option(help_panel: str | None = None, help_text: str = "vLLM's API server") -> Any:
+    """Return the option for the URL of vLLM, for `Annotated`, in a section of --help."""
+    return typer.Option(metavar="URL", envvar=_URL_VARIABLE, help=help_text, rich_help_panel=help_panel)
+
+
+def api_key_option(help_panel: str | None = None) -> Any:
+    """Return the option for the API key of vLLM, for `Annotated`, in a section of --help."""
+    return typer.Option(
+        metavar="KEY", envvar=_KEY_VARIABLES, help="vLLM's API key, if it asks for one", rich_help_panel=help_panel
     )

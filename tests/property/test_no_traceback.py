@@ -25,7 +25,7 @@ from kvtier.cli.commands.trace_files import read_trace, summarize
 from kvtier.cli.options import checked_number, checked_text
 from kvtier.cli.prompt_text import sources
 from kvtier.cli.prompt_text.sources import Recipe
-from kvtier.cli.vllm_api.http_client import VllmClient
+from kvtier.cli.vllm_client import VllmClient
 from kvtier.config.load import LoadedConfig, load_config
 from kvtier.config.settings import KEYS, variable_of
 from kvtier.daemon.main import app as daemon_app

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.context import EXIT_FAILED, settings_of
-from kvtier.cli.options import api_key_option
-from kvtier.cli.output.grid import Column, Grid, Styled
+from kvtier.cli.options import AsJson, api_key_option, url_option
+from kvtier.cli.output.grid import Grid, Styled, column
 from kvtier.cli.output.streams import Output
-from kvtier.cli.vllm_api.http_client import VllmClient
+from kvtier.cli.vllm_client import VllmClient
 from kvtier.doctor import CheckResult, Status, Target, run_checks
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
@@ -29,12 +29,9 @@ def doctor(
         Path | None,
         typer.Option(metavar="PATH", help="Interpreter that vLLM runs with (default: this one)", show_default=False),
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="A running vLLM, to be checked too"),
-    ] = None,
+    url: Annotated[str | None, url_option(help_text="A running vLLM, to be checked too")] = None,
     api_key: Annotated[str | None, api_key_option()] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check machine, settings, daemon, vLLM and pins, and print remedies.
 
@@ -50,18 +47,14 @@ def doctor(
             socket=settings.socket, daemon_uid=settings.daemon_uid, config_path=config, python=python, server=server
         )
         findings = run_checks(target)
-    if as_json:
-        output.answer([asdict(finding) for finding in findings])
-    else:
-        output.show(findings_table(findings))
-        output.say("", _summary(findings))
+    output.answer([asdict(finding) for finding in findings], findings_table(findings), "", _summary(findings))
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
 
 def findings_table(findings: Iterable[CheckResult]) -> Grid:
     """Return one row per finding; the remedy stands below it."""
-    table = Grid(Column(wraps=True), Column(title="CHECK"), Column(title="WHAT, AND WHAT TO DO", wraps=True))
+    table = Grid(column(wraps=True), column("CHECK"), column("WHAT, AND WHAT TO DO", wraps=True))
     for finding in findings:
         style = _STYLES[finding.status]
         lines = (finding.found, f"-> {finding.remedy}") if finding.remedy else (finding.found,)

@@ -11,8 +11,8 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvtier._pb.cache_pb2 import ExportRequest, ImportStart
-from kvtier.cli.context import EXIT_INTERRUPTED, settings_of
-from kvtier.cli.options import checked_text
+from kvtier.cli.context import connect, interruptible
+from kvtier.cli.options import AsJsonWithProgress, PromptName, checked_text
 from kvtier.cli.output.durations import parse_duration
 from kvtier.cli.output.progress import byte_progress
 from kvtier.cli.output.prompt_summary import summarize
@@ -25,14 +25,10 @@ from kvtier.fsync import fsync_directory
 PIECE_BYTES = 1024**2
 _STANDARD = Path("-")
 
-_Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr")]
-
 
 def export(
     context: typer.Context,
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False, callback=checked_text)
-    ],
+    name: PromptName,
     file: Annotated[
         Path,
         typer.Argument(metavar="FILE", help="The bundle to write, say NAME.safetensors; -: stdout", show_default=False),
@@ -50,7 +46,7 @@ def export(
         bool, typer.Option("--decoded", help="Write the KV as plain tensors for a notebook; no import takes them")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE, if it is a regular file")] = False,
-    as_json: _Json = False,
+    as_json: AsJsonWithProgress = False,
 ) -> None:
     """Write a pinned prompt with its KV cache into a file, for `kvtier import` on another machine.
 
@@ -64,21 +60,25 @@ def export(
     output = Output(json=as_json or to_stdout)  # messages go to stderr
     if not to_stdout:
         _check_target(file, force=force)
-    with settings_of(context).connect() as client:
+    with connect(context) as client:
         status = client.get(name)
         request = ExportRequest(name=name, namespace_id=namespace, decoded=decoded)
         expected = 0 if decoded else max((binding.disk_bytes for binding in status.bindings), default=0)
         with (
-            _interruptible(output, "the bundle on stdout is incomplete" if to_stdout else "nothing was written"),
+            interruptible(output, "the bundle on stdout is incomplete" if to_stdout else "nothing was written"),
             byte_progress(output, expected) as bar,
         ):
             pieces = bar(client.export(request))
             num_bytes = _send(pieces) if to_stdout else _write(pieces, file, force=force)
-    if as_json:
-        output.answer({"name": name, "file": str(file), "bytes": num_bytes, "prompt": to_jsonable(status)})
-        return
-    output.say(f"exported: {name} to {'stdout' if to_stdout else file}")
-    output.say(f"{status.num_tokens} tokens, {summarize(status).num_chunks} chunks, {format_size(num_bytes)}")
+    lines = (
+        f"exported: {name} to {'stdout' if to_stdout else file}",
+        f"{status.num_tokens} tokens, {summarize(status).num_chunks} chunks, {format_size(num_bytes)}",
+    )
+    if to_stdout:
+        output.say(*lines)
+    else:
+        answer = {"name": name, "file": str(file), "bytes": num_bytes, "prompt": to_jsonable(status)}
+        output.answer(answer, *lines)
 
 
 def import_(
@@ -92,7 +92,7 @@ def import_(
     ttl: Annotated[
         str, typer.Option(metavar="DURATION", help="End the pin after 90s, 30m, 12h, 7d, 2w", show_default=False)
     ] = "never",
-    as_json: _Json = False,
+    as_json: AsJsonWithProgress = False,
 ) -> None:
     """Pin a prompt from a bundle of `kvtier export`; vLLM computes nothing.
 
@@ -102,16 +102,13 @@ def import_(
     start = ImportStart(name=name, replace=replace, ttl_s=parse_duration("--ttl", ttl))
     with (
         _opened(file) as source,
-        settings_of(context).connect() as client,
-        _interruptible(output, "see kvtier list for what was done"),
+        connect(context) as client,
+        interruptible(output, "see kvtier list for what was done"),
         byte_progress(output, 0 if file == _STANDARD else os.fstat(source.fileno()).st_size) as bar,
     ):
         status = client.import_bundle(start, bar(_pieces(source)))
-    if as_json:
-        output.answer(to_jsonable(status))
-        return
-    output.say(f"imported: {status.name} from {'stdin' if file == _STANDARD else file}")
-    output.show(pin_result(status))
+    source_name = "stdin" if file == _STANDARD else file
+    output.answer(status, f"imported: {status.name} from {source_name}", pin_result(status))
 
 
 @contextmanager
@@ -195,12 +192,3 @@ def _created(path: Path) -> BinaryIO:
 def _pieces(source: BinaryIO) -> Iterator[bytes]:
     while data := source.read(PIECE_BYTES):
         yield data
-
-
-@contextmanager
-def _interruptible(output: Output, consequence: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        output.warn(f"interrupted; {consequence}")
-        raise typer.Exit(EXIT_INTERRUPTED) from None

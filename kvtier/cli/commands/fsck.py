@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from kvtier._pb.cache_pb2 import FsckFinding, FsckReport, FsckRequest
-from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE, EXIT_USAGE, settings_of
-from kvtier.cli.output.grid import Column, Grid, Styled
+from kvtier.cli.context import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE, connect, interruptible, settings_of
+from kvtier.cli.options import AsJson
+from kvtier.cli.output.grid import Grid, Part, Styled, column
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.config.units import format_size
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
@@ -32,7 +34,7 @@ def fsck(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --offline: the daemon's TOML file", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare ledger, packs and arenas; with --repair make them agree.
 
@@ -50,15 +52,10 @@ def fsck(
         raise InvalidArgumentError(
             option, str(state_dir or config), "is for --offline only; a running daemon knows its own"
         )
-    try:
+    with interruptible(output, "what was repaired so far stays repaired"):
         checked = _checked_offline(repair, deep, state_dir, config) if offline else _checked(context, repair, deep)
-    except KeyboardInterrupt:
-        output.warn("interrupted; what was repaired so far stays repaired")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    if as_json:
-        output.answer(to_jsonable(checked.report) | {"offline_folder": checked.folder})
-    else:
-        _show(output, checked, repair=repair, deep=deep)
+    answer = to_jsonable(checked.report) | {"offline_folder": checked.folder}
+    output.answer(answer, *_parts(checked, repair=repair, deep=deep))
     if _remaining(checked.report):
         raise typer.Exit(EXIT_FAILED)
 
@@ -76,12 +73,11 @@ class _Checked:
 
 
 def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
-    settings = settings_of(context)
     try:
-        with settings.connect() as client:
+        with connect(context) as client:
             return _Checked(report=client.fsck(FsckRequest(repair=repair, deep=deep)))
     except DaemonUnreachableError as error:
-        if settings.is_named:
+        if settings_of(context).is_named:
             remedy = error.remedy if isinstance(error, DaemonSilentError) else "start it"
             Output().fail(
                 f"no kvtier-daemon answers at {error.address} ({error.problem}), so nothing was checked; {remedy}, or "
@@ -125,27 +121,25 @@ def _remaining(report: FsckReport) -> list[FsckFinding]:
     return [finding for finding in report.findings if not finding.repaired and not finding.code.startswith(NOTE_PREFIX)]
 
 
-def _show(output: Output, checked: _Checked, *, repair: bool, deep: bool) -> None:
+def _parts(checked: _Checked, *, repair: bool, deep: bool) -> Iterator[Part]:
+    """Yield what people read."""
     report = checked.report
     if report.findings:
-        output.show(_table(report))
-        output.say()
-    numbers = f"{report.num_packs} packs, {report.num_chunks} chunks"
-    if deep:
-        numbers += f", {format_size(report.verified_bytes)} verified"
-    output.say(f"checked: {numbers}" if checked.folder is None else f"checked offline: {checked.folder}: {numbers}")
-    remaining, num_repaired = _remaining(report), sum(finding.repaired for finding in report.findings)
-    if num_repaired:
-        output.say(f"repaired: {num_repaired}")
-    if not remaining:
-        output.say("clean" if not num_repaired else "clean now")
-        return
-    output.say(f"found: {len(remaining)}" + ("" if repair else "; repair with: kvtier fsck --repair"))
+        yield _table(report)
+    verified = f", {format_size(report.verified_bytes)} verified" if deep else ""
+    where = "" if checked.folder is None else f" offline: {checked.folder}"
+    yield f"checked{where}: {report.num_packs} packs, {report.num_chunks} chunks{verified}"
+    if num_repaired := sum(finding.repaired for finding in report.findings):
+        yield f"repaired: {num_repaired}"
+    if remaining := _remaining(report):
+        yield f"found: {len(remaining)}" + ("" if repair else "; repair with: kvtier fsck --repair")
+    else:
+        yield "clean now" if num_repaired else "clean"
 
 
 def _table(report: FsckReport) -> Grid:
-    where, what = Column(title="WHERE", wraps=True, max_width=34), Column(title="WHAT", wraps=True)
-    table = Grid(Column(wraps=True), Column(title="CODE"), where, what)
+    where, what = column("WHERE", wraps=True, max_width=34), column("WHAT", wraps=True)
+    table = Grid(column(wraps=True), column("CODE"), where, what)
     for finding in report.findings:
         note = finding.code.startswith(NOTE_PREFIX)
         mark = "fixed" if finding.repaired else "note" if note else "found"

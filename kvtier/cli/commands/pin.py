@@ -1,21 +1,20 @@
-"""`kvtier pin`: its command line. `flows.pin_flow` does the work."""
+"""`kvtier pin`: its command line. `pin_flow` does the work."""
 
 import math
 import time
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, settings_of
-from kvtier.cli.flows.pin_flow import PinFlow, PinJob
-from kvtier.cli.options import DEFAULT_URL, MAX_WAIT_S, api_key_option, checked_number, checked_text
+from kvtier.cli.commands.pin_flow import PinFlow, PinJob
+from kvtier.cli.context import EXIT_FAILED, connect, interruptible
+from kvtier.cli.options import DEFAULT_URL, PromptName, api_key_option, checked_text, seconds, url_option
 from kvtier.cli.output.durations import parse_duration
 from kvtier.cli.output.streams import Output
 from kvtier.cli.prompt_text import sources
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
-from kvtier.cli.vllm_api.http_client import VllmClient
+from kvtier.cli.vllm_client import VllmClient
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import InvalidArgumentError
 from kvtier.printable import shown_url
@@ -23,66 +22,9 @@ from kvtier.printable import shown_url
 _SOURCE, _VLLM, _PIN = "What to pin (one of)", "vLLM", "How"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SourceOptions:
-    """The files named on the command line (`-` is stdin), and the options that belong to them."""
-
-    system: str | None
-    messages: str | None
-    text: str | None
-    tokens: str | None
-    tools: str | None
-    template_kwargs: str | None
-
-    def check(self) -> None:
-        """Raise InvalidArgumentError for options that exclude each other."""
-        kinds = {"--system": self.system, "--messages": self.messages, "--text": self.text, "--tokens": self.tokens}
-        given = [option for option, path in kinds.items() if path is not None]
-        if len(given) > 1:
-            raise InvalidArgumentError(given[1], kinds[given[1]], f"cannot go with {given[0]}; give one source")
-        for_chats = {"--tools": self.tools, "--chat-template-kwargs": self.template_kwargs}
-        for option, value in for_chats.items():
-            if value is not None and self.system is None and self.messages is None:
-                raise InvalidArgumentError(option, value, "goes with --system or --messages only")
-        if [*kinds.values(), self.tools].count("-") > 1:
-            raise InvalidArgumentError("--tools", "-", "stdin can be read once only; name a file")
-
-    def read(self) -> tuple[Recipe, tuple[int, ...]] | None:
-        """Return the recipe and, for token ids, the tokens; None when no source was given."""
-        self.check()
-        tools: list[Any] | None = sources.read_tools(self.tools) if self.tools is not None else None
-        kwargs = sources.parse_template_kwargs(self.template_kwargs) if self.template_kwargs is not None else None
-        if self.system is not None:
-            return sources.read_system(self.system, tools, kwargs), ()
-        if self.messages is not None:
-            return sources.read_messages(self.messages, tools, kwargs), ()
-        if self.text is not None:
-            return sources.read_plain_text(self.text), ()
-        if self.tokens is not None:
-            return Recipe(kind=SourceKind.TOKENS), tuple(sources.read_tokens(self.tokens))
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PinOptions:
-    """The other options that the job needs."""
-
-    name: str
-    model: str
-    cache_salt: str
-    ttl: str | None
-    priority: int | None
-    replace: bool
-    warm: bool
-    timeout_s: float
-    url: str
-
-
 def pin(
     context: typer.Context,
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the prompt", show_default=False, callback=checked_text)
-    ],
+    name: PromptName,
     system: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="System prompt, exactly as requests send it", rich_help_panel=_SOURCE),
@@ -110,9 +52,7 @@ def pin(
             rich_help_panel=_SOURCE,
         ),
     ] = None,
-    url: Annotated[
-        str, typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="vLLM's API server", rich_help_panel=_VLLM)
-    ] = DEFAULT_URL,
+    url: Annotated[str, url_option(_VLLM)] = DEFAULT_URL,
     model: Annotated[
         str,
         typer.Option(
@@ -155,17 +95,7 @@ def pin(
             "--no-warm", help="Register only; chunks are captured when vLLM next computes them", rich_help_panel=_PIN
         ),
     ] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            min=1,
-            max=MAX_WAIT_S,
-            help="Time for warming",
-            rich_help_panel=_PIN,
-            callback=checked_number,
-        ),
-    ] = 600.0,
+    timeout: Annotated[float, seconds("Time for warming", 1, _PIN)] = 600.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr", rich_help_panel=_PIN)
     ] = False,
@@ -175,53 +105,68 @@ def pin(
     vLLM turns the source into tokens and computes them once; the daemon keeps the result. FILE may be - for stdin.
     Without a source, a known prompt is rendered and warmed again from its stored source.
     """
-    source = _SourceOptions(
-        system=system,
-        messages=messages,
-        text=text,
-        tokens=tokens,
-        tools=tools,
-        template_kwargs=chat_template_kwargs,
+    source = _read_source(
+        {
+            SourceKind.SYSTEM: system,
+            SourceKind.MESSAGES: messages,
+            SourceKind.TEXT: text,
+            SourceKind.TOKENS: tokens,
+        },
+        tools,
+        chat_template_kwargs,
     )
-    options = _PinOptions(
-        name=name,
-        model=model,
-        cache_salt=cache_salt,
-        ttl=ttl,
-        priority=priority,
-        replace=replace,
-        warm=not no_warm,
-        timeout_s=timeout,
-        url=shown_url(url),
-    )
+    ttl_s = None if ttl is None else parse_duration("--ttl", ttl)
     output = Output(json=as_json)
-    read = source.read()
-    ttl_s = parse_duration("--ttl", ttl) if ttl is not None else 0
-    with settings_of(context).connect() as client, VllmClient(url, api_key) as vllm:
-        job = _job(options, *read, ttl_s) if read else _stored_job(options, _known(client, name), ttl_s)
-        try:
+    with connect(context) as client, VllmClient(url, api_key) as vllm:
+        # Options that are not given keep the values of a known prompt; without one they are empty.
+        known = PromptStatus() if source else _known(client, name)
+        recipe, token_ids = source or (_stored_recipe(known), ())
+        job = PinJob(
+            name=name,
+            recipe=recipe,
+            tokens=token_ids,
+            model=model or known.lora_name or known.model,
+            cache_salt=cache_salt or known.cache_salt,
+            ttl_s=_remaining_s(known) if ttl_s is None else ttl_s,
+            priority=known.priority if priority is None else priority,
+            # The template may have changed since then, and the new rendering follows it.
+            replace=replace or source is None,
+            warm=not no_warm,
+            timeout_s=timeout,
+            url=shown_url(url),
+        )
+        with interruptible(output, f"what was registered stays: kvtier show {name}"):
             done = PinFlow(client, vllm, output).run(job)
-        except KeyboardInterrupt:
-            output.say("", f"interrupted; what was registered stays: kvtier show {name}")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
     if not done:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _job(options: _PinOptions, recipe: Recipe, tokens: tuple[int, ...], ttl_s: int) -> PinJob:
-    return PinJob(
-        name=options.name,
-        recipe=recipe,
-        tokens=tokens,
-        model=options.model,
-        cache_salt=options.cache_salt,
-        ttl_s=ttl_s,
-        priority=options.priority or 0,
-        replace=options.replace,
-        warm=options.warm,
-        timeout_s=options.timeout_s,
-        url=options.url,
-    )
+def _read_source(
+    paths: dict[SourceKind, str | None], tools_path: str | None, kwargs_text: str | None
+) -> tuple[Recipe, tuple[int, ...]] | None:
+    """Return the recipe and, for token ids, the tokens; None when no source was given. `-` is stdin."""
+    given = {kind: path for kind, path in paths.items() if path is not None}
+    if len(given) > 1:
+        first, second, *_ = given
+        raise InvalidArgumentError(f"--{second}", given[second], f"cannot go with --{first}; give one source")
+    kind, path = next(iter(given.items()), (None, ""))
+    for option, value in {"--tools": tools_path, "--chat-template-kwargs": kwargs_text}.items():
+        if value is not None and kind not in (SourceKind.SYSTEM, SourceKind.MESSAGES):
+            raise InvalidArgumentError(option, value, "goes with --system or --messages only")
+    if path == tools_path == "-":
+        raise InvalidArgumentError("--tools", "-", "stdin can be read once only; name a file")
+    tools = None if tools_path is None else sources.read_tools(tools_path)
+    kwargs = None if kwargs_text is None else sources.parse_template_kwargs(kwargs_text)
+    match kind:
+        case SourceKind.SYSTEM:
+            return sources.read_system(path, tools, kwargs), ()
+        case SourceKind.MESSAGES:
+            return sources.read_messages(path, tools, kwargs), ()
+        case SourceKind.TEXT:
+            return sources.read_plain_text(path), ()
+        case SourceKind.TOKENS:
+            return Recipe(kind=kind), tuple(sources.read_tokens(path))
+    return None
 
 
 def _known(client: AdminClient, name: str) -> PromptStatus:
@@ -235,22 +180,14 @@ def _known(client: AdminClient, name: str) -> PromptStatus:
         ) from exc
 
 
-def _stored_job(options: _PinOptions, status: PromptStatus, ttl_s: int) -> PinJob:
-    """Return the job that renders a known prompt again; options that are not given keep their stored values."""
-    recipe = Recipe.from_json(status.recipe_json)
+def _stored_recipe(known: PromptStatus) -> Recipe:
+    recipe = Recipe.from_json(known.recipe_json)
     if recipe.kind is SourceKind.TOKENS:
-        raise InvalidArgumentError("NAME", status.name, "was pinned by token ids; give them again with --tokens FILE")
-    keep_ttl = options.ttl is None and status.expires_unix_s and math.isfinite(status.expires_unix_s)
-    return PinJob(
-        name=status.name,
-        recipe=recipe,
-        model=options.model or status.lora_name or status.model,
-        cache_salt=options.cache_salt or status.cache_salt,
-        ttl_s=max(1, round(status.expires_unix_s - time.time())) if keep_ttl else ttl_s,
-        priority=status.priority if options.priority is None else options.priority,
-        # The template may have changed since then, and the new rendering follows it.
-        replace=True,
-        warm=options.warm,
-        timeout_s=options.timeout_s,
-        url=options.url,
-    )
+        raise InvalidArgumentError("NAME", known.name, "was pinned by token ids; give them again with --tokens FILE")
+    return recipe
+
+
+def _remaining_s(known: PromptStatus) -> int:
+    """Return the seconds until its pin ends; 0: never."""
+    expires = known.expires_unix_s
+    return max(1, round(expires - time.time())) if expires and math.isfinite(expires) else 0

@@ -10,7 +10,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from kvtier.cli.output.grid import Column, Grid
+from kvtier.cli.options import AsJson
+from kvtier.cli.output.grid import Grid, column
 from kvtier.cli.output.streams import Output
 from kvtier.errors import InvalidArgumentError
 from kvtier.obs.trace import SUFFIX
@@ -29,7 +30,7 @@ def trace(
     merge: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all spans into one file", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how daemon, engines and workers spent their time.
 
@@ -48,10 +49,7 @@ def trace(
         raise InvalidArgumentError("FOLDER", str(folder), f"{exc.filename} cannot be read: {exc.strerror}") from exc
     output = Output(json=as_json)
     stages = summarize(events)
-    if as_json:
-        output.answer(stages)
-    else:
-        output.show(_table(stages))
+    output.answer(stages, _table(stages))
     if merge is not None:
         try:
             merge.write_text(json.dumps({"traceEvents": events}, separators=(",", ":")), encoding="utf-8")
@@ -137,9 +135,9 @@ def _row(process: str, stage: str, values: list[float]) -> dict[str, Any]:
 
 
 def _table(stages: list[dict[str, Any]]) -> Grid:
-    names = (Column(title=title, wraps=True) for title in ("PROCESS", "STAGE"))
+    names = (column(title, wraps=True) for title in ("PROCESS", "STAGE"))
     numbers = ("COUNT", "MEDIAN ms", "P95 ms", "MAX ms", "TOTAL ms")
-    table = Grid(*names, *(Column(title=title, right=True, wraps=True) for title in numbers))
+    table = Grid(*names, *(column(title, right=True, wraps=True) for title in numbers))
     for row in stages:
         times = [f"{row[name]:.2f}" for name in ("median_ms", "p95_ms", "max_ms", "total_ms")]
         table.row(row["process"], row["stage"], str(row["count"]), *times)

@@ -1,4 +1,4 @@
-"""`kvtier warm`: its command line. `flows.warm_flow` does the work."""
+"""`kvtier warm`: its command line. `warm_flow` does the work."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -6,12 +6,20 @@ from typing import Annotated
 import typer
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.completion import complete_prompt_name
-from kvtier.cli.context import EXIT_FAILED, EXIT_INTERRUPTED, settings_of
-from kvtier.cli.flows.warm_flow import Warmed, WarmFlow, WarmPolicy, WarmResult
-from kvtier.cli.options import DEFAULT_URL, MAX_WAIT_S, api_key_option, checked_number, checked_text
+from kvtier.cli.commands.warm_flow import Warmed, WarmFlow, WarmResult
+from kvtier.cli.context import EXIT_FAILED, connect, interruptible
+from kvtier.cli.options import (
+    DEFAULT_URL,
+    AsJson,
+    api_key_option,
+    checked_number,
+    checked_text,
+    complete_prompt_name,
+    seconds,
+    url_option,
+)
 from kvtier.cli.output.streams import Output
-from kvtier.cli.vllm_api.http_client import VllmClient
+from kvtier.cli.vllm_client import VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance
 from kvtier.errors import InvalidArgumentError
@@ -30,7 +38,7 @@ def warm(
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All prompts; those whose pin has ended come last")] = False,
-    url: Annotated[str, typer.Option(metavar="URL", envvar="KVTIER_VLLM_URL", help="vLLM's API server")] = DEFAULT_URL,
+    url: Annotated[str, url_option()] = DEFAULT_URL,
     api_key: Annotated[str | None, api_key_option()] = None,
     max_ratio: Annotated[
         float,
@@ -43,20 +51,10 @@ def warm(
         ),
     ] = 0.5,
     wait: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            max=MAX_WAIT_S,
-            help="Total wait while requests wait in vLLM; after it, no more prompts are warmed",
-            callback=checked_number,
-        ),
+        float, seconds("Total wait while requests wait in vLLM; after it, no more prompts are warmed", 0)
     ] = 60.0,
-    timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=1, max=MAX_WAIT_S, help="Time for one prompt", callback=checked_number),
-    ] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    timeout: Annotated[float, seconds("Time for one prompt", 1)] = 600.0,
+    as_json: AsJson = False,
 ) -> None:
     """Load prompts into vLLM's prefix cache before the first request: by priority, then the newest first.
 
@@ -66,20 +64,19 @@ def warm(
     if every and names:
         raise InvalidArgumentError("NAME", names[0], "cannot go with --all")
     output = Output(json=as_json)
-    policy = WarmPolicy(max_ratio=max_ratio, wait_s=wait, timeout_s=timeout)
-    with settings_of(context).connect() as client, VllmClient(url, api_key) as vllm:
+    with connect(context) as client, VllmClient(url, api_key) as vllm:
         prompts = _chosen(client, names or [], every=every)
-        flow = WarmFlow(client, vllm, policy)
-        try:
+        flow = WarmFlow(client=client, vllm=vllm, max_ratio=max_ratio, wait_s=wait, timeout_s=timeout)
+        with interruptible(output, "what was warmed stays in vLLM's cache"):
             flow.prepare()
-            _mention(flow, prompts, policy, output)
+            _mention(flow, prompts, output)
             done = _run(flow, prompts, output)
-        except KeyboardInterrupt:
-            output.say("", "interrupted; what was warmed stays in vLLM's cache")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-    _answer(flow, done, output)
+    answer = {"limit_tokens": flow.limit_tokens, "prompts": [asdict(each) for each in done]}
+    output.answer(answer, *(_summary(done) if done else []))
     # Without names, a prompt over the limit or refused before is no failure.
-    if any(_is_failure(each, named=bool(names)) for each in done):
+    good = {WarmResult.WARMED, WarmResult.DUPLICATE}
+    good |= set() if names else {WarmResult.OVER_LIMIT, WarmResult.REFUSED}
+    if any(each.result not in good for each in done):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -89,10 +86,10 @@ def _chosen(client: AdminClient, names: list[str], *, every: bool) -> list[Promp
     return by_importance(status for status in client.list() if status.pinned or every)
 
 
-def _mention(flow: WarmFlow, prompts: list[PromptStatus], policy: WarmPolicy, output: Output) -> None:
+def _mention(flow: WarmFlow, prompts: list[PromptStatus], output: Output) -> None:
     if not prompts:
         output.say("no prompts to warm; pin one with: kvtier pin NAME --system FILE")
-    if policy.max_ratio and flow.limit_tokens is None:
+    if flow.max_ratio and flow.limit_tokens is None:
         output.warn("vLLM does not report the size of its cache, so --max-ratio has no effect")
     if unattached := [status.name for status in prompts if status.num_tokens and not status.num_engines]:
         output.warn(f"no vLLM with the kvtier connector is attached for {', '.join(unattached)}: vLLM computes them")
@@ -103,7 +100,8 @@ def _run(flow: WarmFlow, prompts: list[PromptStatus], output: Output) -> list[Wa
     for each in flow.run(prompts):
         done.append(each)
         if each.result is WarmResult.WARMED:
-            output.say(f"{each.name}: {_numbers(each)}")
+            cached = "" if each.cached_tokens is None else f", {each.cached_tokens} from a cache"
+            output.say(f"{each.name}: {each.num_tokens} tokens{cached}, {each.seconds:.2f} s")
         elif each.result is WarmResult.DUPLICATE:
             output.say(f"{each.name}: {each.why}")
         else:
@@ -111,30 +109,15 @@ def _run(flow: WarmFlow, prompts: list[PromptStatus], output: Output) -> list[Wa
     return done
 
 
-def _numbers(each: Warmed) -> str:
-    cached = "" if each.cached_tokens is None else f", {each.cached_tokens} from a cache"
-    return f"{each.num_tokens} tokens{cached}, {each.seconds:.2f} s"
-
-
-def _answer(flow: WarmFlow, done: list[Warmed], output: Output) -> None:
+def _summary(done: list[Warmed]) -> list[str]:
     warmed = [each for each in done if each.result is WarmResult.WARMED]
-    num_tokens, seconds = sum(each.num_tokens for each in warmed), sum(each.seconds for each in warmed)
-    if output.json:
-        output.answer({"limit_tokens": flow.limit_tokens, "prompts": [asdict(each) for each in done]})
-    elif done:
-        num_same = sum(each.result is WarmResult.DUPLICATE for each in done)
-        names = "name" if num_same == 1 else "names"
-        others = f" ({num_same} other {names} of one of them)" if num_same else ""
-        output.say(
-            f"warmed: {len(warmed)} of {len(done) - num_same} prompts{others}, {num_tokens} tokens in {seconds:.2f} s"
+    num_tokens, took_s = sum(each.num_tokens for each in warmed), sum(each.seconds for each in warmed)
+    num_same = sum(each.result is WarmResult.DUPLICATE for each in done)
+    names = "name" if num_same == 1 else "names"
+    others = f" ({num_same} other {names} of one of them)" if num_same else ""
+    lines = [f"warmed: {len(warmed)} of {len(done) - num_same} prompts{others}, {num_tokens} tokens in {took_s:.2f} s"]
+    if warmed and all(each.cached_tokens is None for each in warmed):
+        lines.append(
+            "vLLM reports how many tokens came from a cache if you start it with --enable-prompt-tokens-details"
         )
-        if warmed and all(each.cached_tokens is None for each in warmed):
-            output.say(
-                "vLLM reports how many tokens came from a cache if you start it with --enable-prompt-tokens-details"
-            )
-
-
-def _is_failure(each: Warmed, *, named: bool) -> bool:
-    if each.result in (WarmResult.OVER_LIMIT, WarmResult.REFUSED):
-        return named
-    return each.result not in (WarmResult.WARMED, WarmResult.DUPLICATE)
+    return lines

@@ -1,106 +1,71 @@
 """Progress bars on a terminal, for captured chunks (plain lines in a pipe) and for the bytes of a bundle."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
 
-from kvtier.cli.output.prompt_summary import Summary
+from kvtier._pb.cache_pb2 import PromptStatus
+from kvtier.cli.output.prompt_summary import Summary, summarize
 from kvtier.cli.output.streams import Output
 
 _LINE_INTERVAL_S = 5.0
-
-
-class CaptureProgress:
-    """Shows how many of all chunks are durable; a context manager."""
-
-    def __init__(self, output: Output) -> None:
-        """Draw on the output's console."""
-        self._output = output
-        self._bar = _bar(output) if output.console.is_terminal else None
-        self._task = self._bar.add_task("vLLM computes; chunks on disk", total=None) if self._bar else None
-        self._last: Summary | None = None
-        self._last_line_s = float("-inf")
-
-    def __enter__(self) -> Self:
-        """Start to draw."""
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop, and leave the last state on the screen."""
-        if self._bar:
-            self._bar.stop()
-
-    def update(self, numbers: Summary) -> None:
-        """Show the newest numbers."""
-        if self._bar and self._task is not None:
-            self._bar.update(
-                self._task,
-                total=numbers.num_chunks or None,
-                completed=numbers.num_durable_chunks,
-            )
-        elif numbers != self._last and self._line_due(numbers):
-            self._output.say(
-                f"chunks: {numbers.num_host_chunks} in host memory, {numbers.num_durable_chunks} on disk, "
-                f"of {numbers.num_chunks}"
-            )
-        self._last = numbers
-
-    def _line_due(self, numbers: Summary) -> bool:
-        now_s = time.monotonic()
-        if not numbers.num_chunks or (now_s - self._last_line_s < _LINE_INTERVAL_S and not numbers.complete):
-            return False
-        self._last_line_s = now_s
-        return True
-
-
-def _bar(output: Output) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=output.console,
-    )
-
-
-class ByteBar:
-    """Yields pieces unchanged, and shows the number of bytes."""
-
-    def __init__(self, bar: Progress | None, total: int) -> None:
-        """Start at 0 of `total` bytes (0: not known); without a bar show nothing."""
-        self._bar = bar
-        self._task = bar.add_task("bytes", total=total or None) if bar else None
-
-    def __call__(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the pieces."""
-        for data in pieces:
-            yield data
-            if self._bar and self._task is not None:
-                self._bar.advance(self._task, len(data))
+_BAR = BarColumn(bar_width=30)
 
 
 @contextmanager
-def byte_progress(output: Output, total: int) -> Iterator[ByteBar]:
-    """Show a bar on a terminal, and nothing in a pipe."""
-    if not output.console.is_terminal:
-        yield ByteBar(None, total)
-        return
-    columns = (BarColumn(bar_width=30), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=output.console) as bar:
-        yield ByteBar(bar, total)
+def _drawn(output: Output, *columns: ProgressColumn) -> Iterator[Progress]:
+    """Yield a bar that is drawn on a terminal only."""
+    bar = Progress(*columns, console=output.console, disable=not output.console.is_terminal)
+    with nullcontext() if bar.disable else bar:  # older versions of rich print a blank line for a disabled one
+        yield bar
+
+
+@contextmanager
+def capture_progress(output: Output) -> Iterator[Callable[[PromptStatus], None]]:
+    """Show how many of all chunks are durable, by each status that the yielded function gets."""
+    columns = (TextColumn("{task.description}", markup=False), _BAR, MofNCompleteColumn(), TimeElapsedColumn())
+    last: Summary | None = None
+    last_line_s = float("-inf")
+    with _drawn(output, *columns) as bar:
+        task = bar.add_task("vLLM computes; chunks on disk", total=None)
+
+        def update(status: PromptStatus) -> None:
+            nonlocal last, last_line_s
+            numbers = summarize(status)
+            bar.update(task, total=numbers.num_chunks or None, completed=numbers.num_durable_chunks)
+            is_due = numbers.complete or time.monotonic() - last_line_s >= _LINE_INTERVAL_S
+            if bar.disable and numbers.num_chunks and numbers != last and is_due:
+                last_line_s = time.monotonic()
+                output.say(
+                    f"chunks: {numbers.num_host_chunks} in host memory, {numbers.num_durable_chunks} on disk, "
+                    f"of {numbers.num_chunks}"
+                )
+            last = numbers
+
+        yield update
+
+
+@contextmanager
+def byte_progress(output: Output, total: int) -> Iterator[Callable[[Iterable[bytes]], Iterator[bytes]]]:
+    """Show on a terminal how many of `total` bytes (0: not known) have passed the yielded function."""
+    columns = (_BAR, DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn())
+    with _drawn(output, *columns) as bar:
+        task = bar.add_task("bytes", total=total or None)
+
+        def counted(pieces: Iterable[bytes]) -> Iterator[bytes]:
+            for data in pieces:
+                yield data
+                bar.advance(task, len(data))
+
+        yield counted

@@ -1,9 +1,8 @@
 """The numbers and the state of a prompt, summed over its bindings."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from kvtier._pb.cache_pb2 import PromptBinding, PromptStatus
+from kvtier._pb.cache_pb2 import PromptStatus
 
 _STATE_NAMES = {
     PromptStatus.UNRENDERED: "unrendered",
@@ -23,7 +22,10 @@ _STATE_MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Sums over the namespaces of attached engines, or of the last namespace if none is attached."""
+    """Sums over the namespaces of attached engines, or over the last namespace if none is attached.
+
+    `covered_tokens` is the largest.
+    """
 
     covered_tokens: int
     num_chunks: int
@@ -68,24 +70,12 @@ def state_meaning(status: PromptStatus) -> str:
 
 def summarize(status: PromptStatus) -> Summary:
     """Return the numbers of a prompt."""
-    bindings = _counted(status)
-    return Summary(
-        covered_tokens=max((b.covered_tokens for b in bindings), default=0),
-        num_chunks=sum(b.num_chunks for b in bindings),
-        num_host_chunks=sum(b.num_host_chunks for b in bindings),
-        num_durable_chunks=sum(b.num_durable_chunks for b in bindings),
-        num_shared_chunks=sum(b.num_shared_chunks for b in bindings),
-        raw_bytes=sum(b.raw_bytes for b in bindings),
-        durable_raw_bytes=sum(b.durable_raw_bytes for b in bindings),
-        disk_bytes=sum(b.disk_bytes for b in bindings),
-        disk_share_bytes=sum(b.disk_share_bytes for b in bindings),
-    )
+    bindings = [b for b in status.bindings if b.live] or list(status.bindings)[-1:]
+    covered_tokens = max((b.covered_tokens for b in bindings), default=0)
+    summed = [field.name for field in fields(Summary) if field.name != "covered_tokens"]
+    return Summary(covered_tokens=covered_tokens, **{name: sum(getattr(b, name) for b in bindings) for name in summed})
 
 
 def is_refused(status: PromptStatus) -> bool:
     """Return whether vLLM cannot use the prompt; `error` says why."""
     return bool(status.error) and status.state == PromptStatus.WAITING
-
-
-def _counted(status: PromptStatus) -> Sequence[PromptBinding]:
-    return [b for b in status.bindings if b.live] or list(status.bindings)[-1:]

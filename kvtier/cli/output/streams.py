@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvtier.cli.json_text import JsonError, read_json
-from kvtier.cli.output.grid import Grid, Styled, text_of
+from kvtier.cli.output.grid import Grid, Part, text_of
 from kvtier.printable import printable, printable_json
 
 _PIPE_WIDTH = 160
@@ -39,10 +39,10 @@ class Output:
         """Console for lines and progress."""
         return self._err if self.json else self._out
 
-    def say(self, *lines: str) -> None:
-        """Write lines for people."""
-        for line in lines:
-            _write(self.console, Text(printable(line)))
+    def say(self, *parts: Part) -> None:
+        """Write lines and tables for people."""
+        for part in parts:
+            _write(self.console, part if isinstance(part, Grid) else text_of(part))
 
     def warn(self, text: str) -> None:
         """Write a warning to stderr."""
@@ -52,17 +52,16 @@ class Output:
         """Write an error to stderr."""
         _write(self._err, Text.assemble(("error: ", "bold red"), printable(text)))
 
-    def show(self, *parts: Grid | Styled | str) -> None:
-        """Write tables, and lines between them."""
-        for part in parts:
-            self.console.print(part if isinstance(part, Grid) else text_of(part))
-
     def working(self, text: str) -> AbstractContextManager[object]:
         """Show a spinner with this text, on a terminal only."""
         return self._err.status(Text(printable(text))) if self._err.is_terminal else nullcontext()
 
-    def answer(self, value: Any) -> None:
-        """Write the JSON answer."""
+    def answer(self, value: Any, *parts: Part) -> None:
+        """Write the answer: `value`, which may be a protobuf message, as JSON; or the parts for people."""
+        if not self.json:
+            self.say(*parts)
+            return
+        value = to_jsonable(value) if isinstance(value, Message) else value
         text = printable_json(value, indent=2)
         try:
             text.encode(sys.stdout.encoding or "utf-8")
@@ -79,9 +78,9 @@ def _console(*, stderr: bool) -> Console:
     return console
 
 
-def _write(console: Console, text: Text) -> None:
+def _write(console: Console, part: Text | Grid) -> None:
     # In a pipe a line stays one line, so that grep and copied commands work; on a terminal words are wrapped.
-    console.print(text, soft_wrap=not console.is_terminal)
+    console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
 
 
 def to_jsonable(message: Message, *, with_recipe: bool = False) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
 from kvtier.cli.json_text import read_json
 from kvtier.cli.output.durations import format_age, format_duration, format_expiry, format_moment
-from kvtier.cli.output.grid import Cell, Column, Grid, Styled
+from kvtier.cli.output.grid import Cell, Grid, Part, Styled, column
 from kvtier.cli.output.prompt_summary import Summary, state_meaning, state_name, summarize
 from kvtier.config.units import format_size
 from kvtier.printable import printable_json
@@ -19,7 +19,6 @@ _NUMBERS_WIDTH = 57
 _PRIORITY_WIDTH = 5
 _PREVIEW_CHARS = 300
 _MENTIONED_BYTES = 1 << 20
-Part = Grid | Styled | str
 
 
 def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Sequence[Part]:
@@ -183,7 +182,7 @@ def namespaces_table(namespaces: Iterable[NamespaceStatus]) -> Grid:
 
 def counters_table(counters: dict[str, int]) -> Grid:
     """Return name and value of each counter."""
-    table = Grid(Column(wraps=True), Column(right=True), gap=2)
+    table = Grid(column(wraps=True), column(right=True), gap=2)
     for name, value in counters.items():
         table.row(name, format_size(value) if "bytes" in name.split("_") else str(value))
     return table
@@ -191,11 +190,11 @@ def counters_table(counters: dict[str, int]) -> Grid:
 
 def _table(*headers: str) -> Grid:
     """Return an empty table; a header that ends with > is that of a number."""
-    return Grid(*(Column(title=h.removesuffix(">"), right=h.endswith(">"), wraps=h == "NAME") for h in headers))
+    return Grid(*(column(h.removesuffix(">"), right=h.endswith(">"), wraps=h == "NAME") for h in headers))
 
 
 def _pairs(rows: Mapping[str, Cell]) -> Grid:
-    table = Grid(Column(style="bold"), Column(wraps=True), gap=2)
+    table = Grid(column(style="bold"), column(wraps=True), gap=2)
     for name, value in rows.items():
         if value:
             table.row(name, value)

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvtier.cli.prompt_text.date_stamp import find_date_stamp
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
-from kvtier.cli.vllm_api.http_client import VllmClient
+from kvtier.cli.vllm_client import VllmClient
 from kvtier.errors import RenderError
 
 # A letter and a digit never share a first token, in any vocabulary.

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtier.cli.app import app
-from kvtier.cli.flows import pin_flow
+from kvtier.cli.commands import pin_flow
 from tests.unit.cli import fake_daemon, fake_vllm
 from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm

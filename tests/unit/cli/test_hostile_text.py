@@ -165,7 +165,7 @@ def test_names_are_offered_to_the_shell_only_when_they_are_names(
     daemon: HostileDaemon, tmp_path: Path, kvtier: Kvtier
 ) -> None:
     """Some shells evaluate what a completion prints."""
-    from kvtier.cli.completion import complete_prompt_name
+    from kvtier.cli.options import complete_prompt_name
 
     with typer.main.get_command(app).make_context("kvtier", ["--socket", str(tmp_path / "s"), "show", "x"]) as context:
         assert complete_prompt_name(context, "") == []  # type: ignore[arg-type]

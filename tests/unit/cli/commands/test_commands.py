@@ -262,18 +262,18 @@ def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDae
 
 
 def test_status_says_where_the_metrics_are_and_why_they_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().show(*daemon_details(DaemonStatus(metrics_url="http://127.0.0.1:9464/metrics")))
+    Output().say(*daemon_details(DaemonStatus(metrics_url="http://127.0.0.1:9464/metrics")))
     assert re.search(r"^metrics +http://127.0.0.1:9464/metrics *$", capsys.readouterr().out, re.MULTILINE)
-    Output().show(*daemon_details(DaemonStatus(metrics_problem="cannot listen there")))
+    Output().say(*daemon_details(DaemonStatus(metrics_problem="cannot listen there")))
     assert re.search(r"^metrics +NOT SERVED: cannot listen there *$", capsys.readouterr().out, re.MULTILINE)
-    Output().show(*daemon_details(DaemonStatus()))
+    Output().say(*daemon_details(DaemonStatus()))
     assert "metrics" not in capsys.readouterr().out, "switched off"
 
 
 def test_status_says_what_much_of_prompts_takes_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().show(*daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=25 << 20)))
+    Output().say(*daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=25 << 20)))
     assert "3, 2 pinned, 25.0 MiB of memory" in capsys.readouterr().out
-    Output().show(*daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=5000)))
+    Output().say(*daemon_details(DaemonStatus(num_prompts=3, num_pinned=2, prompt_bytes=5000)))
     assert "of memory" not in capsys.readouterr().out
 
 
@@ -287,7 +287,7 @@ def test_status_with_engines_fits_80_columns(kvtier: Kvtier, capsys: pytest.Capt
         quarantined=True,
     )
     namespace = NamespaceStatus(namespace_id="n" * 64, model="/srv/models/Qwen3-235B", num_disk_chunks=99999)
-    Output().show(*daemon_details(DaemonStatus(sessions=[session], namespaces=[namespace])))
+    Output().say(*daemon_details(DaemonStatus(sessions=[session], namespaces=[namespace])))
     text = capsys.readouterr().out
     assert_narrow(text)
     assert "(lost)" in text

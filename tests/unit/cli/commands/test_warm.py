@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.flows.warm_flow import WarmFlow, WarmPolicy, WarmResult, model_of
-from kvtier.cli.vllm_api.http_client import ServedModel, VllmClient
+from kvtier.cli.commands.warm_flow import WarmFlow, WarmResult, model_of
+from kvtier.cli.vllm_client import ServedModel, VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance
 from tests.unit.cli.conftest import Kvtier
@@ -115,7 +115,7 @@ def test_it_waits_in_all_no_longer_than_allowed(pinned: FakeDaemon, vllm: FakeVl
 
     vllm.metrics, vllm.on_completion = ROOM + WAITING % 1, busy_again
     with AdminClient(tmp_path / "s") as client, VllmClient(vllm.url) as http:
-        flow = WarmFlow(client, http, WarmPolicy(wait_s=3.0), clock=lambda: now_s, sleep=sleep)
+        flow = WarmFlow(client=client, vllm=http, wait_s=3.0, clock=lambda: now_s, sleep=sleep)
         flow.prepare()
         results = [done.result for done in flow.run(by_importance(client.list()))]
     assert results == [WarmResult.WARMED, WarmResult.BUSY, WarmResult.BUSY]

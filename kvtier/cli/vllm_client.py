@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 
 from kvtier.cli.json_text import JsonError, read_json
-from kvtier.cli.vllm_api.server_address import checked_key, checked_url
 from kvtier.client.warm_requests import warm_body
-from kvtier.errors import RenderError
+from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.printable import shown_url
 
 TIMEOUT_S = 60.0
@@ -85,11 +85,11 @@ class VllmClient:
             InvalidArgumentError: Not an HTTP URL, or a key that no header can hold.
         """
         trimmed = url.rstrip("/").removesuffix("/v1")
-        base_url = checked_url(trimmed)
+        base_url = _checked_url(trimmed)
         self.url = shown_url(trimmed)
         self._http = httpx.Client(
             base_url=base_url,
-            headers={"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {},
+            headers={"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             # A proxy from the environment cannot reach our loopback; to load CA files for http would cost 0.1 s.
             trust_env=base_url.host not in _LOOPBACK,
@@ -283,3 +283,27 @@ def _server_message(response: httpx.Response) -> str:
         said = response.reason_phrase if text.lstrip().startswith("<") else text
     said = " ".join(said.split()) or response.reason_phrase
     return said if len(said) <= _SHOWN_CHARS else said[: _SHOWN_CHARS - 1] + "…"
+
+
+def _checked_url(text: str) -> httpx.URL:
+    """Return a base URL; a user and password in it are sent as HTTP Basic authentication."""
+    problem = InvalidArgumentError("--url", shown_url(text), "must look like http://127.0.0.1:8000")
+    try:
+        parts = urlsplit(text)
+        # Neither parser refuses port 0, or a name that the resolver cannot encode.
+        (parts.hostname or "").encode("idna")
+        is_base = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        if not is_base or parts.port == 0:
+            raise problem
+        return httpx.URL(text)
+    except (ValueError, httpx.InvalidURL) as exc:
+        raise problem from exc
+
+
+def _checked_key(api_key: str) -> str:
+    if not (api_key.isascii() and api_key.isprintable()):
+        problem = (
+            "has a character that no HTTP header can hold (a line break, a letter beyond ASCII); give the key alone"
+        )
+        raise InvalidArgumentError("--api-key", "***", problem)
+    return api_key

@@ -6,11 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from kvtier._pb.cache_pb2 import PromptBinding, PromptStatus
-from kvtier.cli.flows.capture import Capture, CaptureOutcome, CapturePolicy
-from kvtier.cli.flows.status_feed import StatusFeed
+from kvtier.cli.commands.capture import IDLE_S, CaptureOutcome, capture
 from kvtier.errors import RenderError
 
-POLICY = CapturePolicy(timeout_s=100)
+TIMEOUT_S = 100.0
 
 
 def status(*, host: int = 0, durable: int = 0, total: int = 4, state: int = PromptStatus.CAPTURING) -> PromptStatus:
@@ -18,7 +17,7 @@ def status(*, host: int = 0, durable: int = 0, total: int = 4, state: int = Prom
     return PromptStatus(state=state, bindings=[binding])  # type: ignore[arg-type]
 
 
-class FakeFeed(StatusFeed):
+class FakeFeed:
     """Lets time pass at each question, and answers what the script says for that many warm requests."""
 
     def __init__(self, script: Callable[[int], PromptStatus | None]) -> None:
@@ -39,46 +38,46 @@ class FakeFeed(StatusFeed):
         return self.now_s
 
 
-def capture(feed: FakeFeed, first: PromptStatus, policy: CapturePolicy = POLICY) -> CaptureOutcome:
-    return Capture(policy, feed.send, feed.clock).run(first, feed, lambda _: None)[1]
+def outcome(feed: FakeFeed, first: PromptStatus, send: Callable[[], None] | None = None) -> CaptureOutcome:
+    return capture(first, feed.next, send or feed.send, timeout_s=TIMEOUT_S, clock=feed.clock)[1]
 
 
 def test_what_is_durable_needs_no_request() -> None:
     feed = FakeFeed(lambda _: None)
-    assert capture(feed, status(durable=4, state=PromptStatus.DURABLE)) is CaptureOutcome.DURABLE
+    assert outcome(feed, status(durable=4, state=PromptStatus.DURABLE)) is CaptureOutcome.DURABLE
     assert feed.sent == 0
 
 
 def test_a_second_request_brings_what_the_first_did_not() -> None:
     feed = FakeFeed(lambda sent: status(durable=4, state=PromptStatus.DURABLE) if sent == 2 else None)
-    assert capture(feed, status(host=2)) is CaptureOutcome.DURABLE
+    assert outcome(feed, status(host=2)) is CaptureOutcome.DURABLE
     assert feed.sent == 2
-    assert feed.now_s >= POLICY.idle_s
+    assert feed.now_s >= IDLE_S
 
 
 def test_it_gives_up_after_three_requests() -> None:
     feed = FakeFeed(lambda _: None)
-    assert capture(feed, status(host=2)) is CaptureOutcome.INCOMPLETE
+    assert outcome(feed, status(host=2)) is CaptureOutcome.INCOMPLETE
     assert feed.sent == 3
-    assert feed.now_s < POLICY.timeout_s
+    assert feed.now_s < TIMEOUT_S
 
 
 def test_a_slow_disk_is_waited_for() -> None:
     """All chunks are in host memory: it ends with the time, not with the number of requests."""
     feed = FakeFeed(lambda _: None)
-    assert capture(feed, status(host=4)) is CaptureOutcome.TIMED_OUT
-    assert feed.now_s > POLICY.timeout_s
+    assert outcome(feed, status(host=4)) is CaptureOutcome.TIMED_OUT
+    assert feed.now_s > TIMEOUT_S
 
 
 def test_over_quota_ends_at_once() -> None:
     feed = FakeFeed(lambda _: status(host=2, state=PromptStatus.OVER_QUOTA))
-    assert capture(feed, status()) is CaptureOutcome.OVER_QUOTA
+    assert outcome(feed, status()) is CaptureOutcome.OVER_QUOTA
     assert feed.sent == 1
 
 
 def test_less_than_a_chunk_is_not_warmed() -> None:
     feed = FakeFeed(lambda _: None)
-    assert capture(feed, status(total=0)) is CaptureOutcome.INCOMPLETE
+    assert outcome(feed, status(total=0)) is CaptureOutcome.INCOMPLETE
     assert feed.sent == 0
 
 
@@ -90,4 +89,4 @@ def test_what_vllm_refuses_is_raised() -> None:
         raise RenderError("too long")
 
     with pytest.raises(RenderError, match="too long"):
-        Capture(POLICY, send, feed.clock).run(status(), feed, lambda _: None)
+        outcome(feed, status(), send)

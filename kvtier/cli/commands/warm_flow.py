@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli.output.prompt_summary import is_refused
-from kvtier.cli.vllm_api.http_client import ServedModel, VllmClient, VllmUnreachableError
+from kvtier.cli.vllm_client import ServedModel, VllmClient, VllmUnreachableError
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import cache_tokens_taken, new_request_id, same_request, warm_tokens
 from kvtier.errors import PromptUnrenderedError, RenderError
@@ -52,57 +52,42 @@ class Warmed:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmPolicy:
-    """Limits of one run.
+@dataclass(kw_only=True)
+class WarmFlow:
+    """Warms prompts of one daemon in one vLLM, one after the other.
 
     Attributes:
         max_ratio: Share of the prefix cache that warm prompts may take; 0: no limit.
         wait_s: Total time to wait while requests wait in vLLM.
         timeout_s: For one prompt.
+        clock: Monotonic seconds.
+        sleep: Sleeps for this many seconds.
+        limit_tokens: Of the prefix cache; None before `prepare`, and when there is no limit.
     """
 
+    client: AdminClient
+    vllm: VllmClient
     max_ratio: float = 0.5
     wait_s: float = 60.0
     timeout_s: float = 600.0
-
-
-class WarmFlow:
-    """Warms prompts of one daemon in one vLLM, one after the other.
-
-    Args:
-        clock: Monotonic seconds.
-        sleep: Sleeps for this many seconds.
-    """
-
-    def __init__(
-        self,
-        client: AdminClient,
-        vllm: VllmClient,
-        policy: WarmPolicy,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._client, self._vllm, self._policy = client, vllm, policy
-        self._clock, self._sleep = clock, sleep
-        self._wait_left_s = policy.wait_s
-        self._models: Sequence[ServedModel] = ()
-        self._block_tokens = 1
-        self.limit_tokens: int | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    limit_tokens: int | None = None
+    _models: Sequence[ServedModel] = ()
+    _block_tokens: int = 1
+    _waited_s: float = 0.0
 
     def prepare(self) -> None:
-        """Ask vLLM for its models and the size of its cache; `limit_tokens` is None when there is no limit.
+        """Ask vLLM for its models and the size of its cache.
 
         Raises:
             RenderError: vLLM does not answer, or refused.
         """
-        self._models = self._vllm.models()
-        capacity = self._vllm.cache_capacity()
-        if capacity is not None:
+        self._models = self.vllm.models()
+        if capacity := self.vllm.cache_capacity():
             self._block_tokens = capacity.block_tokens
-            if self._policy.max_ratio:
-                self.limit_tokens = int(capacity.num_tokens * self._policy.max_ratio)
+            if self.max_ratio:
+                self.limit_tokens = int(capacity.num_tokens * self.max_ratio)
 
     def run(self, prompts: Sequence[PromptStatus]) -> Iterator[Warmed]:
         """Yield the result of each prompt, in the order given; call `prepare` first.
@@ -113,30 +98,24 @@ class WarmFlow:
         left, is_busy = self.limit_tokens, False
         warmed_as: dict[object, str] = {}
         for status in prompts:
+            needed = cache_tokens_taken(status.num_tokens, self._block_tokens)
             if is_refused(status):
                 yield _not_warmed(status, WarmResult.REFUSED, f"vLLM cannot use it: {status.error}")
-                continue
-            if refusal := self._refusal(status):
+            elif refusal := self._refusal(status):
                 yield _not_warmed(status, WarmResult.FAILED, refusal)
-                continue
-            if first_name := warmed_as.get(same_request(status)):
+            elif first_name := warmed_as.get(same_request(status)):
                 yield _not_warmed(status, WarmResult.DUPLICATE, f"the same prompt as {first_name}, which was warmed")
-                continue
-            needed = cache_tokens_taken(status.num_tokens, self._block_tokens)
-            if left is not None and needed > left:
-                yield _not_warmed(
-                    status, WarmResult.OVER_LIMIT, f"needs {needed} tokens of vLLM's cache, {left} are left for it"
-                )
-                continue
-            is_busy = is_busy or not self._wait_until_idle()
-            if is_busy:
-                yield _not_warmed(status, WarmResult.BUSY, f"requests waited in vLLM for {self._policy.wait_s:g} s")
-                continue
-            done = self._warm(status)
-            if done.result is WarmResult.WARMED:
-                warmed_as[same_request(status)] = status.name
-                left = left if left is None else left - needed
-            yield done
+            elif left is not None and needed > left:
+                why = f"needs {needed} tokens of vLLM's cache, {left} are left for it"
+                yield _not_warmed(status, WarmResult.OVER_LIMIT, why)
+            elif is_busy := is_busy or not self._wait_until_idle():
+                yield _not_warmed(status, WarmResult.BUSY, f"requests waited in vLLM for {self.wait_s:g} s")
+            else:
+                done = self._warm(status)
+                if done.result is WarmResult.WARMED:
+                    warmed_as[same_request(status)] = status.name
+                    left = left if left is None else left - needed
+                yield done
 
     def _refusal(self, status: PromptStatus) -> str:
         """Return why the prompt cannot be sent as a request; empty when it can."""
@@ -144,20 +123,20 @@ class WarmFlow:
             return str(PromptUnrenderedError(status.name))
         if model_of(status, self._models) is None:
             wanted, names = status.lora_name or status.model, ", ".join(model.name for model in self._models)
-            return f"{self._vllm.url} serves {names or 'nothing'}, not {wanted or 'any model'}"
+            return f"{self.vllm.url} serves {names or 'nothing'}, not {wanted or 'any model'}"
         return ""
 
     def _warm(self, status: PromptStatus) -> Warmed:
         model = model_of(status, self._models)
         assert model is not None, "see _refusal"
-        tokens = self._client.tokens(status.name)
-        began_s = self._clock()
+        tokens = self.client.tokens(status.name)
+        began_s = self.clock()
         try:
-            cached_tokens = self._vllm.warm(
+            cached_tokens = self.vllm.warm(
                 model.name,
                 warm_tokens(status, tokens),
                 status.cache_salt,
-                self._policy.timeout_s,
+                self.timeout_s,
                 request_id=new_request_id(),
             )
         except VllmUnreachableError:
@@ -169,17 +148,17 @@ class WarmFlow:
             num_tokens=len(tokens),
             result=WarmResult.WARMED,
             cached_tokens=cached_tokens,
-            seconds=self._clock() - began_s,
+            seconds=self.clock() - began_s,
         )
 
     def _wait_until_idle(self) -> bool:
         """Wait while requests wait in vLLM, until the total wait time is used up; return whether none waits."""
-        while self._vllm.num_waiting():
-            if self._wait_left_s <= 0:
+        while self.vllm.num_waiting():
+            if self._waited_s >= self.wait_s:
                 return False
-            began_s = self._clock()
-            self._sleep(_TICK_S)
-            self._wait_left_s -= self._clock() - began_s
+            began_s = self.clock()
+            self.sleep(_TICK_S)
+            self._waited_s += self.clock() - began_s
         return True
 
 

@@ -1,0 +1,140 @@
+"""Sends warm requests for a prompt until every chunk is durable.
+
+vLLM offers chunks to store when it computes or hits them, but under pressure it skips some. So the request is repeated,
+a bounded number of times, while chunks are missing.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from enum import Enum, auto
+
+from kvtier._pb.cache_pb2 import PromptStatus
+from kvtier.cli.output.prompt_summary import summarize
+from kvtier.client.admin import AdminClient
+from kvtier.errors import KvtierError
+
+MAX_REQUESTS = 3
+IDLE_S = 2.0
+"""If nothing changes for this long after an answer, the missing chunks count as not offered."""
+_HELD_FACTOR = 5
+_TICK_S = 0.1
+_JOIN_TIMEOUT_S = 2.0
+
+NextStatus = Callable[[float], PromptStatus | None]
+"""Returns the newest status of a prompt that arrives within so many seconds, None if none does.
+
+Raises KvtierError when the daemon no longer answers, or refused.
+"""
+
+
+@contextmanager
+def watched(client: AdminClient, name: str, timeout_s: float) -> Iterator[NextStatus]:
+    """Read the status of a prompt as the daemon streams it, in a thread, for at most `timeout_s`."""
+    watch = client.watch(name, timeout_s=timeout_s)
+    items: queue.SimpleQueue[PromptStatus | KvtierError] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for status in watch:
+                items.put(status)
+        except KvtierError as exc:
+            items.put(exc)
+
+    def newest(wait_s: float) -> PromptStatus | None:
+        try:
+            item = items.get(timeout=wait_s)
+            while not items.empty():
+                item = items.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, KvtierError):
+            raise item
+        return item
+
+    thread = threading.Thread(target=read, name="kvtier-watch", daemon=True)
+    thread.start()
+    try:
+        yield newest
+    finally:
+        watch.close()
+        thread.join(_JOIN_TIMEOUT_S)
+
+
+class CaptureOutcome(Enum):
+    """How capturing ended."""
+
+    DURABLE = auto()
+    OVER_QUOTA = auto()
+    INCOMPLETE = auto()
+    TIMED_OUT = auto()
+
+
+def capture(
+    status: PromptStatus,
+    next_status: NextStatus,
+    send: Callable[[], None],
+    *,
+    timeout_s: float,
+    on_status: Callable[[PromptStatus], None] = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[PromptStatus, CaptureOutcome]:
+    """Wait until a prompt is durable, and send warm requests meanwhile; return the last status and the outcome.
+
+    Args:
+        status: The newest status that is known.
+        next_status: Gives newer ones.
+        send: Sends one warm request and returns when vLLM has answered.
+        timeout_s: For the whole capture.
+        on_status: Called with each newer status.
+        clock: Monotonic seconds.
+
+    Raises:
+        KvtierError: A warm request failed, or the daemon no longer answers.
+    """
+    ends_s = clock() + timeout_s
+    num_requests, running, changed_s = 0, None, clock()
+    while True:
+        numbers = summarize(status)
+        if status.state == PromptStatus.DURABLE:
+            return status, CaptureOutcome.DURABLE
+        if status.state == PromptStatus.OVER_QUOTA:
+            return status, CaptureOutcome.OVER_QUOTA
+        if status.bindings and not numbers.num_chunks:
+            return status, CaptureOutcome.INCOMPLETE
+        if running is not None and running.done():
+            running.result()
+            running, changed_s = None, clock()
+        # While the daemon holds all chunks, only the disk has work, and another request would not speed it up. But the
+        # numbers may hide a missing chunk (see `Summary.missing`), so after a longer time it is sent all the same.
+        idle_limit_s = IDLE_S * (1 if numbers.missing else _HELD_FACTOR)
+        if num_requests == 0 or (running is None and clock() - changed_s > idle_limit_s):
+            if num_requests < MAX_REQUESTS:
+                num_requests, running = num_requests + 1, _in_background(send)
+            elif numbers.missing:
+                return status, CaptureOutcome.INCOMPLETE
+        if clock() > ends_s:
+            return status, CaptureOutcome.TIMED_OUT
+        if (newer := next_status(_TICK_S)) is not None:
+            status, changed_s = newer, clock()
+            on_status(status)
+
+
+def _in_background(send: Callable[[], None]) -> "Future[None]":
+    """Send in a daemon thread, which Ctrl-C does not wait for."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            send()
+        except Exception as exc:
+            # After Ctrl-C the connection is closed, and no caller asks.
+            done.set_exception(exc)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="kvtier-warm", daemon=True).start()
+    return done

@@ -1,1 +1,0 @@
-"""How the CLI talks to the API server of vLLM over HTTP."""
