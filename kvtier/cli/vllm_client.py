@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -55,31 +55,21 @@ class ServedModel:
         return self.name if self.lora_path else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheCapacity:
-    """Size of vLLM's prefix cache.
-
-    Attributes:
-        num_tokens: Tokens that fit.
-        block_tokens: Tokens of one block.
-    """
+class CacheCapacity(NamedTuple):
+    """Size of vLLM's prefix cache: tokens that fit, and tokens of one block."""
 
     num_tokens: int
     block_tokens: int
 
 
-class VllmClient:
+class VllmClient(AbstractContextManager["VllmClient"]):
     """The part of vLLM's HTTP API that kvtier needs; `url` is its base URL without secrets.
 
     All methods raise VllmUnreachableError when no server answers, RenderError when vLLM refuses.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Prepare the connection.
-
-        Args:
-            url: Base URL; a trailing /v1 is removed, because /tokenize is beside it.
-            api_key: Bearer token, if vLLM requires one.
+        """Take the base URL; a trailing /v1 is removed, because /tokenize is beside it.
 
         Raises:
             InvalidArgumentError: Not an HTTP URL, or a key that no header can hold.
@@ -90,26 +80,20 @@ class VllmClient:
         self._http = httpx.Client(
             base_url=base_url,
             headers={"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {},
-            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             # A proxy from the environment cannot reach our loopback; to load CA files for http would cost 0.1 s.
             trust_env=base_url.host not in _LOOPBACK,
             verify=base_url.scheme == "https",
         )
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the connection."""
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def models(self) -> list[ServedModel]:
         """Return the served models: base models first, as vLLM lists them."""
         entries = self._request("GET", "/v1/models").get("data") or []
-        if not isinstance(entries, list) or not all(map(_is_model, entries)):
+        if not isinstance(entries, list) or not all(
+            isinstance(e, dict) and isinstance(e.get("id"), str) for e in entries
+        ):
             raise RenderError(f"{self.url}/v1/models did not answer with models; {_NO_VLLM}")
         # Aliases of one model share its root; engines use the first of them.
         first_names: dict[str, str] = {}
@@ -119,11 +103,9 @@ class VllmClient:
         return [_served_model(entry, first_names) for entry in entries]
 
     def model_names(self) -> list[str]:
-        """Return the names of models that requests may use."""
         return [model.name for model in self.models()]
 
     def version(self) -> str:
-        """Return vLLM's version."""
         return str(self._request("GET", "/version").get("version", ""))
 
     def cache_config(self) -> dict[str, str]:
@@ -131,8 +113,7 @@ class VllmClient:
 
         Source: `metrics_info` of vLLM 0.32, which writes every value with `str`.
         """
-        lines = _text(self._send("GET", "/metrics")).splitlines()
-        shown = next((line for line in lines if line.startswith(_CACHE_CONFIG_METRIC)), "")
+        shown = next(iter(self._metric(_CACHE_CONFIG_METRIC)), "")
         return {match[1]: match[2] for match in _LABEL.finditer(shown)}
 
     def cache_capacity(self) -> CacheCapacity | None:
@@ -141,13 +122,15 @@ class VllmClient:
         block_tokens, num_blocks = (_number(config.get(name)) for name in ("block_size", "num_gpu_blocks"))
         # If several KV groups share the blocks, only vLLM knows how many tokens fit; older versions do not report it.
         num_tokens = _number(config.get("kv_cache_size_tokens")) or num_blocks * block_tokens
-        return CacheCapacity(num_tokens=num_tokens, block_tokens=block_tokens) if num_tokens and block_tokens else None
+        return CacheCapacity(num_tokens, block_tokens) if num_tokens and block_tokens else None
 
     def num_waiting(self) -> int:
         """Return how many requests wait in vLLM's queues; 0 when vLLM does not report it."""
-        lines = _text(self._send("GET", "/metrics")).splitlines()
-        values = [line.rpartition(" ")[2] for line in lines if line.startswith(_WAITING_METRIC)]
+        values = [line.rpartition(" ")[2] for line in self._metric(_WAITING_METRIC)]
         return sum(_number(value.partition(".")[0]) for value in values)
+
+    def _metric(self, name: str) -> list[str]:
+        return [line for line in _text(self._send("GET", "/metrics")).splitlines() if line.startswith(name)]
 
     def tokenize_chat(
         self,
@@ -196,19 +179,27 @@ class VllmClient:
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
     ) -> dict[str, Any]:
-        return _json_object(self._send(method, path, body, timeout_s), self.url + path)
+        response = self._send(method, path, body, timeout_s)
+        try:
+            value = read_json(response.content)
+        except JsonError:
+            value = None
+        if not isinstance(value, dict):
+            raise RenderError(f"{self.url + path} did not answer with a JSON object; {_NO_VLLM}")
+        return value
 
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
     ) -> httpx.Response:
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
-            response = self._http.request(
-                method, path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
-            )
+            response = self._http.request(method, path, json=body, timeout=timeout)
         except httpx.TimeoutException as exc:
             raise VllmUnreachableError(self.url, f"{path}: no answer within {timeout_s:g} s") from exc
         except httpx.TransportError as exc:
-            raise VllmUnreachableError(self.url, _reason(exc)) from exc
+            # "[Errno 111] Connection refused": the number does not help an operator.
+            reason = re.sub(r"^\[Errno -?\d+\] ", "", str(exc)).lower() or type(exc).__name__
+            raise VllmUnreachableError(self.url, reason) from exc
         except httpx.HTTPError as exc:  # a body that cannot be decompressed
             raise RenderError(f"{self.url + path} did not answer as HTTP servers do ({exc}); {_NO_VLLM}") from exc
         if response.is_success:
@@ -218,10 +209,6 @@ class VllmClient:
 
 def _number(label: str | None) -> int:
     return int(label) if label is not None and _NUMBER.fullmatch(label) else 0
-
-
-def _is_model(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("id"), str)
 
 
 def _is_token(token: Any) -> bool:
@@ -239,21 +226,6 @@ def _served_model(entry: dict[str, Any], first_names: dict[str, str]) -> ServedM
     if not parent:
         return ServedModel(name=name, base=first_names[str(entry.get("root"))])
     return ServedModel(name=name, base=str(parent), lora_path=str(entry.get("root") or name))
-
-
-def _json_object(response: httpx.Response, url: str) -> dict[str, Any]:
-    try:
-        value = read_json(response.content)
-    except JsonError:
-        value = None
-    if not isinstance(value, dict):
-        raise RenderError(f"{url} did not answer with a JSON object; {_NO_VLLM}")
-    return value
-
-
-def _reason(exc: httpx.TransportError) -> str:
-    # "[Errno 111] Connection refused": the number does not help an operator.
-    return re.sub(r"^\[Errno -?\d+\] ", "", str(exc)).lower() or type(exc).__name__
 
 
 def _explain(response: httpx.Response, url: str) -> str:

@@ -5,6 +5,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -106,7 +107,7 @@ def import_(
         interruptible(output, "see kvtier list for what was done"),
         byte_progress(output, 0 if file == _STANDARD else os.fstat(source.fileno()).st_size) as bar,
     ):
-        status = client.import_bundle(start, bar(_pieces(source)))
+        status = client.import_bundle(start, bar(iter(lambda: source.read(PIECE_BYTES), b"")))
     source_name = "stdin" if file == _STANDARD else file
     output.answer(status, f"imported: {status.name} from {source_name}", pin_result(status))
 
@@ -158,7 +159,6 @@ def _check_target(file: Path, *, force: bool) -> None:
 
 
 def _send(pieces: Iterator[bytes]) -> int:
-    """Write to stdout; return the number of bytes."""
     num_bytes = sum(sys.stdout.buffer.write(data) for data in pieces)
     sys.stdout.buffer.flush()
     return num_bytes
@@ -168,7 +168,7 @@ def _write(pieces: Iterator[bytes], file: Path, *, force: bool) -> int:
     """Write a temporary file beside the target, fsync it, and rename it to its final name."""
     temp = file.with_name(f".kvtier-export-{os.getpid()}.tmp")
     try:
-        with _created(temp) as target:
+        with open(temp, "xb", opener=partial(os.open, mode=0o600)) as target:
             for data in pieces:
                 target.write(data)
             target.flush()
@@ -183,12 +183,3 @@ def _write(pieces: Iterator[bytes], file: Path, *, force: bool) -> int:
         with suppress(OSError):
             temp.unlink(missing_ok=True)
     return num_bytes
-
-
-def _created(path: Path) -> BinaryIO:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-
-
-def _pieces(source: BinaryIO) -> Iterator[bytes]:
-    while data := source.read(PIECE_BYTES):
-        yield data

@@ -108,30 +108,28 @@ def spans_of(events: Iterable[Event]) -> Iterator[StageSpan]:
 
 def summarize(events: list[Event]) -> list[dict[str, Any]]:
     """Return a row for each process and stage, the largest total first; times in milliseconds."""
-    processes = {event.get("pid"): name for event in events if (name := _process_name(event))}
+    processes = {}
+    for event in events:
+        args = event.get("args")
+        if event.get("name") == "process_name" and isinstance(args, dict) and args.get("name"):
+            processes[event.get("pid")] = str(args["name"])
     durations_ms: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans_of(events):
         process = processes.get(span.pid, str(span.pid))
         durations_ms[process, span.stage].append((span.ended_us - span.began_us) / 1000)
-    rows = [_row(process, stage, values) for (process, stage), values in durations_ms.items()]
+    rows = [
+        {
+            "process": process,
+            "stage": stage,
+            "count": len(values),
+            "median_ms": round(statistics.median(values), 3),
+            "p95_ms": round(sorted(values)[math.ceil(0.95 * len(values)) - 1], 3),
+            "max_ms": round(max(values), 3),
+            "total_ms": round(sum(values), 3),
+        }
+        for (process, stage), values in durations_ms.items()
+    ]
     return sorted(rows, key=lambda row: (row["process"], -row["total_ms"]))
-
-
-def _process_name(event: Event) -> str:
-    args = event.get("args")
-    return str(args.get("name", "")) if event.get("name") == "process_name" and isinstance(args, dict) else ""
-
-
-def _row(process: str, stage: str, values: list[float]) -> dict[str, Any]:
-    return {
-        "process": process,
-        "stage": stage,
-        "count": len(values),
-        "median_ms": round(statistics.median(values), 3),
-        "p95_ms": round(sorted(values)[math.ceil(0.95 * len(values)) - 1], 3),
-        "max_ms": round(max(values), 3),
-        "total_ms": round(sum(values), 3),
-    }
 
 
 def _table(stages: list[dict[str, Any]]) -> Grid:

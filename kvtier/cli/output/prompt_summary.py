@@ -50,11 +50,6 @@ class Summary:
         """
         return self.num_host_chunks + self.num_durable_chunks < self.num_chunks
 
-    @property
-    def ratio(self) -> float:
-        """Raw bytes per byte on disk, of the chunks on disk; 0 without any."""
-        return self.durable_raw_bytes / self.disk_bytes if self.disk_bytes else 0.0
-
 
 def state_name(status: PromptStatus) -> str:
     """Return the name of the state."""

@@ -1,8 +1,7 @@
 """The tables of `list`, `show`, `pin` and `status`; they fit 80 columns."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtier._pb.cache_pb2 import DaemonStatus, NamespaceStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
 from kvtier.cli.json_text import read_json
@@ -21,19 +20,13 @@ _PREVIEW_CHARS = 300
 _MENTIONED_BYTES = 1 << 20
 
 
-def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Sequence[Part]:
-    """Return what `kvtier list` prints on a console with this many columns."""
-    table = prompts_table(prompts, width)
-    summaries = [summarize(status) for status in prompts]
-    if not any(numbers.num_shared_chunks for numbers in summaries):
-        return [table]
-    disk_bytes = format_size(sum(numbers.disk_share_bytes for numbers in summaries))
-    return [table, "", f"* shared with other prompts. Each chunk counted once: {disk_bytes} on disk."]
+def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Iterator[Part]:
+    """Yield what `kvtier list` prints on a console with this many columns.
 
-
-def prompts_table(prompts: Sequence[PromptStatus], width: int) -> Grid:
-    """Return one row per prompt; an asterisk marks bytes that rows of other prompts count too."""
+    An asterisk marks bytes that rows of other prompts count too.
+    """
     has_priorities = any(status.priority for status in prompts)
+    summaries = [summarize(status) for status in prompts]
     # Name and model get the width that the other columns leave.
     numbers_width = _NUMBERS_WIDTH + (_PRIORITY_WIDTH if has_priorities else 0)
     model_chars = max(_MIN_MODEL_CHARS, (width - numbers_width) // 2)
@@ -41,26 +34,29 @@ def prompts_table(prompts: Sequence[PromptStatus], width: int) -> Grid:
     table = _table(
         "NAME", "STATE", "PIN", *priority_header, "TOKENS>", "CHUNKS>", "HOST>", "DISK>", "MODEL", "AGE>", "ENDS>"
     )
-    for status in prompts:
-        numbers = summarize(status)
+    for status, numbers in zip(prompts, summaries, strict=True):
+        on_disk = format_size(numbers.disk_bytes).replace("iB", "").replace(" ", "") if numbers.disk_bytes else "-"
         table.row(
             status.name,
             state_name(status),
-            "yes" if status.pinned else "no",
+            _yes(status.pinned),
             *([str(status.priority)] if has_priorities else []),
-            str(status.num_tokens) if status.num_tokens else "-",
+            str(status.num_tokens or "-"),
             f"{numbers.num_durable_chunks}/{numbers.num_chunks}" if numbers.num_chunks else "-",
             str(numbers.num_host_chunks) if numbers.num_chunks else "-",
-            _compact(numbers.disk_bytes) + ("*" if numbers.num_shared_chunks else ""),
+            on_disk + ("*" if numbers.num_shared_chunks else ""),
             _short_model(status.model or "any", model_chars),
             format_age(status.created_unix_s),
             format_expiry(status.expires_unix_s) if status.pinned else "-",
         )
-    return table
+    yield table
+    if any(numbers.num_shared_chunks for numbers in summaries):
+        disk_bytes = format_size(sum(numbers.disk_share_bytes for numbers in summaries))
+        yield from ("", f"* shared with other prompts. Each chunk counted once: {disk_bytes} on disk.")
 
 
-def prompt_details(status: PromptStatus) -> Sequence[Part]:
-    """Return what `kvtier show` prints."""
+def prompt_details(status: PromptStatus) -> Iterator[Part]:
+    """Yield what `kvtier show` prints."""
     rows: dict[str, Cell] = {
         "name": status.name,
         "state": f"{state_name(status)}: {state_meaning(status)}",
@@ -69,24 +65,32 @@ def prompt_details(status: PromptStatus) -> Sequence[Part]:
         "model": status.model or "any",
         "LoRA": status.lora_name,
         "cache salt": "set" if status.cache_salt else "",
-        "tokens": _tokens(status),
+        "tokens": f"{status.num_tokens} (digest {status.tokens_digest[:_SHORT_ID]})" if status.num_tokens else "",
         "created": format_moment(status.created_unix_s),
         "engines": f"{status.num_engines} attached, {status.num_confirmed} confirmed",
         "shared": _shared(summarize(status)),
         "error": status.error,
         "source": _source(status.recipe_json),
     }
-    parts: list[Part] = [_pairs(rows)]
-    return [*parts, "", bindings_table(status.bindings)] if status.bindings else parts
+    yield _pairs(rows)
+    if status.bindings:
+        yield from ("", _bindings(status.bindings))
 
 
-def bindings_table(bindings: Iterable[PromptBinding]) -> Grid:
-    """Return one row per namespace of a prompt."""
+def _pinned(status: PromptStatus) -> str:
+    if not status.pinned:
+        return "no; `kvtier evict` drops its chunks"
+    if not status.expires_unix_s:
+        return "yes, until unpinned"
+    return f"yes, until {format_moment(status.expires_unix_s)} (in {format_expiry(status.expires_unix_s)})"
+
+
+def _bindings(bindings: Iterable[PromptBinding]) -> Grid:
     table = _table("NAMESPACE", "LIVE", "COVERED>", "HOST>", "ON DISK>", "RAW>", "STORED>", "RATIO>")
     for binding in bindings:
         table.row(
             binding.namespace_id[:_SHORT_ID],
-            "yes" if binding.live else "no",
+            _yes(binding.live),
             str(binding.covered_tokens),
             f"{binding.num_host_chunks}/{binding.num_chunks}",
             f"{binding.num_durable_chunks}/{binding.num_chunks}",
@@ -116,44 +120,33 @@ def pin_result(status: PromptStatus) -> Grid:
 _STORE_MODES = {"pinned": "pinned prompts only", "all": "every prompt; what is not pinned is evictable"}
 
 
-def daemon_details(status: DaemonStatus) -> Sequence[Part]:
-    """Return what `kvtier status` prints."""
+def daemon_details(status: DaemonStatus) -> Iterator[Part]:
+    """Yield what `kvtier status` prints."""
+    uptime = format_duration(time.time() - status.started_unix_s)
+    memory = f", {format_size(status.prompt_bytes)} of memory" if status.prompt_bytes >= _MENTIONED_BYTES else ""
     rows: dict[str, Cell] = {
-        "daemon": f"kvtier {status.version}, pid {status.pid}, up {_uptime(status.started_unix_s)}",
+        "daemon": f"kvtier {status.version}, pid {status.pid}, up {uptime}",
         "socket": status.socket,
         "stores": _STORE_MODES.get(status.store, status.store),
         "host": _tier(status.host),
         "disk": _tier(status.disk),
         "disk writes": _writes(status.counters),
-        "prompts": _prompts(status),
+        "prompts": f"{status.num_prompts}, {status.num_pinned} pinned{memory}",
         "metrics": f"NOT SERVED: {status.metrics_problem}" if status.metrics_problem else status.metrics_url,
     }
-    parts: list[Part] = [_pairs(rows), "", *sessions_table(status.sessions)]
-    if status.namespaces:
-        parts += ["", namespaces_table(status.namespaces)]
-    if counted := {name: status.counters[name] for name in sorted(status.counters) if status.counters[name]}:
-        parts += ["", Styled("Events since the daemon started", "bold"), counters_table(counted)]
-    return parts
-
-
-def sessions_table(sessions: Iterable[SessionStatus]) -> Sequence[Part]:
-    """Return one row per attached engine, or the way to attach one."""
-    rows = list(sessions)
-    if not rows:
+    yield from (_pairs(rows), "")
+    if status.sessions:
+        yield _sessions(status.sessions)
+    else:
         first, *others = HOW_TO_ATTACH
-        return [f"No engine is attached. {first}", *others]
-    table = _table("ENGINE", "PID>", "MODEL", "NAMESPACE", "UP>", "LEASES>", "CREDITS>")
-    for row in rows:
-        table.row(
-            row.engine_id[:_SHORT_ID] + (" (lost)" if row.quarantined else ""),
-            str(row.pid),
-            _short_model(row.model_names[0] if row.model_names else "-"),
-            row.namespace_id[:_SHORT_ID],
-            format_age(row.attached_unix_s),
-            str(row.num_leases),
-            str(row.num_store_grants),
-        )
-    return [table]
+        yield from (f"No engine is attached. {first}", *others)
+    if status.namespaces:
+        yield from ("", _namespaces(status.namespaces))
+    if counted := {name: number for name, number in sorted(status.counters.items()) if number}:
+        table = Grid(column(wraps=True), column(right=True), gap=2)
+        for name, number in counted.items():
+            table.row(name, format_size(number) if "bytes" in name.split("_") else str(number))
+        yield from ("", Styled("Events since the daemon started", "bold"), table)
 
 
 HOW_TO_ATTACH = (
@@ -164,28 +157,38 @@ HOW_TO_ATTACH = (
 )
 
 
-def namespaces_table(namespaces: Iterable[NamespaceStatus]) -> Grid:
-    """Return one row per namespace."""
-    table = _table("NAMESPACE", "MODEL", "LIVE", "HOST>", "ON DISK>", "STORED>", "PER CHUNK>")
-    for row in namespaces:
+def _sessions(sessions: Iterable[SessionStatus]) -> Grid:
+    table = _table("ENGINE", "PID>", "MODEL", "NAMESPACE", "UP>", "LEASES>", "CREDITS>")
+    for session in sessions:
         table.row(
-            row.namespace_id[:_SHORT_ID],
-            _short_model(row.model or "-"),
-            "yes" if row.live else "no",
-            str(row.num_host_chunks),
-            str(row.num_disk_chunks),
-            format_size(row.disk_bytes),
-            format_size(row.row_bytes),
+            session.engine_id[:_SHORT_ID] + (" (lost)" if session.quarantined else ""),
+            str(session.pid),
+            _short_model(session.model_names[0] if session.model_names else "-"),
+            session.namespace_id[:_SHORT_ID],
+            format_age(session.attached_unix_s),
+            str(session.num_leases),
+            str(session.num_store_grants),
         )
     return table
 
 
-def counters_table(counters: dict[str, int]) -> Grid:
-    """Return name and value of each counter."""
-    table = Grid(column(wraps=True), column(right=True), gap=2)
-    for name, value in counters.items():
-        table.row(name, format_size(value) if "bytes" in name.split("_") else str(value))
+def _namespaces(namespaces: Iterable[NamespaceStatus]) -> Grid:
+    table = _table("NAMESPACE", "MODEL", "LIVE", "HOST>", "ON DISK>", "STORED>", "PER CHUNK>")
+    for namespace in namespaces:
+        table.row(
+            namespace.namespace_id[:_SHORT_ID],
+            _short_model(namespace.model or "-"),
+            _yes(namespace.live),
+            str(namespace.num_host_chunks),
+            str(namespace.num_disk_chunks),
+            format_size(namespace.disk_bytes),
+            format_size(namespace.row_bytes),
+        )
     return table
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _table(*headers: str) -> Grid:
@@ -201,24 +204,12 @@ def _pairs(rows: Mapping[str, Cell]) -> Grid:
     return table
 
 
-def _pinned(status: PromptStatus) -> str:
-    if not status.pinned:
-        return "no; `kvtier evict` drops its chunks"
-    if not status.expires_unix_s:
-        return "yes, until unpinned"
-    return f"yes, until {format_moment(status.expires_unix_s)} (in {format_expiry(status.expires_unix_s)})"
-
-
-def _tokens(status: PromptStatus) -> str:
-    return f"{status.num_tokens} (digest {status.tokens_digest[:_SHORT_ID]})" if status.num_tokens else ""
-
-
 def _stored(numbers: Summary) -> str:
     raw, on_disk = format_size(numbers.raw_bytes), format_size(numbers.disk_bytes)
     if not numbers.disk_bytes:
         return f"{raw} raw, nothing on disk yet"
     part = "" if numbers.complete else f"{format_size(numbers.durable_raw_bytes)} of them as "
-    return f"{raw} raw, {part}{on_disk} on disk ({numbers.ratio:.2f}x smaller)"
+    return f"{raw} raw, {part}{on_disk} on disk ({numbers.durable_raw_bytes / numbers.disk_bytes:.2f}x smaller)"
 
 
 def _shared(numbers: Summary) -> str:
@@ -234,19 +225,14 @@ def _shared(numbers: Summary) -> str:
 def _source(recipe_json: str) -> Cell:
     """Return the kind of the recipe and its beginning; --json has all of it."""
     try:
-        return _recipe_lines(read_json(recipe_json))
+        recipe = read_json(recipe_json)
+        content, tools, kwargs = (recipe.get(field) for field in ("content", "tools", "chat_template_kwargs"))
+        text = content if isinstance(content, str) else printable_json(content) if content else ""
+        parts = [f"{len(tools)} tools"] if tools else []
     except (ValueError, AttributeError, TypeError):
         return ""
-
-
-def _recipe_lines(recipe: dict[str, Any]) -> Cell:
-    content = recipe.get("content")
-    text = content if isinstance(content, str) else printable_json(content) if content else ""
-    parts = [f"{len(recipe['tools'])} tools"] if recipe.get("tools") else []
-    if kwargs := recipe.get("chat_template_kwargs"):
-        parts.append(f"chat_template_kwargs {printable_json(kwargs)}")
-    given = f" with {', '.join(parts)}" if parts else ""
-    kind = f"{recipe.get('kind', 'unknown')}{given}"
+    parts += [f"chat_template_kwargs {printable_json(kwargs)}"] if kwargs else []
+    kind = " with ".join([str(recipe.get("kind", "unknown")), *([", ".join(parts)] if parts else [])])
     # Line breaks of the text, folded again, would make a ragged column.
     shown = " ".join(text.split())
     if len(shown) > _PREVIEW_CHARS:
@@ -262,12 +248,6 @@ def _tier(tier: TierStatus) -> Cell:
     return (state, f"SWITCHED OFF: {tier.latched}") if tier.latched else state
 
 
-def _prompts(status: DaemonStatus) -> str:
-    is_much = status.prompt_bytes >= _MENTIONED_BYTES
-    memory = f", {format_size(status.prompt_bytes)} of memory" if is_much else ""
-    return f"{status.num_prompts}, {status.num_pinned} pinned{memory}"
-
-
 def _writes(counters: Mapping[str, int]) -> str:
     """Return the cost of durability on the device since the daemon started; empty before the first pack."""
     num_packs, durable_bytes = counters.get("packs_written", 0), counters.get("durable_raw_bytes", 0)
@@ -280,14 +260,6 @@ def _writes(counters: Mapping[str, int]) -> str:
         f"{counters.get('pack_write_ms', 0) / 1000 / num_packs:.2f} s a pack, "
         f"{format_size(counters.get('write_back_queue_bytes', 0))} waiting"
     )
-
-
-def _uptime(started_unix_s: float) -> str:
-    return format_duration(time.time() - started_unix_s)
-
-
-def _compact(num_bytes: int) -> str:
-    return format_size(num_bytes).replace("iB", "").replace(" ", "") if num_bytes else "-"
 
 
 def _short_model(model: str, max_chars: int = _MODEL_CHARS) -> str:

@@ -15,11 +15,11 @@ the model follows them, so the generation prompt belongs to the prefix as far as
 A request that repeats the messages and one that continues the conversation share exactly this prefix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
-from kvtier.cli.prompt_text.date_stamp import find_date_stamp
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
 from kvtier.cli.vllm_client import VllmClient
 from kvtier.errors import RenderError
@@ -53,16 +53,22 @@ def render(recipe: Recipe, vllm: VllmClient, model: str) -> Rendering:
     Raises:
         RenderError: vLLM refused or is unreachable, or the continuations have no common prefix.
     """
-    variants = _render_variants(recipe, vllm, model)
-    # The first variant again, as the last, because time has passed.
-    again = _render_first(recipe, vllm, model)
-    tokens = common_prefix([*variants, again])
+
+    def tokens_of(variant: Any) -> list[int]:
+        if recipe.kind is SourceKind.TEXT:
+            return vllm.tokenize_text(model, variant)
+        return vllm.tokenize_chat(model, variant, recipe.tools, recipe.chat_template_kwargs)
+
+    first, *others = text_variants(recipe.content) if recipe.kind is SourceKind.TEXT else chat_variants(recipe)
+    before, *rendered = map(tokens_of, (first, *others))
+    after = tokens_of(first)  # as the last, because time has passed
+    tokens = common_prefix([before, *rendered, after])
     if not tokens:
         raise RenderError(
             "the rendered prompt shares no first token with itself when another user turn follows; the chat template "
             "does not start with this source, so there is nothing to pin"
         )
-    warnings = [UNSTABLE] if again != variants[0] else []
+    warnings = [UNSTABLE] if after != before else []
     if stamp := _date_stamp(recipe, vllm, model, tokens):
         warnings.append(
             f"the chat template prints today's date (\"{stamp}\"): tomorrow's requests miss the pin from there on. "
@@ -81,7 +87,7 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
     return prefix
 
 
-def chat_variants(recipe: Recipe) -> list[list[Any]]:
+def chat_variants(recipe: Recipe) -> Sequence[Any]:
     """Return the message lists whose common token prefix is the prompt."""
     messages = recipe.messages()
     if messages[-1].get("role") not in _ANSWERED_ROLES:
@@ -94,7 +100,7 @@ def chat_variants(recipe: Recipe) -> list[list[Any]]:
     ]
 
 
-def text_variants(text: str) -> list[str]:
+def text_variants(text: str) -> Sequence[Any]:
     """Return the texts whose common token prefix is the prompt."""
     first, second = _PROBES
     return [text, f"{text} {first}", f"{text}\n{second}"]
@@ -102,22 +108,6 @@ def text_variants(text: str) -> list[str]:
 
 def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def _render_variants(recipe: Recipe, vllm: VllmClient, model: str) -> list[list[int]]:
-    if recipe.kind is SourceKind.TEXT:
-        return [vllm.tokenize_text(model, text) for text in text_variants(recipe.content)]
-    return [_render_chat(recipe, vllm, model, messages) for messages in chat_variants(recipe)]
-
-
-def _render_first(recipe: Recipe, vllm: VllmClient, model: str) -> list[int]:
-    if recipe.kind is SourceKind.TEXT:
-        return vllm.tokenize_text(model, recipe.content)
-    return _render_chat(recipe, vllm, model, chat_variants(recipe)[0])
-
-
-def _render_chat(recipe: Recipe, vllm: VllmClient, model: str, messages: Sequence[Any]) -> list[int]:
-    return vllm.tokenize_chat(model, messages, recipe.tools, recipe.chat_template_kwargs)
 
 
 def _date_stamp(recipe: Recipe, vllm: VllmClient, model: str, tokens: Sequence[int]) -> str | None:
@@ -129,3 +119,36 @@ def _date_stamp(recipe: Recipe, vllm: VllmClient, model: str, tokens: Sequence[i
         # Optional: a pin works with a server that has no /detokenize.
         return None
     return find_date_stamp(text, recipe.source_text())
+
+
+# strftime's names follow the locale, and templates are written in English.
+_MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July",
+    "August", "September", "October", "November", "December",
+)  # fmt: skip
+
+
+def find_date_stamp(text: str, source: str, now: datetime | None = None) -> str | None:
+    """Return a spelling of today's date that is in `text` and not in `source`, None when there is none.
+
+    Covers the date in every time zone, because the machine of vLLM may be in another one. A date in `source` is
+    intended.
+    """
+    today = (now or datetime.now(tz=UTC)).date()
+    for days in (0, -1, 1):
+        for spelling in _spellings(today + timedelta(days=days)):
+            if spelling in text and spelling not in source:
+                return spelling
+    return None
+
+
+def _spellings(day: date) -> Iterator[str]:
+    """Yield the usual ways to write a day, longest first."""
+    name = _MONTHS[day.month - 1]
+    for month in dict.fromkeys((name, name[:3])):
+        for number in dict.fromkeys((f"{day:%d}", f"{day.day}")):
+            yield from (f"{number} {month} {day.year}", f"{month} {number}, {day.year}")
+            yield from (f"{month} {number} {day.year}", f"{number}-{month}-{day.year}")
+    for written in ("%Y-%m-%d", "%d-%m-%Y", "%m-%d-%Y"):
+        yield from (day.strftime(written.replace("-", separator)) for separator in "-/.")
+    yield f"{day:%Y%m%d}"

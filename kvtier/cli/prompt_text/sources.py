@@ -6,7 +6,8 @@ A recipe is JSON: `{"version": 1, "kind": "system", "content": "You are ...", "t
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,10 +17,8 @@ from kvtier.cli.json_text import JsonError, read_json
 from kvtier.errors import InvalidArgumentError, RenderError
 
 RECIPE_VERSION = 2
-_VERSION_WITHOUT_KWARGS = 1
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_TOKEN_ID = 2**32 - 1
-_SHOWN_CHARS = 60
 MAX_SOURCE_BYTES = 256 * 1024**2
 _BYTE_ORDER_MARK = "\ufeff"
 _KWARGS_EXAMPLE = """a JSON object like '{"enable_thinking": false}'"""
@@ -52,11 +51,11 @@ class Recipe:
 
     def to_json(self) -> str:
         """Return the stored form."""
-        version = RECIPE_VERSION if self.chat_template_kwargs else _VERSION_WITHOUT_KWARGS
-        fields: dict[str, Any] = {"version": version, "kind": self.kind.value}
+        fields: dict[str, Any] = {"version": 1, "kind": self.kind.value}
         fields |= {"content": self.content} if self.content is not None else {}
         fields |= {"tools": self.tools} if self.tools else {}
-        fields |= {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
+        if self.chat_template_kwargs:
+            fields |= {"version": RECIPE_VERSION, "chat_template_kwargs": self.chat_template_kwargs}
         return json.dumps(fields, ensure_ascii=False)
 
     @classmethod
@@ -70,11 +69,15 @@ class Recipe:
             fields = read_json(text)
             if fields["version"] > RECIPE_VERSION:
                 raise RenderError(f"the recipe has version {fields['version']}, this kvtier knows {RECIPE_VERSION}")
+            kind, content = SourceKind(fields["kind"]), fields.get("content")
             tools, kwargs = fields.get("tools"), fields.get("chat_template_kwargs")
-            kind = SourceKind(fields["kind"])
+            if kind is SourceKind.MESSAGES:
+                _check_messages("content", content)
+            elif kind is not SourceKind.TOKENS and not isinstance(content, str):
+                raise ValueError(content)  # noqa: TRY301
             return cls(
                 kind=kind,
-                content=_checked_content(kind, fields.get("content")),
+                content=content,
                 tools=_checked_tools("tools", tools) if tools is not None else None,
                 chat_template_kwargs=_require_object("chat_template_kwargs", kwargs) if kwargs is not None else None,
             )
@@ -94,28 +97,11 @@ class Recipe:
         return "\n".join([*_strings(self.content), *_strings(self.tools), *_strings(self.chat_template_kwargs)])
 
 
-def _checked_content(kind: SourceKind, content: Any) -> Any:
-    """Return the content of a stored recipe; token ids have none.
-
-    Raises:
-        ValueError: A recipe of this kind has other content.
-        InvalidArgumentError: A message is invalid.
-    """
-    if kind is SourceKind.MESSAGES:
-        return _checked_messages("content", content)
-    if kind is not SourceKind.TOKENS and not isinstance(content, str):
-        raise ValueError(content)
-    return content
-
-
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _strings(item)
 
 
@@ -139,15 +125,21 @@ def read_messages(path: str, tools: list[Any] | None, kwargs: dict[str, Any] | N
         if kwargs is None and value.get("chat_template_kwargs") is not None:
             kwargs = _require_object("--messages.chat_template_kwargs", value["chat_template_kwargs"])
         value = value["messages"]
-    messages = _checked_messages("--messages", value, path)
-    return Recipe(kind=SourceKind.MESSAGES, content=messages, tools=tools, chat_template_kwargs=kwargs)
+    _check_messages("--messages", value, path)
+    return Recipe(kind=SourceKind.MESSAGES, content=value, tools=tools, chat_template_kwargs=kwargs)
 
 
-def _checked_messages(field: str, value: Any, path: str = "") -> list[Any]:
+def _check_messages(field: str, value: Any, path: str = "") -> None:
     messages = _require_list(field, path, value, 'a JSON list like [{"role": "system", "content": "..."}]')
     for index, message in enumerate(messages):
-        _check_message(f"{field}[{index}]", message)
-    return messages
+        place = f"{field}[{index}]"
+        if not isinstance(message, dict):
+            raise InvalidArgumentError(place, message, 'must be an object with "role" and "content"')
+        role, content = message.get("role"), message.get("content")
+        if role not in KNOWN_ROLES:
+            raise InvalidArgumentError(f"{place}.role", role, f"must be one of {', '.join(KNOWN_ROLES)}")
+        if not isinstance(content, str | list) and not (role == "assistant" and content is None):
+            raise InvalidArgumentError(f"{place}.content", content, "must be text, or a list of content parts")
 
 
 def read_tools(path: str) -> list[Any]:
@@ -159,9 +151,8 @@ def _checked_tools(field: str, value: Any, path: str = "") -> list[Any]:
     tools = _require_list(field, path, value, 'a JSON list like [{"type": "function", "function": {...}}]')
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
-            raise InvalidArgumentError(
-                f"{field}[{index}]", _short(tool), "must be an object like the OpenAI API's tools"
-            )
+            problem = "must be an object like the OpenAI API's tools"
+            raise InvalidArgumentError(f"{field}[{index}]", tool, problem)
     return tools
 
 
@@ -171,7 +162,7 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
     try:
         return _require_object(field, read_json(text))
     except JsonError as exc:
-        raise InvalidArgumentError(field, _short(text), f"{exc}; it must be {_KWARGS_EXAMPLE}") from exc
+        raise InvalidArgumentError(field, text, f"{exc}; it must be {_KWARGS_EXAMPLE}") from exc
 
 
 def read_tokens(path: str) -> list[int]:
@@ -182,32 +173,20 @@ def read_tokens(path: str) -> list[int]:
     tokens = _require_list("--tokens", path, value, 'a JSON list of token ids like [1, 3087], or {"tokens": [1, 3087]}')
     for index, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_TOKEN_ID:
-            raise InvalidArgumentError(f"--tokens[{index}]", _short(token), "must be a token id, a whole number from 0")
+            raise InvalidArgumentError(f"--tokens[{index}]", token, "must be a token id, a whole number from 0")
     return tokens
 
 
-def _check_message(field: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise InvalidArgumentError(field, _short(message), 'must be an object with "role" and "content"')
-    role = message.get("role")
-    if role not in KNOWN_ROLES:
-        raise InvalidArgumentError(f"{field}.role", _short(role), f"must be one of {', '.join(KNOWN_ROLES)}")
-    content = message.get("content")
-    if not isinstance(content, str | list) and not (role == "assistant" and content is None):
-        raise InvalidArgumentError(f"{field}.content", _short(content), "must be text, or a list of content parts")
-
-
 def _require_list(field: str, path: str, value: Any, example: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InvalidArgumentError(field, path, f"holds {_json_kind(value)}; it must hold {example}")
-    if not value:
-        raise InvalidArgumentError(field, path, f"holds an empty list; it must hold {example}")
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else _json_kind(value)
+        raise InvalidArgumentError(field, path, f"holds {found}; it must hold {example}")
     return value
 
 
 def _require_object(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidArgumentError(field, _short(value), f"is {_json_kind(value)}; it must be {_KWARGS_EXAMPLE}")
+        raise InvalidArgumentError(field, value, f"is {_json_kind(value)}; it must be {_KWARGS_EXAMPLE}")
     return value
 
 
@@ -220,8 +199,10 @@ def _read_json(field: str, path: str) -> Any:
 
 
 def _read_text(field: str, path: str) -> str:
+    """Read a file or stdin, at most one byte more than a source may have: a device may be endless."""
     try:
-        raw = _read_bytes(path)
+        with nullcontext(sys.stdin.buffer) if path == "-" else Path(path).open("rb") as file:
+            raw = file.read(MAX_SOURCE_BYTES + 1)
         text = raw.decode("utf-8")
     except OSError as exc:
         raise InvalidArgumentError(field, path, f"cannot be read: {exc.strerror}") from exc
@@ -229,36 +210,18 @@ def _read_text(field: str, path: str) -> str:
         raise InvalidArgumentError(field, path, f"is not UTF-8 text (byte {exc.start}); save it as UTF-8") from exc
     except ValueError as exc:  # a NUL in the path
         raise InvalidArgumentError(field, path, f"cannot be read: {exc}") from exc
+    problem = ""
     if len(raw) > MAX_SOURCE_BYTES:
-        raise InvalidArgumentError(field, path, f"has more than {MAX_SOURCE_BYTES} bytes; no prompt is that long")
-    if text.startswith(_BYTE_ORDER_MARK):
-        raise InvalidArgumentError(
-            field, path, "begins with a byte order mark, which requests do not send; save it as UTF-8 without one"
-        )
-    if not text.strip():
-        raise InvalidArgumentError(field, path, "is empty; there is nothing to pin")
+        problem = f"has more than {MAX_SOURCE_BYTES} bytes; no prompt is that long"
+    elif text.startswith(_BYTE_ORDER_MARK):
+        problem = "begins with a byte order mark, which requests do not send; save it as UTF-8 without one"
+    elif not text.strip():
+        problem = "is empty; there is nothing to pin"
+    if problem:
+        raise InvalidArgumentError(field, path, problem)
     return text
 
 
-def _read_bytes(path: str) -> bytes:
-    """Read a file or stdin, at most one byte more than a source may have: a device may be endless."""
-    if path == "-":
-        return sys.stdin.buffer.read(MAX_SOURCE_BYTES + 1)
-    with Path(path).open("rb") as file:
-        return file.read(MAX_SOURCE_BYTES + 1)
-
-
 def _json_kind(value: Any) -> str:
-    kinds: Sequence[tuple[type | tuple[type, ...], str]] = (
-        (dict, "an object"),
-        (list, "a list"),
-        (str, "a string"),
-        (bool, "a boolean"),
-        ((int, float), "a number"),
-    )
-    return next((noun for kind, noun in kinds if isinstance(value, kind)), "null")
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")

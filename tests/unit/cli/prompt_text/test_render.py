@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli.prompt_text.date_stamp import find_date_stamp
-from kvtier.cli.prompt_text.render import UNSTABLE, Rendering, common_prefix, render
+from kvtier.cli.prompt_text.render import UNSTABLE, Rendering, common_prefix, find_date_stamp, render
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
 from kvtier.cli.vllm_client import VllmClient, VllmUnreachableError
 from kvtier.errors import InvalidArgumentError, RenderError

@@ -82,7 +82,7 @@ def test_bad_template_kwargs(text: str, said: str) -> None:
 
 def test_template_kwargs_of_a_request_that_are_no_object(tmp_path: Path) -> None:
     request = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": 3}
-    with pytest.raises(InvalidArgumentError, match=r"--messages.chat_template_kwargs = '3': is a number"):
+    with pytest.raises(InvalidArgumentError, match=r"--messages.chat_template_kwargs = 3: is a number"):
         sources.read_messages(file(tmp_path, json.dumps(request)), None)
 
 
