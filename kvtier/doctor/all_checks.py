@@ -6,16 +6,14 @@ from pathlib import Path
 
 from kvtier._pb.cache_pb2 import DaemonStatus
 from kvtier.config import DaemonConfig, DiskConfig, HostConfig
-from kvtier.doctor.configuration import check_configuration, check_socket_folder
-from kvtier.doctor.daemon import ask_daemon, check_daemon, check_socket
-from kvtier.doctor.disk import check_disk
+from kvtier.doctor.daemon import ask_daemon, check_daemon, check_pins, check_socket
 from kvtier.doctor.engine_environment import check_environment_of_vllm, probe_environment
-from kvtier.doctor.host_memory import check_host_memory, check_shared_arena_dir
 from kvtier.doctor.machine import check_machine
-from kvtier.doctor.pinned_prompts import check_pins
-from kvtier.doctor.report import CHECKS, CheckResult, skipped
+from kvtier.doctor.memory_and_disk import check_disk, check_host_memory, check_shared_arena_dir
+from kvtier.doctor.report import CHECKS, CheckResult, fail, ok, skipped
 from kvtier.doctor.vllm_server import VllmServer, check_server
-from kvtier.folders import is_folder_of
+from kvtier.errors import ConfigErrors
+from kvtier.folders import is_folder_of, socket_folder_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Target:
 
 def run_checks(target: Target) -> list[CheckResult]:
     """Run every check; changes nothing."""
-    config, config_finding = check_configuration(target.config_path)
+    config, config_finding = _check_configuration(target.config_path)
     socket_findings = check_socket(target.socket, target.daemon_uid)
     answer = ask_daemon(target.socket, target.daemon_uid, socket_findings)
     status = answer.status
@@ -62,43 +60,52 @@ def check_environment(config: DaemonConfig) -> list[CheckResult]:
     """Check what a daemon with these settings needs from this machine; changes nothing."""
     return [
         *check_machine(config.disk.disk_dir),
-        check_socket_folder(config.server.socket),
+        _check_socket_folder(config.server.socket),
         *check_host_memory(config.host),
         *check_disk(config.disk),
     ]
 
 
+def _check_configuration(path: Path | None) -> tuple[DaemonConfig | None, CheckResult]:
+    """Read the settings that a daemon would read if it started now; None when it would refuse them."""
+    # Imported here, because it would slow down the other commands of the CLI.
+    from kvtier.config.load import default_config_path, load_config
+
+    try:
+        loaded = load_config(path=path)
+    except ConfigErrors as exc:
+        return None, fail("config.file", str(exc), "correct it; `kvtier-daemon --check-config` tests it")
+    found = str(loaded.path) if loaded.path else f"no {default_config_path()}: defaults and environment"
+    return loaded.config, ok("config.file", found)
+
+
+def _check_socket_folder(socket: Path) -> CheckResult:
+    """Check that the daemon can create its socket, and that its user alone can reach it."""
+    if problem := socket_folder_problem(socket.parent):
+        remedy = "set server.socket ($KVTIER_SOCKET for daemon and clients) to a path in a folder of its own"
+        return fail("socket.folder", f"{socket.parent}: {problem}", remedy)
+    return ok("socket.folder", str(socket.parent))
+
+
 def _check_tiers(config: DaemonConfig | None, status: DaemonStatus | None) -> list[CheckResult]:
     """Check the tiers of the running daemon, else those that the settings name."""
-    if status is not None:
-        if not is_folder_of(Path(status.disk.location), status.pid):
-            return _check_from_elsewhere(status)
-        return [*check_host_memory(_host_of(config, status)), *check_disk(_disk_of(config, status))]
-    if config is not None:
+    if status is None and config is None:
+        return _skip_tiers("there are no usable settings")
+    if status is None:
+        assert config is not None
         return [*check_host_memory(config.host), *check_disk(config.disk)]
-    return _skip_tiers("there are no usable settings")
-
-
-def _check_from_elsewhere(status: DaemonStatus) -> list[CheckResult]:
-    """Check, in another container than the daemon's, that the arenas are mounted under the same path."""
-    skipped_checks = _skip_tiers(f"the daemon's {status.disk.location} is not mounted here; run this where it runs")
-    shared = check_shared_arena_dir(Path(status.host.location), status.pid)
-    return [shared if finding.id == shared.id else finding for finding in skipped_checks]
+    arena_dir, disk_dir = Path(status.host.location), Path(status.disk.location)
+    if not is_folder_of(disk_dir, status.pid):
+        # The daemon is in another container: its arenas have to be mounted here, under the same path.
+        found = _skip_tiers(f"the daemon's {disk_dir} is not mounted here; run this where it runs")
+        shared = check_shared_arena_dir(arena_dir, status.pid)
+        return [shared if finding.id == shared.id else finding for finding in found]
+    host = HostConfig(arena_dir=arena_dir, host_bytes=status.host.limit_bytes)
+    disk = DiskConfig(disk_dir=disk_dir, disk_bytes=status.disk.limit_bytes)
+    if config is not None:
+        disk = replace(disk, reserve_bytes=config.disk.reserve_bytes)
+    return [*check_host_memory(host), *check_disk(disk)]
 
 
 def _skip_tiers(why: str) -> list[CheckResult]:
     return [skipped(check, why) for check in CHECKS if check.startswith(("host.", "disk."))]
-
-
-def _host_of(config: DaemonConfig | None, status: DaemonStatus) -> HostConfig:
-    arena_dir, host_bytes = Path(status.host.location), status.host.limit_bytes
-    if config is None:
-        return HostConfig(arena_dir=arena_dir, host_bytes=host_bytes)
-    return replace(config.host, arena_dir=arena_dir, host_bytes=host_bytes)
-
-
-def _disk_of(config: DaemonConfig | None, status: DaemonStatus) -> DiskConfig:
-    disk_dir, disk_bytes = Path(status.disk.location), status.disk.limit_bytes
-    if config is None:
-        return DiskConfig(disk_dir=disk_dir, disk_bytes=disk_bytes)
-    return replace(config.disk, disk_dir=disk_dir, disk_bytes=disk_bytes)

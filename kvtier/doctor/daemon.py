@@ -1,11 +1,11 @@
-"""The daemon as its clients see it: socket, answers, engines."""
+"""The daemon as its clients see it: socket, answers, engines, pinned prompts."""
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptStatus
 from kvtier.client.address import usable_socket_path
@@ -18,45 +18,38 @@ from kvtier.version import __version__
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
 _DAMAGE_COUNTERS = ("chunks_damaged", "packs_quarantined")
 _SHOWN_CHARS = 120
+MAX_LISTED = 20
 _ATTACH = "start vLLM with the KVTierConnector, with the same $KVTIER_SOCKET and as the same user (see README)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The answer of a daemon.
+class Answer(NamedTuple):
+    """Whether a daemon answered, and what."""
 
-    Attributes:
-        status: None if no daemon answered.
-        prompts: The prompts that it knows.
-        finding: Whether it answered.
-    """
-
-    status: DaemonStatus | None
-    prompts: tuple[PromptStatus, ...]
     finding: CheckResult
+    status: DaemonStatus | None = None
+    prompts: Sequence[PromptStatus] = ()
 
 
 def ask_daemon(socket: Path, daemon_uid: int | None, socket_findings: Sequence[CheckResult]) -> Answer:
     """Ask for status and prompts, unless there is no socket or it is not trusted."""
+    check = "daemon.answers"
     failed = {finding.id for finding in socket_findings if finding.status is Status.FAIL}
     if failed:
         why = "the socket is not trusted" if "socket.trusted" in failed else "there is no socket to ask at"
-        return Answer(status=None, prompts=(), finding=skipped("daemon.answers", why))
+        return Answer(skipped(check, why))
     try:
         with AdminClient(socket, daemon_uid=daemon_uid) as client:
-            status, prompts = client.status(), tuple(client.list())
+            status, prompts = client.status(), list(client.list())
     except RemoteError as exc:
         remedy = "run daemon and CLI of the same version; the daemon's log may say more"
         found = f"the daemon at {socket} answers, but refuses to list what it holds: {exc}"
-        return Answer(status=None, prompts=(), finding=fail("daemon.answers", found, remedy))
+        return Answer(fail(check, found, remedy))
     except DaemonSilentError as exc:
-        found = f"no daemon answers at {socket}: {exc.problem}"
-        return Answer(status=None, prompts=(), finding=fail("daemon.answers", found, exc.remedy))
+        return Answer(fail(check, f"no daemon answers at {socket}: {exc.problem}", exc.remedy))
     except KvtierError as exc:
         remedy = f"start it with KVTIER_SOCKET={socket}; if it was started, its log says why it ended"
-        return Answer(status=None, prompts=(), finding=fail("daemon.answers", str(exc), remedy))
-    found = f"kvtier {status.version}, pid {status.pid}, at {socket}"
-    return Answer(status=status, prompts=prompts, finding=ok("daemon.answers", found))
+        return Answer(fail(check, str(exc), remedy))
+    return Answer(ok(check, f"kvtier {status.version}, pid {status.pid}, at {socket}"), status, prompts)
 
 
 def check_socket(socket: Path, daemon_uid: int | None = None) -> list[CheckResult]:
@@ -71,9 +64,8 @@ def check_socket(socket: Path, daemon_uid: int | None = None) -> list[CheckResul
     try:
         facts = socket.lstat()
     except FileNotFoundError:
-        remedy = (
-            "start `kvtier-daemon`, or name its socket with --socket or $KVTIER_SOCKET (containers: mount its folder)"
-        )
+        where = "name its socket with --socket or $KVTIER_SOCKET (containers: mount its folder)"
+        remedy = f"start `kvtier-daemon`, or {where}"
         return [fail("socket.path", f"there is no {socket}", remedy), *refused, *_others(socket)]
     except OSError as exc:
         remedy = f"run as the daemon's user, or give uid {os.getuid()} access to {socket.parent}"
@@ -111,77 +103,92 @@ def check_daemon(status: DaemonStatus | None) -> list[CheckResult]:
     if status is None:
         checks = ("daemon.version", "daemon.engines", "daemon.disk_tier", "daemon.damage", "daemon.metrics")
         return [skipped(check, "no daemon answers") for check in checks]
-    return [
-        check_version(status),
-        check_engines(status),
-        check_disk_tier(status),
-        check_damage(status),
-        check_metrics(status),
-    ]
+    return list(_judged(status))
 
 
-def check_version(status: DaemonStatus) -> CheckResult:
-    """Compare the versions of daemon and CLI."""
-    if status.version != __version__:
+def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
+    if status.version == __version__:
+        yield ok("daemon.version", __version__)
+    else:
         found = f"the daemon is kvtier {status.version}, this is {__version__}"
-        return warn("daemon.version", found, "restart the daemon with the kvtier that is installed")
-    return ok("daemon.version", __version__)
-
-
-def check_engines(status: DaemonStatus) -> CheckResult:
-    """Judge the sessions."""
-    lost = [session for session in status.sessions if session.quarantined]
-    if lost:
-        found = (
-            f"{len(lost)} lost engines of which a process still runs: pids {', '.join(str(each.pid) for each in lost)}"
-        )
-        return warn("daemon.engines", found, "end these processes: their arena slots stay in quarantine until then")
-    if not status.sessions:
-        return warn("daemon.engines", "none attached", _ATTACH)
-    return ok("daemon.engines", f"{len(status.sessions)} attached")
-
-
-def check_disk_tier(status: DaemonStatus) -> CheckResult:
-    """Judge the circuit breaker of the disk tier."""
+        yield warn("daemon.version", found, "restart the daemon with the kvtier that is installed")
+    if lost := [str(session.pid) for session in status.sessions if session.quarantined]:
+        found = f"{len(lost)} lost engines of which a process still runs: pids {', '.join(lost)}"
+        remedy = "end these processes: their arena slots stay in quarantine until then"
+        yield warn("daemon.engines", found, remedy)
+    elif not status.sessions:
+        yield warn("daemon.engines", "none attached", _ATTACH)
+    else:
+        yield ok("daemon.engines", f"{len(status.sessions)} attached")
     if status.disk.latched:
         remedy = f"check the disk of {status.disk.location} (dmesg, smartctl); a probe switches the tier on again"
-        return fail("daemon.disk_tier", f"switched off: {status.disk.latched}", remedy)
-    return ok("daemon.disk_tier", "in use")
-
-
-def check_damage(status: DaemonStatus) -> CheckResult:
-    """Judge the counters of damage."""
-    counted = {name: status.counters[name] for name in _DAMAGE_COUNTERS if status.counters.get(name)}
-    if counted:
-        found = ", ".join(f"{name} {number}" for name, number in counted.items())
+        yield fail("daemon.disk_tier", f"switched off: {status.disk.latched}", remedy)
+    else:
+        yield ok("daemon.disk_tier", "in use")
+    if damage := [f"{name} {status.counters[name]}" for name in _DAMAGE_COUNTERS if status.counters.get(name)]:
         remedy = "run `kvtier fsck --deep`, and check the disk; damaged chunks are computed and stored again"
-        return warn("daemon.damage", f"since the daemon started: {found}", remedy)
-    return ok("daemon.damage", "none since the daemon started")
-
-
-def check_metrics(status: DaemonStatus) -> CheckResult:
-    """Judge whether Prometheus can scrape it."""
+        yield warn("daemon.damage", f"since the daemon started: {', '.join(damage)}", remedy)
+    else:
+        yield ok("daemon.damage", "none since the daemon started")
     if status.metrics_problem:
         remedy = "correct that and restart the daemon; it serves engines and commands meanwhile"
-        return warn("daemon.metrics", status.metrics_problem, remedy)
-    if not status.metrics_url:
-        return skipped("daemon.metrics", "metrics.listen is off, or the daemon is still starting")
-    return ok("daemon.metrics", status.metrics_url)
+        yield warn("daemon.metrics", status.metrics_problem, remedy)
+    elif not status.metrics_url:
+        yield skipped("daemon.metrics", "metrics.listen is off, or the daemon is still starting")
+    else:
+        yield ok("daemon.metrics", status.metrics_url)
 
 
 def _others(socket: Path) -> list[CheckResult]:
-    others = {folder: uid for folder, uid in _owners_of_usual_places().items() if folder != socket.parent}
-    if not others:
-        return [ok("socket.others", "none in the usual places")]
-    found = ", ".join(f"{folder} (uid {uid})" for folder, uid in others.items())
-    remedy = "if your daemon is one of these, name its socket with --socket or $KVTIER_SOCKET, and run as its user"
-    return [warn("socket.others", f"daemons ran elsewhere: {found}", remedy)]
-
-
-def _owners_of_usual_places() -> dict[Path, int]:
-    owners = {}
+    others = []
     for root, pattern in _USUAL_PLACES:
         for folder in sorted(Path(root).glob(pattern)):
             with suppress(OSError):  # removed meanwhile, or not readable for us
-                owners[folder] = folder.stat().st_uid
-    return owners
+                others += [f"{folder} (uid {folder.stat().st_uid})"] if folder != socket.parent else []
+    if not others:
+        return [ok("socket.others", "none in the usual places")]
+    remedy = "if your daemon is one of these, name its socket with --socket or $KVTIER_SOCKET, and run as its user"
+    return [warn("socket.others", f"daemons ran elsewhere: {', '.join(others)}", remedy)]
+
+
+def check_pins(prompts: Sequence[PromptStatus] | None) -> list[CheckResult]:
+    """Return one finding for each pinned prompt that is not durable, up to `MAX_LISTED`, and one for all others.
+
+    None stands for a daemon that does not answer.
+    """
+    if prompts is None:
+        return [skipped("pins.kept", "no daemon answers")]
+    pinned = [prompt for prompt in prompts if prompt.pinned]
+    broken = [finding for finding in map(check_pin, pinned) if finding.status is not Status.OK]
+    if len(broken) > MAX_LISTED:
+        rest = warn("pins.kept", f"{len(broken) - MAX_LISTED} more are not durable", "see `kvtier list`")
+        return [*broken[:MAX_LISTED], rest]
+    return [*broken, ok("pins.kept", f"{len(pinned) - len(broken)} of {len(pinned)} pinned prompts are durable")]
+
+
+def check_pin(prompt: PromptStatus) -> CheckResult:
+    """Say whether a pinned prompt is durable and recognized by the engines that serve its model, and if not, why."""
+    name = prompt.name
+    if prompt.error:
+        remedy = f"correct that, then `kvtier pin {name}`; or `kvtier unpin {name}`"
+        return warn("pins.kept", f"{name}: an engine cannot recognize it: {prompt.error}", remedy)
+    if prompt.num_confirmed < prompt.num_engines:
+        found = f"{name}: recognized by {prompt.num_confirmed} of {prompt.num_engines} engines so far"
+        remedy = "wait a moment and run this again; the engine's log says what it does with pins"
+        return warn("pins.kept", found, remedy)
+    if prompt.state == PromptStatus.DURABLE:
+        return ok("pins.kept", name)
+    num_chunks = sum(binding.num_chunks for binding in prompt.bindings)
+    num_durable = sum(binding.num_durable_chunks for binding in prompt.bindings)
+    found, remedy = {
+        PromptStatus.UNRENDERED: ("not yet turned into tokens", f"run `kvtier pin {name}` while vLLM runs"),
+        PromptStatus.WAITING: (
+            "no vLLM with the connector has recognized it yet",
+            f"start vLLM with the connector, serving {prompt.model or 'its model'}",
+        ),
+        PromptStatus.OVER_QUOTA: ("does not fit into disk.bytes", "raise disk.bytes, or unpin and evict another"),
+    }.get(
+        prompt.state,
+        (f"{num_durable} of {num_chunks} chunks are durable", f"`kvtier pin {name}` computes the rest"),
+    )
+    return warn("pins.kept", f"{name}: {found}", remedy)

@@ -48,12 +48,8 @@ def probe_environment(python: Path) -> EngineEnvironment:
         facts = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return EngineEnvironment(problem=_shortened(done.stderr.strip()) or f"it ended with status {done.returncode}")
-    return EngineEnvironment(
-        vllm=facts["vllm"],
-        series=tuple(facts["series"]),
-        hashes=tuple(facts["hashes"]),
-        problem=_shortened(facts["problem"]),
-    )
+    series, hashes, problem = tuple(facts["series"]), tuple(facts["hashes"]), _shortened(facts["problem"])
+    return EngineEnvironment(vllm=facts["vllm"], series=series, hashes=hashes, problem=problem)
 
 
 def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[CheckResult]:
@@ -63,8 +59,20 @@ def check_environment_of_vllm(environment: EngineEnvironment, python: Path | Non
         environment: From the probe.
         python: The interpreter that the operator named; None: none, so that of this CLI was probed.
     """
-    where = str(python or sys.executable)
-    return [_installed(environment, where, named=python is not None), _connector(environment, where)]
+    where, version = str(python or sys.executable), environment.vllm
+    remedy = "name the interpreter that vLLM runs with: --python"
+    if version:
+        installed = check_version("vllm.installed", version, environment.series, f"{version} in {where}")
+    elif python is not None:
+        installed = fail("vllm.installed", f"not for {where}", remedy)
+    else:
+        installed = skipped("vllm.installed", f"not for {where}; {remedy}")
+    if environment.problem:
+        how = f"install kvtier there: {where} -m pip install kvtier"
+        return [installed, fail("vllm.connector", environment.problem, how)]
+    if not version:
+        return [installed, skipped("vllm.connector", "without vLLM it cannot be loaded")]
+    return [installed, ok("vllm.connector", f"loads, for vLLM {' to '.join(environment.series)}")]
 
 
 def check_version(check: str, version: str, series: Sequence[str], found: str) -> CheckResult:
@@ -74,23 +82,6 @@ def check_version(check: str, version: str, series: Sequence[str], found: str) -
         remedy = f"install vLLM {wanted}, or a kvtier for that vLLM"
         return fail(check, f"{found}; the connector is written for {wanted}", remedy)
     return ok(check, found)
-
-
-def _installed(environment: EngineEnvironment, where: str, *, named: bool) -> CheckResult:
-    version = environment.vllm
-    if not version and named:
-        return fail("vllm.installed", f"not for {where}", "name the interpreter that vLLM runs with: --python")
-    if not version:
-        return skipped("vllm.installed", f"not for {where}; name the interpreter that vLLM runs with: --python")
-    return check_version("vllm.installed", version, environment.series, f"{version} in {where}")
-
-
-def _connector(environment: EngineEnvironment, where: str) -> CheckResult:
-    if environment.problem:
-        return fail("vllm.connector", environment.problem, f"install kvtier there: {where} -m pip install kvtier")
-    if not environment.vllm:
-        return skipped("vllm.connector", "without vLLM it cannot be loaded")
-    return ok("vllm.connector", f"loads, for vLLM {' to '.join(environment.series)}")
 
 
 def _shortened(text: str) -> str:

@@ -4,6 +4,7 @@ import platform
 import re
 import resource
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.doctor.report import CheckResult, fail, ok, warn
@@ -15,12 +16,7 @@ CLOCK_SLACK_S = 60.0
 
 
 def check_machine(disk_dir: Path | None, started_unix_s: float = 0.0) -> list[CheckResult]:
-    """Check kernel, open files and clock.
-
-    Args:
-        disk_dir: Folder of the daemon; None: not known.
-        started_unix_s: Start time that the daemon reports; 0: not known.
-    """
+    """Check kernel, open files and clock, by the daemon's folder and start time as far as they are known."""
     return [
         check_kernel(platform.system(), platform.release()),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
@@ -35,9 +31,8 @@ def check_kernel(system: str, release: str) -> CheckResult:
     if system != "Linux" or version is None:
         return fail("machine.kernel", found, "run kvtier on Linux: arenas and session locks need tmpfs and flock")
     if (int(version[1]), int(version[2])) < MIN_KERNEL:
-        return warn(
-            "machine.kernel", found, "use Linux {}.{} or later; kvtier is not tested on older".format(*MIN_KERNEL)
-        )
+        oldest = ".".join(map(str, MIN_KERNEL))
+        return warn("machine.kernel", found, f"use Linux {oldest} or later; kvtier is not tested on older")
     return ok("machine.kernel", found)
 
 
@@ -52,16 +47,11 @@ def check_open_files(soft_limit: int) -> CheckResult:
 
 def check_clock(now_unix_s: float, disk_dir: Path | None, started_unix_s: float) -> CheckResult:
     """Compare the wall clock with earlier times that it gave."""
-    seen_unix_s = max(started_unix_s, _last_written_unix_s(disk_dir) if disk_dir else 0.0)
+    seen_unix_s = started_unix_s
+    with suppress(OSError):
+        seen_unix_s = max(seen_unix_s, (disk_dir / "ledger.sqlite").stat().st_mtime if disk_dir else 0.0)
     behind_s = seen_unix_s - now_unix_s
     if behind_s > CLOCK_SLACK_S:
         found = f"the clock is {behind_s:.0f} s behind the time of kvtier's last write"
         return warn("machine.clock", found, "set it (chronyc, timedatectl): pins with --ttl end by the wall clock")
     return ok("machine.clock", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now_unix_s)))
-
-
-def _last_written_unix_s(disk_dir: Path) -> float:
-    try:
-        return (disk_dir / "ledger.sqlite").stat().st_mtime
-    except OSError:
-        return 0.0

@@ -56,7 +56,7 @@ class CheckResult:
         id: One of `CHECKS`.
         status: `fail`: kvtier does not work like this. `warn`: it works, but probably not as intended.
         found: The facts.
-        remedy: What to do; empty when there is nothing to do.
+        remedy: What to do; only where something is to be done.
     """
 
     id: str
@@ -65,26 +65,21 @@ class CheckResult:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        """Assert that the id is known, and that a remedy is given where one is needed."""
         assert self.id in CHECKS, self.id
         assert bool(self.remedy) == (self.status in (Status.WARN, Status.FAIL)), self
 
 
 def ok(check: str, found: str) -> CheckResult:
-    """Return a finding without a problem."""
     return CheckResult(id=check, status=Status.OK, found=found)
 
 
 def warn(check: str, found: str, remedy: str) -> CheckResult:
-    """Return a finding that works, but probably not as intended."""
     return CheckResult(id=check, status=Status.WARN, found=found, remedy=remedy)
 
 
 def fail(check: str, found: str, remedy: str) -> CheckResult:
-    """Return a finding with which kvtier does not work."""
     return CheckResult(id=check, status=Status.FAIL, found=found, remedy=remedy)
 
 
 def skipped(check: str, why: str) -> CheckResult:
-    """Return a finding of a check that did not run."""
     return CheckResult(id=check, status=Status.SKIPPED, found=why)

@@ -12,16 +12,14 @@ _CHECKS = ("server.answers", "server.prefix_caching", "server.hash_algorithm", "
 
 
 class VllmServer(Protocol):
-    """Questions to vLLM. Every method raises KvtierError when no vLLM answers, or vLLM refuses."""
+    """Questions to vLLM; `kvtier.cli.vllm_client` answers them. KvtierError: no vLLM answers, or vLLM refuses."""
 
-    def version(self) -> str:
-        """Return vLLM's version."""
+    def version(self) -> str: ...
 
     def cache_config(self) -> Mapping[str, str]:
         """Return the CacheConfig of vLLM from its metrics; empty when they do not show it."""
 
-    def model_names(self) -> Sequence[str]:
-        """Return the names of models that requests may use."""
+    def model_names(self) -> Sequence[str]: ...
 
 
 def check_server(
@@ -37,21 +35,20 @@ def check_server(
     if server is None:
         return [skipped(check, "no URL of a vLLM was given: --url") for check in _CHECKS]
     try:
-        version, cache_config, model_names = server.version(), server.cache_config(), server.model_names()
+        version, config, names = server.version(), server.cache_config(), server.model_names()
     except KvtierError as exc:
         first, *others = _CHECKS
         problem = fail(first, str(exc), "start vLLM, or correct --url")
         return [problem, *(skipped(check, "vLLM does not answer") for check in others)]
     return [
         check_version("server.answers", version, environment.series, f"vLLM {version}"),
-        check_prefix_caching(cache_config.get("enable_prefix_caching", "")),
-        check_hash_algorithm(cache_config.get("prefix_caching_hash_algo", ""), environment.hashes),
-        check_attached(model_names, status),
+        _check_prefix_caching(config.get("enable_prefix_caching", "")),
+        _check_hash_algorithm(config.get("prefix_caching_hash_algo", ""), environment.hashes),
+        _check_attached(names, status),
     ]
 
 
-def check_prefix_caching(enabled: str) -> CheckResult:
-    """Judge --enable-prefix-caching, as the metrics of vLLM show it."""
+def _check_prefix_caching(enabled: str) -> CheckResult:
     if not enabled:
         return skipped("server.prefix_caching", "vLLM's metrics do not show it")
     if enabled != "True":
@@ -60,7 +57,7 @@ def check_prefix_caching(enabled: str) -> CheckResult:
     return ok("server.prefix_caching", "on")
 
 
-def check_hash_algorithm(algorithm: str, stable: Sequence[str]) -> CheckResult:
+def _check_hash_algorithm(algorithm: str, stable: Sequence[str]) -> CheckResult:
     """Judge --prefix-caching-hash-algo; PYTHONHASHSEED is in the environment of vLLM and not visible here."""
     if not algorithm or not stable:
         return skipped("server.hash_algorithm", "not known" if algorithm else "vLLM's metrics do not show it")
@@ -70,14 +67,12 @@ def check_hash_algorithm(algorithm: str, stable: Sequence[str]) -> CheckResult:
     return ok("server.hash_algorithm", algorithm)
 
 
-def check_attached(model_names: Sequence[str], status: DaemonStatus | None) -> CheckResult:
+def _check_attached(model_names: Sequence[str], status: DaemonStatus | None) -> CheckResult:
     """Find an engine with these models among the sessions of the daemon."""
     if status is None:
         return skipped("server.attached", "no daemon answers")
-    attached = {name for session in status.sessions if not session.quarantined for name in session.model_names}
-    if not attached & set(model_names):
-        remedy = (
-            "start it with --kv-transfer-config naming KVTierConnector and with this daemon's socket; its log says more"
-        )
-        return fail("server.attached", f"no engine that serves {', '.join(model_names) or 'a model'}", remedy)
-    return ok("server.attached", ", ".join(sorted(attached & set(model_names))))
+    served = {name for session in status.sessions if not session.quarantined for name in session.model_names}
+    if attached := served.intersection(model_names):
+        return ok("server.attached", ", ".join(sorted(attached)))
+    how = "start it with --kv-transfer-config naming KVTierConnector and with this daemon's socket; its log says more"
+    return fail("server.attached", f"no engine that serves {', '.join(model_names) or 'a model'}", how)

@@ -12,10 +12,10 @@ import pytest
 from kvtier._pb.cache_pb2 import DaemonStatus, PromptBinding, PromptStatus, SessionStatus, TierStatus
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config import DiskConfig, HostConfig
-from kvtier.doctor import daemon, disk, host_memory, machine, pinned_prompts, vllm_server
+from kvtier.doctor import daemon, machine, memory_and_disk, vllm_server
+from kvtier.doctor.daemon import MAX_LISTED, check_pin, check_pins
 from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment
-from kvtier.doctor.mounts import Mount, mount_of
-from kvtier.doctor.pinned_prompts import MAX_LISTED, check_pin, check_pins
+from kvtier.doctor.memory_and_disk import Mount, mount_of
 from kvtier.doctor.report import CheckResult, Status
 from kvtier.errors import RenderError
 from kvtier.folders import LOCK_NAME
@@ -62,13 +62,17 @@ def test_a_clock_behind_what_was_written_before(tmp_path: Path) -> None:
     [("ext4", OK), ("xfs", OK), ("tmpfs", WARN), ("overlay", WARN), ("nfs4", WARN), ("fuse.sshfs", WARN)],
 )
 def test_file_systems_for_the_disk_tier(kind: str, status: Status) -> None:
-    assert disk.check_disk_file_system(Mount(point=Path("/x"), kind=kind)).status is status
+    assert memory_and_disk.check_disk_file_system(Mount(point=Path("/x"), kind=kind)).status is status
 
 
 def test_file_systems_for_arenas() -> None:
-    assert host_memory.check_arena_file_system(Mount(point=Path("/dev/shm"), kind="tmpfs")).status is OK
-    assert host_memory.check_arena_file_system(Mount(point=Path("/"), kind="ext4")).status is WARN
-    assert host_memory.check_arena_file_system(None).status is disk.check_disk_file_system(None).status is SKIPPED
+    assert memory_and_disk.check_arena_file_system(Mount(point=Path("/dev/shm"), kind="tmpfs")).status is OK
+    assert memory_and_disk.check_arena_file_system(Mount(point=Path("/"), kind="ext4")).status is WARN
+    assert (
+        memory_and_disk.check_arena_file_system(None).status
+        is memory_and_disk.check_disk_file_system(None).status
+        is SKIPPED
+    )
 
 
 def test_the_deepest_and_last_mount_counts(tmp_path: Path) -> None:
@@ -91,32 +95,32 @@ def host(folder: Path, host_bytes: int) -> HostConfig:
 
 
 def test_room_for_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "filesystem_bytes", lambda folder: 64 * MIB)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda folder: 32 * MIB)
+    monkeypatch.setattr(memory_and_disk, "filesystem_bytes", lambda folder: 64 * MIB)
+    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda folder: 32 * MIB)
     sizes = (32 * MIB, 33 * MIB, 65 * MIB)
-    assert [host_memory.check_arena_space(host(tmp_path, size)).status for size in sizes] == [OK, WARN, FAIL]
-    assert "--shm-size" in host_memory.check_arena_space(host(tmp_path, 65 * MIB)).remedy
+    assert [memory_and_disk.check_arena_space(host(tmp_path, size)).status for size in sizes] == [OK, WARN, FAIL]
+    assert "--shm-size" in memory_and_disk.check_arena_space(host(tmp_path, 65 * MIB)).remedy
 
 
 def test_memory_for_arenas() -> None:
     sizes = (75, 76, 101)
-    assert [host_memory.check_memory(size, 100).status for size in sizes] == [OK, WARN, FAIL]
+    assert [memory_and_disk.check_memory(size, 100).status for size in sizes] == [OK, WARN, FAIL]
 
 
 def test_locked_memory_matters_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_memory.check_memlock(GIB, 64 * 1024, has_gpu=False).status is SKIPPED
-    assert host_memory.check_memlock(GIB, resource.RLIM_INFINITY, has_gpu=True).status is OK
+    assert memory_and_disk.check_memlock(GIB, 64 * 1024, has_gpu=False).status is SKIPPED
+    assert memory_and_disk.check_memlock(GIB, resource.RLIM_INFINITY, has_gpu=True).status is OK
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert host_memory.check_memlock(GIB, 64 * 1024, has_gpu=True).status is WARN
+    assert memory_and_disk.check_memlock(GIB, 64 * 1024, has_gpu=True).status is WARN
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert host_memory.check_memlock(GIB, 64 * 1024, has_gpu=True).status is OK, "root may lock what it likes"
+    assert memory_and_disk.check_memlock(GIB, 64 * 1024, has_gpu=True).status is OK, "root may lock what it likes"
 
 
 def test_the_arenas_of_a_daemon_in_another_container_must_be_here(tmp_path: Path) -> None:
-    assert "under the same path" in host_memory.check_shared_arena_dir(tmp_path, 7).remedy
+    assert "under the same path" in memory_and_disk.check_shared_arena_dir(tmp_path, 7).remedy
     (tmp_path / LOCK_NAME).write_text("8\n")
-    assert host_memory.check_shared_arena_dir(tmp_path, 7).status is FAIL, "another daemon's folder of that name"
-    assert host_memory.check_shared_arena_dir(tmp_path, 8).status is OK
+    assert memory_and_disk.check_shared_arena_dir(tmp_path, 7).status is FAIL, "another daemon's folder of that name"
+    assert memory_and_disk.check_shared_arena_dir(tmp_path, 8).status is OK
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -124,17 +128,17 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     for folder, status in ((tmp_path / "new" / "er", OK), (tmp_path / "file", FAIL), (tmp_path / "open", FAIL)):
-        assert disk.check_disk_dir(folder).status is host_memory.check_arena_dir(folder).status is status
-    assert disk.check_disk_dir(tmp_path / "file" / "below").status is FAIL
+        assert memory_and_disk.check_disk_dir(folder).status is memory_and_disk.check_arena_dir(folder).status is status
+    assert memory_and_disk.check_disk_dir(tmp_path / "file" / "below").status is FAIL
     assert not (tmp_path / "new").exists(), "a check makes nothing"
 
 
 def test_room_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "available_bytes", lambda folder: 100 * MIB)
+    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda folder: 100 * MIB)
 
     def status(disk_bytes: int, reserve_bytes: int) -> Status:
         config = DiskConfig(disk_dir=tmp_path, disk_bytes=disk_bytes, reserve_bytes=reserve_bytes)
-        return disk.check_disk_space(config).status
+        return memory_and_disk.check_disk_space(config).status
 
     assert status(90 * MIB, 10 * MIB) is OK
     assert status(91 * MIB, 10 * MIB) is WARN
@@ -142,7 +146,7 @@ def test_room_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_direct_reads_are_tried_without_leaving_a_file(tmp_path: Path) -> None:
-    assert disk.check_direct_reads(tmp_path / "new").status in (OK, WARN, SKIPPED)
+    assert memory_and_disk.check_direct_reads(tmp_path / "new").status in (OK, WARN, SKIPPED)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -213,8 +217,8 @@ def test_what_the_daemon_says(changed: DaemonStatus, check: str, status: Status)
     healthy.MergeFrom(changed)
     found = {finding.id: finding.status for finding in daemon.check_daemon(healthy)}
     assert found == {name: status if name == check else OK for name in found}
-    assert daemon.check_engines(DaemonStatus()).status is WARN
-    assert daemon.check_metrics(DaemonStatus()).status is SKIPPED
+    empty = {finding.id: finding.status for finding in daemon.check_daemon(DaemonStatus())}
+    assert (empty["daemon.engines"], empty["daemon.metrics"]) == (WARN, SKIPPED)
 
 
 def prompt(**fields: object) -> PromptStatus:
@@ -327,7 +331,7 @@ def test_a_finding_cannot_forget_its_remedy() -> None:
         CheckResult(id="disk.dir", status=WARN, found="x")
     with pytest.raises(AssertionError):
         CheckResult(id="disk.directory", status=OK, found="x")
-    assert pinned_prompts.check_pin(prompt()).remedy == ""
+    assert check_pin(prompt()).remedy == ""
 
 
 def test_a_daemon_that_refuses_is_not_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

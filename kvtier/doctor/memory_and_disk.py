@@ -1,0 +1,184 @@
+"""Folders, file systems and space of the host tier and of the disk tier."""
+
+import errno
+import os
+import re
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.config import DiskConfig, HostConfig
+from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
+from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
+from kvtier.folders import existing_parent, folder_problem, is_folder_of
+
+MOUNT_TABLE = Path("/proc/self/mountinfo")
+COMFORTABLE_RATIO = 0.75
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+_MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
+_VOLATILE = ("tmpfs", "ramfs")
+_LAYERED = ("overlay", "aufs")
+_NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "virtiofs", "afs", "gfs2", "glusterfs")
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_LARGER_TMPFS = (
+    "name a larger tmpfs with host.arena_dir (mount -o remount,size=; docker: --shm-size; Kubernetes: sizeLimit)"
+)
+
+
+class Mount(NamedTuple):
+    """Where a file system is mounted, and the kernel's name of it: `ext4`, `tmpfs`, `fuse.sshfs`."""
+
+    point: Path
+    kind: str
+
+
+def mount_of(path: Path, table: Path = MOUNT_TABLE) -> Mount | None:
+    """Return the file system of a path that exists or is to be created; None when the kernel does not list it.
+
+    Source: proc_pid_mountinfo(5). Of several mounts at one point the last one hides the others.
+    """
+    place, found = existing_parent(path).resolve(), None
+    try:
+        lines = table.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        # Blanks and the like in a path are written as \040.
+        point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), before.split()[4]))
+        if place.is_relative_to(point) and (found is None or len(point.parts) >= len(found.point.parts)):
+            found = Mount(point, after.split()[0])
+    return found
+
+
+def check_host_memory(host: HostConfig) -> list[CheckResult]:
+    """Check the host tier; needs no daemon."""
+    has_gpu = any(device.exists() for device in _GPU_DEVICES)
+    return [
+        check_arena_dir(host.arena_dir),
+        check_arena_file_system(mount_of(host.arena_dir)),
+        check_arena_space(host),
+        check_memory(host.host_bytes, physical_memory_bytes()),
+        check_memlock(host.host_bytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpu=has_gpu),
+    ]
+
+
+def check_arena_dir(folder: Path) -> CheckResult:
+    if problem := folder_problem(folder):
+        return fail("host.arena_dir", f"{folder}: {problem}", "set host.arena_dir, or --arena-dir, to such a folder")
+    return ok("host.arena_dir", str(folder))
+
+
+def check_shared_arena_dir(folder: Path, daemon_pid: int) -> CheckResult:
+    """Check that the folder of a daemon in another container is mounted here, because an engine here needs it."""
+    if not is_folder_of(folder, daemon_pid):
+        remedy = "mount it where vLLM runs, under the same path: all KV bytes pass through it"
+        return fail("host.arena_dir", f"the daemon's {folder} is not here, or another folder is", remedy)
+    return ok("host.arena_dir", f"the daemon's {folder} is here too")
+
+
+def check_arena_file_system(mount: Mount | None) -> CheckResult:
+    if mount is None:
+        return skipped("host.file_system", "the kernel does not list the file systems here")
+    found = f"{mount.kind} at {mount.point}"
+    if mount.kind not in _MEMORY_KINDS:
+        why = "other file systems write host memory to a disk"
+        return warn("host.file_system", found, f"set host.arena_dir to a folder on a tmpfs like /dev/shm; {why}")
+    return ok("host.file_system", found)
+
+
+def check_arena_space(host: HostConfig) -> CheckResult:
+    """Compare `host.bytes` with its file system; kvtier's own files count as free space."""
+    size_bytes, free_bytes = filesystem_bytes(host.arena_dir), available_bytes(host.arena_dir)
+    found = f"{format_size(free_bytes)} of {format_size(size_bytes)} for host.bytes = {format_size(host.host_bytes)}"
+    if host.host_bytes > size_bytes:
+        return fail("host.space", found, f"lower host.bytes, or {_LARGER_TMPFS}")
+    if host.host_bytes > free_bytes:
+        return warn("host.space", found, f"free other files there, lower host.bytes, or {_LARGER_TMPFS}")
+    return ok("host.space", found)
+
+
+def check_memory(host_bytes: int, memory_bytes: int) -> CheckResult:
+    """Compare `host.bytes` with the memory that processes here may use."""
+    found = f"host.bytes = {format_size(host_bytes)} of {format_size(memory_bytes)} of memory"
+    if host_bytes > memory_bytes:
+        remedy = "lower host.bytes, or raise the container's limit: the OOM killer would end processes"
+        return fail("host.memory", found, remedy)
+    if host_bytes > COMFORTABLE_RATIO * memory_bytes:
+        return warn("host.memory", found, "leave a quarter to vLLM, the page cache and the daemon: lower host.bytes")
+    return ok("host.memory", found)
+
+
+def check_memlock(host_bytes: int, soft_limit: int, *, has_gpu: bool) -> CheckResult:
+    """Compare `host.bytes` with RLIMIT_MEMLOCK: an engine on a GPU locks the arena's pages for its copies."""
+    if not has_gpu:
+        return skipped("host.memlock", "no GPU here, so no process locks memory")
+    if soft_limit == resource.RLIM_INFINITY:
+        return ok("host.memlock", "unlimited")
+    found = f"{format_size(soft_limit)} may be locked by a process started here"
+    if soft_limit < host_bytes and os.geteuid() != 0:
+        how = "LimitMEMLOCK=infinity in its unit, docker: --ulimit memlock=-1, or ulimit -l"
+        found += f", host.bytes = {format_size(host_bytes)}"
+        return warn("host.memlock", found, f"raise it where vLLM starts: {how}")
+    return ok("host.memlock", found)
+
+
+def check_disk(disk: DiskConfig) -> list[CheckResult]:
+    """Check the disk tier; needs no daemon."""
+    return [
+        check_disk_dir(disk.disk_dir),
+        check_disk_file_system(mount_of(disk.disk_dir)),
+        check_disk_space(disk),
+        check_direct_reads(disk.disk_dir),
+    ]
+
+
+def check_disk_dir(folder: Path) -> CheckResult:
+    if problem := folder_problem(folder):
+        remedy = "set disk.dir, or --state-dir, to a folder that the daemon may write"
+        return fail("disk.dir", f"{folder}: {problem}", remedy)
+    return ok("disk.dir", str(folder))
+
+
+def check_disk_file_system(mount: Mount | None) -> CheckResult:
+    if mount is None:
+        return skipped("disk.file_system", "the kernel does not list the file systems here")
+    found = f"{mount.kind} at {mount.point}"
+    if mount.kind in _VOLATILE:
+        return warn("disk.file_system", f"{found}: emptied by a reboot", "set disk.dir to a folder on a disk")
+    if mount.kind in _LAYERED:
+        remedy = "mount a volume there: a container's own layer is removed with the container, and is slow"
+        return warn("disk.file_system", found, remedy)
+    if mount.kind in _NETWORKED or mount.kind.startswith("fuse"):
+        remedy = "set disk.dir to a local disk: ledger (SQLite, WAL) and lock need its fsync and file locks"
+        return warn("disk.file_system", found, remedy)
+    return ok("disk.file_system", found)
+
+
+def check_disk_space(disk: DiskConfig) -> CheckResult:
+    """Compare `disk.bytes` and the reserve with the file system; kvtier's own files count as free space."""
+    free_bytes = available_bytes(disk.disk_dir)
+    found = (
+        f"{format_size(free_bytes)} for disk.bytes = {format_size(disk.disk_bytes)} and "
+        f"a reserve of {format_size(disk.reserve_bytes)}"
+    )
+    if free_bytes <= disk.reserve_bytes:
+        return fail("disk.space", found, "free some space: nothing can be stored on disk")
+    if free_bytes < disk.disk_bytes + disk.reserve_bytes:
+        remedy = "lower disk.bytes, or free some space: an accepted pin may not become durable"
+        return warn("disk.space", found, remedy)
+    return ok("disk.space", found)
+
+
+def check_direct_reads(folder: Path) -> CheckResult:
+    """Open an unnamed temporary file with O_DIRECT; it is removed on return."""
+    try:
+        fd = os.open(existing_parent(folder), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        if exc.errno not in _NO_DIRECT:
+            return skipped("disk.direct_reads", f"cannot be tested: {exc.strerror}")
+        found = "the file system does not support O_DIRECT, so reads fill the page cache"
+        return warn("disk.direct_reads", found, "use ext4 or xfs on a local disk if you read from disk often")
+    os.close(fd)
+    return ok("disk.direct_reads", "O_DIRECT is supported")
