@@ -3,13 +3,14 @@
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import EnvSettingsSource, InitSettingsSource
 
 from kvtier.client.address import SOCKET_VARIABLE
@@ -25,7 +26,6 @@ ENVIRONMENT = "environment"
 FLAG = "flag"
 DEFAULT = "default"
 _PLAIN = {"string_type": "must be text in quotes", "bool_type": "must be true or false"}
-"""In plainer words than pydantic's."""
 
 Tables = dict[str, Any]
 """Values as written, by table and key."""
@@ -33,13 +33,7 @@ Tables = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """The merged settings and where each came from.
-
-    Attributes:
-        config: The settings.
-        sources: By dotted key: `default`, the file's path, `environment` or `flag`.
-        path: The TOML file that was read, if any.
-    """
+    """The merged settings, the source of each by its dotted key, and the TOML file that was read, if any."""
 
     config: DaemonConfig
     sources: Mapping[str, str]
@@ -87,8 +81,6 @@ def load_config(
     if path is not None:
         layers.append(_Layer(str(path), path.absolute().parent, _toml(path, problems)))
     layers = [_usable(layer, problems) for layer in layers]
-    sources = tuple(InitSettingsSource(Settings, layer.tables) for layer in layers)
-    merged = Settings(_build_sources=(sources, {}))  # type: ignore[call-arg] # only pydantic's mypy plugin knows it
 
     def origin(key: str) -> _Layer:
         table, _, name = key.partition(".")
@@ -99,36 +91,35 @@ def load_config(
         given = origin(key)
         problems.append(ConfigError(key, given.tables.get(table, {}).get(name, AUTO), given.source, problem))
 
-    config = resolve(merged, lambda key: origin(key).base_dir, report)
+    config = resolve(_settings(*layers), lambda key: origin(key).base_dir, report)
     if problems:
         raise ConfigErrors(problems[:MAX_PROBLEMS])
     return LoadedConfig(config=config, sources={key: origin(key).source for key in KEYS}, path=path)
 
 
 def _nested(flags: Mapping[str, object]) -> Tables:
-    tables: Tables = {table: {} for table in TABLES}
+    tables: Tables = {}
     for key, value in flags.items():
-        assert key in KEYS, f"a flag names no setting: {key}"
         table, _, name = key.partition(".")
         if value is not None:
-            tables[table][name] = value
+            tables.setdefault(table, {})[name] = value
     return tables
 
 
 def _environment(environ: Mapping[str, str], problems: list[ConfigError]) -> Tables:
     """Take the variables of our tables; an empty one counts as not set."""
-    prefixes = tuple(f"KVTIER_{table.upper()}_" for table in TABLES)
-    source = EnvSettingsSource(Settings)
     # Only those of keys: the library would take KVTIER_HOST for the whole table, as JSON.
-    source.env_vars = {name.lower(): value for name, value in environ.items() if name.startswith(prefixes) and value}
-    tables = source()
-    server = tables.setdefault("server", {})
-    if "socket" in server:
+    prefixes = tuple(f"KVTIER_{table.upper()}_" for table in TABLES)
+    given = {name: value for name, value in environ.items() if name.startswith(prefixes) and value}
+    library_name = "KVTIER_SERVER_SOCKET"
+    if value := given.pop(library_name, None):
         problem = f"no such setting; did you mean {SOCKET_VARIABLE}?"
-        problems.append(ConfigError("KVTIER_SERVER_SOCKET", server.pop("socket"), ENVIRONMENT, problem))
+        problems.append(ConfigError(library_name, value, ENVIRONMENT, problem))
     if socket := environ.get(SOCKET_VARIABLE):
-        server["socket"] = socket
-    return tables
+        given[library_name] = socket
+    source = EnvSettingsSource(Settings)
+    source.env_vars = {name.lower(): value for name, value in given.items()}
+    return source()
 
 
 def _toml(path: Path, problems: list[ConfigError]) -> Tables:
@@ -148,44 +139,43 @@ def _toml(path: Path, problems: list[ConfigError]) -> Tables:
     return {}
 
 
+def _settings(*layers: _Layer) -> Settings:
+    sources = tuple(InitSettingsSource(Settings, layer.tables) for layer in layers)
+    return Settings(_build_sources=(sources, {}))  # type: ignore[call-arg] # only pydantic's mypy plugin knows it
+
+
 def _usable(layer: _Layer, problems: list[ConfigError]) -> _Layer:
     """Return the layer without what is wrong in it; that is added to `problems`."""
-    usable: Tables = {}
-    for table, content in layer.tables.items():
-        if len(problems) >= MAX_PROBLEMS:
-            break
-        if table not in TABLES:
-            is_table = isinstance(content, dict)
-            problem = _unknown(table, list(TABLES), "table") if is_table else _unknown(table, KEYS)
-            problems.append(ConfigError(table, "{...}" if is_table else content, layer.source, problem))
-        elif not isinstance(content, dict):
-            problem = f"is a table; write [{table}] and its keys below it"
-            problems.append(ConfigError(table, content, layer.source, problem))
-        else:
-            bad = dict(_check(table, content, layer.source))
-            problems += bad.values()
-            fields = TABLES[table].model_fields.keys() - bad.keys()
-            usable[table] = {name: value for name, value in content.items() if name in fields}
-    return replace(layer, tables=usable)
-
-
-def _check(table: str, content: Tables, source: str) -> Iterator[tuple[str, ConfigError]]:
-    """Yield the names in a table that cannot be used."""
     try:
-        TABLES[table].model_validate(content)
+        _settings(layer)
     except ValidationError as exc:
-        for error in exc.errors(include_url=False)[:MAX_PROBLEMS]:
-            name = str(error["loc"][0])
-            key, known = f"{table}.{name}", KEYS
-            if error["type"] == "value_error":
-                problem = str(error["ctx"]["error"])
-            elif error["type"] != "extra_forbidden":
-                problem = _PLAIN.get(error["type"], error["msg"])
-            else:
-                if source == ENVIRONMENT:
-                    key, known = variable_of(key), [variable_of(each) for each in KEYS]
-                problem = _unknown(key, known)
-            yield name, ConfigError(key, content[name], source, problem)
+        bad = {tuple(map(str, error["loc"][:2])): error for error in exc.errors(include_url=False)}
+        problems += [_problem(place, error, layer.source) for place, error in [*bad.items()][:MAX_PROBLEMS]]
+        usable = {
+            table: {name: value for name, value in content.items() if (table, name) not in bad}
+            for table, content in layer.tables.items()
+            if (table,) not in bad
+        }
+        return replace(layer, tables=usable)
+    return layer
+
+
+def _problem(place: tuple[str, ...], error: ErrorDetails, source: str) -> ConfigError:
+    key, value, kind = ".".join(place), error["input"], error["type"]
+    if kind == "value_error":
+        problem = str(error["ctx"]["error"])
+    elif kind == "model_type":
+        problem = f"is a table; write [{key}] and its keys below it"
+    elif kind != "extra_forbidden":
+        problem = _PLAIN.get(kind, error["msg"])
+    elif source == ENVIRONMENT:
+        key = variable_of(key)
+        problem = _unknown(key, [variable_of(each) for each in KEYS])
+    elif len(place) == 1 and isinstance(value, dict):
+        value, problem = "{...}", _unknown(key, list(TABLES), "table")
+    else:
+        problem = _unknown(key, KEYS)
+    return ConfigError(key, value, source, problem)
 
 
 def _unknown(key: str, known: Sequence[str], kind: str = "setting") -> str:

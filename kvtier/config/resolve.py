@@ -31,7 +31,9 @@ def resolve(
         report: Called with the key and the problem of a value that this machine cannot have; the result is void then.
     """
 
-    def absolute(key: str, text: str) -> Path:
+    def place(key: str, text: str, automatic: Path | None = None) -> Path:
+        if text == AUTO and automatic is not None:
+            return automatic
         return (base_dir(key) / Path(text).expanduser()).absolute()
 
     def possible(key: str, compute: Callable[[], _T], otherwise: _T) -> _T:
@@ -41,12 +43,11 @@ def resolve(
             report(key, str(exc))
             return otherwise
 
-    server, host, disk, folder = settings.server, settings.host, settings.disk, settings.trace.folder
-    socket = default_socket_path() if server.socket == AUTO else absolute("server.socket", server.socket)
-    arena_dir = Path(f"/dev/shm/kvtier-{os.getuid()}")
-    if host.arena_dir != AUTO:
-        arena_dir = absolute("host.arena_dir", host.arena_dir)
-    disk_dir = platformdirs.user_state_path("kvtier") if disk.dir == AUTO else absolute("disk.dir", disk.dir)
+    server, host, disk, trace_folder = settings.server, settings.host, settings.disk, settings.trace.folder
+    socket = place("server.socket", server.socket, default_socket_path())
+    arena_dir = place("host.arena_dir", host.arena_dir, Path(f"/dev/shm/kvtier-{os.getuid()}"))
+    disk_dir = place("disk.dir", disk.dir, platformdirs.user_state_path("kvtier"))
+    is_traced = trace_folder.lower() != model.OFF
     host_bytes = possible("host.bytes", lambda: _host_bytes(host.bytes, arena_dir), MIN_TIER_BYTES)
     reserve_bytes = min(model.DiskConfig.reserve_bytes, filesystem_bytes(disk_dir) // RESERVE_SHARE)
     return model.DaemonConfig(
@@ -64,7 +65,7 @@ def resolve(
         ),
         cache=model.CacheConfig(store=settings.cache.store),
         metrics=model.MetricsConfig(listen=settings.metrics.listen),
-        trace=model.TraceConfig(folder=None if folder.lower() == model.OFF else absolute("trace.folder", folder)),
+        trace=model.TraceConfig(folder=place("trace.folder", trace_folder) if is_traced else None),
         log=model.LogConfig(level=settings.log.level, format=settings.log.format),
     )
 
@@ -73,7 +74,7 @@ def _host_bytes(size: int | float | str, arena_dir: Path) -> int:
     if size == AUTO:
         half_free = available_bytes(arena_dir) // 2
         return max(MIN_TIER_BYTES, min(int(physical_memory_bytes() * AUTO_HOST_RATIO), half_free))
-    num_bytes = _bytes_of(size, physical_memory_bytes)
+    num_bytes = _bytes_of(size, physical_memory_bytes())
     if num_bytes > (limit := filesystem_bytes(arena_dir)):
         raise ValueError(
             f"the file system of {arena_dir} has {format_size(limit)} in all; choose less, or name a larger tmpfs with "
@@ -85,8 +86,8 @@ def _host_bytes(size: int | float | str, arena_dir: Path) -> int:
 def _disk_bytes(size: int | float | str, disk_dir: Path) -> int:
     if size == AUTO:
         return max(MIN_TIER_BYTES, min(available_bytes(disk_dir) // 2, AUTO_DISK_CAP_BYTES))
-    return _bytes_of(size, lambda: filesystem_bytes(disk_dir))
+    return _bytes_of(size, filesystem_bytes(disk_dir))
 
 
-def _bytes_of(size: int | float | str, whole: Callable[[], int]) -> int:
-    return checked_size(int(whole() * size) if isinstance(size, float) else int(size))
+def _bytes_of(size: int | float | str, whole: int) -> int:
+    return checked_size(int(whole * size) if isinstance(size, float) else int(size))

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.folders import existing_parent
@@ -63,34 +64,24 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def format_size(num_bytes: float) -> str:
     """Return the size for people, in binary units with three digits: "1.50 GiB"."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
-            return f"{int(size)} B" if unit == "B" else f"{_three_digits(size)} {unit}"
-        size /= 1024
-    return f"{_three_digits(size)} TiB"
-
-
-def _three_digits(size: float) -> str:
-    return f"{size:.2f}" if size < 10 else f"{size:.1f}" if size < 100 else f"{size:.0f}"
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{int(size)} B"
+    digits = 2 if size < 10 else 1 if size < 100 else 0
+    return f"{size:.{digits}f} {unit}"
 
 
 def physical_memory_bytes() -> int:
     """Return the memory that this process may have: the machine's, or its container's if that is less."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *_cgroup_limits()])
-
-
-def _cgroup_limits() -> list[int]:
-    limits = []
+    limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP_LIMITS:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return limits
+        with suppress(OSError, ValueError):  # not there, or "max"
+            limit_bytes = min(limit_bytes, int(path.read_text()))
+    return limit_bytes
 
 
 def available_bytes(folder: Path) -> int:
@@ -98,21 +89,15 @@ def available_bytes(folder: Path) -> int:
 
     Without the second part an automatic limit would shrink at every restart by what kvtier already holds.
     """
-    return shutil.disk_usage(existing_parent(folder)).free + _used_bytes(folder)
+    used = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                # Blocks, not st_size: arenas are sparse until touched.
+                used += os.lstat(os.path.join(root, name)).st_blocks * 512  # noqa: PTH118 (a Path per pack is slow)
+    return shutil.disk_usage(existing_parent(folder)).free + used
 
 
 def filesystem_bytes(folder: Path) -> int:
     """Return the size of the file system on which the folder lies, or will lie."""
     return shutil.disk_usage(existing_parent(folder)).total
-
-
-def _used_bytes(folder: Path) -> int:
-    used = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                # Blocks, not st_size: arenas are sparse until touched.
-                used += os.lstat(os.path.join(root, name)).st_blocks * 512  # noqa: PTH118 (a Path per pack is slow)
-            except FileNotFoundError:
-                continue
-    return used
