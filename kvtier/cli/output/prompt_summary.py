@@ -4,13 +4,6 @@ from dataclasses import dataclass, fields
 
 from kvtier._pb.cache_pb2 import PromptStatus
 
-_STATE_NAMES = {
-    PromptStatus.UNRENDERED: "unrendered",
-    PromptStatus.WAITING: "waiting",
-    PromptStatus.CAPTURING: "capturing",
-    PromptStatus.DURABLE: "durable",
-    PromptStatus.OVER_QUOTA: "over quota",
-}
 _STATE_MEANINGS = {
     PromptStatus.UNRENDERED: "not yet turned into tokens; run `kvtier pin {name}` while vLLM runs",
     PromptStatus.WAITING: "no vLLM with the kvtier connector has recognized it yet",
@@ -52,8 +45,9 @@ class Summary:
 
 
 def state_name(status: PromptStatus) -> str:
-    """Return the name of the state."""
-    return "refused" if is_refused(status) else _STATE_NAMES.get(status.state, "unknown")
+    if status.state not in _STATE_MEANINGS:
+        return "unknown"  # of a newer daemon
+    return "refused" if is_refused(status) else PromptStatus.State.Name(status.state).lower().replace("_", " ")
 
 
 def state_meaning(status: PromptStatus) -> str:
@@ -64,7 +58,6 @@ def state_meaning(status: PromptStatus) -> str:
 
 
 def summarize(status: PromptStatus) -> Summary:
-    """Return the numbers of a prompt."""
     bindings = [b for b in status.bindings if b.live] or list(status.bindings)[-1:]
     covered_tokens = max((b.covered_tokens for b in bindings), default=0)
     summed = [field.name for field in fields(Summary) if field.name != "covered_tokens"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.commands.warm_flow import WarmFlow, WarmResult, model_of
+from kvtier.cli.commands.warm import WarmFlow, WarmResult, model_of
 from kvtier.cli.vllm_client import ServedModel, VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance
