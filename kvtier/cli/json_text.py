@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 100
 """Nesting depth. Requests to OpenAI's API have about ten levels; Python's parser fails near a thousand."""
+_TOO_DEEP = f"has more than {MAX_DEPTH} lists and objects in each other; simplify it"
 
 
 class JsonError(ValueError):
@@ -16,8 +17,7 @@ def read_json(text: str | bytes) -> Any:
     """Return the value.
 
     Raises:
-        JsonError: It is not JSON, or cannot be sent on: NaN, infinite numbers, text that is not Unicode, more levels
-            than `MAX_DEPTH`.
+        JsonError: Not JSON, or it cannot be sent on: NaN, infinity, text that is not Unicode, too many levels.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
@@ -26,7 +26,7 @@ def read_json(text: str | bytes) -> Any:
     except UnicodeDecodeError as exc:
         raise JsonError(f"is not valid JSON: byte {exc.start} is not UTF-8") from exc
     except RecursionError as exc:
-        raise JsonError(_too_deep()) from exc
+        raise JsonError(_TOO_DEEP) from exc
     except JsonError:
         raise
     except ValueError as exc:
@@ -45,7 +45,7 @@ def _check(value: Any) -> None:
             _check_text(item, path)
         elif isinstance(item, dict | list):
             if depth > MAX_DEPTH:
-                raise JsonError(_too_deep())
+                raise JsonError(_TOO_DEEP)
             for key, inner in item.items() if isinstance(item, dict) else enumerate(item):
                 if isinstance(key, str):
                     _check_text(key, path)
@@ -74,7 +74,3 @@ def _finite(digits: str) -> float:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise JsonError(f"has {name}, which is no JSON")
-
-
-def _too_deep() -> str:
-    return f"has more than {MAX_DEPTH} lists and objects in each other; simplify it"

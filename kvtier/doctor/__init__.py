@@ -4,7 +4,7 @@ One module for each subject. A check is a function from values to findings, so t
 daemon can call it too.
 """
 
-from kvtier.doctor.all_checks import Target, check_environment, run_checks
+from kvtier.doctor.all_checks import check_environment, run_checks
 from kvtier.doctor.report import CHECKS, CheckResult, Status
 
-__all__ = ["CHECKS", "CheckResult", "Status", "Target", "check_environment", "run_checks"]
+__all__ = ["CHECKS", "CheckResult", "Status", "check_environment", "run_checks"]

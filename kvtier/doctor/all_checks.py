@@ -1,7 +1,7 @@
 """All checks together, in the order in which an operator would look."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kvtier._pb.cache_pb2 import DaemonStatus
@@ -16,32 +16,28 @@ from kvtier.errors import ConfigErrors
 from kvtier.folders import is_folder_of, socket_folder_problem
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """What `run_checks` checks.
+def run_checks(
+    socket: Path,
+    daemon_uid: int | None = None,
+    *,
+    config_path: Path | None = None,
+    python: Path | None = None,
+    server: VllmServer | None = None,
+) -> list[CheckResult]:
+    """Run every check; changes nothing.
 
-    Attributes:
+    Args:
         socket: Path of the daemon's socket.
         daemon_uid: Another uid that the daemon may run as, besides ours and root.
         config_path: Its TOML file; None: the default one.
         python: Interpreter of the environment that vLLM runs in; None: this one.
         server: A running vLLM; None: none was named.
     """
-
-    socket: Path
-    daemon_uid: int | None = None
-    config_path: Path | None = None
-    python: Path | None = None
-    server: VllmServer | None = None
-
-
-def run_checks(target: Target) -> list[CheckResult]:
-    """Run every check; changes nothing."""
-    config, config_finding = _check_configuration(target.config_path)
-    socket_findings = check_socket(target.socket, target.daemon_uid)
-    answer = ask_daemon(target.socket, target.daemon_uid, socket_findings)
+    config, config_finding = _check_configuration(config_path)
+    socket_findings = check_socket(socket, daemon_uid)
+    answer = ask_daemon(socket, daemon_uid, socket_findings)
     status = answer.status
-    environment = probe_environment(target.python or Path(sys.executable))
+    environment = probe_environment(python or Path(sys.executable))
     disk_dir = Path(status.disk.location) if status else config.disk.disk_dir if config else None
     return [
         config_finding,
@@ -50,8 +46,8 @@ def run_checks(target: Target) -> list[CheckResult]:
         answer.finding,
         *check_daemon(status),
         *_check_tiers(config, status),
-        *check_environment_of_vllm(environment, target.python),
-        *check_server(target.server, environment, status),
+        *check_environment_of_vllm(environment, python),
+        *check_server(server, environment, status),
         *check_pins(answer.prompts if status else None),
     ]
 

@@ -1,6 +1,5 @@
 """`kvtier doctor`: problems and their remedies. The checks are in `kvtier.doctor`."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from kvtier.cli.options import AsJson, api_key_option, url_option
 from kvtier.cli.output.grid import Grid, Styled, column
 from kvtier.cli.output.streams import Output
 from kvtier.cli.vllm_client import VllmClient
-from kvtier.doctor import CheckResult, Status, Target, run_checks
+from kvtier.doctor import CheckResult, Status, run_checks
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
 
@@ -42,11 +41,8 @@ def doctor(
     """
     output = Output(json=as_json)
     with VllmClient(url, api_key) if url else nullcontext() as server, output.working("running the checks ..."):
-        settings = settings_of(context)
-        target = Target(
-            socket=settings.socket, daemon_uid=settings.daemon_uid, config_path=config, python=python, server=server
-        )
-        findings = run_checks(target)
+        socket, daemon_uid = settings_of(context).socket, settings_of(context).daemon_uid
+        findings = run_checks(socket, daemon_uid, config_path=config, python=python, server=server)
     output.answer([asdict(finding) for finding in findings], findings_table(findings), "", _summary(findings))
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(EXIT_FAILED)
@@ -64,12 +60,10 @@ def findings_table(findings: Iterable[CheckResult]) -> Grid:
 
 
 def _summary(findings: Sequence[CheckResult]) -> str:
-    numbers = Counter(finding.status for finding in findings)
-    return ", ".join(f"{numbers[each]} {each.value}{_named(each, findings)}" for each in Status if numbers[each])
-
-
-def _named(status: Status, findings: Sequence[CheckResult]) -> str:
-    """Return the ids of the checks with a status that needs action, as the end of the summary."""
-    if status not in (Status.WARN, Status.FAIL):
-        return ""
-    return f" ({', '.join(dict.fromkeys(finding.id for finding in findings if finding.status is status))})"
+    """Return how many checks have each status, and which of them need action."""
+    parts = []
+    for status in Status:
+        ids = [finding.id for finding in findings if finding.status is status]
+        named = f" ({', '.join(dict.fromkeys(ids))})" if status in (Status.WARN, Status.FAIL) else ""
+        parts += [f"{len(ids)} {status.value}{named}"] if ids else []
+    return ", ".join(parts)

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,34 +47,24 @@ def fsck(
     """
     output = Output(json=as_json)
     if (state_dir or config) and not offline:
-        option = "--state-dir" if state_dir else "--config"
-        raise InvalidArgumentError(
-            option, str(state_dir or config), "is for --offline only; a running daemon knows its own"
-        )
+        option, value = ("--state-dir", state_dir) if state_dir else ("--config", config)
+        raise InvalidArgumentError(option, str(value), "is for --offline only; a running daemon knows its own")
     with interruptible(output, "what was repaired so far stays repaired"):
         checked = _checked_offline(repair, deep, state_dir, config) if offline else _checked(context, repair, deep)
-    answer = to_jsonable(checked.report) | {"offline_folder": checked.folder}
-    output.answer(answer, *_parts(checked, repair=repair, deep=deep))
-    if _remaining(checked.report):
+    report, folder = checked
+    output.answer(to_jsonable(report) | {"offline_folder": folder}, *_parts(report, folder, repair=repair, deep=deep))
+    if _remaining(report):
         raise typer.Exit(EXIT_FAILED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Checked:
-    """A report.
-
-    Attributes:
-        folder: The state directory of an offline check; None: the daemon checked its own.
-    """
-
-    report: FsckReport
-    folder: str | None = None
+_Checked = tuple[FsckReport, str | None]
+"""A report, and the state directory of an offline check."""
 
 
 def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
     try:
         with connect(context) as client:
-            return _Checked(report=client.fsck(FsckRequest(repair=repair, deep=deep)))
+            return client.fsck(FsckRequest(repair=repair, deep=deep)), None
     except DaemonUnreachableError as error:
         if settings_of(context).is_named:
             remedy = error.remedy if isinstance(error, DaemonSilentError) else "start it"
@@ -84,9 +73,8 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
                 "check its state directory without it: kvtier fsck --offline --state-dir DIR"
             )
             raise typer.Exit(EXIT_UNREACHABLE) from error
-        Output().warn(
-            f"no daemon answers at {error.address}: checking the state directory of the local settings, offline"
-        )
+        what = "checking the state directory of the local settings, offline"
+        Output().warn(f"no daemon answers at {error.address}: {what}")
     try:
         return _checked_offline(repair, deep, None, None)
     except typer.Exit as ended:
@@ -95,8 +83,7 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
 
 def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: Path | None) -> _Checked:
     command = [sys.executable, "-m", _OFFLINE_CHECK]
-    command += ["--repair"] if repair else []
-    command += ["--deep"] if deep else []
+    command += [option for option, given in (("--repair", repair), ("--deep", deep)) if given]
     command += ["--state-dir", str(state_dir)] if state_dir else []
     command += ["--config", str(config)] if config else []
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -107,27 +94,24 @@ def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: P
         raise typer.Exit(done.returncode if done.returncode > 0 else EXIT_FAILED)
     fields = json.loads(done.stdout)
     folder = fields.pop("folder")
-    findings = [_finding(finding) for finding in fields.pop("findings")]
-    return _Checked(report=FsckReport(findings=findings, **fields), folder=folder)
-
-
-def _finding(fields: dict[str, Any]) -> FsckFinding:
-    # A path may hold bytes that are not UTF-8, which protobuf refuses.
-    shown: dict[str, Any] = {k: printable(value) if isinstance(value, str) else value for k, value in fields.items()}
-    return FsckFinding(**shown)
+    findings = []
+    for finding in fields.pop("findings"):
+        # A path may hold bytes that are not UTF-8, which protobuf refuses.
+        shown: dict[str, Any] = {k: printable(v) if isinstance(v, str) else v for k, v in finding.items()}
+        findings.append(FsckFinding(**shown))
+    return FsckReport(findings=findings, **fields), folder
 
 
 def _remaining(report: FsckReport) -> list[FsckFinding]:
     return [finding for finding in report.findings if not finding.repaired and not finding.code.startswith(NOTE_PREFIX)]
 
 
-def _parts(checked: _Checked, *, repair: bool, deep: bool) -> Iterator[Part]:
+def _parts(report: FsckReport, folder: str | None, *, repair: bool, deep: bool) -> Iterator[Part]:
     """Yield what people read."""
-    report = checked.report
     if report.findings:
         yield _table(report)
     verified = f", {format_size(report.verified_bytes)} verified" if deep else ""
-    where = "" if checked.folder is None else f" offline: {checked.folder}"
+    where = "" if folder is None else f" offline: {folder}"
     yield f"checked{where}: {report.num_packs} packs, {report.num_chunks} chunks{verified}"
     if num_repaired := sum(finding.repaired for finding in report.findings):
         yield f"repaired: {num_repaired}"

@@ -87,13 +87,18 @@ def to_jsonable(message: Message, *, with_recipe: bool = False) -> dict[str, Any
     """Return a protobuf message as plain JSON values, every field present.
 
     protobuf's JSON form writes 64-bit numbers as strings, which shell scripts do not expect. A field with JSON text
-    becomes values too.
-
-    Args:
-        message: Any message.
-        with_recipe: Include the `recipe` of a prompt, which has its whole text.
+    becomes values too; the `recipe` of a prompt, which has its whole text, only `with_recipe`.
     """
-    values = {f.name: _field_value(message, f) for f in message.DESCRIPTOR.fields}
+    values: dict[str, Any] = {}
+    for declared in message.DESCRIPTOR.fields:
+        value, kind = getattr(message, declared.name), declared.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            is_text = kind.fields_by_name["value"].type == FieldDescriptor.TYPE_STRING
+            values[declared.name] = {str(key): _json_in(value[key]) if is_text else value[key] for key in sorted(value)}
+        elif declared.is_repeated:
+            values[declared.name] = [_scalar(item, declared) for item in value]
+        else:
+            values[declared.name] = _scalar(value, declared)
     recipe_json = values.pop("recipe_json", "")
     return values | {"recipe": _json_in(recipe_json)} if with_recipe else values
 
@@ -104,17 +109,6 @@ def _json_in(text: Any) -> Any:
         return read_json(text) if text else None
     except JsonError:
         return text
-
-
-def _field_value(message: Message, descriptor: Any) -> Any:
-    value = getattr(message, descriptor.name)
-    kind = descriptor.message_type
-    if kind is not None and kind.GetOptions().map_entry:
-        is_text = kind.fields_by_name["value"].type == FieldDescriptor.TYPE_STRING
-        return {str(key): _json_in(value[key]) if is_text else value[key] for key in sorted(value)}
-    if descriptor.is_repeated:
-        return [_scalar(item, descriptor) for item in value]
-    return _scalar(value, descriptor)
 
 
 def _scalar(value: Any, descriptor: Any) -> Any:
