@@ -24,11 +24,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalOptions:
-    """Global options.
+    """The daemon's socket, and another uid that it may run as, besides ours and root.
 
     Attributes:
-        socket: The daemon's unix socket.
-        daemon_uid: Another uid that the daemon may run as, besides ours and root.
         is_named: The command line names the socket, so the settings of this environment may be of another daemon.
     """
 
@@ -69,7 +67,6 @@ class ErrorReportingGroup(PrintableGroup):
     """Turns kvtier's errors into one line on stderr and an exit code, for every command."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
         try:
             return super().invoke(ctx)
         except KvtierError as exc:

@@ -40,7 +40,6 @@ class ServedModel:
     """One entry of GET /v1/models.
 
     Attributes:
-        name: Its name in requests.
         base: The base model of a LoRA adapter; for a base model its first name.
         lora_path: Path that vLLM loaded the adapter from; empty for a base model.
     """
@@ -51,7 +50,6 @@ class ServedModel:
 
     @property
     def lora_name(self) -> str:
-        """The adapter's name; empty for a base model."""
         return self.name if self.lora_path else ""
 
 
@@ -153,7 +151,6 @@ class VllmClient(AbstractContextManager["VllmClient"]):
         return self._tokenize({"model": model, "prompt": text})
 
     def detokenize(self, model: str, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return str(self._request("POST", "/detokenize", {"model": model, "tokens": list(tokens)}).get("prompt", ""))
 
     def warm(
@@ -161,8 +158,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
     ) -> int | None:
         """Let vLLM compute or load the tokens: request a completion of one token.
 
-        Returns:
-            Number of tokens that it did not compute; None when it does not report it (--enable-prompt-tokens-details).
+        Returns how many it did not compute; None when it does not report that (--enable-prompt-tokens-details).
         """
         body = warm_body(model, tokens, cache_salt, request_id)
         usage = self._request("POST", "/v1/completions", body, timeout_s).get("usage")

@@ -22,11 +22,7 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "64GiB", "512 MiB", "1.5TB" or "1048576".
-
-    Raises:
-        ValueError: Not a size; the message says how sizes are written.
-    """
+    """Return the bytes of "64GiB", "512 MiB", "1.5TB" or "1048576". ValueError: says how sizes are written."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
@@ -36,11 +32,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_percent(text: str) -> float | None:
-    """Return 0.25 for "25%", None when the text is no percentage.
-
-    Raises:
-        ValueError: More than all.
-    """
+    """Return 0.25 for "25%", None when the text is no percentage. ValueError: more than all."""
     match = _PERCENT.fullmatch(text)
     if match and float(match[1]) > 100:
         raise ValueError('must be at most "100%"')
@@ -48,11 +40,7 @@ def parse_percent(text: str) -> float | None:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of "127.0.0.1:9464", "localhost:0" or "[::1]:9464".
-
-    Raises:
-        ValueError: Not such an address; the message says how they are written.
-    """
+    """Return host and port of "127.0.0.1:9464" or "[::1]:9464". ValueError: says how addresses are written."""
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match[3]) > _LAST_PORT:
         raise ValueError(

@@ -1,8 +1,4 @@
-"""Checks of machine, folders, daemon, vLLM and pins, each with a remedy; they change nothing.
-
-One module for each subject. A check is a function from values to findings, so that tests and `--check-config` of the
-daemon can call it too.
-"""
+"""Checks of machine, folders, daemon, vLLM and pins, each with a remedy; they change nothing."""
 
 from kvtier.doctor.all_checks import check_environment, run_checks
 from kvtier.doctor.report import CHECKS, CheckResult, Status

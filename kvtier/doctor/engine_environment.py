@@ -53,12 +53,7 @@ def probe_environment(python: Path) -> EngineEnvironment:
 
 
 def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[CheckResult]:
-    """Judge an environment.
-
-    Args:
-        environment: From the probe.
-        python: The interpreter that the operator named; None: none, so that of this CLI was probed.
-    """
+    """Judge an environment; without a named interpreter, that of this CLI was probed."""
     where, version = str(python or sys.executable), environment.vllm
     remedy = "name the interpreter that vLLM runs with: --python"
     if version:

@@ -25,10 +25,7 @@ _TICK_S = 0.1
 _JOIN_TIMEOUT_S = 2.0
 
 NextStatus = Callable[[float], PromptStatus | None]
-"""Returns the newest status of a prompt that arrives within so many seconds, None if none does.
-
-Raises KvtierError when the daemon no longer answers, or refused.
-"""
+"""Returns the newest status that arrives within a number of seconds, else None; raises what the daemon answers."""
 
 
 @contextmanager
@@ -84,13 +81,7 @@ def capture(
 ) -> tuple[PromptStatus, CaptureOutcome]:
     """Wait until a prompt is durable, and send warm requests meanwhile; return the last status and the outcome.
 
-    Args:
-        status: The newest status that is known.
-        next_status: Gives newer ones.
-        send: Sends one warm request and returns when vLLM has answered.
-        timeout_s: For the whole capture.
-        on_status: Called with each newer status.
-        clock: Monotonic seconds.
+    `send` sends one warm request and returns when vLLM has answered. `on_status` is called with each newer status.
 
     Raises:
         KvtierError: A warm request failed, or the daemon no longer answers.

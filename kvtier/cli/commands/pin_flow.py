@@ -26,10 +26,8 @@ class PinJob:
 
     Attributes:
         tokens: Token ids, for a source of that kind.
-        model: Its name; empty: the first that vLLM serves.
+        model: Empty: the first that vLLM serves.
         ttl_s: Until the pin ends; 0: never.
-        replace: Replace a prompt of that name.
-        warm: Let vLLM compute it now.
         timeout_s: For the capture.
         url: Base URL of vLLM without secrets, see `shown_url`.
     """
@@ -60,11 +58,7 @@ class PinFlow:
         self._client, self._vllm, self._output = client, vllm, output
 
     def run(self, job: PinJob) -> bool:
-        """Pin; return whether every requested step succeeded.
-
-        Raises:
-            KvtierError: The daemon or vLLM refused, or the daemon is unreachable.
-        """
+        """Pin; return whether every requested step succeeded. KvtierError: the daemon or vLLM refused."""
         try:
             served = self._served_model(job.model)
             if job.recipe.kind is not SourceKind.TOKENS:
@@ -124,10 +118,7 @@ class PinFlow:
     def _pin_without_vllm(self, job: PinJob, problem: VllmUnreachableError) -> bool:
         """Register without vLLM: token ids need none, and a recipe is stored until there is one.
 
-        A rendered prompt is never replaced by one that is not rendered.
-
-        Raises:
-            VllmUnreachableError: Nothing can be registered without vLLM.
+        A rendered prompt is never replaced by one that is not rendered: then `problem` is raised.
         """
         if job.replace and not job.tokens:
             raise problem

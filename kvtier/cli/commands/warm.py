@@ -133,8 +133,6 @@ def _summary(done: list["Warmed"]) -> list[str]:
 
 
 class WarmResult(StrEnum):
-    """Result for one prompt."""
-
     WARMED = "warmed"
     DUPLICATE = "same prompt"
     REFUSED = "refused"
@@ -169,8 +167,6 @@ class WarmFlow:
         max_ratio: Share of the prefix cache that warm prompts may take; 0: no limit.
         wait_s: Total time to wait while requests wait in vLLM.
         timeout_s: For one prompt.
-        clock: Monotonic seconds.
-        sleep: Sleeps for this many seconds.
         limit_tokens: Of the prefix cache; None before `prepare`, and when there is no limit.
     """
 

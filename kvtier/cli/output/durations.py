@@ -14,11 +14,7 @@ _DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])\s*")
 
 
 def parse_duration(field: str, text: str) -> int:
-    """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never".
-
-    Raises:
-        InvalidArgumentError: Not a duration of at least a second and at most 100 years.
-    """
+    """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never". InvalidArgumentError: none of these."""
     if text.strip().lower() == "never":
         return 0
     match = _DURATION.fullmatch(text.lower())
@@ -58,7 +54,6 @@ def format_expiry(expires_unix_s: float) -> str:
 
 
 def format_moment(unix_s: float) -> str:
-    """Return a point in time as local time."""
     if not abs(unix_s) < _MAX_SECONDS:
         return UNKNOWN
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else "-"

@@ -22,15 +22,7 @@ Cell = str | tuple[str, ...] | Styled
 def column(
     title: str = "", *, right: bool = False, wraps: bool = False, style: str = "", max_width: int | None = None
 ) -> table.Column:
-    """Return a column of a `Grid`.
-
-    Args:
-        title: Its header.
-        right: Align to the right, as numbers are.
-        wraps: Break long words into several lines; such columns shrink first.
-        style: Of its cells.
-        max_width: In characters.
-    """
+    """Return a column of a `Grid`: numbers go to the `right`; one that `wraps` breaks long words, and shrinks first."""
     return table.Column(
         text_of(title),
         justify="right" if right else "left",

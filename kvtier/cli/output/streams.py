@@ -24,11 +24,7 @@ _PIPE_WIDTH = 160
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The two streams of one command.
-
-    Attributes:
-        json: The answer is one JSON value on stdout; other lines go to stderr.
-    """
+    """The two streams of one command; with `json` the answer is one JSON value on stdout, and lines go to stderr."""
 
     json: bool = False
     _out: Console = field(default_factory=lambda: _console(stderr=False))
@@ -40,16 +36,13 @@ class Output:
         return self._err if self.json else self._out
 
     def say(self, *parts: Part) -> None:
-        """Write lines and tables for people."""
         for part in parts:
             _write(self.console, part if isinstance(part, Grid) else text_of(part))
 
     def warn(self, text: str) -> None:
-        """Write a warning to stderr."""
         _write(self._err, Text.assemble(("warning: ", "yellow"), printable(text)))
 
     def fail(self, text: str) -> None:
-        """Write an error to stderr."""
         _write(self._err, Text.assemble(("error: ", "bold red"), printable(text)))
 
     def working(self, text: str) -> AbstractContextManager[object]:

@@ -15,10 +15,11 @@ the model follows them, so the generation prompt belongs to the prefix as far as
 A request that repeats the messages and one that continues the conversation share exactly this prefix.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
 from kvtier.cli.vllm_client import VllmClient
@@ -34,14 +35,8 @@ UNSTABLE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rendering:
-    """A rendered prompt.
-
-    Attributes:
-        tokens: First tokens of every request with this prompt.
-        warnings: Reasons why they may change.
-    """
+class Rendering(NamedTuple):
+    """The first tokens of every request with a prompt, and reasons why they may change."""
 
     tokens: tuple[int, ...]
     warnings: tuple[str, ...] = ()
@@ -59,7 +54,7 @@ def render(recipe: Recipe, vllm: VllmClient, model: str) -> Rendering:
             return vllm.tokenize_text(model, variant)
         return vllm.tokenize_chat(model, variant, recipe.tools, recipe.chat_template_kwargs)
 
-    first, *others = text_variants(recipe.content) if recipe.kind is SourceKind.TEXT else chat_variants(recipe)
+    first, *others = _variants(recipe)
     before, *rendered = map(tokens_of, (first, *others))
     after = tokens_of(first)  # as the last, because time has passed
     tokens = common_prefix([before, *rendered, after])
@@ -69,30 +64,33 @@ def render(recipe: Recipe, vllm: VllmClient, model: str) -> Rendering:
             "does not start with this source, so there is nothing to pin"
         )
     warnings = [UNSTABLE] if after != before else []
-    if stamp := _date_stamp(recipe, vllm, model, tokens):
+    # A pin works with a server that has no /detokenize.
+    text = ""
+    if recipe.kind is not SourceKind.TEXT:
+        with suppress(RenderError):
+            text = vllm.detokenize(model, tokens)
+    if stamp := find_date_stamp(text, recipe.source_text()):
         warnings.append(
             f"the chat template prints today's date (\"{stamp}\"): tomorrow's requests miss the pin from there on. "
             "Give vLLM a template with a fixed date (--chat-template), or pin again every day."
         )
-    return Rendering(tokens=tuple(tokens), warnings=tuple(warnings))
+    return Rendering(tuple(tokens), tuple(warnings))
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
     """Return the longest common prefix."""
-    prefix = []
-    for column in zip(*sequences, strict=False):
-        if len(set(column)) > 1:
-            break
-        prefix.append(column[0])
-    return prefix
+    columns = zip(*sequences, strict=False)
+    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
-def chat_variants(recipe: Recipe) -> Sequence[Any]:
-    """Return the message lists whose common token prefix is the prompt."""
+def _variants(recipe: Recipe) -> Sequence[Any]:
+    """Return the texts or message lists whose common token prefix is the prompt."""
+    first, second = _PROBES
+    if recipe.kind is SourceKind.TEXT:
+        return [recipe.content, f"{recipe.content} {first}", f"{recipe.content}\n{second}"]
     messages = recipe.messages()
     if messages[-1].get("role") not in _ANSWERED_ROLES:
         return [[*messages, _turn("user", probe)] for probe in _PROBES]
-    first, second = _PROBES
     return [
         messages,
         [*messages, _turn("assistant", first), _turn("user", second)],
@@ -100,25 +98,8 @@ def chat_variants(recipe: Recipe) -> Sequence[Any]:
     ]
 
 
-def text_variants(text: str) -> Sequence[Any]:
-    """Return the texts whose common token prefix is the prompt."""
-    first, second = _PROBES
-    return [text, f"{text} {first}", f"{text}\n{second}"]
-
-
 def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def _date_stamp(recipe: Recipe, vllm: VllmClient, model: str, tokens: Sequence[int]) -> str | None:
-    if recipe.kind is SourceKind.TEXT:
-        return None
-    try:
-        text = vllm.detokenize(model, tokens)
-    except RenderError:
-        # Optional: a pin works with a server that has no /detokenize.
-        return None
-    return find_date_stamp(text, recipe.source_text())
 
 
 # strftime's names follow the locale, and templates are written in English.

@@ -25,8 +25,6 @@ _KWARGS_EXAMPLE = """a JSON object like '{"enable_thinking": false}'"""
 
 
 class SourceKind(StrEnum):
-    """Kind of source."""
-
     SYSTEM = "system"
     MESSAGES = "messages"
     TEXT = "text"
@@ -60,11 +58,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
-        """Return the recipe of a stored form.
-
-        Raises:
-            RenderError: This kvtier cannot read it.
-        """
+        """Return the recipe of a stored form. RenderError: this kvtier cannot read it."""
         try:
             fields = read_json(text)
             if fields["version"] > RECIPE_VERSION:
