@@ -41,9 +41,9 @@ def shortened(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= max_bytes:
         return data.decode()
-    room = max_bytes - len(_CUT.encode())
-    head = room * 3 // 4
-    return data[:head].decode(errors="ignore") + _CUT + data[head - room :].decode(errors="ignore")
+    kept = max_bytes - len(_CUT.encode())
+    head = kept * 3 // 4
+    return data[:head].decode(errors="ignore") + _CUT + data[head - kept :].decode(errors="ignore")
 
 
 def printable_json(value: object, *, indent: int | None = None, ascii_only: bool = False) -> str:

@@ -44,9 +44,9 @@ class HostConfig:
     """No setting. At start, promote pinned prompts to host memory: a pin asks for that, and requests go first."""
     high_watermark: float = 0.95
     """No setting. Share of `host_bytes` in use above which unpinned chunks are evicted in the background: later, stores
-    would wait for room."""
+    would wait for memory."""
     low_watermark: float = 0.90
-    """No setting. Share down to which that goes: lower, chunks would go that the memory has room for."""
+    """No setting. Share down to which that goes: lower, chunks would be evicted for which there is memory."""
 
     @property
     def low_watermark_bytes(self) -> int:

@@ -134,7 +134,7 @@ def test_automatic_sizes_respect_small_file_systems_and_the_cap(monkeypatch: pyt
     assert load_config(environ={}).config.disk.disk_bytes == 256 * GIB
 
 
-def test_spare_rows_are_a_share_of_little_memory() -> None:
+def test_preallocated_rows_are_a_share_of_little_memory() -> None:
     assert load_config(environ={}).config.host.preallocated_bytes == GIB // 4
     assert load_config(environ={"KVTIER_HOST_BYTES": "1GiB"}).config.host.preallocated_bytes == GIB // 8
 

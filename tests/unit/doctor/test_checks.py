@@ -94,7 +94,7 @@ def host(folder: Path, host_bytes: int) -> HostConfig:
     return HostConfig(arena_dir=folder, host_bytes=host_bytes)
 
 
-def test_room_for_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_for_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_and_disk, "filesystem_bytes", lambda folder: 64 * MIB)
     monkeypatch.setattr(memory_and_disk, "available_bytes", lambda folder: 32 * MIB)
     sizes = (32 * MIB, 33 * MIB, 65 * MIB)
@@ -133,7 +133,7 @@ def test_folders(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists(), "a check makes nothing"
 
 
-def test_room_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_and_disk, "available_bytes", lambda folder: 100 * MIB)
 
     def status(disk_bytes: int, reserve_bytes: int) -> Status:
@@ -167,7 +167,7 @@ def test_whose_socket_it_is(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
         path.chmod(0o700)
-        assert [finding.status for finding in daemon.check_socket(path)] == [OK, OK, SKIPPED], "nobody listens"
+        assert [finding.status for finding in daemon.check_socket(path)] == [OK, OK, SKIPPED], "no process listens"
         bound.listen()
         assert [finding.status for finding in daemon.check_socket(path)] == [OK, OK, OK]
         path.chmod(0o777)
@@ -251,7 +251,7 @@ def test_many_broken_pins_are_not_all_listed() -> None:
 
 
 class ServerDouble:
-    """A vLLM that says what it is told."""
+    """A vLLM with canned answers."""
 
     def __init__(
         self, version: str = "0.32.1", error: RenderError | None = None, algorithm: str = "", caching: str = ""
@@ -335,7 +335,7 @@ def test_a_finding_cannot_forget_its_remedy() -> None:
 
 
 def test_a_daemon_that_refuses_is_not_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It said that nobody answers, when the daemon's list was too long for a message."""
+    """It said that no daemon answers, when the daemon's list was too long for a message."""
 
     def refuse(_: AdminClient) -> None:
         raise RemoteError("RESOURCE_EXHAUSTED", "", "Sent message larger than max")

@@ -122,7 +122,7 @@ def test_export_overwrites_only_by_force_and_leaves_nothing_after_an_error(
         result = kvtier("export", "p", bundle)
         assert (result.exit_code, bundle.read_text()) == (2, "mine")
         assert "--force" in result.output
-        assert kvtier("export", "nobody", folder / "x").exit_code == 1
+        assert kvtier("export", "unknown", folder / "x").exit_code == 1
         assert kvtier("export", "p", folder / "missing" / "x").exit_code == 2
         assert kvtier("export", "p", folder / "x", "--namespace", "ffff").exit_code == 1
         assert [path.name for path in folder.iterdir()] == ["p"]
@@ -143,7 +143,7 @@ def test_a_prompt_travels_through_a_pipe(
         assert result.stdout_bytes == Path("file").read_bytes()
         assert not Path("-").exists()
         assert kvtier("export", "p", "-", "--json").exit_code == 2
-        assert kvtier("export", "nobody", "-").stdout_bytes == b""
+        assert kvtier("export", "unknown", "-").stdout_bytes == b""
     with daemon(other) as kvtier:
         cut = kvtier("import", "-", input=result.stdout_bytes[:-1])
         assert (cut.exit_code, "cut short" in " ".join(cut.output.split())) == (1, True)

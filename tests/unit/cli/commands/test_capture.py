@@ -55,7 +55,7 @@ def test_a_second_request_brings_what_the_first_did_not() -> None:
     assert feed.now_s >= IDLE_S
 
 
-def test_it_gives_up_after_three_requests() -> None:
+def test_it_stops_after_three_requests() -> None:
     feed = FakeFeed(lambda _: None)
     assert outcome(feed, status(host=2)) is CaptureOutcome.INCOMPLETE
     assert feed.sent == 3

@@ -253,7 +253,7 @@ def test_status_says_how_to_attach_as_the_readme_does(daemon: FakeDaemon, kvtier
 def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDaemon, kvtier: Kvtier) -> None:
     daemon.counters = {"packs_written": 2, "pack_bytes_written": 3 << 20, "compacted_bytes_written": 1 << 20}
     daemon.counters |= {"durable_raw_bytes": 5 << 20, "pack_fsyncs": 3, "pack_write_ms": 500}
-    daemon.latched = "off after repeated errors: EIO"
+    daemon.disk_problem = "off after repeated errors: EIO"
     result = kvtier("status")
     assert_narrow(result.output)
     output = " ".join(result.output.split())
@@ -306,7 +306,7 @@ def test_wrong_usage_is_2(kvtier: Kvtier, arguments: list[str]) -> None:
     assert kvtier(*arguments).exit_code == 2
 
 
-def test_dead_daemons_socket(tmp_path: Path) -> None:
+def test_a_socket_without_a_listener(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead"))
     with AdminClient(tmp_path / "dead") as client, pytest.raises(DaemonUnreachableError, match="no process listens"):

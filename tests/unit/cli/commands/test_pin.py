@@ -11,7 +11,7 @@ from tests.unit.cli.conftest import Kvtier
 from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm, decode, thinking_template
 
-NOBODY = "http://127.0.0.1:9"
+UNUSED_URL = "http://127.0.0.1:9"
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_template_kwargs_are_kept_and_used_again(attached: FakeDaemon, vllm: Fak
     """Pinned before vLLM runs, rendered when it does, and once more with no new options: the same tokens."""
     vllm.template = thinking_template
     kwargs = '{"enable_thinking": false}'
-    assert kvtier("pin", "bot", "--system", "s.txt", "--chat-template-kwargs", kwargs, "--url", NOBODY).exit_code == 1
+    assert kvtier("pin", "bot", "--system", "s.txt", "--chat-template-kwargs", kwargs, "--url", UNUSED_URL).exit_code == 1
     for _ in range(2):
         assert kvtier("pin", "bot", "--url", vllm.url).exit_code == 0
         assert decode(list(attached.pins[-1].tokens)).startswith("/no_think\n[system]")
@@ -78,7 +78,7 @@ def test_a_lora_is_pinned_under_its_base(attached: FakeDaemon, vllm: FakeVllm, k
 
 
 def test_tokens_without_vllm_wait_for_it(daemon: FakeDaemon, kvtier: Kvtier) -> None:
-    result = kvtier("pin", "bot", "--tokens", "t.json", "--url", NOBODY)
+    result = kvtier("pin", "bot", "--tokens", "t.json", "--url", UNUSED_URL)
     assert result.exit_code == 0
     assert "captured when" in result.output
     assert list(daemon.pins[0].tokens) == list(range(100))
@@ -93,9 +93,9 @@ def test_tokens_with_vllm_are_warmed(attached: FakeDaemon, vllm: FakeVllm, kvtie
 
 
 def test_a_source_without_vllm_is_kept_and_rendered_later(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
-    result = kvtier("pin", "bot", "--system", "s.txt", "--url", NOBODY, "--ttl", "1d", "--priority", "7")
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", UNUSED_URL, "--ttl", "1d", "--priority", "7")
     assert result.exit_code == 1
-    assert f"kvtier pin bot --url {NOBODY}" in result.output
+    assert f"kvtier pin bot --url {UNUSED_URL}" in result.output
     assert attached.prompts["bot"].state == PromptStatus.UNRENDERED
     result = kvtier("pin", "bot", "--url", vllm.url)
     assert result.exit_code == 0, result.output
@@ -112,7 +112,7 @@ def test_a_rendered_prompt_is_never_replaced_by_an_unrendered_one(
     attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier, arguments: list[str]
 ) -> None:
     assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url).exit_code == 0
-    result = kvtier("pin", "bot", *arguments, "--url", NOBODY)
+    result = kvtier("pin", "bot", *arguments, "--url", UNUSED_URL)
     assert result.exit_code == 1
     assert "no vLLM answers" in result.stderr
     assert attached.prompts["bot"].state == PromptStatus.DURABLE

@@ -15,13 +15,13 @@ from tests.unit.cli.conftest import Kvtier
 from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm
 
-NOBODY = "http://127.0.0.1:9"
-ROOM = 'vllm:cache_config_info{block_size="32",engine="0",kv_cache_size_tokens="1024",num_gpu_blocks="64"} 1.0\n'
+UNUSED_URL = "http://127.0.0.1:9"
+CAPACITY = 'vllm:cache_config_info{block_size="32",engine="0",kv_cache_size_tokens="1024",num_gpu_blocks="64"} 1.0\n'
 WAITING = """\
 vllm:num_requests_waiting{engine="0",model_name="toy"} %d.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="toy",reason="capacity"} 9.0
 """
-QUIET = ROOM + WAITING % 0
+QUIET = CAPACITY + WAITING % 0
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_no_limit_where_vllm_does_not_say_how_large_its_cache_is(
     assert "--enable-prompt-tokens-details" in result.output
 
 
-def test_it_gives_up_while_requests_wait(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
-    vllm.metrics = ROOM + WAITING % 2
+def test_nothing_is_sent_while_requests_wait(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    vllm.metrics = CAPACITY + WAITING % 2
     result = kvtier("warm", "--url", vllm.url, "--wait", "0")
     assert result.exit_code == 1
     assert completions(vllm) == []
@@ -106,14 +106,14 @@ def test_it_waits_in_all_no_longer_than_allowed(pinned: FakeDaemon, vllm: FakeVl
     def sleep(seconds: float) -> None:
         nonlocal now_s
         now_s += seconds
-        vllm.metrics = ROOM + WAITING % (now_s < quiet_at_s)
+        vllm.metrics = CAPACITY + WAITING % (now_s < quiet_at_s)
 
     def busy_again(body: dict[str, Any]) -> None:
         nonlocal quiet_at_s
         quiet_at_s = now_s + 2.0
-        vllm.metrics = ROOM + WAITING % 1
+        vllm.metrics = CAPACITY + WAITING % 1
 
-    vllm.metrics, vllm.on_completion = ROOM + WAITING % 1, busy_again
+    vllm.metrics, vllm.on_completion = CAPACITY + WAITING % 1, busy_again
     with AdminClient(tmp_path / "s") as client, VllmClient(vllm.url) as http:
         flow = WarmFlow(client=client, vllm=http, wait_s=3.0, clock=lambda: now_s, sleep=sleep)
         flow.prepare()
@@ -127,7 +127,7 @@ def test_it_waits_in_all_no_longer_than_allowed(pinned: FakeDaemon, vllm: FakeVl
     [
         (["nope"], 1, "no prompt named 'nope'"),
         (["old", "--all"], 2, "cannot go with --all"),
-        (["--url", NOBODY], 1, f"no vLLM answers at {NOBODY}"),
+        (["--url", UNUSED_URL], 1, f"no vLLM answers at {UNUSED_URL}"),
         (["--max-ratio", "1.5"], 2, "--max-ratio"),
         (["source"], 1, "source: not warmed: prompt 'source' is not turned into tokens yet; run `kvtier pin source`"),
     ],
