@@ -66,8 +66,7 @@ def _check_text(text: str, path: str) -> None:
 
 
 def _finite(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
+    if math.isinf(number := float(digits)):
         raise JsonError(f"has the number {digits[:40]}, which is too large")
     return number
 

@@ -27,8 +27,8 @@ class EngineEnvironment:
     """
 
     vllm: str = ""
-    series: tuple[str, ...] = ()
-    hashes: tuple[str, ...] = ()
+    series: Sequence[str] = ()
+    hashes: Sequence[str] = ()
     problem: str = ""
 
 
@@ -46,10 +46,9 @@ def probe_environment(python: Path) -> EngineEnvironment:
         return EngineEnvironment(problem=f"{python} cannot be run: {exc.strerror}")
     try:
         facts = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+        return EngineEnvironment(**facts | {"problem": _shortened(facts["problem"])})
+    except (IndexError, ValueError, TypeError, KeyError):
         return EngineEnvironment(problem=_shortened(done.stderr.strip()) or f"it ended with status {done.returncode}")
-    series, hashes, problem = tuple(facts["series"]), tuple(facts["hashes"]), _shortened(facts["problem"])
-    return EngineEnvironment(vllm=facts["vllm"], series=series, hashes=hashes, problem=problem)
 
 
 def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[CheckResult]:

@@ -293,7 +293,7 @@ def test_status_with_engines_fits_80_columns(kvtier: Kvtier, capsys: pytest.Capt
     assert "(lost)" in text
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["show", "x"], ["unpin", "x"], ["evict", "x"], ["status"]])
+@pytest.mark.parametrize("arguments", [["list"], ["show", "x"], ["unpin", "x"], ["evict", "x"], ["status"], ["warm"]])
 def test_without_daemon_the_exit_code_is_3(kvtier: Kvtier, arguments: list[str]) -> None:
     result = kvtier(*arguments)
     assert result.exit_code == 3

@@ -151,3 +151,4 @@ def test_the_same_name_twice(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier,
     assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url).exit_code == 0, "the same prompt again"
     says = "prompt 'bot' exists and differs in tokens; pass --replace to replace it, or choose another name"
     refused(kvtier, "--tokens", "ids", "--url", vllm.url, exit_code=1, says=says)
+    assert kvtier("pin", "bot", "--tokens", "ids", "--url", vllm.url, "--replace").exit_code == 0

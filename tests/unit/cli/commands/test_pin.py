@@ -50,7 +50,9 @@ def test_template_kwargs_are_kept_and_used_again(attached: FakeDaemon, vllm: Fak
     """Pinned before vLLM runs, rendered when it does, and once more with no new options: the same tokens."""
     vllm.template = thinking_template
     kwargs = '{"enable_thinking": false}'
-    assert kvtier("pin", "bot", "--system", "s.txt", "--chat-template-kwargs", kwargs, "--url", UNUSED_URL).exit_code == 1
+    assert (
+        kvtier("pin", "bot", "--system", "s.txt", "--chat-template-kwargs", kwargs, "--url", UNUSED_URL).exit_code == 1
+    )
     for _ in range(2):
         assert kvtier("pin", "bot", "--url", vllm.url).exit_code == 0
         assert decode(list(attached.pins[-1].tokens)).startswith("/no_think\n[system]")
@@ -132,13 +134,6 @@ def test_no_warm_sends_nothing(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvt
     assert completions(vllm) == []
 
 
-def test_an_engine_that_cannot_bind_is_quoted(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
-    attached.bind_error = "longer than max_model_len"
-    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
-    assert result.exit_code == 1
-    assert "registered, but vLLM cannot use it: longer than max_model_len" in result.stderr
-
-
 def test_over_quota_says_what_to_do(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
     attached.over_quota = True
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
@@ -160,14 +155,6 @@ def test_a_failing_warm_request_leaves_the_pin(attached: FakeDaemon, vllm: FakeV
     assert "asked to fail" in result.stderr
 
 
-def test_another_prompt_of_that_name(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
-    assert kvtier("pin", "bot", "--tokens", "t.json", "--url", vllm.url).exit_code == 0
-    refused = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
-    assert refused.exit_code == 1
-    assert "--replace" in refused.stderr
-    assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--replace").exit_code == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -178,7 +165,6 @@ def test_another_prompt_of_that_name(attached: FakeDaemon, vllm: FakeVllm, kvtie
         (["--system", "s.txt", "--chat-template-kwargs", "{no"], "is not valid JSON"),
         (["--system", "s.txt", "--chat-template-kwargs", "1"], "is a number"),
         (["--system", "-", "--tools", "-"], "stdin can be read once"),
-        (["--system", "none.txt"], "No such file"),
         (["--messages", "t.json"], "must be an object"),
         (["--system", "s.txt", "--ttl", "soon"], "7d"),
         (["--system", "s.txt", "--url", "localhost"], "http://"),

@@ -142,12 +142,6 @@ def test_mistakes_are_named(
     assert said in " ".join(result.stderr.split())
 
 
-def test_no_daemon(vllm: FakeVllm, kvtier: Kvtier) -> None:
-    result = kvtier("warm", "--url", vllm.url)
-    assert result.exit_code == 3
-    assert "no kvtier-daemon answers" in result.stderr
-
-
 def test_a_refusal_of_one_prompt_does_not_keep_the_others_cold(
     pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier
 ) -> None:
@@ -224,11 +218,3 @@ def test_which_model_requests_name() -> None:
         None,
         None,
     )
-
-
-def test_a_key_that_is_missing_is_named(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
-    vllm.api_key = "secret"
-    result = kvtier("warm", "--url", vllm.url)
-    assert result.exit_code == 1
-    assert "pass --api-key" in " ".join(result.stderr.split())
-    assert kvtier("warm", "--url", vllm.url, "--api-key", "secret").exit_code == 0

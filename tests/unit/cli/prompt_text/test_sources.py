@@ -120,11 +120,3 @@ def test_bad_tokens(tmp_path: Path, text: str, field: str) -> None:
 def test_bad_tools(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="OpenAI API's tools"):
         sources.read_tools(file(tmp_path, '["fly"]'))
-
-
-def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="No such file"):
-        sources.read_system(str(tmp_path / "none"), None)
-    (tmp_path / "latin").write_bytes(b"\xff")
-    with pytest.raises(InvalidArgumentError, match="UTF-8"):
-        sources.read_system(str(tmp_path / "latin"), None)
