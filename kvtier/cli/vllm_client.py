@@ -95,10 +95,14 @@ class VllmClient(AbstractContextManager["VllmClient"]):
             raise RenderError(f"{self.url}/v1/models did not answer with models; {_NO_VLLM}")
         # Aliases of one model share its root; engines use the first of them.
         first_names: dict[str, str] = {}
+        served = []
         for entry in entries:
-            if not entry.get("parent"):
-                first_names.setdefault(str(entry.get("root")), str(entry["id"]))
-        return [_served_model(entry, first_names) for entry in entries]
+            name, root, parent = entry["id"], entry.get("root"), entry.get("parent")
+            if parent:
+                served.append(ServedModel(name=name, base=str(parent), lora_path=str(root or name)))
+            else:
+                served.append(ServedModel(name=name, base=first_names.setdefault(str(root), name)))
+        return served
 
     def model_names(self) -> list[str]:
         return [model.name for model in self.models()]
@@ -168,7 +172,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
 
     def _tokenize(self, body: dict[str, Any]) -> list[int]:
         tokens = self._request("POST", "/tokenize", body).get("tokens")
-        if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
+        if not isinstance(tokens, list) or not all(map(is_token, tokens)):
             raise RenderError(f"{self.url}/tokenize answered without tokens; {_NO_VLLM}")
         return tokens
 
@@ -207,21 +211,14 @@ def _number(label: str | None) -> int:
     return int(label) if label is not None and _NUMBER.fullmatch(label) else 0
 
 
-def _is_token(token: Any) -> bool:
+def is_token(token: Any) -> bool:
+    """Return whether a value is a token id that a request can name."""
     return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32
 
 
 def _text(response: httpx.Response) -> str:
     """Return the body as UTF-8, which vLLM sends, and ignore the charset of the header."""
     return response.content.decode("utf-8", errors="replace")
-
-
-def _served_model(entry: dict[str, Any], first_names: dict[str, str]) -> ServedModel:
-    name = str(entry["id"])
-    parent = entry.get("parent")
-    if not parent:
-        return ServedModel(name=name, base=first_names[str(entry.get("root"))])
-    return ServedModel(name=name, base=str(parent), lora_path=str(entry.get("root") or name))
 
 
 def _explain(response: httpx.Response, url: str) -> str:
@@ -270,8 +267,6 @@ def _checked_url(text: str) -> httpx.URL:
 
 def _checked_key(api_key: str) -> str:
     if not (api_key.isascii() and api_key.isprintable()):
-        problem = (
-            "has a character that no HTTP header can hold (a line break, a letter beyond ASCII); give the key alone"
-        )
-        raise InvalidArgumentError("--api-key", "***", problem)
+        problem = "has a character that no HTTP header can hold (a line break, a letter beyond ASCII)"
+        raise InvalidArgumentError("--api-key", "***", f"{problem}; give the key alone")
     return api_key

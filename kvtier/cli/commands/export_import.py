@@ -122,8 +122,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
     try:
         source = file.open("rb")
     except (OSError, ValueError) as exc:
-        problem = exc.strerror if isinstance(exc, OSError) else exc
-        raise InvalidArgumentError("FILE", str(file), f"cannot be read: {problem}") from exc
+        raise InvalidArgumentError("FILE", str(file), f"cannot be read: {getattr(exc, 'strerror', exc)}") from exc
     with source:
         yield source
 
@@ -140,8 +139,7 @@ _KINDS = {
 def _check_target(file: Path, *, force: bool) -> None:
     """Refuse targets that a rename would destroy: all but regular files, and those too without --force.
 
-    Any link is refused as well. To replace the link and to write through it are both surprising, so the operator has to
-    name the file.
+    Any link is refused too: to replace it and to write through it are both surprising.
     """
     try:
         mode = file.lstat().st_mode

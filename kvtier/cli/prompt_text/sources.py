@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cli.json_text import JsonError, read_json
+from kvtier.cli.vllm_client import is_token
 from kvtier.errors import InvalidArgumentError, RenderError
 
 RECIPE_VERSION = 2
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
-_MAX_TOKEN_ID = 2**32 - 1
 MAX_SOURCE_BYTES = 256 * 1024**2
-_BYTE_ORDER_MARK = "\ufeff"
 _KWARGS_EXAMPLE = """a JSON object like '{"enable_thinking": false}'"""
 
 
@@ -166,7 +165,7 @@ def read_tokens(path: str) -> list[int]:
         value = value["tokens"]
     tokens = _require_list("--tokens", path, value, 'a JSON list of token ids like [1, 3087], or {"tokens": [1, 3087]}')
     for index, token in enumerate(tokens):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_TOKEN_ID:
+        if not is_token(token):
             raise InvalidArgumentError(f"--tokens[{index}]", token, "must be a token id, a whole number from 0")
     return tokens
 
@@ -207,7 +206,7 @@ def _read_text(field: str, path: str) -> str:
     problem = ""
     if len(raw) > MAX_SOURCE_BYTES:
         problem = f"has more than {MAX_SOURCE_BYTES} bytes; no prompt is that long"
-    elif text.startswith(_BYTE_ORDER_MARK):
+    elif text.startswith("\ufeff"):
         problem = "begins with a byte order mark, which requests do not send; save it as UTF-8 without one"
     elif not text.strip():
         problem = "is empty; there is nothing to pin"
