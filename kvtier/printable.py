@@ -49,10 +49,7 @@ def shortened(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
 def printable_json(value: object, *, indent: int | None = None, ascii_only: bool = False) -> str:
     r"""Return JSON that any parser reads as `value`, in which what is not printable is written as `\u001b`.
 
-    Args:
-        value: What `json` can write; a number that is none (NaN) becomes null.
-        indent: As for `json.dumps`.
-        ascii_only: Escape every other character too.
+    NaN and infinite numbers become null.
     """
     try:
         text = json.dumps(value, indent=indent, ensure_ascii=ascii_only, allow_nan=False)
@@ -66,7 +63,6 @@ class _ShortRepr(reprlib.Repr):
     """Python's short `repr`, which also survives numbers of more digits than Python writes."""
 
     def repr_int(self, x: int, level: int) -> str:
-        """Return the digits, or how many bits there are."""
         return super().repr_int(x, level) if x.bit_length() < 10_000 else f"<a number of {x.bit_length()} bits>"
 
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -19,86 +20,47 @@ from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import InvalidArgumentError
 from kvtier.printable import shown_url
 
-_SOURCE, _VLLM, _PIN = "What to pin (one of)", "vLLM", "How"
+_VLLM, _PIN = "vLLM", "How"
+_source = partial(typer.Option, metavar="FILE", rich_help_panel="What to pin (one of)")
+_request = partial(typer.Option, rich_help_panel=_VLLM, callback=checked_text)
+_how = partial(typer.Option, rich_help_panel=_PIN)
 
 
 def pin(
     context: typer.Context,
     name: PromptName,
-    system: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="System prompt, exactly as requests send it", rich_help_panel=_SOURCE),
-    ] = None,
-    messages: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Chat messages, JSON as in the OpenAI API", rich_help_panel=_SOURCE),
-    ] = None,
-    text: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text for the completions API", rich_help_panel=_SOURCE)
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Token ids, a JSON list; works before vLLM runs", rich_help_panel=_SOURCE),
-    ] = None,
-    tools: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="OpenAI tools, JSON; with --system or --messages", rich_help_panel=_SOURCE),
-    ] = None,
+    system: Annotated[str | None, _source(help="System prompt, exactly as requests send it")] = None,
+    messages: Annotated[str | None, _source(help="Chat messages, JSON as in the OpenAI API")] = None,
+    text: Annotated[str | None, _source(help="Text for the completions API")] = None,
+    tokens: Annotated[str | None, _source(help="Token ids, a JSON list; works before vLLM runs")] = None,
+    tools: Annotated[str | None, _source(help="OpenAI tools, JSON; with --system or --messages")] = None,
     chat_template_kwargs: Annotated[
         str | None,
-        typer.Option(
-            metavar="JSON",
-            help="chat_template_kwargs as requests send them; with --system or --messages",
-            rich_help_panel=_SOURCE,
-        ),
+        _source(metavar="JSON", help="chat_template_kwargs as requests send them; with --system or --messages"),
     ] = None,
     url: Annotated[str, url_option(_VLLM)] = DEFAULT_URL,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Served model or LoRA (default: the first one)",
-            rich_help_panel=_VLLM,
-            callback=checked_text,
-        ),
-    ] = "",
+    model: Annotated[str, _request(metavar="NAME", help="Served model or LoRA (default: the first one)")] = "",
     api_key: Annotated[str | None, api_key_option(_VLLM)] = None,
-    cache_salt: Annotated[
-        str,
-        typer.Option(
-            metavar="SALT", help="cache_salt as requests send it", rich_help_panel=_VLLM, callback=checked_text
-        ),
-    ] = "",
+    cache_salt: Annotated[str, _request(metavar="SALT", help="cache_salt as requests send it")] = "",
     ttl: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="End the pin after this time: 12h, 7d (default: never)", rich_help_panel=_PIN
-        ),
+        str | None, _how(metavar="TIME", help="End the pin after this time: 12h, 7d (default: never)")
     ] = None,
     priority: Annotated[
         int | None,
-        typer.Option(
+        _how(
             metavar="N",
             min=-100,
             max=100,
             help="Which prompts come back first after a restart, and stay longest in vLLM's cache (default: 0)",
             show_default=False,
-            rich_help_panel=_PIN,
         ),
     ] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace another prompt of that name", rich_help_panel=_PIN)
-    ] = False,
+    replace: Annotated[bool, _how("--replace", help="Replace another prompt of that name")] = False,
     no_warm: Annotated[
-        bool,
-        typer.Option(
-            "--no-warm", help="Register only; chunks are captured when vLLM next computes them", rich_help_panel=_PIN
-        ),
+        bool, _how("--no-warm", help="Register only; chunks are captured when vLLM next computes them")
     ] = False,
     timeout: Annotated[float, seconds("Time for warming", 1, _PIN)] = 600.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr", rich_help_panel=_PIN)
-    ] = False,
+    as_json: Annotated[bool, _how("--json", help="Print the result as JSON; progress goes to stderr")] = False,
 ) -> None:
     """Pin a prompt: keep its KV cache in host memory and on disk until unpinned.
 

@@ -36,7 +36,8 @@ def test_names_come_from_the_daemon(daemon: FakeDaemon, tmp_path: Path) -> None:
         daemon.prompts[name] = PromptStatus(name=name)
     command = f"kvtier --socket {tmp_path / 's'}"
     assert completed(f"{command} show s") == ["support", "sales"]
-    assert completed(f"{command} evict h") == ["house-rules"]
+    for named in ("evict", "export", "pin"):
+        assert completed(f"{command} {named} h") == ["house-rules"]
 
 
 def test_without_a_daemon_there_are_no_names_and_no_error(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from kvtier._pb.cache_pb2 import (
 from kvtier.cli.output.durations import format_duration, format_expiry, parse_duration
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import daemon_details
+from kvtier.cli.vllm_client import VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.trusted_socket import is_stopped, listener_pid
 from kvtier.doctor import daemon as doctor_daemon
@@ -299,6 +300,19 @@ def test_without_daemon_the_exit_code_is_3(kvtier: Kvtier, arguments: list[str])
     assert result.exit_code == 3
     assert "there is no such socket" in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["warm"], ["pin", "support-bot", "--text", "s.txt"]])
+def test_an_interrupt_says_what_stays_and_ends_with_130(
+    prompt: PromptStatus, kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    def interrupt(_: VllmClient) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(VllmClient, "models", interrupt)
+    (tmp_path / "s.txt").write_text("You are a parrot.")
+    result = kvtier(*arguments)
+    assert (result.exit_code, "interrupted; what was " in result.stderr) == (130, True)
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["list", "--loud"], ["show"]])
