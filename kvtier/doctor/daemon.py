@@ -17,7 +17,6 @@ from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
 _DAMAGE_COUNTERS = ("chunks_damaged", "packs_quarantined")
-_SHOWN_CHARS = 120
 MAX_LISTED = 20
 _ATTACH = "start vLLM with the KVTierConnector, with the same $KVTIER_SOCKET and as the same user (see README)"
 
@@ -58,7 +57,7 @@ def check_socket(socket: Path, daemon_uid: int | None = None) -> list[CheckResul
         socket = usable_socket_path(socket)
     except ValueError as exc:
         remedy = "name the daemon's with --socket or $KVTIER_SOCKET"
-        return [fail("socket.path", f"{str(socket)[:_SHOWN_CHARS]}: {exc}", remedy)]
+        return [fail("socket.path", f"{socket}: {exc}", remedy)]
     trusted = check_trusted(socket, daemon_uid)
     refused = [trusted] if trusted.status is Status.FAIL else []
     try:

@@ -12,7 +12,6 @@ from kvtier.doctor.report import CheckResult, fail, ok, skipped
 from kvtier.vllm_versions import supports
 
 PROBE_TIMEOUT_S = 120.0
-_SHOWN_CHARS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +45,11 @@ def probe_environment(python: Path) -> EngineEnvironment:
         return EngineEnvironment(problem=f"{python} cannot be run: {exc.strerror}")
     try:
         facts = json.loads(done.stdout.splitlines()[-1])
-        return EngineEnvironment(**facts | {"problem": _shortened(facts["problem"])})
-    except (IndexError, ValueError, TypeError, KeyError):
-        return EngineEnvironment(problem=_shortened(done.stderr.strip()) or f"it ended with status {done.returncode}")
+        return EngineEnvironment(**facts)
+    except (IndexError, ValueError, TypeError):
+        # The last line of a traceback says what happened.
+        said = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        return EngineEnvironment(problem=said[-1])
 
 
 def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[CheckResult]:
@@ -76,7 +77,3 @@ def check_version(check: str, version: str, series: Sequence[str], found: str) -
         remedy = f"install vLLM {wanted}, or a kvtier for that vLLM"
         return fail(check, f"{found}; the connector is written for {wanted}", remedy)
     return ok(check, found)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else "…" + text[1 - _SHOWN_CHARS :]

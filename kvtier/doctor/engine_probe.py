@@ -5,19 +5,14 @@ Another interpreter runs its text, so it imports nothing of kvtier but what it r
 
 import importlib.metadata
 import json
-
-
-def version_of(distribution: str) -> str:
-    """Return the installed version; empty when there is none."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+from contextlib import suppress
 
 
 def probe() -> dict[str, object]:
     """Return the fields of `EngineEnvironment`."""
-    facts: dict[str, object] = {"vllm": version_of("vllm"), "series": [], "hashes": [], "problem": ""}
+    facts: dict[str, object] = {"vllm": "", "series": [], "hashes": [], "problem": ""}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        facts["vllm"] = importlib.metadata.version("vllm")
     try:
         from kvtier.vllm_versions import CRYPTO_HASHES, VLLM_SERIES
 

@@ -24,8 +24,8 @@ _HELD_FACTOR = 5
 _TICK_S = 0.1
 _JOIN_TIMEOUT_S = 2.0
 
-NextStatus = Callable[[float], PromptStatus | None]
-"""Returns the newest status that arrives within a number of seconds, else None; raises what the daemon answers."""
+NextStatus = Callable[[], PromptStatus | None]
+"""Returns the newest status that arrives within a tenth of a second, else None; raises what the daemon answers."""
 
 
 @contextmanager
@@ -41,9 +41,9 @@ def watched(client: AdminClient, name: str, timeout_s: float) -> Iterator[NextSt
         except KvtierError as exc:
             items.put(exc)
 
-    def newest(wait_s: float) -> PromptStatus | None:
+    def newest() -> PromptStatus | None:
         try:
-            item = items.get(timeout=wait_s)
+            item = items.get(timeout=_TICK_S)
             while not items.empty():
                 item = items.get_nowait()
         except queue.Empty:
@@ -109,7 +109,7 @@ def capture(
                 return status, CaptureOutcome.INCOMPLETE
         if clock() > ends_s:
             return status, CaptureOutcome.TIMED_OUT
-        if (newer := next_status(_TICK_S)) is not None:
+        if (newer := next_status()) is not None:
             status, changed_s = newer, clock()
             on_status(status)
 

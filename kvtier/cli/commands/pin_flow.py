@@ -17,7 +17,6 @@ from kvtier.errors import InvalidArgumentError, KvtierError
 
 CONFIRM_TIMEOUT_S = 10.0
 NO_ENGINE_TIMEOUT_S = 3.0
-_TICK_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,7 @@ class PinFlow:
                 timeout_s = CONFIRM_TIMEOUT_S if status.num_engines else no_engine_timeout_s
                 if time.monotonic() - started_s > timeout_s:
                     return status
-                status = next_status(_TICK_S) or status
+                status = next_status() or status
         if not status.error:
             self._output.say(f"confirmed by {status.num_confirmed} of {status.num_engines} attached engines")
         return status

@@ -28,7 +28,7 @@ class FakeFeed:
         self.sent += 1
         self._answered.set()
 
-    def next(self, wait_s: float) -> PromptStatus | None:
+    def next(self) -> PromptStatus | None:
         # A warm request runs in a thread of its own: let it be answered before time passes.
         assert self._answered.wait(10)
         self.now_s += 0.5
