@@ -69,7 +69,7 @@ def render(recipe: Recipe, vllm: VllmClient, model: str) -> Rendering:
     if recipe.kind is not SourceKind.TEXT:
         with suppress(RenderError):
             text = vllm.detokenize(model, tokens)
-    if stamp := find_date_stamp(text, recipe.source_text()):
+    if stamp := find_date_stamp(text, recipe.to_json()):
         warnings.append(
             f"the chat template prints today's date (\"{stamp}\"): tomorrow's requests miss the pin from there on. "
             "Give vLLM a template with a fixed date (--chat-template), or pin again every day."

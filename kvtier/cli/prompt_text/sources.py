@@ -6,7 +6,6 @@ A recipe is JSON: `{"version": 1, "kind": "system", "content": "You are ...", "t
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -84,18 +83,6 @@ class Recipe:
         if self.kind is SourceKind.SYSTEM:
             return [{"role": "system", "content": self.content}]
         return list(self.content)
-
-    def source_text(self) -> str:
-        """Return all text of the source, to distinguish it from text of the chat template."""
-        return "\n".join([*_strings(self.content), *_strings(self.tools), *_strings(self.chat_template_kwargs)])
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
 
 
 def read_system(path: str, tools: list[Any] | None, kwargs: dict[str, Any] | None = None) -> Recipe:
