@@ -316,20 +316,20 @@ class DaemonStatus(_message.Message):
     def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started_unix_s: _Optional[float] = ..., socket: _Optional[str] = ..., host: _Optional[_Union[TierStatus, _Mapping]] = ..., disk: _Optional[_Union[TierStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., num_pinned: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., store: _Optional[str] = ..., metrics_url: _Optional[str] = ..., metrics_problem: _Optional[str] = ..., prompt_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks", "pinned_bytes", "latched")
+    __slots__ = ("location", "used_bytes", "limit_bytes", "num_chunks", "pinned_bytes", "breaker_open_reason")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LATCHED_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_OPEN_REASON_FIELD_NUMBER: _ClassVar[int]
     location: str
     used_bytes: int
     limit_bytes: int
     num_chunks: int
     pinned_bytes: int
-    latched: str
-    def __init__(self, location: _Optional[str] = ..., used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., latched: _Optional[str] = ...) -> None: ...
+    breaker_open_reason: str
+    def __init__(self, location: _Optional[str] = ..., used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., breaker_open_reason: _Optional[str] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
     __slots__ = ("session_id", "engine_id", "pid", "namespace_id", "model_names", "attached_unix_s", "num_leases", "num_store_grants", "quarantined", "num_acquires")

@@ -1,4 +1,4 @@
-"""The circuit breaker of the disk tier: counts errors, probes, wakes those who wait; `tier_health.py` decides."""
+"""The circuit breaker of the disk tier: when it is switched off, and when it is tried again."""
 
 import asyncio
 import errno
@@ -7,24 +7,39 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from kvtier.disk.tier_health import TierHealth
 from kvtier.errors import KvtierError, TierIOError
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
 
+FAILURES_IN_A_ROW = 3
+FIRST_PROBE_S = 2.0
+LAST_PROBE_S = 60.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+
+Kind = Literal["read", "write"]
 
 
 class DiskHealth:
-    """Loop thread only. Owned by `Resources`; `run` is a task of the daemon.
+    """Counts refusals of the operating system, not damage and not our own quota. Loop thread only.
+
+    The breaker opens when `FAILURES_IN_A_ROW` calls of a kind failed with no success of that kind between: reads of a
+    disk that refuses writes go on. A probe that succeeds closes it on probation: the next failure of the kind that
+    opened it opens it at once and doubles the time to the next probe, until a call of that kind has succeeded. So a
+    disk that takes a small file and no pack does not flap.
+
+    Owned by `Resources`; `run` is a task of the daemon.
 
     Args:
         probe: Tries the tier; raises TierIOError while it does not work.
-        counters: Counts latches and probes.
+        counters: Counts openings and probes.
         now_s: Monotonic clock.
         sleep: Waits for the next probe.
+
+    Attributes:
+        readable: Reads may be tried.
+        writable: Writes may be tried. A disk that is full or read-only is still read.
     """
 
     def __init__(
@@ -35,73 +50,79 @@ class DiskHealth:
         now_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self.readable = self.writable = True
         self._probe, self._counters, self._now_s, self._sleep = probe, counters, now_s, sleep
-        self._health = TierHealth()
-        self._latched = asyncio.Event()
-        self._open = asyncio.Event()
-        self._open.set()
+        self._problem = ""
+        self._num_failed = {"read": 0, "write": 0}
+        self._on_probation: Kind | None = None  # the kind of call that opened the breaker last
+        self._probe_after_s, self._probe_due_s = FIRST_PROBE_S, 0.0
+        self._opened, self._closed = asyncio.Event(), asyncio.Event()
+        self._closed.set()
         self._on_off: dict[Callable[[], None], None] = {}  # in order
 
     @property
-    def readable(self) -> bool:
-        """Reads may be tried."""
-        return self._health.readable
-
-    @property
-    def writable(self) -> bool:
-        """Writes may be tried."""
-        return self._health.writable
-
-    @property
-    def latched(self) -> str:
-        """Why the tier is switched off, for people; empty while it works."""
+    def breaker_open_reason(self) -> str:
+        """Why the breaker is open, for people; empty while it is closed."""
         if self.writable:
             return ""
         what = "writing is off" if self.readable else "off"
-        return f"{what} after repeated errors: {self._health.problem}"
+        return f"{what} after repeated errors: {self._problem}"
 
     def when_off(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call this whenever reading is switched off; returns what takes that back; twice does no harm."""
         self._on_off[call] = None
         return lambda: self._on_off.pop(call, None)
 
-    def succeeded(self, kind: Literal["read", "write"]) -> None:
-        """A call of the tier worked."""
-        self._health.succeeded(kind)
+    def succeeded(self, kind: Kind) -> None:
+        """A call of the tier worked. It may have begun before the breaker opened: only a probe closes that."""
+        self._num_failed[kind] = 0
+        if kind == self._on_probation and self.writable:
+            self._on_probation, self._probe_after_s = None, FIRST_PROBE_S
 
-    def failed(self, kind: Literal["read", "write"], error: KvtierError) -> None:
+    def failed(self, kind: Kind, error: KvtierError) -> None:
         """The system refused a call of the tier, or of the ledger beside it."""
-        full = isinstance(error, TierIOError) and getattr(error.__cause__, "errno", None) in _FULL
-        if not self._health.failed(kind, str(error), self._now_s(), full=kind == "write" and full):
+        self._num_failed[kind] += 1
+        if self._num_failed[kind] < FAILURES_IN_A_ROW and kind != self._on_probation:
             return
-        self._counters.disk_latched += 1
-        log_event(logger, "disk_latched", level=logging.ERROR, reading=self.readable, problem=str(error))
-        self._open.clear()
-        self._latched.set()
+        full = kind == "write" and isinstance(error, TierIOError) and getattr(error.__cause__, "errno", None) in _FULL
+        if not self.readable or (full and not self.writable):
+            return  # open as far as this opens it
+        self.readable, self.writable, self._problem = full, False, str(error)
+        if kind == self._on_probation:
+            self._probe_after_s = min(2 * self._probe_after_s, LAST_PROBE_S)
+        self._on_probation = kind
+        self._probe_due_s = self._now_s() + self._probe_after_s
+        self._counters.disk_breaker_opened += 1
+        log_event(logger, "disk_breaker_opened", level=logging.ERROR, reading=self.readable, problem=str(error))
+        self._closed.clear()
+        self._opened.set()
         if not self.readable:
             for call in list(self._on_off):
                 call()
 
-    async def until_open(self) -> None:
+    async def until_closed(self) -> None:
         """Return when the tier may be written (and read); at once while it works."""
-        await self._open.wait()
+        await self._closed.wait()
 
     async def run(self) -> None:
-        """Probe while the tier is latched."""
+        """Probe while the breaker is open."""
         while True:
-            await self._latched.wait()
-            await self._sleep(self._health.probe_in_s(self._now_s()))
+            await self._opened.wait()
+            await self._sleep(max(0.0, self._probe_due_s - self._now_s()))
             await self.probe_once()
 
     async def probe_once(self) -> None:
-        """Try a latched tier, and open it if it works."""
+        """Try the tier, and close the breaker if it works."""
         self._counters.disk_probes += 1
         try:
             await self._probe()
         except TierIOError as error:
-            self._health.probe_failed(str(error), self._now_s())
+            self._problem = str(error)
+            self._probe_after_s = min(2 * self._probe_after_s, LAST_PROBE_S)
+            self._probe_due_s = self._now_s() + self._probe_after_s
             return
-        self._health.probe_succeeded()
-        self._latched.clear()
-        self._open.set()
-        log_event(logger, "disk_unlatched")
+        self.readable = self.writable = True
+        self._problem, self._num_failed = "", {"read": 0, "write": 0}
+        self._opened.clear()
+        self._closed.set()
+        log_event(logger, "disk_breaker_closed")

@@ -119,9 +119,9 @@ def _judged(status: DaemonStatus) -> Iterator[CheckResult]:
         yield warn("daemon.engines", "none attached", _ATTACH)
     else:
         yield ok("daemon.engines", f"{len(status.sessions)} attached")
-    if status.disk.latched:
+    if status.disk.breaker_open_reason:
         remedy = f"check the disk of {status.disk.location} (dmesg, smartctl); a probe switches the tier on again"
-        yield fail("daemon.disk_tier", f"switched off: {status.disk.latched}", remedy)
+        yield fail("daemon.disk_tier", f"switched off: {status.disk.breaker_open_reason}", remedy)
     else:
         yield ok("daemon.disk_tier", "in use")
     if damage := [f"{name} {status.counters[name]}" for name in _DAMAGE_COUNTERS if status.counters.get(name)]:

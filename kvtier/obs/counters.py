@@ -160,7 +160,7 @@ class Counters:
     )
     scrubbed_bytes: int = series(_DISK_READ, "scrub", meaning="To verify chunks in the background.")
     scrub_passes: int = counted("scrub_passes", "Times the scrub finished all packs.")
-    disk_latched: int = counted(
+    disk_breaker_opened: int = counted(
         "disk_breaker_opened", "Times the circuit breaker of the disk tier opened, after repeated errors."
     )
     disk_probes: int = counted("disk_probes", "Probes of the disk while the circuit breaker is open.")

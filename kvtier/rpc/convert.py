@@ -156,7 +156,7 @@ def daemon_status(cache: Cache, metrics: MetricsState) -> cache_pb2.DaemonStatus
             limit_bytes=gauges.disk_limit_bytes,
             num_chunks=gauges.disk_pinned_chunks + gauges.disk_unpinned_chunks,
             pinned_bytes=gauges.disk_pinned_bytes,
-            latched=cache.resources.disk_health.latched,
+            breaker_open_reason=cache.resources.disk_health.breaker_open_reason,
         ),
         sessions=[_session(session) for session in cache.sessions],
         namespaces=[namespace_status(namespace) for namespace in cache.namespaces.values()],

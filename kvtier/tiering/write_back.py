@@ -142,7 +142,7 @@ class WriteBack:
                 await self._changed.wait()
             if self._draining and not health.writable:
                 self._idle.set()  # switched off while it drained: the stop would wait for what does not come
-            await health.until_open()
+            await health.until_closed()
             await self._linger()
             keys = self.queue.take_pack(asyncio.get_running_loop().time())
             if keys and not await self._write(self._tiers.table.known(keys)):

@@ -69,7 +69,7 @@ class Compactor:
             await self._sleep(_GATHER_S)
             self._resources.holes.clear()
             while True:
-                await self._resources.disk_health.until_open()
+                await self._resources.disk_health.until_closed()
                 await self._resources.traffic.until_quiet()
                 await self._pace.wait()
                 job = await self.next_job()

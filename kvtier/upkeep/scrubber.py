@@ -78,7 +78,7 @@ class Scrubber:
         """Verify what is read from one pack. What the system refuses to read waits for the next pass."""
         chunks = await tiers.index.chunks_in([pack_id])
         while chunks:
-            await self._resources.disk_health.until_open()
+            await self._resources.disk_health.until_closed()
             await self._resources.traffic.until_quiet()
             await self._pace.wait()
             num_chunks = 1 + bisect_left(list(accumulate(stored.raw_bytes for stored in chunks)), _BATCH_BYTES)

@@ -26,7 +26,7 @@ import kvtier.sessions.session
 import kvtier.tiering.write_back
 import kvtier.upkeep.recovery
 from kvtier.config import DaemonConfig
-from kvtier.disk import tier_health
+from kvtier.disk import disk_health
 from kvtier.errors import KvtierError
 from kvtier.service.cache import Cache
 from kvtier.tiering.namespace import Namespace
@@ -132,8 +132,8 @@ class LivingService:
             (kvtier.tiering.write_back, "_RETRY_S", 0.001),
             (kvtier.concurrency.turns, "SLICE_KEYS", 2),
             (kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2),
-            (tier_health, "FIRST_PROBE_S", 0.001),
-            (tier_health, "LAST_PROBE_S", 0.002),
+            (disk_health, "FIRST_PROBE_S", 0.001),
+            (disk_health, "LAST_PROBE_S", 0.002),
         ):
             self._stack.enter_context(mock.patch.object(module, name, value))
 
@@ -183,7 +183,7 @@ class LivingService:
             not self.doing
             and (cache._verified.is_set())
             and all(name in waiting or (name.startswith("quarantine") and self.orphans) for name in going_on)
-            and not cache.resources.disk_health.latched
+            and not cache.resources.disk_health.breaker_open_reason
             and not cache.resources.ledger.is_behind  # or its thread uses the connection that tests read with
             and not cache.resources.ledger_thread.is_busy
             and all(_is_quiet(namespace) for namespace in cache.namespaces.values())

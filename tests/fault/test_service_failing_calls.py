@@ -18,7 +18,7 @@ import kvtier.tiering.write_back
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
-from kvtier.disk import tier_health
+from kvtier.disk import disk_health
 from tests.fakes.failing_service import SharedOps, failing_service
 from tests.fakes.fsck import assert_clean, assert_clean_online
 from tests.fakes.operator import Stub, evict, on_disk, pin, prompt_of, status_of, unpin, until
@@ -45,8 +45,8 @@ def faults() -> list[Fault]:
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> SharedOps:
     monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.02)
-    monkeypatch.setattr(tier_health, "FIRST_PROBE_S", 0.05)
-    monkeypatch.setattr(tier_health, "LAST_PROBE_S", 0.1)
+    monkeypatch.setattr(disk_health, "FIRST_PROBE_S", 0.05)
+    monkeypatch.setattr(disk_health, "LAST_PROBE_S", 0.1)
     return failing_service(monkeypatch)
 
 
@@ -142,10 +142,10 @@ class Day:
         assert await self.load(name) == num_chunks
 
     async def evening(self) -> None:
-        """Nothing fails any longer: the latch opens, and everything that was acknowledged becomes durable."""
+        """Nothing fails any longer: the breaker closes, and everything that was acknowledged becomes durable."""
 
         async def open_again() -> bool:
-            return not (await status_of(self.stub)).disk.latched
+            return not (await status_of(self.stub)).disk.breaker_open_reason
 
         await until(open_again)
         await self.detach()
@@ -252,12 +252,12 @@ def test_engines_are_served_from_memory_while_the_disk_is_off(tmp_path: Path, op
             await day.pin("new")
             await day.offer("new")
 
-            async def latched() -> bool:
-                return bool((await status_of(stub)).disk.latched)
+            async def breaker_is_open() -> bool:
+                return bool((await status_of(stub)).disk.breaker_open_reason)
 
-            await until(latched)
+            await until(breaker_is_open)
             status = await status_of(stub)
-            problem, counters = status.disk.latched, status.counters
+            problem, counters = status.disk.breaker_open_reason, status.counters
             errors = sum(number for name, number in counters.items() if name.startswith("io_errors_disk_"))
             assert 3 <= errors <= ops.num_refused, "what switched the tier off was counted"
             assert problem.startswith("off" if code == errno.EIO else "writing is off"), problem

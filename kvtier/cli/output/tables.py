@@ -245,7 +245,7 @@ def _tier(tier: TierStatus) -> Cell:
     used = f"{format_size(tier.used_bytes)} of {format_size(tier.limit_bytes)} ({share:.0f}%)"
     pinned = f", {format_size(tier.pinned_bytes)} pinned" if tier.used_bytes else ""
     state = f"{used}, {tier.num_chunks} chunks{pinned}, in {tier.location}"
-    return (state, f"SWITCHED OFF: {tier.latched}") if tier.latched else state
+    return (state, f"SWITCHED OFF: {tier.breaker_open_reason}") if tier.breaker_open_reason else state
 
 
 def _writes(counters: Mapping[str, int]) -> str:

@@ -171,7 +171,7 @@ class Promoter:
             self._waits_for_quiet = True
             try:
                 await self._resources.traffic.until_quiet()
-                await self._resources.disk_health.until_open()
+                await self._resources.disk_health.until_closed()
             finally:
                 self._waits_for_quiet = False
             self._start_batches()

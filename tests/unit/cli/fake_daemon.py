@@ -60,7 +60,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         prompts: By name.
         pins: Every PinRequest.
         counters: For the status.
-        disk_problem: Why the disk tier is off.
+        breaker_open_reason: Why the disk tier is off.
         evictions: Every EvictRequest.
     """
 
@@ -71,7 +71,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         self.prompts: dict[str, PromptStatus] = {}
         self.pins: list[PinRequest] = []
         self.counters: dict[str, int] = {}
-        self.disk_problem = ""
+        self.breaker_open_reason = ""
         self.evictions: list[EvictRequest] = []
         self._changed = threading.Condition()
 
@@ -152,7 +152,12 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
             host=TierStatus(
                 location="/dev/shm/kvtier", used_bytes=1 << 30, limit_bytes=4 << 30, num_chunks=7, pinned_bytes=1 << 28
             ),
-            disk=TierStatus(location="/var/lib/kvtier", used_bytes=0, limit_bytes=9 << 30, latched=self.disk_problem),
+            disk=TierStatus(
+                location="/var/lib/kvtier",
+                used_bytes=0,
+                limit_bytes=9 << 30,
+                breaker_open_reason=self.breaker_open_reason,
+            ),
             num_prompts=len(self.prompts),
             namespaces=[NamespaceStatus(namespace_id="n1")],
             counters=self.counters,

@@ -207,7 +207,7 @@ def engine(**fields: object) -> SessionStatus:
         (DaemonStatus(), "", OK),
         (DaemonStatus(version="0.0.1"), "daemon.version", WARN),
         (DaemonStatus(sessions=[engine(quarantined=True)]), "daemon.engines", WARN),
-        (DaemonStatus(disk=TierStatus(latched="EIO")), "daemon.disk_tier", FAIL),
+        (DaemonStatus(disk=TierStatus(breaker_open_reason="EIO")), "daemon.disk_tier", FAIL),
         (DaemonStatus(counters={"chunks_damaged": 2}), "daemon.damage", WARN),
         (DaemonStatus(metrics_problem="cannot listen there"), "daemon.metrics", WARN),
     ],

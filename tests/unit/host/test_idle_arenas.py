@@ -137,7 +137,7 @@ def test_what_is_not_written_yet_stays(folder: Path, monkeypatch: pytest.MonkeyP
             writable = asyncio.Event()
             original = cache.resources.disk.write_pack
 
-            monkeypatch.setattr(cache.resources.disk_health, "until_open", writable.wait)
+            monkeypatch.setattr(cache.resources.disk_health, "until_closed", writable.wait)
             engine = await attached(cache, "one")
             namespace = await pinned(cache, engine, "one", durable=False)
             await gone(cache, engine)

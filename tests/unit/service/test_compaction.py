@@ -287,7 +287,7 @@ def test_a_pack_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) 
             assert outcomes.count(False) == 1, "the others go on without it"
             assert packs[1] in r.tier.packs
             assert not {packs[0], packs[2]} & r.tier.packs.keys()
-            assert not r.resources.disk_health.latched
+            assert not r.resources.disk_health.breaker_open_reason
             r.check()
 
     asyncio.run(scenario())

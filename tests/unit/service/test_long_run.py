@@ -29,7 +29,7 @@ def test_a_drain_does_not_wait_for_a_disk_that_is_off(tmp_path: Path, monkeypatc
             r.namespace.write_back.add(keys_of([0]))
             async with asyncio.timeout(10):
                 await r.namespace.write_back.flush()
-            assert r.resources.disk_health.latched
+            assert r.resources.disk_health.breaker_open_reason
             r.tier.refuse_writes = 0
             await r.resources.disk_health.probe_once()
             await r.namespace.write_back.flush()

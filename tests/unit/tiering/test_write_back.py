@@ -279,9 +279,9 @@ def test_a_disk_that_is_switched_off_keeps_the_queue_and_goes_on_after_a_probe(
             r.tier.refuse_writes = errno.EIO
             r.namespace.write_back.add(keys_of(range(4)))
             health = r.resources.disk_health
-            await eventually(lambda: bool(health.latched))
+            await eventually(lambda: bool(health.breaker_open_reason))
             assert r.counters.packs_failed == 3, "the writer does not spin"
-            assert (r.counters.disk_latched, health.readable) == (1, False)
+            assert (r.counters.disk_breaker_opened, health.readable) == (1, False)
             assert not any(r.chunk(n).evictable for n in range(4)), "not durable, so it stays"
             session, peer = await r.session()
             at_once(session.loads.acquire(1, keys_of([*range(4), 8])))
@@ -289,10 +289,10 @@ def test_a_disk_that_is_switched_off_keeps_the_queue_and_goes_on_after_a_probe(
             assert [chunk.index for chunk in leased] == [0, 1, 2, 3], "what is only on disk is a miss at once"
             assert r.tier.asked == []
             await health.probe_once()
-            assert health.latched
+            assert health.breaker_open_reason
             r.tier.refuse_writes = 0
             await health.probe_once()
-            assert not health.latched
+            assert not health.breaker_open_reason
             await eventually(lambda: all(r.location(n) is not None for n in range(4)))
             at_once(session.loads.acquire(2, keys_of([8])))
             await eventually(lambda: peer.num_ready(2) == 1)
@@ -312,7 +312,7 @@ def test_a_full_or_read_only_disk_is_still_read(tmp_path: Path, monkeypatch: pyt
             r.in_host(range(4))
             r.tier.refuse_writes = number
             r.namespace.write_back.add(keys_of(range(4)))
-            await eventually(lambda: r.resources.disk_health.latched.startswith("writing is off"))
+            await eventually(lambda: r.resources.disk_health.breaker_open_reason.startswith("writing is off"))
             session, peer = await r.session()
             at_once(session.loads.acquire(1, keys_of([8])))
             await eventually(lambda: peer.num_ready() == 1)
@@ -331,7 +331,7 @@ def test_one_bad_sector_does_not_switch_the_disk_off(tmp_path: Path) -> None:
                 await eventually(lambda: len(peer.missed.get(acquire_id, [])) == 4)  # noqa: B023
                 at_once(session.loads.release(acquire_id, None))
                 r.table.host.evict_cheapest(8)
-            assert not r.resources.disk_health.latched
+            assert not r.resources.disk_health.breaker_open_reason
 
     asyncio.run(scenario())
 
@@ -344,11 +344,11 @@ def test_reads_that_fail_again_and_again_switch_the_disk_off(tmp_path: Path) -> 
             r.tier.refuse_reads = errno.EIO
             # One chunk is one batch; two may be one or two, by whether their rows have pages.
             for acquire_id, numbers in enumerate(([0], [1], [2, 3, 4, 5, 6, 7])):
-                assert not r.resources.disk_health.latched
+                assert not r.resources.disk_health.breaker_open_reason
                 at_once(session.loads.acquire(acquire_id, keys_of(numbers)))
                 await eventually(lambda: len(peer.missed.get(acquire_id, [])) == len(numbers))  # noqa: B023
                 await eventually(lambda: not r.namespace.promoter._batches)
-            assert r.resources.disk_health.latched
+            assert r.resources.disk_health.breaker_open_reason
             assert r.counters.chunks_damaged == 0
             r.tier.refuse_reads = 0
             await r.resources.disk_health.probe_once()

@@ -254,7 +254,7 @@ def test_status_says_how_to_attach_as_the_readme_does(daemon: FakeDaemon, kvtier
 def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDaemon, kvtier: Kvtier) -> None:
     daemon.counters = {"packs_written": 2, "pack_bytes_written": 3 << 20, "compacted_bytes_written": 1 << 20}
     daemon.counters |= {"durable_raw_bytes": 5 << 20, "pack_fsyncs": 3, "pack_write_ms": 500}
-    daemon.disk_problem = "off after repeated errors: EIO"
+    daemon.breaker_open_reason = "off after repeated errors: EIO"
     result = kvtier("status")
     assert_narrow(result.output)
     output = " ".join(result.output.split())

@@ -1,4 +1,4 @@
-"""A disk tier that is switched off: no one but the probe calls it, and all go on when it is back."""
+"""While the circuit breaker is open only the probe calls the disk; when it closes, all work goes on."""
 
 import errno
 from collections.abc import Callable, Coroutine, Sequence
@@ -36,7 +36,7 @@ def recorded(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def switch_off(r: Rig) -> None:
+def open_breaker(r: Rig) -> None:
     """Switch the tier off, as three refusals in a row do."""
     while r.resources.disk_health.readable:
         r.resources.disk_health.failed("read", TierIOError(Path("tier"), "read", OSError(errno.EIO, "I/O error")))
@@ -78,7 +78,7 @@ def test_background_work_waits_for_the_probe(
     work: Callable[[Rig], Coroutine[Any, Any, None]],
     wanted: Sequence[str],
 ) -> None:
-    """Each looked whether the tier is open by a wait that nothing would have noticed missing."""
+    """Each waited for the closed breaker in a place that no test covered."""
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path, store="all", compact_dead_ratio=0.1) as r:
@@ -87,7 +87,7 @@ def test_background_work_waits_for_the_probe(
             await r.namespace.index.drop(keys_of(range(3, 5)))
             session, peer = await r.session()
             await at_rest(r.resources)
-            switch_off(r)
+            open_breaker(r)
             calls = recorded(r, monkeypatch)
             tasks = Tasks()
             tasks.start("work", work(r))
@@ -120,7 +120,7 @@ def test_probes_become_rare_and_the_first_that_succeeds_opens(tmp_path: Path, mo
             await at_rest(r.resources)
             assert calls == [], "it works"
             r.tier.refuse_writes = errno.EIO
-            switch_off(r)
+            open_breaker(r)
             due: list[float] = []
             for second in range(1, 40):
                 loop.jump(1.0)
@@ -129,7 +129,7 @@ def test_probes_become_rare_and_the_first_that_succeeds_opens(tmp_path: Path, mo
             assert due == [2, 6, 14, 30]
             r.tier.refuse_writes = 0
             loop.jump(MINUTE_S)
-            await eventually(lambda: not health.latched)
+            await eventually(lambda: not health.breaker_open_reason)
             assert r.counters.disk_probes == len(calls) == 5
             await tasks.close()
 
@@ -137,7 +137,7 @@ def test_probes_become_rare_and_the_first_that_succeeds_opens(tmp_path: Path, mo
 
 
 def test_a_write_that_fails_is_tried_again_after_a_pause(tmp_path: Path) -> None:
-    """Without one a disk that refuses was asked as fast as it could refuse, until the third refusal switched it off."""
+    """Without a pause, a disk that refuses was called in a tight loop until the third refusal opened the breaker."""
 
     async def scenario(loop: JumpingLoop) -> None:
         async with rig(tmp_path) as r:
@@ -166,7 +166,7 @@ def test_what_was_to_be_prefetched_is_left_on_disk_when_the_tier_is_switched_off
                 await eventually(lambda: bool(r.tier.asked))
                 r.namespace.promoter.prefetch(keys_of(range(1, 6)))  # after the request
                 assert not r.namespace.promoter._prefetched.is_set()
-                switch_off(r)
+                open_breaker(r)
                 await r.namespace.promoter.until_prefetched()
             await at_rest(r.resources)
             await r.resources.disk_health.probe_once()
