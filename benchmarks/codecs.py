@@ -25,11 +25,9 @@ import zstandard
 from benchmarks.harness.trained_model import prompt_kv, trained_model
 from benchmarks.measuring.machine import machine_line, spread
 from kvtier.disk.codecs import Codec, CodecChooser, codec_by_name, default_codecs
-from kvtier.disk.codecs.compiled import compile_kernels
 from kvtier.disk.codecs.planes import HUFFMAN_ONLY
-from kvtier.disk.codecs.split16 import Split16Codec
-from kvtier.disk.codecs.split32 import Split32Codec
-from kvtier.disk.codecs.words import NUMPY, WordKernels, use_kernels
+from kvtier.disk.codecs.split import Split16Codec, Split32Codec
+from kvtier.disk.codecs.words import NUMPY, WordKernels, compile_kernels, use_kernels
 from kvtier.disk.codecs.zstd import ZstdCodec
 
 Bytes = npt.NDArray[np.uint8]

@@ -39,8 +39,7 @@ from benchmarks.measuring.storage import drop_page_cache
 from kvtier.core.stored import PackRecord
 from kvtier.disk.base import ChunkPayload, ChunkRead, checksum_of
 from kvtier.disk.codecs import codec_by_name
-from kvtier.disk.codecs.compiled import compile_kernels
-from kvtier.disk.codecs.words import NUMPY, WordKernels, use_kernels
+from kvtier.disk.codecs.words import NUMPY, WordKernels, compile_kernels, use_kernels
 from kvtier.disk.files import page_cache
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, TierIOError

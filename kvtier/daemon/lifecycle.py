@@ -12,8 +12,7 @@ from pathlib import Path
 from kvtier.collector import freeze_index, thaw_index
 from kvtier.config import DaemonConfig
 from kvtier.daemon.folder_locks import claimed
-from kvtier.disk.codecs.compiled import compile_kernels
-from kvtier.disk.codecs.words import WordKernels, replace_after
+from kvtier.disk.codecs.words import WordKernels, compile_kernels, replace_after
 from kvtier.errors import ConfigError, StuckError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event

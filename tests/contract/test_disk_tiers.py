@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.disk.base import DiskTier
-from kvtier.disk.codecs.compiled import compile_kernels
-from kvtier.disk.codecs.words import NUMPY, use_kernels
+from kvtier.disk.codecs.words import NUMPY, compile_kernels, use_kernels
 from kvtier.disk.packs.pack_tier import PackTier
 from tests.contract.disk_tier import DiskTierContract
 from tests.fakes.memory_tier import MemoryTier

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from kvtier.disk.codecs.base import Codec
 from kvtier.disk.codecs.planes import PlaneCodec
 from kvtier.disk.codecs.raw import RawCodec
-from kvtier.disk.codecs.split16 import Split16Codec
-from kvtier.disk.codecs.split32 import Split32Codec
+from kvtier.disk.codecs.split import Split16Codec, Split32Codec
 from kvtier.disk.codecs.zstd import ZstdCodec
 from kvtier.errors import KvtierError
 

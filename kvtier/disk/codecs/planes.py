@@ -15,17 +15,17 @@ allocation: frames are decoded into a thread's own buffer. Bytes: docs/format.md
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
 from kvtier.disk.codecs.base import CodecError
+from kvtier.disk.codecs.words import count_coded
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,8 +38,6 @@ _NOTHING = np.empty(0, np.uint8)
 _ZEROS = memoryview(bytes(_ALIGNMENT_BYTES))
 _SAMPLE_PIECES, _SAMPLE_BYTES = 16, 2048
 _MIN_COLLISIONS = 1.15
-MAX_KEPT_BYTES = 16 * 2**20
-"""Buffers that a thread keeps for the pieces of chunks, in all."""
 
 # A tiny hash table and long matches: zstd finds nothing to match, and what is left of it is its Huffman coder.
 HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
@@ -65,33 +63,10 @@ class ThreadScratch(threading.local):
         self.compressor = zstandard.ZstdCompressor(compression_params=HUFFMAN_ONLY)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES)
         self.block = np.empty(BLOCK_BYTES, np.uint8)
-        # Twice a block: zstd decodes literals at the end of the room it gets, and copies them less when there is more.
+        # Twice a block: zstd decodes literals at the end of the buffer it gets, and copies them less when there is more.
         self.planes = np.empty(2 * BLOCK_BYTES, np.uint8)
         self.words = np.empty(BLOCK_BYTES // 2, np.uint8)
         self.other_words = np.empty(BLOCK_BYTES // 2, np.uint8)
-        self._rooms: deque[bytearray] = deque()  # the longest unused first
-        self.kept_bytes = 0
-
-    def take_room(self, num_bytes: int) -> Bytes:
-        """Return a buffer to give away. One given before is given again when nobody holds a view of it any longer.
-
-        Several are kept: the caller has the pieces of many chunks when it writes them in one go.
-        """
-        for _ in range(len(self._rooms)):
-            room = self._rooms[0]
-            self._rooms.rotate(-1)
-            if len(room) >= num_bytes and _is_unshared(room):
-                return np.frombuffer(room, np.uint8)
-        fresh = bytearray(num_bytes)
-        if num_bytes <= MAX_KEPT_BYTES:
-            self._keep(fresh)
-        return np.frombuffer(fresh, np.uint8)
-
-    def _keep(self, room: bytearray) -> None:
-        self._rooms.append(room)
-        self.kept_bytes += len(room)
-        while self.kept_bytes > MAX_KEPT_BYTES:
-            self.kept_bytes -= len(self._rooms.popleft())
 
 
 _scratch = ThreadScratch()
@@ -125,25 +100,22 @@ class PlaneCodec(ABC):
         raw_bytes = _total_bytes(segments)
         if raw_bytes % self.item_bytes:
             return None
+        count_coded(raw_bytes)
         shape, scratch, cursor = self._shape(raw_bytes), _scratch, _Cursor(segments)
-        room = _Room(scratch.take_room(shape.room_bytes))
         pieces: list[memoryview] = []
         stored_lengths: list[int] = []
         for block_bytes, plane_lengths in shape.blocks:
             block = cursor.take_aligned(block_bytes, self.item_bytes, scratch.block)
-            planes = room.planes(plane_lengths)
+            planes = _cut(scratch.planes, plane_lengths)
             self.split(block, planes, scratch)
             # The first plane holds exponents: nearly always worth coding, so it is not sampled. The others are sampled
             # before it is coded, while they are in the cache.
             promising = [True, *map(_promises, planes[1:])]
-            for column, plane in enumerate(planes):
-                stored = _encode_plane(plane, scratch) if promising[column] else None
-                if stored is None:
-                    stored = plane.data
-                    room.keep(column)
-                stored_lengths.append(stored.nbytes)
-                pieces.append(stored)
-                if padding := -stored.nbytes % _ALIGNMENT_BYTES:
+            for plane, promises in zip(planes, promising, strict=True):
+                stored = (_encode_plane(plane, scratch) if promises else None) or plane.tobytes()
+                stored_lengths.append(len(stored))
+                pieces.append(memoryview(stored))
+                if padding := -len(stored) % _ALIGNMENT_BYTES:
                     pieces.append(_ZEROS[:padding])
         tail = b"".join(part.tobytes() for part in cursor.take(shape.tail_bytes))
         table = shape.table.pack(*stored_lengths)
@@ -154,6 +126,7 @@ class PlaneCodec(ABC):
         raw_bytes = _total_bytes(into)
         if raw_bytes % self.item_bytes:
             raise CodecError(f"{self.name}: a payload of {raw_bytes} bytes is no run of {self.item_bytes}-byte values")
+        count_coded(raw_bytes)
         shape, scratch, cursor = self._shape(raw_bytes), _scratch, _Cursor(into)
         source = np.frombuffer(stored, np.uint8) if stored.nbytes else _NOTHING
         stored_lengths, end = self._read_table(source, shape)
@@ -236,14 +209,12 @@ class _Shape:
         blocks: Length of each block, and of its planes.
         plane_lengths: Of all blocks, in the table's order.
         table: Stored lengths, in the table's order.
-        room_bytes: What all planes take.
         tail_bytes: What is left after whole units.
     """
 
     blocks: tuple[tuple[int, tuple[int, ...]], ...]
     plane_lengths: tuple[int, ...]
     table: struct.Struct
-    room_bytes: int
     tail_bytes: int
 
 
@@ -258,33 +229,8 @@ def _shape_of(raw_bytes: int, unit_bytes: int, plane_bytes: tuple[int, ...]) -> 
         blocks=blocks,
         plane_lengths=plane_lengths,
         table=struct.Struct(f"<{len(plane_lengths)}I"),
-        room_bytes=sum(map(_align, plane_lengths)),
         tail_bytes=tail_bytes,
     )
-
-
-class _Room:
-    """Where a chunk's planes are split to. Planes that are stored as they are stay; coded ones are written over."""
-
-    def __init__(self, buffer: Bytes) -> None:
-        self._buffer, self._kept = buffer, 0
-        self._ends: list[int] = []
-
-    def planes(self, lengths: Sequence[int]) -> list[Bytes]:
-        """Return buffers for the next block's planes; the last plane, the least likely to be coded, comes first."""
-        planes, end = [], self._kept
-        self._ends = []
-        for length in reversed(lengths):
-            planes.append(self._buffer[end : end + length])
-            end += _align(length)
-            self._ends.append(end)
-        planes.reverse()
-        self._ends.reverse()
-        return planes
-
-    def keep(self, column: int) -> None:
-        """Never write over that plane of the last block."""
-        self._kept = max(self._kept, self._ends[column])
 
 
 class _Cursor:
@@ -314,10 +260,10 @@ class _Cursor:
         return np.concatenate(parts, out=buffer[:length])
 
 
-def _encode_plane(plane: Bytes, scratch: ThreadScratch) -> memoryview | None:
+def _encode_plane(plane: Bytes, scratch: ThreadScratch) -> bytes | None:
     """Return the plane as a frame, None when that gains too little."""
     frame = scratch.compressor.compress(plane.data)
-    return memoryview(frame) if len(frame) <= (1 - MIN_PLANE_GAIN_RATIO) * plane.nbytes else None
+    return frame if len(frame) <= (1 - MIN_PLANE_GAIN_RATIO) * plane.nbytes else None
 
 
 def _promises(plane: Bytes) -> bool:
@@ -333,14 +279,10 @@ def _promises(plane: Bytes) -> bool:
     return 256 * pairs > _MIN_COLLISIONS * _SAMPLE_BYTES * (_SAMPLE_BYTES - 1)
 
 
-def _is_unshared(room: bytearray) -> bool:
-    """Whether no view of it exists: Python refuses to resize a bytearray that has one."""
-    try:
-        room.append(0)
-    except BufferError:
-        return False
-    room.pop()
-    return True
+def _cut(buffer: Bytes, lengths: Sequence[int]) -> list[Bytes]:
+    """Return aligned parts of a buffer."""
+    starts = accumulate(map(_align, lengths), initial=0)
+    return [buffer[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
 def _align(length: int) -> int:

@@ -18,10 +18,10 @@ class RawCodec:
 
     def decode(self, stored: memoryview, into: Sequence[memoryview]) -> None:
         """See `Codec.decode`."""
-        room = sum(segment.nbytes for segment in into)
-        if stored.nbytes != room:
-            raise CodecError(f"raw: {stored.nbytes} bytes are stored, the payload has {room}")
+        raw_bytes = sum(segment.nbytes for segment in into)
+        if stored.nbytes != raw_bytes:
+            raise CodecError(f"raw: {stored.nbytes} bytes are stored, the payload has {raw_bytes}")
         source, offset = np.frombuffer(stored, np.uint8), 0
         for segment in into:
-            np.copyto(np.frombuffer(segment, np.uint8), source[offset : offset + segment.nbytes])  # gives up the lock
+            np.copyto(np.frombuffer(segment, np.uint8), source[offset : offset + segment.nbytes])  # releases the GIL
             offset += segment.nbytes

@@ -29,13 +29,13 @@ class ZstdCodec:
 
     def decode(self, stored: memoryview, into: Sequence[memoryview]) -> None:
         """See `Codec.decode`. Straight into the segments; the frame must end exactly where they do."""
-        room = sum(segment.nbytes for segment in into)
+        raw_bytes = sum(segment.nbytes for segment in into)
         # No encoder that knows the length takes a larger window; zstd would allocate what a damaged header claims.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=max(room, _MIN_WINDOW_BYTES))
+        decompressor = zstandard.ZstdDecompressor(max_window_size=max(raw_bytes, _MIN_WINDOW_BYTES))
         try:
             stated = zstandard.get_frame_parameters(stored).content_size
-            if stated != room:
-                raise CodecError(f"zstd: the frame states {stated} bytes, the payload has {room}")
+            if stated != raw_bytes:
+                raise CodecError(f"zstd: the frame states {stated} bytes, the payload has {raw_bytes}")
             if _frame_bytes(stored) != stored.nbytes:
                 raise CodecError(f"zstd: the frame does not end where its {stored.nbytes} stored bytes end")
             reader = decompressor.stream_reader(stored)
@@ -43,7 +43,7 @@ class ZstdCodec:
         except (zstandard.ZstdError, MemoryError) as exc:
             raise CodecError(f"zstd: {exc}") from exc
         if not exact:
-            raise CodecError(f"zstd: the frame does not decode to {room} bytes")
+            raise CodecError(f"zstd: the frame does not decode to {raw_bytes} bytes")
 
 
 def _frame_bytes(stored: memoryview) -> int:

@@ -15,7 +15,7 @@ import kvtier.rpc.server
 from kvtier.config import DaemonConfig, DiskConfig, HostConfig, ServerConfig
 from kvtier.daemon import lifecycle
 from kvtier.daemon.folder_locks import locked
-from kvtier.disk.codecs.split16 import Split16Codec
+from kvtier.disk.codecs.split import Split16Codec
 from kvtier.disk.codecs.words import NUMPY, WordKernels, use_kernels
 from kvtier.errors import AlreadyRunningError, ConfigError, StuckError
 

@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from kvtier.disk.codecs import Codec
 from kvtier.disk.codecs.raw import RawCodec
-from kvtier.disk.codecs.split16 import Split16Codec
-from kvtier.disk.codecs.split32 import Split32Codec
+from kvtier.disk.codecs.split import Split16Codec, Split32Codec
 from kvtier.disk.codecs.zstd import ZstdCodec
 
 CODECS: tuple[Codec, ...] = (RawCodec(), ZstdCodec(1), ZstdCodec(7), Split16Codec(), Split32Codec())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.disk.codecs import Codec, CodecError
-from kvtier.disk.codecs.split16 import Split16Codec
+from kvtier.disk.codecs.split import Split16Codec
 from kvtier.disk.codecs.zstd import ZstdCodec
 from tests.unit.disk.codecs.payloads import CODECS, MAKERS, Target, encoded, payload
 

@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.disk.codecs import words
-from kvtier.disk.codecs.compiled import compile_kernels
 from kvtier.disk.codecs.planes import BLOCK_BYTES
-from kvtier.disk.codecs.split16 import Split16Codec
-from kvtier.disk.codecs.split32 import Split32Codec
-from kvtier.disk.codecs.words import NUMPY, WordKernels, Words
+from kvtier.disk.codecs.split import Split16Codec, Split32Codec
+from kvtier.disk.codecs.words import NUMPY, WordKernels, Words, compile_kernels
 from tests.unit.disk.codecs.payloads import MAKERS, encoded, payload
 from tests.unit.disk.codecs.test_damage import try_decode
 

@@ -1,24 +1,42 @@
-"""`split32`: float32 values. The halves of the values apart, and their upper halves split as `split16` does.
+"""The codecs of floats: `split16` for 16-bit values (bfloat16, float16), `split32` for float32. Layout: docs/format.md.
 
-A float32's upper half is a bfloat16: sign, exponent, seven bits of mantissa; the lower half is mantissa only.
-
-    lower plane, word i (32 bits): lower half of v[i], then lower half of v[i + h]
-    the same words of upper halves, taken as 16-bit values, are split into a high and a low plane as in `split16`
+A float32's upper half is a bfloat16: sign, exponent, seven bits of mantissa. The lower half is mantissa only.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from kvtier.disk.codecs import words
 from kvtier.disk.codecs.planes import Bytes, PlaneCodec, ThreadScratch
-from kvtier.disk.codecs.words import merge_words, split_words
 
 _WORD = np.dtype("<u2")
 _DOUBLE_WORD = np.dtype("<u4")
 
 
+class Split16Codec(PlaneCodec):
+    """Planes: high bytes, low bytes."""
+
+    name = "split16"
+    item_bytes = 2
+    unit_bytes = 4
+    plane_bytes = (2, 2)
+
+    def split(self, block: Bytes, planes: Sequence[Bytes], scratch: ThreadScratch) -> None:
+        """See `PlaneCodec.split`."""
+        high, low = planes[0].view(_WORD), planes[1].view(_WORD)
+        words.kernels.split(block.view(_WORD), high, low, scratch.words.view(_WORD)[: high.size])
+
+    def merge(self, planes: Sequence[Bytes], block: Bytes, scratch: ThreadScratch) -> None:
+        """See `PlaneCodec.merge`."""
+        words.kernels.merge(planes[0].view(_WORD), planes[1].view(_WORD), block.view(_WORD))
+
+
 class Split32Codec(PlaneCodec):
-    """Implements `Codec`. Planes: high bytes, low bytes of the upper halves, lower halves."""
+    """Planes: high bytes and low bytes of the upper halves, split as `split16` does; lower halves.
+
+    Word i (32 bits) of the lower plane: lower half of v[i], then lower half of v[i + h].
+    """
 
     name = "split32"
     item_bytes = 4
@@ -38,13 +56,13 @@ class Split32Codec(PlaneCodec):
         np.left_shift(second, 16, out=temp)
         np.bitwise_or(lower, temp, out=lower)
         high, low = planes[0].view(_WORD), planes[1].view(_WORD)
-        split_words(upper.view(_WORD), high, low, temp.view(_WORD)[: high.size])
+        words.kernels.split(upper.view(_WORD), high, low, temp.view(_WORD)[: high.size])
 
     def merge(self, planes: Sequence[Bytes], block: Bytes, scratch: ThreadScratch) -> None:
         """See `PlaneCodec.merge`."""
         values, lower = block.view(_DOUBLE_WORD), planes[2].view(_DOUBLE_WORD)
         upper = scratch.words.view(_DOUBLE_WORD)[: lower.size]
-        merge_words(planes[0].view(_WORD), planes[1].view(_WORD), upper.view(_WORD))
+        words.kernels.merge(planes[0].view(_WORD), planes[1].view(_WORD), upper.view(_WORD))
         first, second = values[: lower.size], values[lower.size :]
         np.bitwise_and(upper, 0xFFFF0000, out=second)
         np.left_shift(upper, 16, out=upper)
