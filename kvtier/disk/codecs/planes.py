@@ -63,7 +63,7 @@ class ThreadScratch(threading.local):
         self.compressor = zstandard.ZstdCompressor(compression_params=HUFFMAN_ONLY)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES)
         self.block = np.empty(BLOCK_BYTES, np.uint8)
-        # Twice a block: zstd decodes literals at the end of the buffer it gets, and copies them less when there is more.
+        # Twice a block: zstd decodes literals to the end of its buffer, and copies them less when that is longer.
         self.planes = np.empty(2 * BLOCK_BYTES, np.uint8)
         self.words = np.empty(BLOCK_BYTES // 2, np.uint8)
         self.other_words = np.empty(BLOCK_BYTES // 2, np.uint8)

@@ -7,7 +7,6 @@ and of the pages that a read past the page cache has to hold.
 import mmap
 import threading
 from contextlib import suppress
-from types import TracebackType
 
 from kvtier.pages import PageOps
 
@@ -17,60 +16,43 @@ KEPT_BYTES = 48 * 1024**2
 _HUGE_PAGE_BYTES = 2 * 1024**2
 
 
-class Scratch:
-    """One buffer. Give it back by `release` or a `with` block; views of it end there."""
-
-    def __init__(self, pool: "ScratchPool", memory: mmap.mmap) -> None:
-        """Use `ScratchPool.take`."""
-        self._pool, self._memory = pool, memory
-        self.view = memoryview(memory)
-
-    def release(self) -> None:
-        """Give the buffer back; idempotent."""
-        memory, self._memory = self._memory, None  # type: ignore[assignment]
-        if memory is not None:
-            self._pool.give_back(memory)
-
-    def __enter__(self) -> "Scratch":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
-
-
 class ScratchPool:
     """Buffers that wait for their next use. Thread-safe.
 
-    How many are in use is bounded by the callers: each holds a fixed number.
+    How many are in use is bounded by the callers: each holds a fixed number. One that is lost in an error is freed
+    with its last view.
+
+    Args:
+        buffer_bytes: Smallest buffer that is made.
+        kept_bytes: Idle buffers are kept up to that, in all.
     """
 
     def __init__(self, buffer_bytes: int, kept_bytes: int = KEPT_BYTES) -> None:
-        """Make an empty pool.
-
-        Args:
-            buffer_bytes: Smallest buffer that is made.
-            kept_bytes: Idle buffers are kept up to that, in all.
-        """
         self._buffer_bytes, self._kept_bytes = buffer_bytes, kept_bytes
-        self._pages = PageOps()
         self._idle: list[mmap.mmap] = []
         self._lock = threading.Lock()  # protects _idle
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of buffers that nobody uses."""
+        """Bytes of buffers that are not in use."""
         with self._lock:
             return sum(map(len, self._idle))
 
-    def take(self, num_bytes: int) -> Scratch:
-        """Return a buffer of at least that length; its content is undefined."""
+    def take(self, num_bytes: int) -> mmap.mmap:
+        """Return a buffer of at least that length, to be released; its content is undefined."""
         with self._lock:
             fitting = [memory for memory in self._idle if len(memory) >= num_bytes]
             if fitting:
                 smallest = min(fitting, key=len)
                 self._idle.remove(smallest)
-                return Scratch(self, smallest)
-        return Scratch(self, _memory(max(num_bytes, self._buffer_bytes)))
+                return smallest
+        return _memory(max(num_bytes, self._buffer_bytes))
+
+    def release(self, memory: mmap.mmap) -> None:
+        """Keep a buffer for the next user, or have it freed with its last view."""
+        with self._lock:
+            if sum(map(len, self._idle)) + len(memory) <= self._kept_bytes:
+                self._idle.append(memory)
 
     def fill(self, num_buffers: int) -> None:
         """Have this many buffers wait, with their pages, as far as the system has memory for them."""
@@ -80,18 +62,12 @@ class ScratchPool:
             for _ in range(num_missing):
                 memory = _memory(self._buffer_bytes)
                 with memoryview(memory) as view:
-                    self._pages.populate(view)
-                self.give_back(memory)
-
-    def give_back(self, memory: mmap.mmap) -> None:
-        """Keep a buffer for the next one, or let it go with its last view."""
-        with self._lock:
-            if sum(map(len, self._idle)) + len(memory) <= self._kept_bytes:
-                self._idle.append(memory)
+                    PageOps().populate(view)
+                self.release(memory)
 
 
 def _memory(num_bytes: int) -> mmap.mmap:
-    """Return memory of at least that length; pages that nobody touches are not made."""
+    """Return memory of at least that length; pages that are never touched are not made."""
     length = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages

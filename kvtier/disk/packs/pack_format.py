@@ -13,7 +13,6 @@ the key and namespace that stand beside it. Byte layout and versions: docs/forma
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ FORMAT_VERSION = 2
 """1: no header checksum."""
 DATA_ALIGNMENT_BYTES = 4096
 MAX_CODEC_NAME_BYTES = 16
+MAX_CHUNK_BYTES = 2**40 - 1
+"""What `StoredChunk` has bits for."""
 LENGTH_PREFIX = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit. Source: safetensors 0.8.0, tensor.rs, MAX_HEADER_SIZE."""
@@ -36,64 +37,41 @@ _META_FORMAT = "kvtier.format"
 _META_CHECKSUM = "kvtier.header_xxh3_64"
 _META_NAMESPACE = "kvtier.namespace"
 _META_CHUNKS = "kvtier.chunks"
-_MAX_CHECKSUM = 2**64 - 1
 _NO_CHECKSUM = "0" * 16
 """Stands for the header's checksum while that is computed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackEntry:
-    """One chunk of a pack's header; chunks lie back to back in the order of their entries."""
-
-    key: ChunkKey
-    stored_bytes: int
-    raw_bytes: int
-    codec: str
-    checksum: int
-
-
 def reserve_bytes(namespace_id: str, sizes: Sequence[tuple[ChunkKey, int]]) -> int:
-    """Return the offset where data can start, before the stored sizes are known.
+    """Return the offset where data can start, given key and raw bytes of each chunk, before any stored size is known.
 
     The header is written last, in front of the data, so that chunks are compressed and written one by one. A chunk's
     stored size never exceeds its raw size, so no number in it is longer than one of them, or than their sum.
-
-    Args:
-        namespace_id: The pack's namespace.
-        sizes: Key and raw bytes of each chunk.
     """
     key_bytes, raw_bytes = max(len(key) for key, _ in sizes), sum(raw_bytes for _, raw_bytes in sizes)
     return data_offset_of(namespace_id, len(sizes), key_bytes, raw_bytes)
 
 
 def data_offset_of(namespace_id: str, num_chunks: int, key_bytes: int, raw_bytes: int) -> int:
-    """Return the same from what is known of a pack without going through its chunks.
-
-    Args:
-        namespace_id: The pack's namespace.
-        num_chunks: How many chunks.
-        key_bytes: Length of the longest key.
-        raw_bytes: Of all of them.
-    """
-    one, two = (len(_header_json(namespace_id, _longest_entries(number, key_bytes, raw_bytes))) for number in (1, 2))
+    """Return the same from the number of chunks, the length of the longest key, and the raw bytes of all chunks."""
+    one, two = (len(_header_json(namespace_id, _longest_chunks(number, key_bytes, raw_bytes), 0)) for number in (1, 2))
     needed = LENGTH_PREFIX.size + one + num_chunks * (two - one)
     return -(-needed // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
 
 
-def build_header(namespace_id: str, entries: Sequence[PackEntry], data_offset: int) -> bytes:
-    """Return the first `data_offset` bytes of a pack.
+def build_header(namespace_id: str, chunks: Sequence[StoredChunk], data_offset: int) -> bytes:
+    """Return the first `data_offset` bytes of a pack; its chunks lie back to back from there on.
 
     Raises:
         ValueError: The header does not fit; `data_offset` did not come from `reserve_bytes`.
     """
-    room = data_offset - LENGTH_PREFIX.size
-    header = _header_json(namespace_id, entries)
-    if len(header) > room:
-        raise ValueError(f"pack header needs {len(header)} bytes, {room} are reserved")
-    padded = header.ljust(room)
+    header_bytes = data_offset - LENGTH_PREFIX.size
+    header = _header_json(namespace_id, chunks, data_offset)
+    if len(header) > header_bytes:
+        raise ValueError(f"pack header needs {len(header)} bytes, {header_bytes} are reserved")
+    padded = header.ljust(header_bytes)
     checksum = _header_checksum(padded)
     # Its place comes first in the header, before anything that could look like it.
-    return LENGTH_PREFIX.pack(room) + padded.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1)
+    return LENGTH_PREFIX.pack(header_bytes) + padded.replace(_NO_CHECKSUM.encode(), checksum.encode(), 1)
 
 
 def header_bytes_of(path: Path, prefix: bytes, file_bytes: int) -> int:
@@ -142,25 +120,6 @@ def parse_header(path: Path, header: bytes, file_bytes: int) -> PackRecord:
     return PackRecord(pack_id=path.stem, namespace_id=namespace_id, file_bytes=file_bytes, chunks=tuple(chunks))
 
 
-def stored_chunks(pack_id: str, entries: Sequence[PackEntry], data_offset: int) -> tuple[StoredChunk, ...]:
-    """Return where each entry's bytes lie."""
-    chunks, offset = [], data_offset
-    for entry in entries:
-        chunks.append(
-            StoredChunk(
-                key=entry.key,
-                pack_id=pack_id,
-                offset=offset,
-                stored_bytes=entry.stored_bytes,
-                raw_bytes=entry.raw_bytes,
-                codec=entry.codec,
-                checksum=entry.checksum,
-            )
-        )
-        offset += entry.stored_bytes
-    return tuple(chunks)
-
-
 def _verify_header(header: bytes, version: int, metadata: dict[str, str]) -> None:
     """Raise ValueError when a header is not what was written."""
     stated = metadata.get(_META_CHECKSUM)
@@ -178,10 +137,10 @@ def _header_checksum(padded: bytes) -> str:
     return f"{xxhash.xxh3_64_intdigest(padded):016x}"
 
 
-def _header_json(namespace_id: str, entries: Sequence[PackEntry]) -> bytes:
+def _header_json(namespace_id: str, chunks: Sequence[StoredChunk], data_offset: int) -> bytes:
     facts = {
-        entry.key.hex(): {"codec": entry.codec, "raw_bytes": entry.raw_bytes, "xxh3_64": f"{entry.checksum:016x}"}
-        for entry in entries
+        chunk.key.hex(): {"codec": chunk.codec, "raw_bytes": chunk.raw_bytes, "xxh3_64": f"{chunk.checksum:016x}"}
+        for chunk in chunks
     }
     metadata = {
         _META_FORMAT: str(FORMAT_VERSION),
@@ -190,23 +149,25 @@ def _header_json(namespace_id: str, entries: Sequence[PackEntry]) -> bytes:
         _META_CHUNKS: json.dumps(facts, separators=(",", ":")),
     }
     tensors: dict[str, Any] = {_META: metadata}
-    offset = 0
-    for entry in entries:
-        end = offset + entry.stored_bytes
-        tensors[entry.key.hex()] = {"dtype": "U8", "shape": [entry.stored_bytes], "data_offsets": [offset, end]}
-        offset = end
+    for chunk in chunks:
+        start = chunk.offset - data_offset
+        offsets = [start, start + chunk.stored_bytes]
+        tensors[chunk.key.hex()] = {"dtype": "U8", "shape": [chunk.stored_bytes], "data_offsets": offsets}
     return json.dumps(tensors, separators=(",", ":")).encode()
 
 
-def _longest_entries(number: int, key_bytes: int, raw_bytes: int) -> list[PackEntry]:
-    """Return entries of which the second is at least as long in a header as any of a pack of `raw_bytes`."""
+def _longest_chunks(number: int, key_bytes: int, raw_bytes: int) -> list[StoredChunk]:
+    """Return chunks of which the second is at least as long in a header as any of a pack of `raw_bytes`."""
+    chunk_bytes = min(raw_bytes, MAX_CHUNK_BYTES)
     return [
-        PackEntry(
+        StoredChunk(
             key=position.to_bytes(key_bytes, "big"),
-            stored_bytes=raw_bytes,
-            raw_bytes=raw_bytes,
+            pack_id="",
+            offset=position * raw_bytes,
+            stored_bytes=chunk_bytes,
+            raw_bytes=chunk_bytes,
             codec="x" * MAX_CODEC_NAME_BYTES,
-            checksum=_MAX_CHECKSUM,
+            checksum=2**64 - 1,
         )
         for position in range(number)
     ]

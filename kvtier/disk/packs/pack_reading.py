@@ -2,18 +2,21 @@
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
 
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.base import ChunkRead, ReadDone, checksum_of
 from kvtier.disk.codecs import CodecError, UnknownCodecError, codec_by_name
 from kvtier.disk.codecs.raw import RawCodec
 from kvtier.disk.files.file_ops import FileOps
-from kvtier.disk.files.read_ahead import ReadAhead
+from kvtier.disk.files.worker_thread import WorkerThread
 from kvtier.disk.packs import pack_format
-from kvtier.disk.packs.pack_directory import PackDirectory
-from kvtier.disk.packs.pack_loading import DirectReads, LoadedSpan, PackLoader, ReadError, scratch_pool
+from kvtier.disk.packs.pack_directory import pack_path
+from kvtier.disk.packs.pack_loading import LoadedSpan, PackFiles, PackLoader, ReadError
 from kvtier.disk.packs.pack_spans import Span, plan_spans
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.obs import trace
@@ -24,57 +27,48 @@ SPANS_AHEAD = 2
 TURN_MAX_BYTES = 512 * 1024
 """Chunks up to that long are decoded by one call at a time."""
 
-StoredBytes = Callable[[StoredChunk, memoryview], None]
-
 
 class PackReader:
     """Reads chunks of any packs of a directory. Thread-safe; each call has its own files and its own thread.
 
-    One call at a time decodes short chunks, while the others read ahead: a decoder gives up Python's lock at every
+    One call at a time decodes short chunks, while the others read ahead: a decoder releases Python's lock at every
     numpy call, and two with chunks of 64 KiB are half as fast as one. Long chunks are decoded by all calls at once.
 
     A call holds `SPANS_AHEAD` + 1 buffers of `SPAN_BYTES`, or of its largest chunk.
     """
 
-    def __init__(self, places: PackDirectory, ops: FileOps, direct: DirectReads) -> None:
-        """Read from a directory; `direct` is shared by all who read the same file system."""
-        self._places, self._ops, self._direct = places, ops, direct
-        self._pool = scratch_pool()
+    def __init__(self, directory: Path, ops: FileOps, *, direct_reads: bool) -> None:
+        """Read from a directory, past the page cache where that is allowed and faster."""
+        self._files = PackFiles(directory=directory, ops=ops, direct=direct_reads and hasattr(os, "O_DIRECT"))
         self._decoding = threading.Lock()
 
     def prepare(self) -> None:
         """Make the buffers of one call: their pages took the first read after a start 15 ms a span."""
-        self._pool.fill(SPANS_AHEAD + 1)
+        self._files.pool.fill(SPANS_AHEAD + 1)
 
     def read(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
         """See `DiskTier.read_chunks`."""
-        reads = list(reads)
 
         def finish(loaded: LoadedSpan) -> None:
+            members = [(member, reads[member]) for member in loaded.span.members]
             takes_turns = any(
-                chunk.codec != RawCodec.name and chunk.raw_bytes <= TURN_MAX_BYTES
-                for chunk in (reads[member].chunk for member in loaded.span.members)
+                read.chunk.codec != RawCodec.name and read.chunk.raw_bytes <= TURN_MAX_BYTES for _, read in members
             )
-            with (
-                self._decoding if takes_turns else nullcontext(),
-                trace.span("decode", chunks=len(loaded.span.members)),
-            ):
-                for member in loaded.span.members:
-                    read = reads[member]
+            with self._decoding if takes_turns else nullcontext(), trace.span("decode", chunks=len(members)):
+                for member, read in members:
                     # Segments that were filled from the file are touched: such reads have begun, and end.
                     if loaded.scratch is None or not cancelled():
-                        done(read, self._outcome(read, loaded, member))
+                        done(read, loaded.errors.get(member) or self._decode(read, loaded.stored(read.chunk)))
 
-        self._each_span(reads, finish, cancelled, straight=True)
+        self._each_span(reads, finish, cancelled)
 
-    def stored(self, chunks: Sequence[StoredChunk], use: StoredBytes) -> None:
+    def stored(self, chunks: Sequence[StoredChunk], use: Callable[[StoredChunk, memoryview], None]) -> None:
         """Call `use` with each chunk's stored bytes, verified, in order; the view ends with the call.
 
         Raises:
             ChunkDamagedError: A chunk is not what was written; the rest is not read.
             TierIOError: The operating system refused.
         """
-        reads = [ChunkRead(chunk=chunk, into=()) for chunk in chunks]
 
         def finish(loaded: LoadedSpan) -> None:
             for member in loaded.span.members:
@@ -86,20 +80,14 @@ class PackReader:
                 self._verify_stored(chunk, stored)
                 use(chunk, stored)
 
-        self._each_span(reads, finish, lambda: False, straight=False)
+        self._each_span([ChunkRead(chunk=chunk, into=()) for chunk in chunks], finish, lambda: False)
 
     def record(self, pack_id: str) -> PackRecord:
-        """Return what a pack's own header states: what a lost ledger is rebuilt from.
-
-        Raises:
-            FormatVersionError: A newer kvtier wrote it.
-            ChunkDamagedError: It is missing, cut short, or no pack.
-            TierIOError: The operating system refused.
-        """
-        path = self._places.pack_path(pack_id)
+        """See `PackTier.read_record`."""
+        path = pack_path(self._files.directory, pack_id)
         try:
-            with self._ops.opened(path, os.O_RDONLY) as fd:
-                file_bytes = self._ops.length(fd)
+            with self._files.ops.opened(path, os.O_RDONLY) as fd:
+                file_bytes = self._files.ops.length(fd)
                 prefix = self._read_at(fd, pack_format.LENGTH_PREFIX.size, 0)
                 header_bytes = pack_format.header_bytes_of(path, prefix, file_bytes)
                 header = self._read_at(fd, header_bytes, pack_format.LENGTH_PREFIX.size)
@@ -110,66 +98,58 @@ class PackReader:
         return pack_format.parse_header(path, header, file_bytes)
 
     def _each_span(
-        self,
-        reads: Sequence[ChunkRead],
-        finish: Callable[[LoadedSpan], None],
-        cancelled: Callable[[], bool],
-        *,
-        straight: bool,
+        self, reads: Sequence[ChunkRead], finish: Callable[[LoadedSpan], None], cancelled: Callable[[], bool]
     ) -> None:
+        """Load spans ahead, and finish them in order, until it is cancelled."""
         spans = plan_spans([read.chunk for read in reads])
-        loader = PackLoader(
-            reads, places=self._places, ops=self._ops, pool=self._pool, direct=self._direct, straight=straight
-        )
+        left = iter(spans)
+
+        def load(span: Span) -> LoadedSpan | None:
+            return None if cancelled() else loader.load(span)
+
         with (
-            loader,
-            ReadAhead[Span, LoadedSpan](
-                spans, loader.load, LoadedSpan.release, stop=cancelled, depth=SPANS_AHEAD
-            ) as ahead,
+            PackLoader(reads, self._files) as loader,
+            WorkerThread("kvtier-read-ahead", is_worth_it=len(spans) > 1) as thread,
         ):
-            for loaded in ahead:
+            ahead = deque(thread.submit(load, span) for span in islice(left, SPANS_AHEAD))
+            while ahead and (loaded := ahead.popleft().result()) is not None:
+                ahead.extend(thread.submit(load, span) for span in islice(left, 1))
                 try:
                     finish(loaded)
                 finally:
-                    loaded.release()
-
-    def _outcome(self, read: ChunkRead, loaded: LoadedSpan, member: int) -> ReadError | None:
-        """Decode and verify one read."""
-        error = loaded.errors.get(member)
-        if error is not None:
-            return error
-        try:
-            self._verify(read.chunk, loaded.stored(read.chunk), read.into)
-        except ChunkDamagedError as damage:
-            return damage
-        return None
+                    if loaded.scratch is not None:
+                        self._files.pool.release(loaded.scratch)
 
     def _verify_stored(self, chunk: StoredChunk, stored: memoryview) -> None:
         """Verify what will be copied: its payload is decoded into scratch, or is what is stored."""
         if chunk.codec == RawCodec.name:
-            self._verify(chunk, None, [stored])
-            return
-        with self._pool.take(chunk.raw_bytes) as scratch:
-            self._verify(chunk, stored, [scratch.view[: chunk.raw_bytes]])
+            error = self._decode(ChunkRead(chunk=chunk, into=[stored]), None)
+        else:
+            scratch = self._files.pool.take(chunk.raw_bytes)
+            error = self._decode(ChunkRead(chunk=chunk, into=[memoryview(scratch)[: chunk.raw_bytes]]), stored)
+            self._files.pool.release(scratch)
+        if error is not None:
+            raise error
 
-    def _verify(self, chunk: StoredChunk, stored: memoryview | None, into: Sequence[memoryview]) -> None:
+    def _decode(self, read: ChunkRead, stored: memoryview | None) -> ReadError | None:
         """Decode into the segments, unless they hold the payload already, and compare its checksum."""
-        room = sum(segment.nbytes for segment in into)
-        if room != chunk.raw_bytes:
-            raise self._damage(chunk, f"payload has {chunk.raw_bytes} bytes, expected {room}")
+        chunk, into_bytes = read.chunk, sum(segment.nbytes for segment in read.into)
+        if into_bytes != chunk.raw_bytes:
+            return self._damage(chunk, f"payload has {chunk.raw_bytes} bytes, expected {into_bytes}")
         if stored is not None:
             try:
-                codec_by_name(chunk.codec).decode(stored, into)
+                codec_by_name(chunk.codec).decode(stored, read.into)
             except (CodecError, UnknownCodecError) as exc:
-                raise self._damage(chunk, f"chunk {chunk.key.hex()} cannot be decoded: {exc}") from exc
-        found = checksum_of(into)
+                return self._damage(chunk, f"chunk {chunk.key.hex()} cannot be decoded: {exc}")
+        found = checksum_of(read.into)
         if found != chunk.checksum:
             what = f"chunk {chunk.key.hex()} has checksum {found:016x}, written as {chunk.checksum:016x}"
-            raise self._damage(chunk, what)
+            return self._damage(chunk, what)
+        return None
 
     def _damage(self, chunk: StoredChunk, what: str) -> ChunkDamagedError:
-        return ChunkDamagedError(self._places.pack_path(chunk.pack_id), what, chunk.key)
+        return ChunkDamagedError(pack_path(self._files.directory, chunk.pack_id), what, chunk.key)
 
     def _read_at(self, fd: int, length: int, offset: int) -> bytes:
         buffer = bytearray(length)
-        return bytes(buffer[: self._ops.read_all(fd, [memoryview(buffer)], offset)])
+        return bytes(buffer[: self._files.ops.read_all(fd, [memoryview(buffer)], offset)])

@@ -13,7 +13,7 @@ MAX_WASTE_BYTES = 128 * 1024
 """Bytes of unwanted chunks that a read may pass over; about what the device delivers while it begins a new read."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Span:
     """A run of bytes of one pack.
 
@@ -27,7 +27,7 @@ class Span:
     pack_id: str
     start: int
     end: int
-    members: tuple[int, ...]
+    members: list[int]
 
 
 def plan_spans(
@@ -45,35 +45,21 @@ def plan_spans(
         first_bytes: As `span_bytes`, for the first span.
     """
     spans: list[Span] = []
-    limit = min(first_bytes, span_bytes)
-    begun: _Begun | None = None
+    limit, useful_bytes = min(first_bytes, span_bytes), 0
     for position, chunk in enumerate(chunks):
-        if begun is None or not begun.take(position, chunk, limit, max_waste_bytes):
-            if begun is not None:
-                spans.append(begun.span())
-                limit = min(2 * limit, span_bytes)
-            begun = _Begun(position, chunk)
-    return [*spans, begun.span()] if begun else []
-
-
-class _Begun:
-    """A span that may grow."""
-
-    def __init__(self, position: int, chunk: StoredChunk) -> None:
-        self._pack_id, self._members = chunk.pack_id, [position]
-        self._start, self._end = chunk.offset, chunk.offset + chunk.stored_bytes
-        self._useful_bytes = chunk.stored_bytes
-
-    def take(self, position: int, chunk: StoredChunk, span_bytes: int, max_waste_bytes: int) -> bool:
-        """Include a chunk if that keeps the limits; say whether."""
-        start = min(self._start, chunk.offset)
-        end = max(self._end, chunk.offset + chunk.stored_bytes)
-        useful_bytes = self._useful_bytes + chunk.stored_bytes
-        if chunk.pack_id != self._pack_id or end - start > span_bytes or end - start - useful_bytes > max_waste_bytes:
-            return False
-        self._start, self._end, self._useful_bytes = start, end, useful_bytes
-        self._members.append(position)
-        return True
-
-    def span(self) -> Span:
-        return Span(pack_id=self._pack_id, start=self._start, end=self._end, members=tuple(self._members))
+        span = Span(
+            pack_id=chunk.pack_id, start=chunk.offset, end=chunk.offset + chunk.stored_bytes, members=[position]
+        )
+        useful_bytes += chunk.stored_bytes
+        if spans and spans[-1].pack_id == span.pack_id:
+            last = spans[-1]
+            start, end = min(last.start, span.start), max(last.end, span.end)
+            if end - start <= limit and end - start - useful_bytes <= max_waste_bytes:
+                last.start, last.end = start, end
+                last.members.append(position)
+                continue
+        if spans:
+            limit = min(2 * limit, span_bytes)
+        spans.append(span)
+        useful_bytes = chunk.stored_bytes
+    return spans

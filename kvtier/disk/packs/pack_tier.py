@@ -4,11 +4,11 @@ A pack is written under a temporary name, fsynced, renamed, and its directory fs
 of it. Deleting goes the other way: the ledger's row first, then the file. So a crash leaves packs without a row, which
 the next start adopts or, where the ledger names them as removed, sweeps; and never a row without its file.
 
-The stories: `pack_format` (bytes), `pack_directory` (names, deleting, quarantine), `pack_writing`, `pack_reading` on
-top of `pack_spans` (what one read fetches), `pack_loading` (how) and `read_ahead` (meanwhile).
+`pack_format` has the bytes, `pack_directory` names, deleting and quarantine, `pack_writing` the steps of a write,
+`pack_reading` batches of reads, and `pack_loading` how bytes get into memory.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.core.layout import ChunkKey, group_idx_of
@@ -17,15 +17,20 @@ from kvtier.disk.base import ChunkPayload, ChunkRead, ReadDone, checksum_of
 from kvtier.disk.codecs import CodecChooser, default_codecs
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.packs.pack_directory import QUARANTINE_MAX_BYTES, QUARANTINE_MAX_PACKS, PackDirectory
-from kvtier.disk.packs.pack_format import PackEntry
-from kvtier.disk.packs.pack_loading import DirectReads
 from kvtier.disk.packs.pack_reading import PackReader
-from kvtier.disk.packs.pack_writing import PackSink, PackWriter
+from kvtier.disk.packs.pack_writing import PackSink, write_pack_file
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
 
 
-class PackTier:
-    """Packs `<directory>/<pack_id>.kvpack`. Implements `DiskTier`; threads need no lock."""
+class PackTier(PackDirectory):
+    """Packs `<directory>/<pack_id>.kvpack`. Implements `DiskTier`; threads need no lock.
+
+    Args:
+        directory: As the other arguments that are not named here, for `PackDirectory`.
+        ops: Every system call goes through it.
+        codecs: Instead of the default ones.
+        direct_reads: Whether cold data is read past the page cache, where the file system can.
+    """
 
     def __init__(
         self,
@@ -37,50 +42,30 @@ class PackTier:
         quarantine_max_bytes: int = QUARANTINE_MAX_BYTES,
         quarantine_max_packs: int = QUARANTINE_MAX_PACKS,
     ) -> None:
-        """Use a directory, which is created (0700) when it is missing.
-
-        Args:
-            directory: Belongs to kvtier.
-            ops: Every system call goes through it.
-            codecs: Instead of the default ones.
-            direct_reads: Whether cold data is read past the page cache, where the file system can.
-            quarantine_max_bytes: Damaged packs kept aside, in all; the oldest go.
-            quarantine_max_packs: Likewise, in files.
-
-        Raises:
-            TierIOError: The directory cannot be created.
-        """
-        ops = ops or FileOps()
-        self.directory = directory
+        super().__init__(directory, ops or FileOps(), quarantine_max_bytes, quarantine_max_packs)
         self._codecs = codecs or CodecChooser(default_codecs())
-        self._places = PackDirectory(
-            directory, ops, quarantine_max_bytes=quarantine_max_bytes, quarantine_max_packs=quarantine_max_packs
-        )
-        self._writer = PackWriter(self._places, ops)
-        self._reader = PackReader(self._places, ops, DirectReads(direct_reads))
+        self._reader = PackReader(directory, self._ops, direct_reads=direct_reads)
 
     def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
         """See `DiskTier.write_pack`."""
-        sizes = _sizes_of(chunks)
 
-        def fill(sink: PackSink, path: Path) -> None:
+        def fill(sink: PackSink) -> None:
             for chunk in chunks:
-                self._encode(sink, path, namespace_id, chunk)
+                self._encode(sink, namespace_id, chunk)
 
-        return self._writer.write(namespace_id, sizes, fill)
+        return self._write(namespace_id, chunks, fill)
 
     def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
         """See `DiskTier.rewrite_pack`."""
-        sizes = _sizes_of(chunks)
 
-        def fill(sink: PackSink, _: Path) -> None:
+        def fill(sink: PackSink) -> None:
             def copy(chunk: StoredChunk, stored: memoryview) -> None:
-                sink.add(_entry_of(chunk), [stored])
+                sink.add(chunk, [stored])
                 sink.flush()  # the view ends with this call
 
             self._reader.stored(chunks, copy)
 
-        return self._writer.write(namespace_id, sizes, fill)
+        return self._write(namespace_id, chunks, fill)
 
     def prepare_reads(self) -> None:
         """See `DiskTier.prepare_reads`."""
@@ -89,8 +74,7 @@ class PackTier:
     def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
         """See `DiskTier.read_chunk`."""
         errors: list[ChunkDamagedError | TierIOError | None] = []
-        read = ChunkRead(chunk=chunk, into=into)
-        self._reader.read([read], lambda _, error: errors.append(error), lambda: False)
+        self._reader.read([ChunkRead(chunk=chunk, into=into)], lambda _, error: errors.append(error), lambda: False)
         for error in filter(None, errors):
             raise error
 
@@ -108,71 +92,32 @@ class PackTier:
         """
         return self._reader.record(pack_id)
 
-    def quarantine_pack(self, pack_id: str) -> None:
-        """See `DiskTier.quarantine_pack`. Keeps a bounded number; the oldest go."""
-        self._places.quarantine(pack_id)
+    def _write(
+        self,
+        namespace_id: str,
+        chunks: Sequence[ChunkPayload] | Sequence[StoredChunk],
+        fill: Callable[[PackSink], None],
+    ) -> PackRecord:
+        if not chunks:
+            raise InvalidArgumentError("chunks", [], "a pack needs at least one chunk")
+        sizes: list[tuple[ChunkKey, int]] = [(chunk.key, chunk.raw_bytes) for chunk in chunks]
+        if len(dict(sizes)) != len(sizes):
+            raise InvalidArgumentError("chunks", len(chunks), "each key may come once in a pack")
+        return write_pack_file(self.directory, self._ops, self._new_pack_id(), namespace_id, sizes, fill)
 
-    def quarantined_packs(self) -> dict[str, int]:
-        """Return the length in bytes of every pack that was set aside, by pack id; raises TierIOError."""
-        return {pack_id: facts.file_bytes for pack_id, facts in self._places.quarantined().items()}
-
-    def probe(self) -> None:
-        """See `DiskTier.probe`."""
-        self._places.probe()
-
-    def delete_pack(self, pack_id: str) -> None:
-        """See `DiskTier.delete_pack`."""
-        self._places.delete(pack_id)
-
-    def list_packs(self) -> dict[str, int]:
-        """See `DiskTier.list_packs`."""
-        return self._places.lengths()
-
-    def written_packs(self) -> set[str]:
-        """See `DiskTier.written_packs`."""
-        return set(self._places.made)
-
-    def sweep(self, removed: Collection[str]) -> list[str]:
-        """See `DiskTier.sweep`. Files that kvtier did not name are left alone, and so are packs that were set aside."""
-        return self._places.sweep(removed)
-
-    def move_unclaimed(self, pack_id: str) -> None:
-        """Move a pack whose namespace nothing describes beside the directory, durably, until it is known.
-
-        Raises:
-            TierIOError: The operating system refused; the pack is in one of the two folders.
-        """
-        self._places.move_unclaimed(pack_id)
-
-    def _encode(self, sink: PackSink, path: Path, namespace_id: str, chunk: ChunkPayload) -> None:
+    def _encode(self, sink: PackSink, namespace_id: str, chunk: ChunkPayload) -> None:
         found = checksum_of(chunk.segments)
         if found != chunk.checksum:
             what = f"chunk {chunk.key.hex()} changed in host memory: {found:016x}, was {chunk.checksum:016x}"
-            raise ChunkDamagedError(path, what, chunk.key)
+            raise ChunkDamagedError(self.directory, what, chunk.key)
         codec, pieces = self._codecs.encode(f"{namespace_id}/{group_idx_of(chunk.key)}", chunk.segments)
-        entry = PackEntry(
+        stored = StoredChunk(
             key=chunk.key,
+            pack_id="",
+            offset=0,
             stored_bytes=sum(piece.nbytes for piece in pieces),
             raw_bytes=chunk.raw_bytes,
             codec=codec,
             checksum=chunk.checksum,
         )
-        sink.add(entry, pieces)
-
-
-def _entry_of(chunk: StoredChunk) -> PackEntry:
-    return PackEntry(
-        key=chunk.key,
-        stored_bytes=chunk.stored_bytes,
-        raw_bytes=chunk.raw_bytes,
-        codec=chunk.codec,
-        checksum=chunk.checksum,
-    )
-
-
-def _sizes_of(chunks: Sequence[ChunkPayload] | Sequence[StoredChunk]) -> list[tuple[ChunkKey, int]]:
-    if not chunks:
-        raise InvalidArgumentError("chunks", [], "a pack needs at least one chunk")
-    if len({chunk.key for chunk in chunks}) != len(chunks):
-        raise InvalidArgumentError("chunks", len(chunks), "each key may come once in a pack")
-    return [(chunk.key, chunk.raw_bytes) for chunk in chunks]
+        sink.add(stored, pieces)

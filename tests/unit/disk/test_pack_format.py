@@ -1,28 +1,44 @@
 """The bytes of a pack."""
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
+from kvtier.core.stored import StoredChunk
 from kvtier.disk.packs import pack_format
-from kvtier.disk.packs.pack_format import PackEntry
 from kvtier.errors import ChunkDamagedError, FormatVersionError
 from tests.fakes.chunks import key_of
 
 PATH = Path("packs") / ("ab" * 16 + ".kvpack")
 
 
-def entries_of(*stored_bytes: int) -> list[PackEntry]:
-    return [
-        PackEntry(key=key_of(i), stored_bytes=size, raw_bytes=size * 2, codec="zstd", checksum=2**64 - 1 - i)
-        for i, size in enumerate(stored_bytes)
-    ]
+def chunk_of(number: int, stored_bytes: int, raw_bytes: int, codec: str = "zstd") -> StoredChunk:
+    return StoredChunk(
+        key=key_of(number),
+        pack_id=PATH.stem,
+        offset=0,
+        stored_bytes=stored_bytes,
+        raw_bytes=raw_bytes,
+        codec=codec,
+        checksum=2**64 - 1 - number,
+    )
 
 
-def header_of(entries: list[PackEntry], namespace_id: str = "ns") -> bytes:
-    data_offset = pack_format.reserve_bytes(namespace_id, [(entry.key, entry.raw_bytes) for entry in entries])
-    return pack_format.build_header(namespace_id, entries, data_offset)
+def chunks_of(*stored_bytes: int) -> list[StoredChunk]:
+    return [chunk_of(number, size, 2 * size) for number, size in enumerate(stored_bytes)]
+
+
+def placed(chunks: list[StoredChunk], data_offset: int) -> list[StoredChunk]:
+    """Return the chunks back to back."""
+    starts = accumulate((chunk.stored_bytes for chunk in chunks), initial=data_offset)
+    return [chunk._replace(offset=start) for chunk, start in zip(chunks, starts, strict=False)]
+
+
+def header_of(chunks: list[StoredChunk], namespace_id: str = "ns") -> bytes:
+    data_offset = pack_format.reserve_bytes(namespace_id, [(chunk.key, chunk.raw_bytes) for chunk in chunks])
+    return pack_format.build_header(namespace_id, placed(chunks, data_offset), data_offset)
 
 
 def with_metadata(header: bytes, **changes: str) -> bytes:
@@ -32,47 +48,39 @@ def with_metadata(header: bytes, **changes: str) -> bytes:
 
 
 def test_a_parsed_header_says_what_was_built() -> None:
-    entries = entries_of(10, 200, 3000)
-    header = header_of(entries)
+    chunks = chunks_of(10, 200, 3000)
+    header = header_of(chunks)
     record = pack_format.parse_header(PATH, header[8:], len(header) + 3210)
     assert record.pack_id == PATH.stem
     assert record.namespace_id == "ns"
-    assert record.chunks == pack_format.stored_chunks(PATH.stem, entries, len(header))
-    assert [chunk.offset for chunk in record.chunks] == [len(header), len(header) + 10, len(header) + 210]
+    assert list(record.chunks) == placed(chunks, len(header))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 7, 40, 500])
 def test_data_starts_at_a_page(num_chunks: int) -> None:
-    header = header_of(entries_of(*range(1, num_chunks + 1)))
+    header = header_of(chunks_of(*range(1, num_chunks + 1)))
     assert len(header) % pack_format.DATA_ALIGNMENT_BYTES == 0
     assert pack_format.header_bytes_of(PATH, header[:8], len(header)) == len(header) - 8
 
 
 def test_the_reservation_holds_when_nothing_could_be_shortened() -> None:
-    entries = [
-        PackEntry(key=key_of(i), stored_bytes=2**40, raw_bytes=2**40, codec="zstd", checksum=2**64 - 1)
-        for i in range(100)
-    ]
-    header_of(entries)
+    most = pack_format.MAX_CHUNK_BYTES
+    header_of([chunk_of(number, most, most) for number in range(100)])
 
 
 @pytest.mark.parametrize("raw_bytes", [[2**30, 1, 1, 1], [1, 1, 1, 2**30], [9, 99, 999], [0]])
 def test_the_reservation_holds_for_chunks_of_any_lengths(raw_bytes: list[int]) -> None:
     """Written raw, under the longest name, with keys of other digits than those the reservation is computed with."""
-    entries = [
-        PackEntry(key=key_of(2**31 + i), stored_bytes=size, raw_bytes=size, codec="x" * 16, checksum=2**64 - 1)
-        for i, size in enumerate(raw_bytes * 60)
-    ]
-    header_of(entries)
+    header_of([chunk_of(2**31 + number, size, size, "x" * 16) for number, size in enumerate(raw_bytes * 60)])
 
 
 def test_a_reservation_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="are reserved"):
-        pack_format.build_header("ns", entries_of(*[1] * 100), 4096)
+        pack_format.build_header("ns", chunks_of(*[1] * 100), 4096)
 
 
 def test_a_newer_format_is_named() -> None:
-    header = with_metadata(header_of(entries_of(1)), format="3")
+    header = with_metadata(header_of(chunks_of(1)), format="3")
     with pytest.raises(FormatVersionError) as caught:
         pack_format.parse_header(PATH, header, 5000)
     assert (caught.value.found, caught.value.known) == (3, 2)
@@ -87,8 +95,8 @@ def test_a_newer_format_is_named() -> None:
         b"{}",
         b'{"__metadata__": {}}',
         b'{"__metadata__": {"kvtier.format": "one"}}',
-        with_metadata(header_of(entries_of(1)), chunks="{}"),
-        with_metadata(header_of(entries_of(1)), chunks="[]"),
+        with_metadata(header_of(chunks_of(1)), chunks="{}"),
+        with_metadata(header_of(chunks_of(1)), chunks="[]"),
     ],
 )
 def test_what_is_no_pack_is_damaged(header: bytes) -> None:
@@ -98,7 +106,7 @@ def test_what_is_no_pack_is_damaged(header: bytes) -> None:
 
 @pytest.mark.parametrize("missing_bytes", [1, 100, -1])
 def test_a_file_of_another_length_is_damaged(missing_bytes: int) -> None:
-    header = header_of(entries_of(100))
+    header = header_of(chunks_of(100))
     with pytest.raises(ChunkDamagedError, match="its header says"):
         pack_format.parse_header(PATH, header[8:], len(header) + 100 - missing_bytes)
 

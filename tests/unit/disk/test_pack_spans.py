@@ -22,27 +22,27 @@ def chunk_at(offset: int, stored_bytes: int, pack: int = 0) -> StoredChunk:
     )
 
 
-def spans_of(*chunks: StoredChunk, span_bytes: int = 1000, max_waste_bytes: int = 50) -> list[tuple[int, ...]]:
+def spans_of(*chunks: StoredChunk, span_bytes: int = 1000, max_waste_bytes: int = 50) -> list[list[int]]:
     return [span.members for span in plan_spans(chunks, span_bytes, max_waste_bytes)]
 
 
 def test_neighbours_are_one_span() -> None:
     chunks = [chunk_at(offset, 100) for offset in (4096, 4196, 4296)]
-    assert plan_spans(chunks) == [Span(pack_id=PACKS[0], start=4096, end=4396, members=(0, 1, 2))]
+    assert plan_spans(chunks) == [Span(pack_id=PACKS[0], start=4096, end=4396, members=[0, 1, 2])]
 
 
 def test_the_order_of_neighbours_does_not_matter() -> None:
-    assert spans_of(chunk_at(300, 100), chunk_at(200, 100), chunk_at(400, 100)) == [(0, 1, 2)]
+    assert spans_of(chunk_at(300, 100), chunk_at(200, 100), chunk_at(400, 100)) == [[0, 1, 2]]
 
 
 def test_a_span_ends_at_its_limit_at_another_pack_and_at_a_gap() -> None:
-    assert spans_of(chunk_at(0, 600), chunk_at(600, 400), chunk_at(1000, 1)) == [(0, 1), (2,)]
-    assert spans_of(chunk_at(0, 100), chunk_at(100, 100, pack=1), chunk_at(100, 100)) == [(0,), (1,), (2,)]
-    assert spans_of(chunk_at(0, 100), chunk_at(150, 100), chunk_at(251, 100)) == [(0, 1), (2,)]
+    assert spans_of(chunk_at(0, 600), chunk_at(600, 400), chunk_at(1000, 1)) == [[0, 1], [2]]
+    assert spans_of(chunk_at(0, 100), chunk_at(100, 100, pack=1), chunk_at(100, 100)) == [[0], [1], [2]]
+    assert spans_of(chunk_at(0, 100), chunk_at(150, 100), chunk_at(251, 100)) == [[0, 1], [2]]
 
 
 def test_a_chunk_longer_than_a_span_is_one_of_its_own() -> None:
-    assert spans_of(chunk_at(0, 10), chunk_at(10, 5000), chunk_at(5010, 10)) == [(0,), (1,), (2,)]
+    assert spans_of(chunk_at(0, 10), chunk_at(10, 5000), chunk_at(5010, 10)) == [[0], [1], [2]]
 
 
 def test_the_first_spans_are_short_so_that_decoding_begins_soon() -> None:
