@@ -127,30 +127,30 @@ class ChunkIndex:
     async def load(self, record: PackRecord, file_bytes: int) -> None:
         """At a start, take in the rows of one pack. Rows beyond the end of its file are deleted and count as damaged.
 
+        A pack without chunks is for fsck to judge, and takes its space until then. Load those first: if rows of any
+        pack are deleted here, theirs are too, and they are set aside.
+
         Args:
             record: What the ledger has of it.
             file_bytes: The length of its file, 0 if there is none.
 
         Raises:
             LedgerError: The ledger refused to delete rows.
-            TierIOError: A pack that lost all its chunks cannot be set aside.
         """
         resources, pack_id = self._resources, record.pack_id
-        whole = [chunk for chunk in record.chunks if chunk.offset + chunk.stored_bytes <= file_bytes]
-        if num_lost := len(record.chunks) - len(whole):
-            resources.counters.chunks_damaged += num_lost
-            log_event(logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=num_lost, file_bytes=file_bytes)
-            kept = {chunk.key for chunk in whole}
-            lost = [chunk.key for chunk in record.chunks if chunk.key not in kept]
-            for emptied in await resources.in_ledger(resources.ledger.packs.drop_chunks, self._namespace_id, lost):
-                await resources.in_io(resources.disk.quarantine_pack, emptied)
-                resources.counters.packs_quarantined += file_bytes > 0
-            if whole:
-                self.packs.damaged.add(pack_id)  # compaction moves the good chunks out of it
-        for chunk in whole:
-            self._table.place(chunk.key, chunk)
-        if whole or not num_lost:  # a pack without rows is for fsck to judge, and takes its space until then
-            resources.disk_usage.add(pack_id, file_bytes)
+        resources.disk_usage.add(pack_id, file_bytes)
+        lost = [chunk.key for chunk in record.chunks if chunk.offset + chunk.stored_bytes > file_bytes]
+        if lost:
+            resources.counters.chunks_damaged += len(lost)
+            log_event(
+                logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=len(lost), file_bytes=file_bytes
+            )
+            emptied = await self._delete_rows(lost)
+            self.packs.damaged |= {pack_id, *emptied}  # compaction moves what is whole out of it
+            await self._unlink(emptied)
+        for chunk in record.chunks:
+            if chunk.offset + chunk.stored_bytes <= file_bytes:
+                self._table.place(chunk.key, chunk)
 
     @shielded
     async def record(self, record: PackRecord) -> None:
@@ -382,12 +382,14 @@ class ChunkIndex:
             try:
                 await resources.in_io(remove, pack_id)
             except TierIOError as error:
-                log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error))
+                remedy = "it is not read any longer, and takes its space until the next start removes it"
+                log_event(logger, "pack_not_deleted", level=logging.WARNING, problem=str(error), remedy=remedy)
                 continue
-            freed_bytes += resources.disk_usage.file_bytes(pack_id)
+            file_bytes = resources.disk_usage.file_bytes(pack_id)
+            freed_bytes += file_bytes
             resources.disk_usage.remove(pack_id)
             self.packs.damaged.discard(pack_id)
-            if is_damaged:
+            if is_damaged and file_bytes:
                 resources.counters.packs_quarantined += 1
                 log_event(logger, "pack_quarantined", level=logging.WARNING, pack=pack_id)
         return freed_bytes

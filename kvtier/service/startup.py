@@ -44,7 +44,8 @@ async def load_from_disk(
         await resources.in_ledger(resources.ledger.packs.forget_removed, removed)
     on_disk = await resources.in_io(disk.list_packs)
     with gc_paused():
-        for pack_id, record in snapshot.packs.items():
+        without_chunks_first = sorted(snapshot.packs.items(), key=lambda item: bool(item[1].chunks))
+        for pack_id, record in without_chunks_first:
             file_bytes = on_disk.get(pack_id, 0)
             if (owner := namespaces.get(record.namespace_id)) is not None:
                 await owner.index.load(record, file_bytes)

@@ -294,7 +294,7 @@ class ChunkIndexContract:
 
         asyncio.run(scenario())
 
-    def test_a_start_fails_when_lost_rows_stay_or_their_pack_does(self, rig: IndexRig, monkeypatch: Patch) -> None:
+    def test_a_start_fails_when_lost_rows_stay(self, rig: IndexRig, monkeypatch: Patch) -> None:
         async def scenario() -> None:
             pack = await rig.store(0)
             rig.cut(pack.pack_id, 1)
@@ -302,12 +302,41 @@ class ChunkIndexContract:
                 ledger_refuses(patch, "drop_chunks")
                 with pytest.raises(LedgerError):
                     await rig.restart()
+            await rig.restart()
+
+        asyncio.run(scenario())
+
+    def test_a_start_goes_on_when_a_damaged_pack_cannot_be_set_aside(
+        self, rig: IndexRig, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A rename that the file system refused kept the daemon from starting."""
+
+        async def scenario() -> None:
+            kept, lost = await rig.store(0), await rig.store(1)
+            rig.cut(lost.pack_id, 1)
             with monkeypatch.context() as patch:
                 tier_refuses(rig, patch, "quarantine_pack")
-                with pytest.raises(TierIOError):
-                    await rig.restart()
-                assert rig.counters.packs_quarantined == 0
+                await rig.restart()
+            assert rig.located.keys() == {key_of(0)}
+            assert rig.counters.packs_quarantined == 0
+            assert dict(rig.usage.packs) == {kept.pack_id: kept.file_bytes, lost.pack_id: 1}, "it takes its space"
+            assert "pack_not_deleted" in caplog.text
             await rig.restart()
+            assert rig.tier.list_packs().keys() == rig.usage.packs.keys() == {kept.pack_id}
+
+        asyncio.run(scenario())
+
+    def test_a_pack_without_rows_is_set_aside_when_rows_are_deleted_and_no_longer_counts(self, rig: IndexRig) -> None:
+        """Its own row goes with the rows of any other pack: its file was set aside, and counted all the same."""
+
+        async def scenario() -> None:
+            lost, no_rows = await rig.store(1), rig.write(0)
+            connection = rig.ledger._database.connection
+            connection.execute("INSERT INTO packs VALUES (?, 'ns', ?)", (no_rows.pack_id, no_rows.file_bytes))
+            rig.cut(lost.pack_id, 1)
+            await rig.restart()
+            assert dict(rig.usage.packs) == rig.tier.list_packs() == {}
+            assert rig.counters.packs_quarantined == 2
 
         asyncio.run(scenario())
 

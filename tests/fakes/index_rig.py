@@ -154,7 +154,7 @@ class IndexRig:
     async def load(self) -> None:
         """Take in what the ledger has."""
         on_disk = self.tier.list_packs()
-        for pack_id, record in self.ledger.load().packs.items():
+        for pack_id, record in sorted(self.ledger.load().packs.items(), key=lambda item: bool(item[1].chunks)):
             await self.index.load(record, on_disk.get(pack_id, 0))
 
     # Chunks
