@@ -40,7 +40,7 @@ from kvtier.core.stored import PackRecord
 from kvtier.disk.base import ChunkPayload, ChunkRead, checksum_of
 from kvtier.disk.codecs import codec_by_name
 from kvtier.disk.codecs.words import NUMPY, WordKernels, compile_kernels, use_kernels
-from kvtier.disk.files import page_cache
+from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ChunkDamagedError, TierIOError
 
@@ -201,7 +201,7 @@ def _cold(case: PackCase, step: Callable[[], object], pause_s: float) -> float:
     for path in case.paths:
         with path.open("rb") as file:
             length = os.fstat(file.fileno()).st_size
-            resident_bytes = page_cache.resident_bytes(file.fileno(), 0, length)
+            resident_bytes = FileOps().resident_bytes(file.fileno(), 0, length)
         if resident_bytes > length / 100:
             raise SystemExit(f"{path}: {resident_bytes} of {length} bytes are still in the page cache")
     time.sleep(pause_s)

@@ -108,7 +108,7 @@ class DiskSpaceError(KvtierError):
         kept_bytes: What of that is kept for other calls, and for packs being written.
     """
 
-    def __init__(self, what: str, needed_bytes: int, free_bytes: int, kept_bytes: int) -> None:
+    def __init__(self, what: str, needed_bytes: int, free_bytes: float, kept_bytes: int) -> None:
         super().__init__(
             f"{what} needs {needed_bytes} bytes of disk space while it runs; the file system has {free_bytes} left "
             f"beyond the daemon's reserve, of which {kept_bytes} are kept for what runs already; free space, or try "

@@ -166,7 +166,7 @@ class _OnlineCheck:
     async def _writes_ended(self) -> set[str]:
         """Wait until every write that is going on now has ended; return the packs that the daemon counts then."""
         usage = self._cache.resources.disk_usage
-        begun = usage.writes
+        begun = set(usage.writes)
         await asyncio.sleep(_POLL_S)  # a write that has just ended is counted in the next turn of the loop
         while begun & usage.writes:  # noqa: ASYNC110 - an event per write would cost every write
             await asyncio.sleep(_POLL_S)

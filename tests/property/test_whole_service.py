@@ -557,7 +557,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         if not hasattr(self, "service") or not self.service.faults.is_calm:
             return
         stores = self.service.cache.resources
-        assert stores.disk_usage._promised_bytes == 0
+        assert stores.disk_usage.promised_bytes == 0
         if self.was_damaged:
             return
         # A worker thread's last call may have ended before the loop knows: what is wrong for good stays wrong.

@@ -1,1 +1,1 @@
-"""File operations below the packs: the seam where tests inject faults, page cache, read-ahead, write-behind."""
+"""File operations below the packs: the seam where tests inject faults; scratch memory; a thread per pack."""

@@ -1,17 +1,34 @@
 """Every system call of the pack tier, so that tests can fail any one of them."""
 
+import ctypes
+import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.disk.files import page_cache
 from kvtier.fsync import fsync_directory
 
 MAX_PIECES = 1024
 """IOV_MAX: pieces of one gathered or scattered call."""
+
+# What Python's `os` lacks.
+_PAGE_BYTES = mmap.PAGESIZE
+_PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
+_SYNC_FILE_RANGE_WRITE = 2
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM)
+_LOWEST_BIT = bytes(value & 1 for value in range(256))
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_sync_file_range = getattr(_libc, "sync_file_range", None)  # glibc and musl have it, other systems do not
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +74,33 @@ class FileOps:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
 
     def resident_bytes(self, fd: int, offset: int, length: int) -> int:
-        """Return how many bytes of a range are in the page cache, in whole pages; 0 when unknown."""
-        return page_cache.resident_bytes(fd, offset, length)
+        """Return how many bytes of a range are in the page cache, in whole pages; 0 when unknown.
+
+        Maps the range and asks mincore, which touches nothing. `preadv2(RWF_NOWAIT)` is no question: on a cold file it
+        starts readahead into the cache, which a direct read then does not use.
+        """
+        start = offset - offset % _PAGE_BYTES
+        num_bytes = offset + length - start
+        address = _libc.mmap(None, num_bytes, _PROT_READ, _MAP_SHARED, fd, start)
+        if address == _MAP_FAILED:
+            return 0
+        try:
+            pages = (ctypes.c_ubyte * -(-num_bytes // _PAGE_BYTES))()
+            if _libc.mincore(address, num_bytes, pages):
+                return 0
+            return bytes(pages).translate(_LOWEST_BIT).count(1) * _PAGE_BYTES  # only the lowest bit is defined
+        finally:
+            _libc.munmap(address, num_bytes)
 
     def begin_writeback(self, fd: int, offset: int, length: int) -> None:
-        """Have the kernel start to write a range, without waiting; makes nothing durable."""
-        page_cache.begin_writeback(fd, offset, length)
+        """Have the kernel start to write a dirty range; makes nothing durable.
+
+        It waits for nothing, so it cannot take an error of the device from the fsync that follows.
+        """
+        if _sync_file_range is not None and _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE):
+            number = ctypes.get_errno()
+            if number not in _UNSUPPORTED:
+                raise OSError(number, os.strerror(number))
 
     def fsync(self, fd: int) -> None:
         """Make a file's content durable."""

@@ -15,7 +15,6 @@ from kvtier.obs.histogram import Histogram
 
 # A file that is gone, and a file system that cannot read past the page cache: who asked says what that means.
 _NO_REFUSALS = (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP)
-Operation = Literal["open", "read", "write", "fsync", "rename", "unlink"]
 
 
 class ObservedFileOps(FileOps):
@@ -69,14 +68,12 @@ class ObservedFileOps(FileOps):
             self._fsync_s.observe(ended_s - began_s)
 
     @contextmanager
-    def _counted(self, operation: Operation) -> Iterator[None]:
+    def _counted(self, operation: Literal["open", "read", "write", "fsync", "rename", "unlink"]) -> Iterator[None]:
         try:
             yield
         except OSError as exc:
             if exc.errno not in _NO_REFUSALS:
-                self._count(f"io_errors_disk_{operation}")
+                name = f"io_errors_disk_{operation}"
+                with self._observing:
+                    setattr(self._counters, name, getattr(self._counters, name) + 1)
             raise
-
-    def _count(self, name: str) -> None:
-        with self._observing:
-            setattr(self._counters, name, getattr(self._counters, name) + 1)
