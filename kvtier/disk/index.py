@@ -38,20 +38,16 @@ class DiskResources(Protocol):
     """What an index shares with those of all namespaces."""
 
     @property
-    def ledger(self) -> Ledger:
-        """Called through `in_ledger` only."""
+    def ledger(self) -> Ledger: ...  # called through `in_ledger` only
 
     @property
-    def disk(self) -> DiskTier:
-        """The pack files."""
+    def disk(self) -> DiskTier: ...
 
     @property
-    def disk_usage(self) -> DiskUsage:
-        """Their bytes."""
+    def disk_usage(self) -> DiskUsage: ...
 
     @property
-    def counters(self) -> Counters:
-        """Of the daemon."""
+    def counters(self) -> Counters: ...
 
     async def in_ledger(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a call on the ledger's thread, in the order in which calls were made."""
@@ -74,30 +70,24 @@ class ChunkIndex:
 
     1. A chunk has a location in the table if and only if the ledger has a row for it, and both are equal. One
        exception: a damaged chunk whose row the ledger refused to delete has a row and no location (`reject`).
-    2. The pack file of every row exists: `record` and `move` come after the file is durable, and a file is unlinked
-       after its last row is gone.
+    2. The pack file of every row exists: file, row, table on the way in; table, row, file on the way out. So a crash
+       leaves pack files without rows, which the next start adopts or sweeps, and never a row without its file.
     3. The usage counts every pack file from `record` or `move` on until the file is unlinked. A file that cannot be
        unlinked is logged, counts, and is left to the next start; the change has succeeded all the same.
     4. `packs` is what the locations in the table add up to.
 
-    Order: file, row, table on the way in; table, row, file on the way out. So a crash leaves pack files without rows,
-    which the next start adopts or sweeps, and never a row without its file.
-
-    Changes: `record`, `move`, `drop`, `drop_cheapest`, `drop_packs`, `reject`, a `hold` block and `reconcile` are made
-    one at a time, in the order of the calls, under a private lock. Each looks at places and pins when its turn comes.
-
-    Readers need no lock. During a change they find a chunk where it was, where it will be, or, if it is being dropped,
+    Changes are made one at a time, in the order of the calls, under a private lock. Each looks at places and pins when
+    its turn comes. Readers need no lock: they find a chunk where it was, where it will be, or, if it is being dropped,
     not at all. A file may be unlinked while it is read: compare the location again before you call a chunk damaged.
 
     Cancellation: a change that was called is made to its end, because a commit cannot be taken back. A caller that is
     cancelled meanwhile is cancelled after that, and an error of the change is lost then. `chunks_in`, `reconcile` and
     the start of a `hold` block end at once, with nothing changed.
 
-    Errors: after a LedgerError table, rows, usage and files are as before the call, unless the method says otherwise.
+    After a LedgerError table, rows, usage and files are as before the call, unless the method says otherwise.
 
-    Engines: what `drop` deletes, and what `record` adds, is the caller's to announce. The index announces what the
-    caller cannot know: what an eviction or a rejection left in no tier, what a refused drop put back, what a repair
-    found.
+    What `drop` deletes, and what `record` adds, is the caller's to announce. The index announces what the caller cannot
+    know: what an eviction or a rejection left in no tier, what a refused drop put back, what a repair found.
 
     Args:
         namespace_id: The namespace of all rows.
@@ -178,7 +168,7 @@ class ChunkIndex:
         for its end. Packs that lost their last row are unlinked after it, also when the block raises: what it has
         committed by then stays committed.
         """
-        change = IndexChange(self._namespace_id, self._table, self._resources)
+        change = IndexChange(self._table, self._resources)
         try:
             async with self._lock:
                 yield change
@@ -262,10 +252,9 @@ class ChunkIndex:
             chunk = self._table.get(key)
             if chunk is None or chunk.location is None or (unpinned_only and chunk.num_pins):
                 continue
-            if only_at is not None and only_at.get(key) != chunk.location:
-                continue
-            dropped[key] = chunk.location
-            self._table.unplace(key)
+            if only_at is None or only_at.get(key) == chunk.location:
+                dropped[key] = chunk.location
+                self._table.unplace(key)
         return dropped
 
     async def _delete_rows(self, keys: Collection[ChunkKey]) -> list[str]:
@@ -326,13 +315,11 @@ class ChunkIndex:
         """
         wanted = {pack_id: number for number, pack_id in enumerate(pack_ids)}
         found: list[StoredChunk] = []
-        everything = list(self._table)
-        for start in range(0, len(everything), _SLICE_CHUNKS):
-            for chunk in everything[start : start + _SLICE_CHUNKS]:
-                location = chunk.location
-                if location is not None and location.pack_id in wanted:
-                    found.append(location)
-            await asyncio.sleep(0)
+        for number, chunk in enumerate(list(self._table)):
+            if not number % _SLICE_CHUNKS:
+                await asyncio.sleep(0)
+            if (location := chunk.location) is not None and location.pack_id in wanted:
+                found.append(location)
         return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
 
     async def reconcile(self, keys: Collection[ChunkKey], *, repair: bool) -> int:
@@ -348,7 +335,7 @@ class ChunkIndex:
         resources = self._resources
         async with self._lock:
             rows = await resources.in_ledger(resources.ledger.packs.find_chunks, self._namespace_id, keys)
-            wrong = [key for key in keys if not _is_same_place(self._location(key), rows.get(key))]
+            wrong = [key for key in keys if _place(self._location(key)) != _place(rows.get(key))]
             if not repair:
                 return len(wrong)
             for key in wrong:
@@ -402,9 +389,9 @@ class IndexChange:
         emptied: Packs that lost their last row in the block.
     """
 
-    def __init__(self, namespace_id: str, table: ChunkTable[StoredChunk], resources: DiskResources) -> None:
+    def __init__(self, table: ChunkTable[StoredChunk], resources: DiskResources) -> None:
         self.emptied: list[str] = []
-        self._namespace_id, self._table, self._resources = namespace_id, table, resources
+        self._table, self._resources = table, resources
 
     @shielded
     async def record(self, records: Sequence[PackRecord], *, also: Callable[[Ledger], None] | None = None) -> None:
@@ -422,24 +409,19 @@ class IndexChange:
         self.emptied += await resources.in_ledger(_commit, resources.ledger, records, also)
         for record in records:
             resources.disk_usage.add(record.pack_id, record.file_bytes)
-            for start in range(0, len(record.chunks), _SLICE_CHUNKS):
-                if start:
+            for number, chunk in enumerate(record.chunks):
+                if number and not number % _SLICE_CHUNKS:
                     await asyncio.sleep(0)
-                for chunk in record.chunks[start : start + _SLICE_CHUNKS]:
-                    self._table.place(chunk.key, chunk)
+                self._table.place(chunk.key, chunk)
 
 
 def _commit(ledger: Ledger, records: Sequence[PackRecord], also: Callable[[Ledger], None] | None) -> list[str]:
     """Ledger thread: one transaction; returns packs that lost their last row."""
-    if also is None and len(records) == 1:
-        return ledger.packs.commit_pack(records[0])
     with ledger.together():
         if also is not None:
             also(ledger)
         return [pack_id for record in records for pack_id in ledger.packs.commit_pack(record)]
 
 
-def _is_same_place(location: StoredChunk | None, row: StoredChunk | None) -> bool:
-    if location is None or row is None:
-        return location is row
-    return (location.pack_id, location.offset) == (row.pack_id, row.offset)
+def _place(stored: StoredChunk | None) -> tuple[str, int] | None:
+    return (stored.pack_id, stored.offset) if stored is not None else None

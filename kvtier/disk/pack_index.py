@@ -49,17 +49,16 @@ class PackIndex:
             self._count(new, 1)
 
     def _count(self, stored: StoredChunk, sign: int) -> None:
-        num_chunks, stored_bytes, raw_bytes, key_bytes = self._live.get(stored.pack_id, _NOTHING)
-        num_chunks += sign
-        if num_chunks:
-            self._live[stored.pack_id] = Live(
-                num_chunks,
-                stored_bytes + sign * stored.stored_bytes,
-                raw_bytes + sign * stored.raw_bytes,
-                max(key_bytes, len(stored.key)),
-            )
-        else:
+        before = self.live(stored.pack_id)
+        if not (num_chunks := before.num_chunks + sign):
             del self._live[stored.pack_id]
+            return
+        self._live[stored.pack_id] = Live(
+            num_chunks,
+            before.stored_bytes + sign * stored.stored_bytes,
+            before.raw_bytes + sign * stored.raw_bytes,
+            max(before.key_bytes, len(stored.key)),
+        )
 
     def live(self, pack_id: str) -> Live:
         """Return what is read from the pack; nothing when it is not known."""
@@ -76,6 +75,3 @@ class PackIndex:
     def __iter__(self) -> Iterator[str]:
         """Go through the packs from which something is read."""
         return iter(self._live)
-
-    def __len__(self) -> int:
-        return len(self._live)
