@@ -68,6 +68,12 @@ class CodecChooser:
     decoded: so of two that store nearly the same, the faster one wins. Where it gains less than `MIN_GAIN_RATIO`, its
     cost is that of `raw`. No clock is read: the same chunks in the same order get the same codecs everywhere.
     Thread-safe.
+
+    Args:
+        codecs: The candidates; `raw` is one whether it is named or not.
+        first_samples: A stream's first chunks to be sampled.
+        sample_every: Then one of this many.
+        max_streams: The least recently used is forgotten beyond that, and sampled again.
     """
 
     def __init__(
@@ -78,14 +84,6 @@ class CodecChooser:
         sample_every: int = SAMPLE_EVERY,
         max_streams: int = MAX_STREAMS,
     ) -> None:
-        """Choose among codecs.
-
-        Args:
-            codecs: The candidates; `raw` is one whether it is named or not.
-            first_samples: A stream's first chunks to be sampled.
-            sample_every: Then one of this many.
-            max_streams: The least recently used is forgotten beyond that, and sampled again.
-        """
         self._codecs: list[Codec] = [RawCodec(), *(codec for codec in codecs if codec.name != RawCodec.name)]
         self._first_samples, self._sample_every, self._max_streams = first_samples, sample_every, max_streams
         self._streams: OrderedDict[str, _Stream] = OrderedDict()
@@ -118,43 +116,29 @@ class CodecChooser:
             return None if sampled else state.winner
 
     def _sample(self, stream: str, segments: Sequence[memoryview]) -> Encoded:
+        """Encode with every codec, and learn. Older samples count half as much each time."""
         costs: list[float] = []
         best: Encoded = (RawCodec.name, segments)
         for codec in self._codecs:
-            stored_bytes, encoded = _encode(codec, segments)
-            cost = stored_bytes + _price(codec, encoded, segments)
+            cost, encoded = _encode(codec, segments)
             if costs and cost < min(costs):
                 best = encoded
             costs.append(cost)
-        self._learn(stream, costs)
-        return best
-
-    def _learn(self, stream: str, costs: Sequence[float]) -> None:
-        """Older samples count half as much each time, so a stream whose bytes change gets another codec."""
         with self._lock:
             state = self._streams.get(stream)
-            if state is None:  # forgotten meanwhile
-                return
-            before = state.costs or [0.0] * len(costs)
-            state.costs = [_DECAY * old + new for old, new in zip(before, costs, strict=True)]
-            state.winner = state.costs.index(min(state.costs))
+            if state is not None:  # not forgotten meanwhile
+                before = state.costs or [0.0] * len(costs)
+                state.costs = [_DECAY * old + new for old, new in zip(before, costs, strict=True)]
+                state.winner = state.costs.index(min(state.costs))
+        return best
 
 
-def _encode(codec: Codec, segments: Sequence[memoryview]) -> tuple[int, Encoded]:
-    """Return the stored bytes of a chunk with a codec, and the chunk: raw where that gains too little."""
+def _encode(codec: Codec, segments: Sequence[memoryview]) -> tuple[float, Encoded]:
+    """Return the cost of a chunk with a codec, and the chunk: raw where that gains too little."""
     raw_bytes = sum(segment.nbytes for segment in segments)
     pieces = codec.encode(segments)
     stored_bytes = raw_bytes if pieces is None else sum(piece.nbytes for piece in pieces)
     if pieces is None or stored_bytes > (1 - MIN_GAIN_RATIO) * raw_bytes:
         return raw_bytes, (RawCodec.name, segments)
-    return stored_bytes, (codec.name, pieces)
-
-
-def _price(codec: Codec, encoded: Encoded, segments: Sequence[memoryview]) -> float:
-    """Return the price of decoding a chunk, in stored bytes."""
-    name, pieces = encoded
-    if name == RawCodec.name:
-        return 0.0
-    raw_bytes = sum(segment.nbytes for segment in segments)
     coded_bytes = codec.coded_bytes(pieces, raw_bytes) if isinstance(codec, PlaneCodec) else raw_bytes
-    return MIN_GAIN_RATIO * coded_bytes
+    return stored_bytes + MIN_GAIN_RATIO * coded_bytes, (codec.name, pieces)

@@ -15,10 +15,10 @@ allocation: frames are decoded into a thread's own buffer. Bytes: docs/format.md
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +97,7 @@ class PlaneCodec(ABC):
 
     def encode(self, segments: Sequence[memoryview]) -> Sequence[memoryview] | None:
         """See `Codec.encode`. The pieces are owned by the caller."""
-        raw_bytes = _total_bytes(segments)
+        raw_bytes = sum(segment.nbytes for segment in segments)
         if raw_bytes % self.item_bytes:
             return None
         count_coded(raw_bytes)
@@ -123,24 +123,33 @@ class PlaneCodec(ABC):
 
     def decode(self, stored: memoryview, into: Sequence[memoryview]) -> None:
         """See `Codec.decode`."""
-        raw_bytes = _total_bytes(into)
+        raw_bytes = sum(segment.nbytes for segment in into)
         if raw_bytes % self.item_bytes:
             raise CodecError(f"{self.name}: a payload of {raw_bytes} bytes is no run of {self.item_bytes}-byte values")
         count_coded(raw_bytes)
         shape, scratch, cursor = self._shape(raw_bytes), _scratch, _Cursor(into)
         source = np.frombuffer(stored, np.uint8) if stored.nbytes else _NOTHING
-        stored_lengths, end = self._read_table(source, shape)
-        lengths = zip(stored_lengths, shape.plane_lengths, strict=True)
+        stored_lengths = iter(self._read_table(source, shape))
         offset = shape.table.size
-        for block_bytes, planes in shape.blocks:
+        for block_bytes, plane_lengths in shape.blocks:
             parts = cursor.take(block_bytes)
             in_place = len(parts) == 1 and _is_aligned(parts[0], self.item_bytes)
             block = parts[0] if in_place else scratch.block[:block_bytes]
-            offset = self._decode_block(source, offset, islice(lengths, len(planes)), block, scratch)
+            planes: list[Bytes] = []
+            used = 0
+            for length, stored_bytes in zip(plane_lengths, stored_lengths, strict=False):
+                plane = source[offset : offset + stored_bytes]
+                offset += _align(stored_bytes)
+                # The first plane is changed by merging, so it is never taken where it is stored.
+                if not (stored_bytes == length and planes and _is_aligned(plane, self.item_bytes)):
+                    plane = self._copy_plane(plane, length, scratch.planes[used:], scratch)
+                    used += _align(length)
+                planes.append(plane)
+            self.merge(planes, block, scratch)
             if not in_place:
                 _scatter(block, parts)
         if shape.tail_bytes:
-            _scatter(source[end:], cursor.take(shape.tail_bytes))
+            _scatter(source[offset:], cursor.take(shape.tail_bytes))
 
     def coded_bytes(self, pieces: Sequence[memoryview], raw_bytes: int) -> int:
         """Return how many bytes of planes are entropy coded in what `encode` returned: they take most of decoding."""
@@ -152,39 +161,21 @@ class PlaneCodec(ABC):
             length for stored, length in zip(stored_lengths, shape.plane_lengths, strict=True) if stored < length
         )
 
-    def _decode_block(
-        self, source: Bytes, offset: int, lengths: Iterable[tuple[int, int]], block: Bytes, scratch: ThreadScratch
-    ) -> int:
-        """Return the offset after the block's planes; `lengths` are their stored lengths, and their own."""
-        planes: list[Bytes] = []
-        used = 0
-        for stored_bytes, length in lengths:
-            plane = source[offset : offset + stored_bytes]
-            offset += _align(stored_bytes)
-            if stored_bytes == length and planes and _is_aligned(plane, self.item_bytes):
-                planes.append(plane)
-                continue
-            buffer = scratch.planes[used : used + length]
-            if stored_bytes == length:
-                np.copyto(buffer, plane)
-            else:
-                self._decode_frame(plane, length, scratch.planes[used:], scratch)
-            planes.append(buffer)
-            used += _align(length)
-        self.merge(planes, block, scratch)
-        return offset
-
-    def _decode_frame(self, stored: Bytes, length: int, buffer: Bytes, scratch: ThreadScratch) -> None:
-        """Decode one zstd frame to the front of a buffer, which is longer: so a frame that is too long shows."""
+    def _copy_plane(self, stored: Bytes, length: int, buffer: Bytes, scratch: ThreadScratch) -> Bytes:
+        """Copy or decode one plane to the front of a buffer, which is longer: so a frame that is too long shows."""
+        if stored.nbytes == length:
+            np.copyto(buffer[:length], stored)
+            return buffer[:length]
         try:
             filled = scratch.decompressor.stream_reader(stored.data).readinto(buffer)
         except (zstandard.ZstdError, MemoryError) as exc:
             raise CodecError(f"{self.name}: {exc}") from exc
         if filled != length:
             raise CodecError(f"{self.name}: a frame decodes to {filled} bytes, its plane has {length}")
+        return buffer[:length]
 
-    def _read_table(self, source: Bytes, shape: "_Shape") -> tuple[Sequence[int], int]:
-        """Return the planes' stored lengths, and where planes end; the lengths are possible and add up."""
+    def _read_table(self, source: Bytes, shape: "_Shape") -> tuple[int, ...]:
+        """Return the planes' stored lengths, which are possible and add up."""
         end = shape.table.size
         if source.nbytes < end:
             raise CodecError(f"{self.name}: {source.nbytes} bytes are stored, the table alone has {end}")
@@ -195,7 +186,7 @@ class PlaneCodec(ABC):
             end += _align(got)
         if end + shape.tail_bytes != source.nbytes:
             raise CodecError(f"{self.name}: {source.nbytes} bytes are stored, the table says {end + shape.tail_bytes}")
-        return stored_lengths, end
+        return stored_lengths
 
     def _shape(self, raw_bytes: int) -> "_Shape":
         return _shape_of(raw_bytes, self.unit_bytes, self.plane_bytes)
@@ -293,10 +284,6 @@ def _is_aligned(array: Bytes, item_bytes: int) -> bool:
     """Whether it can be taken as values of this many bytes where it lies."""
     # Not by its address: numpy takes six times as long to tell that.
     return array.nbytes % item_bytes == 0 and array.view(f"u{item_bytes}").flags.aligned
-
-
-def _total_bytes(segments: Sequence[memoryview]) -> int:
-    return sum([segment.nbytes for segment in segments])
 
 
 def _scatter(source: Bytes, parts: Sequence[Bytes]) -> None:
