@@ -46,7 +46,7 @@ class ChunkRead:
 
 
 ReadDone = Callable[[ChunkRead, ChunkDamagedError | TierIOError | None], None]
-"""Told the outcome of each read, in the thread that read it, as soon as the chunk is verified or given up."""
+"""Called with the outcome of each read, in the thread that read it, as soon as the chunk is verified or has failed."""
 
 
 class DiskTier(Protocol):
@@ -69,29 +69,19 @@ class DiskTier(Protocol):
             TierIOError: The operating system refused. No pack is left.
             InvalidArgumentError: No chunks, or a key twice.
         """
-        ...
 
     def prepare_reads(self) -> None:
-        """Make what the first read would have to make before it can begin, as far as there is memory for it.
-
-        A hint, and idempotent: without it that read takes longer.
-        """
-        ...
+        """Make the buffers that the first read needs, as far as there is memory for them. A hint, and idempotent."""
 
     def read_chunk(self, chunk: StoredChunk, into: Sequence[memoryview]) -> None:
-        """Read a chunk into writable segments and verify its checksum after decoding.
+        """Read a chunk into segments, as `ChunkRead` has them, and verify its checksum after decoding.
 
         After an error the segments' content is undefined.
-
-        Args:
-            chunk: As `write_pack` or the ledger gave it.
-            into: Segments of `raw_bytes` in all.
 
         Raises:
             ChunkDamagedError: The pack is missing or short, or its bytes are not what was written.
             TierIOError: The operating system refused; a later try may succeed.
         """
-        ...
 
     def read_chunks(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
         """Read chunks, verifying each; neighbours in a pack in one go, decoding while the next bytes are read.
@@ -105,7 +95,6 @@ class DiskTier(Protocol):
             done: Must not raise.
             cancelled: Asked between reads; thread-safe, quick.
         """
-        ...
 
     def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
         """Copy chunks from their packs into one new pack, which is durable on return; the old packs stay.
@@ -117,45 +106,24 @@ class DiskTier(Protocol):
             TierIOError: The operating system refused. No pack is left.
             InvalidArgumentError: No chunks, or a key twice.
         """
-        ...
 
     def quarantine_pack(self, pack_id: str) -> None:
         """Set a damaged pack aside, out of reach of reads and of `list_packs`, for people to look at.
 
-        One that is gone already is fine.
-
-        Raises:
-            TierIOError: The operating system refused.
+        One that is gone already is fine. Raises TierIOError when the operating system refuses.
         """
-        ...
 
     def probe(self) -> None:
-        """Write, fsync, read and remove a small file: say whether the tier works again.
-
-        Raises:
-            TierIOError: It does not.
-        """
-        ...
+        """Write, fsync, read and remove a small file; raises TierIOError unless the tier works again."""
 
     def delete_pack(self, pack_id: str) -> None:
-        """Delete a pack; one that is gone already is fine. Its row has left the ledger before.
-
-        Raises:
-            TierIOError: The operating system refused.
-        """
-        ...
+        """Delete a pack whose row has left the ledger; one that is gone already is fine. Raises TierIOError."""
 
     def list_packs(self) -> dict[str, int]:
-        """Return the length in bytes of every complete pack, by pack id.
-
-        Raises:
-            TierIOError: The operating system refused.
-        """
-        ...
+        """Return the length in bytes of every complete pack, by pack id. Raises TierIOError."""
 
     def written_packs(self) -> set[str]:
         """Return the ids of packs that this object has written, or tried to, and has not deleted since."""
-        ...
 
     def sweep(self, removed: Collection[str]) -> list[str]:
         """Remove what a crash left: temporary files, and packs whose rows are gone. Only while nothing is written.
@@ -166,9 +134,5 @@ class DiskTier(Protocol):
             removed: Ids of packs whose rows were dropped on purpose; those that are gone are fine.
 
         Returns:
-            Names of what was removed, sorted.
-
-        Raises:
-            TierIOError: The operating system refused.
+            Names of what was removed, sorted. Raises TierIOError.
         """
-        ...

@@ -34,8 +34,7 @@ class DiskHealth:
     Args:
         probe: Tries the tier; raises TierIOError while it does not work.
         counters: Counts openings and probes.
-        now_s: Monotonic clock.
-        sleep: Waits for the next probe.
+        now_s: Monotonic clock; `sleep` waits for the next probe.
 
     Attributes:
         readable: Reads may be tried.
@@ -88,10 +87,8 @@ class DiskHealth:
         if not self.readable or (full and not self.writable):
             return  # open as far as this opens it
         self.readable, self.writable, self._problem = full, False, str(error)
-        if kind == self._on_probation:
-            self._probe_after_s = min(2 * self._probe_after_s, LAST_PROBE_S)
+        self._plan_probe(is_later=kind == self._on_probation)
         self._on_probation = kind
-        self._probe_due_s = self._now_s() + self._probe_after_s
         self._counters.disk_breaker_opened += 1
         log_event(logger, "disk_breaker_opened", level=logging.ERROR, reading=self.readable, problem=str(error))
         self._closed.clear()
@@ -99,6 +96,12 @@ class DiskHealth:
         if not self.readable:
             for call in list(self._on_off):
                 call()
+
+    def _plan_probe(self, *, is_later: bool) -> None:
+        """The next probe comes after the same time as the last, or twice that."""
+        if is_later:
+            self._probe_after_s = min(2 * self._probe_after_s, LAST_PROBE_S)
+        self._probe_due_s = self._now_s() + self._probe_after_s
 
     async def until_closed(self) -> None:
         """Return when the tier may be written (and read); at once while it works."""
@@ -118,8 +121,7 @@ class DiskHealth:
             await self._probe()
         except TierIOError as error:
             self._problem = str(error)
-            self._probe_after_s = min(2 * self._probe_after_s, LAST_PROBE_S)
-            self._probe_due_s = self._now_s() + self._probe_after_s
+            self._plan_probe(is_later=True)
             return
         self.readable = self.writable = True
         self._problem, self._num_failed = "", {"read": 0, "write": 0}

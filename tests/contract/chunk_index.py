@@ -402,7 +402,7 @@ class ChunkIndexContract:
         asyncio.run(scenario())
 
     def test_what_cannot_be_unlinked_was_not_freed(self, rig: IndexRig, monkeypatch: Patch) -> None:
-        """It was reported as freed: write-back tried again what had no room."""
+        """It was reported as freed: write-back tried again what did not fit."""
 
         async def scenario() -> None:
             pack = await rig.store(0, 1)

@@ -29,7 +29,7 @@ NUM_CHUNKS = 6
 ALL = range(NUM_CHUNKS)
 
 
-class Fate(NamedTuple):
+class Faults(NamedTuple):
     """What befalls a change.
 
     Attributes:
@@ -52,22 +52,22 @@ class Killed(Exception):
 
 
 class LoopResources(ThreadResources):
-    """Calls on the loop, one after the other as they come, under a fate."""
+    """Calls on the loop, one after the other as they come, with faults."""
 
-    fate = Fate()
+    faults = Faults()
     was_refused = False
     _num_ledger_calls = _num_halves = _gap = 0
 
-    def begin(self, fate: Fate) -> None:
+    def begin(self, faults: Faults) -> None:
         """Another step of the test."""
-        self.fate, self._num_ledger_calls, self._num_halves, self._gap = fate, 0, 0, 0
+        self.faults, self._num_ledger_calls, self._num_halves, self._gap = faults, 0, 0, 0
         self.was_refused = False
 
     async def in_ledger(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """See `DiskResources`."""
         await self._half()
         self._num_ledger_calls += 1
-        if self._num_ledger_calls == self.fate.refused_call:
+        if self._num_ledger_calls == self.faults.refused_call:
             self.was_refused = True
             raise LedgerError("disk is full")
         result = call(*args, **kwargs)
@@ -77,7 +77,7 @@ class LoopResources(ThreadResources):
     async def in_io(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """See `DiskResources`."""
         await self._half()
-        if self.fate.no_unlink:
+        if self.faults.no_unlink:
             raise TierIOError(Path("x"), "unlink", OSError(5, "I/O"))
         result = call(*args, **kwargs)
         await self._half()
@@ -85,10 +85,10 @@ class LoopResources(ThreadResources):
 
     async def _half(self) -> None:
         self._num_halves += 1
-        if self.fate.kill_at and self._num_halves >= self.fate.kill_at:
+        if self.faults.kill_at and self._num_halves >= self.faults.kill_at:
             raise Killed
         self._gap += 1
-        await turns(self.fate.gaps[self._gap % len(self.fate.gaps)])
+        await turns(self.faults.gaps[self._gap % len(self.faults.gaps)])
 
 
 class Change(NamedTuple):
@@ -108,12 +108,12 @@ seeds = st.integers(0, 1000)
 gaps = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
 
-def befalls(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Fate]:
-    """Return a strategy for fates in which these fields vary."""
-    return st.fixed_dictionaries({"gaps": gaps, **fields}).map(lambda drawn: Fate(**drawn))
+def befalls(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Faults]:
+    """Return a strategy for faults in which these fields vary."""
+    return st.fixed_dictionaries({"gaps": gaps, **fields}).map(lambda drawn: Faults(**drawn))
 
 
-fates = st.one_of(
+faults = st.one_of(
     befalls(),
     befalls(refused_call=st.integers(1, 2), no_unlink=st.booleans()),
     befalls(no_unlink=st.just(True)),
@@ -143,12 +143,12 @@ class ChunkIndexMachine(RuleBasedStateMachine):
 
     # Changes
 
-    @rule(chosen=numbers, seed=seeds, fate=fates)
-    def store(self, chosen: list[int], seed: int, fate: Fate) -> None:
-        self.make(fate, self.storing(chosen, seed))
+    @rule(chosen=numbers, seed=seeds, faults=faults)
+    def store(self, chosen: list[int], seed: int, faults: Faults) -> None:
+        self.make(faults, self.storing(chosen, seed))
 
-    @rule(first=numbers, second=numbers, seed=seeds, fate=fates)
-    def store_in_a_block(self, first: list[int], second: list[int], seed: int, fate: Fate) -> None:
+    @rule(first=numbers, second=numbers, seed=seeds, faults=faults)
+    def store_in_a_block(self, first: list[int], second: list[int], seed: int, faults: Faults) -> None:
         """Two changes in one block, the second of two packs."""
         records = [self.rig.write(*chosen, seed=seed + n) for n, chosen in enumerate((first, second, first[:1]))]
         unwritten = {record.pack_id for record in records}
@@ -163,14 +163,14 @@ class ChunkIndexMachine(RuleBasedStateMachine):
                         self.rig.unknown -= self.rig.ledger.packs.pack_ids() | self.rig.usage.packs.keys()
 
         before = dict(self.places)
-        self.make(fate, Change(run, None), is_eviction=False)
+        self.make(faults, Change(run, None), is_eviction=False)
         for record in records:  # each is recorded or not, the parts in their order
             if record.pack_id in unwritten - self.rig.unknown:
                 before |= {chunk.key: chunk for chunk in record.chunks}
             self.rig.unknown.discard(record.pack_id)
             if record.pack_id not in self.rig.usage.packs:
                 self.rig.tier.delete_pack(record.pack_id)
-        assert self.places == before or fate.kill_at
+        assert self.places == before or faults.kill_at
         self.rig.announce_again()
 
     @rule(chosen=numbers)
@@ -182,44 +182,44 @@ class ChunkIndexMachine(RuleBasedStateMachine):
             self.copies.append((record, copied))
 
     @precondition(lambda self: self.copies)
-    @rule(fate=fates)
-    def move(self, fate: Fate) -> None:
-        self.make(fate, self.moving())
+    @rule(faults=faults)
+    def move(self, faults: Faults) -> None:
+        self.make(faults, self.moving())
 
-    @rule(chosen=numbers, where=st.sampled_from(["any", "here", "elsewhere"]), unpinned=st.booleans(), fate=fates)
-    def drop(self, chosen: list[int], where: str, unpinned: bool, fate: Fate) -> None:
-        self.make(fate, self.dropping(chosen, where, unpinned))
+    @rule(chosen=numbers, where=st.sampled_from(["any", "here", "elsewhere"]), unpinned=st.booleans(), faults=faults)
+    def drop(self, chosen: list[int], where: str, unpinned: bool, faults: Faults) -> None:
+        self.make(faults, self.dropping(chosen, where, unpinned))
 
     @rule(chosen=numbers)
     def drop_and_keep_files(self, chosen: list[int]) -> None:
-        self.make(Fate(), self.dropping(chosen, keep_files=True))
+        self.make(Faults(), self.dropping(chosen, keep_files=True))
 
-    @rule(num_bytes=st.integers(0, 1500), fate=fates)
-    def drop_cheapest(self, num_bytes: int, fate: Fate) -> None:
+    @rule(num_bytes=st.integers(0, 1500), faults=faults)
+    def drop_cheapest(self, num_bytes: int, faults: Faults) -> None:
         before = dict(self.places)
         unpinned = self.unpinned(before)
-        self.make(fate, Change(lambda: self.rig.index.drop_cheapest(num_bytes), None))
+        self.make(faults, Change(lambda: self.rig.index.drop_cheapest(num_bytes), None))
         gone = before.keys() - self.places.keys()
-        if fate == Fate(fate.gaps) or fate.leave_after:
+        if faults == Faults(faults.gaps) or faults.leave_after:
             enough = sum(before[key].stored_bytes for key in gone) >= num_bytes
             assert enough or gone == unpinned
             assert num_bytes or not gone
 
-    @rule(chosen=numbers, fate=fates)
-    def drop_packs(self, chosen: list[int], fate: Fate) -> None:
+    @rule(chosen=numbers, faults=faults)
+    def drop_packs(self, chosen: list[int], faults: Faults) -> None:
         before = dict(self.places)
         pack_ids = {place.pack_id for place in self.rig.places(*chosen).values()}
-        self.make(fate, Change(lambda: self.rig.index.drop_packs(list(pack_ids)), None))
-        if fate == Fate(fate.gaps):
+        self.make(faults, Change(lambda: self.rig.index.drop_packs(list(pack_ids)), None))
+        if faults == Faults(faults.gaps):
             wanted = {key for key in self.unpinned(before) if before[key].pack_id in pack_ids}
             assert before.keys() - self.places.keys() == wanted
 
-    @rule(chosen=numbers, fate=fates)
-    def reject(self, chosen: list[int], fate: Fate) -> None:
-        self.make(fate, self.rejecting(chosen))
+    @rule(chosen=numbers, faults=faults)
+    def reject(self, chosen: list[int], faults: Faults) -> None:
+        self.make(faults, self.rejecting(chosen))
 
-    @rule(lost=numbers, moved=numbers, repair=st.booleans(), fate=fates)
-    def reconcile(self, lost: list[int], moved: list[int], repair: bool, fate: Fate) -> None:
+    @rule(lost=numbers, moved=numbers, repair=st.booleans(), faults=faults)
+    def reconcile(self, lost: list[int], moved: list[int], repair: bool, faults: Faults) -> None:
         """The table was made wrong by hand."""
         wrong = set[ChunkKey]()
         for place in self.rig.places(*moved).values():
@@ -233,17 +233,17 @@ class ChunkIndexMachine(RuleBasedStateMachine):
         async def run() -> None:
             assert await self.rig.index.reconcile(keys, repair=repair) == len(wrong)
 
-        self.rig.resources.begin(Fate())  # type: ignore[attr-defined]
-        if repair and not (fate.kill_at or fate.leave_after or fate.refused_call):
-            self.make(fate, Change(run, lambda places: places))
+        self.rig.resources.begin(Faults())  # type: ignore[attr-defined]
+        if repair and not (faults.kill_at or faults.leave_after or faults.refused_call):
+            self.make(faults, Change(run, lambda places: places))
             return
         self.loop.run_until_complete(run())
         assert self.loop.run_until_complete(self.rig.index.reconcile(keys, repair=True)) == (
             0 if repair else len(wrong)
         )
 
-    @rule(chosen=numbers, seed=seeds, kinds=st.lists(st.sampled_from("smdrce"), min_size=2, max_size=3), fate=fates)
-    def several_at_once(self, chosen: list[int], seed: int, kinds: list[str], fate: Fate) -> None:
+    @rule(chosen=numbers, seed=seeds, kinds=st.lists(st.sampled_from("smdrce"), min_size=2, max_size=3), faults=faults)
+    def several_at_once(self, chosen: list[int], seed: int, kinds: list[str], faults: Faults) -> None:
         """They are made in the order of the calls."""
         made: dict[str, Callable[[], Change | None]] = {
             "s": lambda: self.storing(chosen, seed),
@@ -253,7 +253,7 @@ class ChunkIndexMachine(RuleBasedStateMachine):
             "c": lambda: Change(lambda: self.rig.index.drop_cheapest(300), None),
             "e": lambda: Change(lambda: self.rig.index.drop_packs(list(self.rig.packs)), None),
         }
-        self.make(fate, *(change for kind in kinds if (change := made[kind]()) is not None))
+        self.make(faults, *(change for kind in kinds if (change := made[kind]()) is not None))
 
     @rule()
     def restart(self) -> None:
@@ -343,13 +343,13 @@ class ChunkIndexMachine(RuleBasedStateMachine):
     def unpinned(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         return set(keys) - set(keys_of(*self.pinned))
 
-    def make(self, fate: Fate, *made: Change, is_eviction: bool = True) -> None:
+    def make(self, faults: Faults, *made: Change, is_eviction: bool = True) -> None:
         """Start the changes together, and follow them in the model."""
         resources = self.rig.resources
         assert isinstance(resources, LoopResources)
-        resources.begin(fate)
+        resources.begin(faults)
         before, rows = dict(self.places), self.rig.rows
-        errors = self.loop.run_until_complete(self.run_all(made, fate))
+        errors = self.loop.run_until_complete(self.run_all(made, faults))
         if any(isinstance(error, Killed) for error in errors):
             self.follow_kill(before | {key: rows[key] for key in self.rig.unrecorded}, made)
             return
@@ -366,14 +366,14 @@ class ChunkIndexMachine(RuleBasedStateMachine):
             for change, error in zip(made, errors, strict=True):
                 if change.effect is not None and not isinstance(error, LedgerError):
                     self.places = change.effect(self.places)
-        if len(made) > 1 or fate.leave_after:
+        if len(made) > 1 or faults.leave_after:
             self.rig.announce_again()
         self.follow_refusals(resources)
 
-    async def run_all(self, made: Sequence[Change], fate: Fate) -> list[BaseException | None]:
+    async def run_all(self, made: Sequence[Change], faults: Faults) -> list[BaseException | None]:
         tasks = [asyncio.create_task(change.run()) for change in made]
-        if fate.leave_after:
-            await turns(fate.leave_after)
+        if faults.leave_after:
+            await turns(faults.leave_after)
             for task in tasks:
                 task.cancel()
         return [
@@ -388,7 +388,7 @@ class ChunkIndexMachine(RuleBasedStateMachine):
         assert unrecorded <= self.rig.unrecorded or resources.was_refused
         self.rig.unrecorded = unrecorded
         strays = self.rig.tier.list_packs().keys() - packs - self.rig.unknown
-        assert strays <= self.rig.strays or resources.fate.no_unlink or self.keeps_files
+        assert strays <= self.rig.strays or resources.faults.no_unlink or self.keeps_files
         self.rig.strays, self.keeps_files = set(strays), False
 
     def follow_kill(self, before: Places, made: Sequence[Change]) -> None:

@@ -27,7 +27,6 @@ class Codec(Protocol):
         Args:
             segments: The payload's pieces in order, contiguous bytes, unchanged until this returns.
         """
-        ...
 
     def decode(self, stored: memoryview, into: Sequence[memoryview]) -> None:
         """Decode straight into writable segments, which the payload fills exactly.
@@ -37,4 +36,3 @@ class Codec(Protocol):
         Raises:
             CodecError: The stored bytes do not decode to exactly that many bytes.
         """
-        ...

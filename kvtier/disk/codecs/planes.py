@@ -53,11 +53,7 @@ HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
 
 
 class ThreadScratch(threading.local):
-    """A thread's zstd contexts and buffers, about 1.5 MiB, kept between chunks: fresh pages cost more than the work.
-
-    Attributes:
-        kept_bytes: Length of the buffers that `take_room` gives again, in all.
-    """
+    """A thread's zstd contexts and buffers, about 1.5 MiB, kept between chunks: fresh pages cost more than the work."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=HUFFMAN_ONLY)

@@ -180,12 +180,12 @@ class WarmOps(WatchedOps):
 
 def read_all(tier: PackTier, chunks: Sequence[StoredChunk]) -> list[memoryview]:
     """Read a batch into page-aligned memory; every read must succeed."""
-    rooms = [memoryview(mmap.mmap(-1, chunk.raw_bytes)) for chunk in chunks]
+    buffers = [memoryview(mmap.mmap(-1, chunk.raw_bytes)) for chunk in chunks]
     errors: list[Exception | None] = []
-    reads = [ChunkRead(chunk=chunk, into=[room]) for chunk, room in zip(chunks, rooms, strict=True)]
+    reads = [ChunkRead(chunk=chunk, into=[buffer]) for chunk, buffer in zip(chunks, buffers, strict=True)]
     tier.read_chunks(reads, lambda _, error: errors.append(error), lambda: False)
     assert errors == [None] * len(chunks)
-    return rooms
+    return buffers
 
 
 @pytest.mark.parametrize("make", [soft, noise])
@@ -195,7 +195,7 @@ def test_a_cold_batch_is_read_directly_in_few_reads(tmp_path: Path, make: Callab
     data = [make(65536, seed) for seed in range(100)]
     record = tier.write_pack("ns", [payload_of(n, each) for n, each in enumerate(data)])
     ops.opened_paths.clear()
-    assert [bytes(room) for room in read_all(tier, record.chunks)] == data
+    assert [bytes(buffer) for buffer in read_all(tier, record.chunks)] == data
     assert ops.opened_paths == [path_of(tier, record.pack_id)]
     assert len(ops.reads) <= 3
     if tmp_path_takes_direct_reads(tmp_path):
@@ -206,31 +206,33 @@ def test_raw_chunks_in_the_page_cache_need_no_scratch(tmp_path: Path, monkeypatc
     tier = PackTier(tmp_path, ops=WarmOps())
     record = tier.write_pack("ns", [payload_of(n, noise(65536, n)) for n in range(20)])
     monkeypatch.setattr(ScratchPool, "take", lambda *_: pytest.fail("scratch was taken"))
-    assert [bytes(room) for room in read_all(tier, record.chunks)] == [noise(65536, n) for n in range(20)]
+    assert [bytes(buffer) for buffer in read_all(tier, record.chunks)] == [noise(65536, n) for n in range(20)]
 
 
 def test_what_is_in_the_page_cache_is_read_through_it(tmp_path: Path) -> None:
     ops = WarmOps()
     tier = PackTier(tmp_path, ops=ops)
     record = tier.write_pack("ns", [payload_of(n, soft(300_000, n)) for n in range(3)])
-    assert [bytes(room) for room in read_all(tier, record.chunks)] == [soft(300_000, n) for n in range(3)]
+    assert [bytes(buffer) for buffer in read_all(tier, record.chunks)] == [soft(300_000, n) for n in range(3)]
     assert not any(direct for direct, _ in ops.reads)
 
 
 def test_a_pack_that_is_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
     tier = PackTier(tmp_path, ops=WatchedOps())
     record = tier.write_pack("ns", [payload_of(n, noise(1_000_000, n)) for n in range(12)])
-    rooms = [bytearray(chunk.raw_bytes) for chunk in record.chunks]
+    buffers = [bytearray(chunk.raw_bytes) for chunk in record.chunks]
     errors: list[Exception | None] = []
 
     def done(_: ChunkRead, error: Exception | None) -> None:
         tier.delete_pack(record.pack_id)
         errors.append(error)
 
-    reads = [ChunkRead(chunk=chunk, into=[memoryview(room)]) for chunk, room in zip(record.chunks, rooms, strict=True)]
+    reads = [
+        ChunkRead(chunk=chunk, into=[memoryview(buffer)]) for chunk, buffer in zip(record.chunks, buffers, strict=True)
+    ]
     tier.read_chunks(reads, done, lambda: False)
     assert errors == [None] * 12
-    assert rooms == [noise(1_000_000, n) for n in range(12)]
+    assert buffers == [noise(1_000_000, n) for n in range(12)]
 
 
 def test_no_thread_and_no_descriptor_outlives_a_batch_even_when_its_caller_fails(tier: PackTier) -> None:

@@ -98,7 +98,7 @@ def test_streams_do_not_mix() -> None:
         assert chosen(chooser, payload("fp32", LENGTH), "ns/1") == "split32"
 
 
-def test_memory_is_bounded_and_a_forgotten_stream_is_sampled_anew() -> None:
+def test_memory_is_bounded_and_a_forgotten_stream_is_sampled_again() -> None:
     good, bad = CountingCodec("good", 0.5), CountingCodec("bad", 0.9)
     chooser = CodecChooser([good, bad], first_samples=1, max_streams=2)
     for stream in ("a", "b", "c", "b", "a"):

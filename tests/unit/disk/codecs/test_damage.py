@@ -123,7 +123,7 @@ def test_a_frame_with_a_checksum_is_read() -> None:
 
 @pytest.mark.parametrize("codec", [ZstdCodec(), Split16Codec()], ids=lambda codec: codec.name)
 def test_a_frame_that_wants_a_huge_window(codec: Codec) -> None:
-    """0x88: a window of 128 MiB, which zstd allocates before the first byte unless it is told a limit."""
+    """0x88: a window of 128 MiB, which zstd allocates before the first byte unless it has a limit."""
     body = zstandard.ZstdCompressor().compress(bytes(600))
     frame = body[:4] + b"\x40\x88" + struct.pack("<H", 600 - 256) + body[zstandard.frame_header_size(body) :]
     if isinstance(codec, ZstdCodec):

@@ -1,4 +1,4 @@
-"""Every codec gives back what it was given, however it is cut into segments."""
+"""Every codec returns what it was given, however it is cut into segments."""
 
 import threading
 
