@@ -41,7 +41,7 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 @dataclass(kw_only=True)
-class PackFiles:
+class PackSource:
     """What all batches share. Any thread.
 
     Attributes:
@@ -102,9 +102,9 @@ class _OpenPack:
 class PackLoader:
     """Loads the spans of one batch. Not thread-safe; a context manager that closes the files."""
 
-    def __init__(self, reads: Sequence[ChunkRead], files: PackFiles) -> None:
+    def __init__(self, reads: Sequence[ChunkRead], source: PackSource) -> None:
         """Prepare; nothing is opened."""
-        self._reads, self._files, self._ops = reads, files, files.ops
+        self._reads, self._source, self._ops = reads, source, source.ops
         self._opened: dict[str, _OpenPack] = {}
 
     def __enter__(self) -> Self:
@@ -153,7 +153,7 @@ class PackLoader:
     def _load_whole(self, span: Span, pack: _OpenPack) -> LoadedSpan | None:
         base = span.start - span.start % ALIGNMENT_BYTES
         end = -(-span.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        scratch = self._files.pool.take(end - base)
+        scratch = self._source.pool.take(end - base)
         view = memoryview(scratch)[: end - base]
         if self._is_cold(span, pack):
             filled = self._read_direct(pack, view, base, span.end - base)
@@ -163,7 +163,7 @@ class PackLoader:
 
     def _is_cold(self, span: Span, pack: _OpenPack) -> bool:
         """Whether to read past the page cache."""
-        if not self._files.direct or span.end - span.start < DIRECT_MIN_BYTES:
+        if not self._source.direct or span.end - span.start < DIRECT_MIN_BYTES:
             return False
         window = span.start // RESIDENCY_BYTES
         if window not in pack.resident:
@@ -181,7 +181,7 @@ class PackLoader:
         except OSError as exc:
             if exc.errno not in _NO_DIRECT:
                 raise
-            self._files.direct = False
+            self._source.direct = False
         # A short direct read leaves an offset that O_DIRECT would not take.
         if filled < needed:
             filled += self._read_cached(pack, [into[filled:]], offset + filled)
@@ -202,10 +202,10 @@ class PackLoader:
 
     def _load_each(self, span: Span, pack: _OpenPack) -> LoadedSpan:
         """Read each member alone: those that can be read are."""
-        path, chunks = pack_path(self._files.directory, span.pack_id), [self._reads[n].chunk for n in span.members]
+        path, chunks = pack_path(self._source.directory, span.pack_id), [self._reads[n].chunk for n in span.members]
         ends = [chunk.offset + chunk.stored_bytes for chunk in chunks]
         readable_bytes = max((end - span.start for end in ends if end <= pack.length), default=0)
-        scratch = self._files.pool.take(readable_bytes)
+        scratch = self._source.pool.take(readable_bytes)
         loaded = LoadedSpan(span=span, scratch=scratch, base=span.start)
         for member, chunk, end in zip(span.members, chunks, ends, strict=True):
             reached = pack.length
@@ -227,9 +227,9 @@ class PackLoader:
         for member in span.members:
             key = self._reads[member].chunk.key
             if isinstance(cause, InvalidArgumentError):
-                loaded.errors[member] = ChunkDamagedError(self._files.directory, str(cause), key)
+                loaded.errors[member] = ChunkDamagedError(self._source.directory, str(cause), key)
                 continue
-            path = pack_path(self._files.directory, span.pack_id)
+            path = pack_path(self._source.directory, span.pack_id)
             if isinstance(cause, FileNotFoundError):
                 loaded.errors[member] = ChunkDamagedError(path, "the pack is missing", key)
             else:
@@ -243,7 +243,7 @@ class PackLoader:
         if pack is None:
             if len(self._opened) == MAX_OPEN_PACKS:
                 self._close()
-            fd = self._ops.open(pack_path(self._files.directory, pack_id), os.O_RDONLY)
+            fd = self._ops.open(pack_path(self._source.directory, pack_id), os.O_RDONLY)
             pack = self._opened[pack_id] = _OpenPack(fd=fd, length=-1)
             try:
                 pack.length = self._ops.length(fd)

@@ -16,7 +16,7 @@ from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.files.worker_thread import WorkerThread
 from kvtier.disk.packs import pack_format
 from kvtier.disk.packs.pack_directory import pack_path
-from kvtier.disk.packs.pack_loading import LoadedSpan, PackFiles, PackLoader, ReadError
+from kvtier.disk.packs.pack_loading import LoadedSpan, PackLoader, PackSource, ReadError
 from kvtier.disk.packs.pack_spans import Span, plan_spans
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.obs import trace
@@ -39,12 +39,12 @@ class PackReader:
 
     def __init__(self, directory: Path, ops: FileOps, *, direct_reads: bool) -> None:
         """Read from a directory, past the page cache where that is allowed and faster."""
-        self._files = PackFiles(directory=directory, ops=ops, direct=direct_reads and hasattr(os, "O_DIRECT"))
+        self._source = PackSource(directory=directory, ops=ops, direct=direct_reads and hasattr(os, "O_DIRECT"))
         self._decoding = threading.Lock()
 
     def prepare(self) -> None:
         """Make the buffers of one call: their pages took the first read after a start 15 ms a span."""
-        self._files.pool.fill(SPANS_AHEAD + 1)
+        self._source.pool.fill(SPANS_AHEAD + 1)
 
     def read(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
         """See `DiskTier.read_chunks`."""
@@ -84,10 +84,10 @@ class PackReader:
 
     def record(self, pack_id: str) -> PackRecord:
         """See `PackTier.read_record`."""
-        path = pack_path(self._files.directory, pack_id)
+        path = pack_path(self._source.directory, pack_id)
         try:
-            with self._files.ops.opened(path, os.O_RDONLY) as fd:
-                file_bytes = self._files.ops.length(fd)
+            with self._source.ops.opened(path, os.O_RDONLY) as fd:
+                file_bytes = self._source.ops.length(fd)
                 prefix = self._read_at(fd, pack_format.LENGTH_PREFIX.size, 0)
                 header_bytes = pack_format.header_bytes_of(path, prefix, file_bytes)
                 header = self._read_at(fd, header_bytes, pack_format.LENGTH_PREFIX.size)
@@ -108,7 +108,7 @@ class PackReader:
             return None if cancelled() else loader.load(span)
 
         with (
-            PackLoader(reads, self._files) as loader,
+            PackLoader(reads, self._source) as loader,
             WorkerThread("kvtier-read-ahead", is_worth_it=len(spans) > 1) as thread,
         ):
             ahead = deque(thread.submit(load, span) for span in islice(left, SPANS_AHEAD))
@@ -118,16 +118,16 @@ class PackReader:
                     finish(loaded)
                 finally:
                     if loaded.scratch is not None:
-                        self._files.pool.release(loaded.scratch)
+                        self._source.pool.release(loaded.scratch)
 
     def _verify_stored(self, chunk: StoredChunk, stored: memoryview) -> None:
         """Verify what will be copied: its payload is decoded into scratch, or is what is stored."""
         if chunk.codec == RawCodec.name:
             error = self._decode(ChunkRead(chunk=chunk, into=[stored]), None)
         else:
-            scratch = self._files.pool.take(chunk.raw_bytes)
+            scratch = self._source.pool.take(chunk.raw_bytes)
             error = self._decode(ChunkRead(chunk=chunk, into=[memoryview(scratch)[: chunk.raw_bytes]]), stored)
-            self._files.pool.release(scratch)
+            self._source.pool.release(scratch)
         if error is not None:
             raise error
 
@@ -148,8 +148,8 @@ class PackReader:
         return None
 
     def _damage(self, chunk: StoredChunk, what: str) -> ChunkDamagedError:
-        return ChunkDamagedError(pack_path(self._files.directory, chunk.pack_id), what, chunk.key)
+        return ChunkDamagedError(pack_path(self._source.directory, chunk.pack_id), what, chunk.key)
 
     def _read_at(self, fd: int, length: int, offset: int) -> bytes:
         buffer = bytearray(length)
-        return bytes(buffer[: self._files.ops.read_all(fd, [memoryview(buffer)], offset)])
+        return bytes(buffer[: self._source.ops.read_all(fd, [memoryview(buffer)], offset)])
