@@ -15,16 +15,16 @@ class Comparisons:
     num_logprobs: int = 0
     num_chunks: int = 0
 
-    def restored_equals_own_hit(
+    def restored_equals_prefix_cache_hit(
         self, restored: Answer, reference: Answer, tier: str | None = None, *, omitted_tokens: int = 0
     ) -> None:
-        """Check that a restored prefix gives the logprobs of vLLM's own hit of the same length, to the last digit.
+        """Check that a restored prefix gives the logprobs of vLLM's prefix-cache hit of the same length, exactly.
 
         Args:
             restored: Of a request that was alone in the engine.
             reference: Of the same request, its prefix from vLLM's prefix cache.
             tier: Where the prefix must have come from; None: any of kvtier's tiers.
-            omitted_tokens: Of the prefix, what no layer looks back to: nobody loads it, and vLLM counts it apart.
+            omitted_tokens: Of the prefix, what no layer looks back to: it is not loaded, and vLLM counts it apart.
         """
         tiers = (tier,) if tier else TIERS
         assert reference.by_source["device"] == reference.cached_tokens > 0, reference

@@ -136,10 +136,10 @@ def forget_gpu(engine: Engine, *, reset_external: bool = False) -> None:
     wait_until(is_reset, 10, "vLLM to reset its prefix cache")
 
 
-def own_hit(engine: Engine, prefix: Sequence[int], question: Sequence[int], **options: Any) -> Answer:
+def prefix_cache_hit(engine: Engine, prefix: Sequence[int], question: Sequence[int], **options: Any) -> Answer:
     """Return the reference answer: `prefix` from vLLM's prefix cache and nothing else, `question` computed.
 
-    The prefix must end at a block, and nobody may have asked this question since the cache was emptied.
+    The prefix must end at a block, and this question may not have been asked since the cache was emptied.
     """
     forget_gpu(engine)
     # A little longer than the prefix: with several KV groups vLLM does not hit the last block of a prompt ending there.

@@ -18,7 +18,7 @@ from tests.e2e.harness import Stack, Tokens
 from tests.e2e.traffic import HANG_S, Client
 
 NUM_TRIES = 200
-SETTLE_S = 0.1
+STOPPED_S = 0.1
 EVICT_PERIOD_S = 0.2
 
 
@@ -48,7 +48,7 @@ def stop_while(stack: Stack, engine: Engine, client: Client, condition: Callable
         for _ in range(NUM_TRIES):
             wait_until(meets, HANG_S, "the moment")
             os.killpg(engine.pid, signal.SIGSTOP)
-            time.sleep(SETTLE_S)
+            time.sleep(STOPPED_S)
             if meets():
                 return
             os.killpg(engine.pid, signal.SIGCONT)

@@ -13,7 +13,7 @@ from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import EVICTING, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import EVICTING, Answer, Stack, ask, flood, forget_gpu, prefix_cache_hit, running_stack, tokens
 
 BLOCK_TOKENS, BLOCKS_PER_CHUNK = 32, 4
 CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
@@ -50,15 +50,15 @@ def world() -> Iterator[World]:
 
 
 def test_stored_and_restored(world: World, compare: Comparisons) -> None:
-    """Five chunks are stored, not twenty blocks, and give the logprobs of vLLM's own hit."""
+    """Five chunks are stored, not twenty blocks, and give the logprobs of vLLM's prefix-cache hit."""
     stack, engine = world.stack, world.engine
-    world.references = [own_hit(engine, PREFIX, question) for question in (QUESTION, OTHER_QUESTION)]
+    world.references = [prefix_cache_hit(engine, PREFIX, question) for question in (QUESTION, OTHER_QUESTION)]
     stack.wait_attached(engine)
     done = stack.pin("prefix", PREFIX, engine)
     assert f"{NUM_CHUNKS}/{NUM_CHUNKS}" in done.stdout
     flood(engine, 20_000)
     for question, reference in zip((QUESTION, OTHER_QUESTION), world.references, strict=True):
-        compare.restored_equals_own_hit(ask(engine, PREFIX + question), reference, "host")
+        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + question), reference, "host")
         forget_gpu(engine)
 
 
@@ -95,5 +95,5 @@ def test_after_restarts_of_daemon_and_engine(world: World, compare: Comparisons)
     world.engine = world.engines.enter_context(world.stack.engine())
     world.stack.wait_attached(world.engine)
     for tier, question, reference in zip(("disk", "host"), (QUESTION, OTHER_QUESTION), world.references, strict=True):
-        compare.restored_equals_own_hit(ask(world.engine, PREFIX + question), reference, tier)
+        compare.restored_equals_prefix_cache_hit(ask(world.engine, PREFIX + question), reference, tier)
         forget_gpu(world.engine)

@@ -1,4 +1,4 @@
-"""More pinned prompts than vLLM's cache has room for, and more requests than it can run: none of them is computed."""
+"""More pinned prompts than fit into vLLM's cache, and more requests than it can run: none of them is computed."""
 
 import random
 
@@ -9,12 +9,12 @@ from tests.e2e.conftest import Note
 from tests.e2e.harness import PATIENT, ask_all, running_stack, tokens
 
 PREFIX_TOKENS = 640
-# Of vLLM's 63 blocks a prefix takes 20 and its question 2: five of them have room for two and a half.
+# Of vLLM's 63 blocks a prefix takes 20 and its question 2: two and a half of five fit.
 PREFIXES = [tokens(seed, PREFIX_TOKENS) for seed in range(50, 55)]
 ROUNDS, USERS = 4, 16
 
 
-def test_requests_that_wait_for_room_are_restored(note: Note) -> None:
+def test_requests_that_wait_for_blocks_are_restored(note: Note) -> None:
     """While one waits, vLLM evicts what the others need: also what it had of this request's own prompt.
 
     It was computed again if that happened before the daemon's answer, which in a crowded engine it often did.

@@ -16,7 +16,7 @@ from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import Answer, Stack, ask, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
 from tests.e2e.traffic import Client
 
 pytestmark = pytest.mark.timed
@@ -70,7 +70,7 @@ def world() -> Iterator[World]:
     options = EngineOptions(model=str(cached_model("tiny", TINY)))
     with running_stack(options, start_daemon=False) as stack, stack.engine() as engine:
         ask(engine, SMALL)
-        reference = own_hit(engine, PREFIX, QUESTION)
+        reference = prefix_cache_hit(engine, PREFIX, QUESTION)
         yield World(stack, engine, reference)
 
 
@@ -92,7 +92,7 @@ def test_daemon_comes_later(world: World, compare: Comparisons, note: Note) -> N
     world.stack.pin("small", SMALL, world.engine)
     world.stack.pin("prompt", PREFIX, world.engine)
     forget_gpu(world.engine)
-    compare.restored_equals_own_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
+    compare.restored_equals_prefix_cache_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
     assert world.ask_small().restored_tokens == len(SMALL)
 
 
@@ -104,7 +104,7 @@ def test_killed_daemon(world: World, compare: Comparisons, note: Note) -> None:
     world.stack.daemon.start()
     _check_resumes(world, note)
     forget_gpu(world.engine)
-    compare.restored_equals_own_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
+    compare.restored_equals_prefix_cache_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
 
 
 def test_stopped_daemon(world: World, compare: Comparisons, note: Note) -> None:
@@ -115,7 +115,7 @@ def test_stopped_daemon(world: World, compare: Comparisons, note: Note) -> None:
     world.stack.daemon.signal(signal.SIGCONT)
     _check_resumes(world, note)
     forget_gpu(world.engine)
-    compare.restored_equals_own_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
+    compare.restored_equals_prefix_cache_hit(ask(world.engine, PREFIX + QUESTION), world.reference)
 
 
 def test_daemon_killed_again_and_again_under_load(world: World, compare: Comparisons, note: Note) -> None:
@@ -137,7 +137,7 @@ def test_daemon_killed_again_and_again_under_load(world: World, compare: Compari
     assert len(after) >= len(PREFIX) // engine.options.block_size
     compare.same_bytes({key: value for key, value in stored.items() if key in after}, after)
     forget_gpu(engine)
-    compare.restored_equals_own_hit(ask(engine, PREFIX + QUESTION), world.reference)
+    compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + QUESTION), world.reference)
     assert {prompt["name"] for prompt in stack.json("list")} == {"small", "prompt"}
 
 
@@ -154,7 +154,7 @@ def test_stopping_the_daemon_is_clean(world: World) -> None:
 def _check_misses(world: World, note: Note) -> None:
     """Check what the first request pays without a daemon, and that the next ones pay nothing.
 
-    Each is measured beside a request that has nothing to do with kvtier, for which the connector asks nobody.
+    Each is measured beside a request that has nothing to do with kvtier, for which the connector sends nothing.
     """
     pairs = [(world.ask_small(), world.ask_unpinned()) for _ in range(NUM_PAIRS)]
     assert not any(answer.cached_tokens for pair in pairs for answer in pair)

@@ -170,7 +170,7 @@ def test_pins_larger_than_host_memory(world: World, note: Note) -> None:
 
 @needs_mounts
 def test_full_disk(world: World, note: Note) -> None:
-    """What is pinned then is served from memory, and becomes durable by itself when there is room."""
+    """What is pinned then is served from memory, and becomes durable by itself when there is space."""
     assert world.mounts is not None
     stack, client = world.stack, world.client
     stack.pin("other", OTHER, None, "--no-warm")
@@ -180,13 +180,13 @@ def test_full_disk(world: World, note: Note) -> None:
             time.sleep(SECONDS)
         assert not world.is_durable("other")
         note(client.summary(answers))
-    note(f"durable {world.ask_until_durable('other', OTHER):.2f} s after there was room again")
+    note(f"durable {world.ask_until_durable('other', OTHER):.2f} s after there was space again")
     world.forget("other")
 
 
 @needs_mounts
 def test_full_shared_memory(world: World, note: Note) -> None:
-    """The daemon starts, the engine is told why there is no arena, and is let in when there is room."""
+    """The daemon starts, the engine is refused with the reason, and is let in when there is memory."""
     assert world.mounts is not None
     daemon, client = world.stack.daemon, world.client
     daemon.stop()
@@ -200,7 +200,7 @@ def test_full_shared_memory(world: World, note: Note) -> None:
 
 @pytest.mark.parametrize("removed", ["socket", "arena", "lock", "folder"])
 def test_removed_files(world: World, note: Note, removed: str) -> None:
-    """The daemon notices, and starts again in place: nobody has to restart anything."""
+    """The daemon notices, and starts again in place: no operator has to restart anything."""
     daemon, client = world.stack.daemon, world.client
     pid = daemon.pid
     arena_dir = world.mounts.seen(daemon.arena_dir) if world.mounts is not None else daemon.arena_dir

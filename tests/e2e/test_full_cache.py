@@ -14,7 +14,18 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, Tokens, ask, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import (
+    PATIENT,
+    Answer,
+    Stack,
+    Tokens,
+    ask,
+    flood,
+    forget_gpu,
+    prefix_cache_hit,
+    running_stack,
+    tokens,
+)
 
 TURNS = [tokens(100, 320), tokens(101, 96), tokens(102, 160), tokens(103, 64)]
 SHORT = tokens(110, 40)
@@ -70,26 +81,26 @@ def forget_when_written(world: World, prefix: Tokens) -> None:
 def reference_of(world: World, prefix: Tokens, question: Tokens) -> Answer:
     """Return the answer with `prefix` from vLLM's prefix cache; kvtier holds nothing ordinary afterwards."""
     world.stack.cli("evict", "--all")
-    reference = own_hit(world.engine, prefix, question)
+    reference = prefix_cache_hit(world.engine, prefix, question)
     forget_gpu(world.engine)
     world.stack.cli("evict", "--all")
     return reference
 
 
 def test_each_turn_of_a_chat_restores_its_history(world: World, compare: Comparisons, note: Note) -> None:
-    """Nobody pinned anything: turn n's history was stored by turn n-1, and gives the logprobs of vLLM's own hit."""
+    """Nothing is pinned: turn n's history was stored by turn n-1, and gives the logprobs of vLLM's prefix-cache hit."""
     stack, engine = world.stack, world.engine
     assert stack.json("status")["store"] == "all"
     references = {turn: reference_of(world, history(turn), TURNS[turn]) for turn in range(1, len(TURNS))}
     assert ask(engine, history(1), max_tokens=1).cached_tokens == 0
     for turn, reference in references.items():
         forget_when_written(world, history(turn))
-        compare.restored_equals_own_hit(ask(engine, history(turn) + TURNS[turn]), reference, "host")
+        compare.restored_equals_prefix_cache_hit(ask(engine, history(turn) + TURNS[turn]), reference, "host")
     note(f"{len(history(len(TURNS) - 1))} tokens of history restored without a pin")
 
 
 def test_a_flood_stays_within_host_memory(world: World, note: Note) -> None:
-    """Prompts that nobody repeats evict each other; every one of them is answered."""
+    """Prompts that are not repeated evict each other; every one of them is answered."""
     stack, engine = world.stack, world.engine
     with stack.admin() as client:
         limit_bytes = client.status().host.limit_bytes
@@ -114,12 +125,12 @@ def test_after_a_kill_the_engine_learns_what_is_held(world: World, compare: Comp
     stack.daemon.lose_memory()
     stack.daemon.start()
     stack.wait_attached(engine)
-    compare.restored_equals_own_hit(ask(engine, history(3) + SHORT), reference, "disk")
+    compare.restored_equals_prefix_cache_hit(ask(engine, history(3) + SHORT), reference, "disk")
     forget_gpu(engine)  # returns when vLLM stores nothing any longer
     assert stack.counters()["stores_committed"] <= len(SHORT) // engine.options.block_size
 
 
-def test_a_pin_among_ordinary_prompts_stays(world: World, compare: Comparisons) -> None:
+def test_a_pin_among_unpinned_prompts_stays(world: World, compare: Comparisons) -> None:
     """Evicting everything leaves it; out of host memory it comes back from disk."""
     stack, engine = world.stack, world.engine
     reference = reference_of(world, history(2), SHORT)
@@ -127,8 +138,8 @@ def test_a_pin_among_ordinary_prompts_stays(world: World, compare: Comparisons) 
     stack.cli("evict", "--all")
     assert stack.json("status")["disk"]["num_chunks"] == len(history(2)) // engine.options.block_size
     forget_gpu(engine)
-    compare.restored_equals_own_hit(ask(engine, history(2) + SHORT), reference, "host")
+    compare.restored_equals_prefix_cache_hit(ask(engine, history(2) + SHORT), reference, "host")
     forget_gpu(engine)
     stack.cli("evict", "--all")
     stack.cli("evict", "chat", "--tier", "host")
-    compare.restored_equals_own_hit(ask(engine, history(2) + SHORT), reference, "disk")
+    compare.restored_equals_prefix_cache_hit(ask(engine, history(2) + SHORT), reference, "disk")

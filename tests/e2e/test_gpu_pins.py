@@ -15,7 +15,7 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, ask_all, flood, own_hit, running_stack, tokens
+from tests.e2e.harness import PATIENT, Answer, Stack, ask, ask_all, flood, prefix_cache_hit, running_stack, tokens
 
 PREFIX_TOKENS = 640
 PREFIXES = {mode: tokens(seed, PREFIX_TOKENS) for seed, mode in enumerate(("soft", "hard", "off"), start=4)}
@@ -65,7 +65,7 @@ def pinned(stack: Stack, mode: str) -> Iterator[tuple[Engine, Answer]]:
     config = PATIENT if mode == "soft" else PATIENT | {"gpu_pin": mode}
     with stack.engine(connector_config=config) as engine:
         stack.wait_attached(engine)
-        reference = own_hit(engine, PREFIXES[mode], QUESTION)
+        reference = prefix_cache_hit(engine, PREFIXES[mode], QUESTION)
         stack.pin(mode, PREFIXES[mode], engine)
         yield engine, reference
         stack.cli("unpin", mode)
@@ -107,5 +107,5 @@ def test_without_pins_the_same_flood_evicts_it(stack: Stack, compare: Comparison
     with pinned(stack, "off") as (engine, reference):
         flood_ten_pools(engine, 40_000)
         wait_idle_usage(engine, 0)
-        compare.restored_equals_own_hit(ask(engine, PREFIXES["off"] + QUESTION), reference, "host")
+        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIXES["off"] + QUESTION), reference, "host")
         assert reset(engine)

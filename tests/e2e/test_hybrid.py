@@ -8,7 +8,7 @@ from benchmarks.harness.engine import EngineOptions
 from benchmarks.harness.model_specs import TINY_HYBRID
 from benchmarks.harness.models import cached_model
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Stack, ask, ask_all, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import PATIENT, Stack, ask, ask_all, flood, forget_gpu, prefix_cache_hit, running_stack, tokens
 
 PREFIX_TOKENS = 640
 PREFIX, SHORT, LONG = tokens(1, PREFIX_TOKENS), tokens(2, 40), tokens(3, 300)
@@ -28,7 +28,7 @@ def stack() -> Iterator[Stack]:
 def test_two_groups_after_flood_and_kill(stack: Stack, compare: Comparisons) -> None:
     """From host memory after a flood, from disk after a kill -9 of the daemon."""
     with stack.engine() as engine:
-        references = {"short": own_hit(engine, PREFIX, SHORT), "long": own_hit(engine, PREFIX, LONG)}
+        references = {"short": prefix_cache_hit(engine, PREFIX, SHORT), "long": prefix_cache_hit(engine, PREFIX, LONG)}
         stack.pin("hybrid", PREFIX, engine)
         binding = stack.json("show", "hybrid")["bindings"][0]
         # Whole prefix in the full-attention group; of the sliding group only what reaches into the window.
@@ -37,7 +37,7 @@ def test_two_groups_after_flood_and_kill(stack: Stack, compare: Comparisons) -> 
         assert binding["num_durable_chunks"] == binding["num_chunks"]
         stored = stack.stored_checksums()
         flood(engine, 10_000)
-        compare.restored_equals_own_hit(ask(engine, PREFIX + SHORT), references["short"], "host")
+        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + SHORT), references["short"], "host")
         flood(engine, 20_000)
         answers = ask_all(engine, [PREFIX + question for question in QUESTIONS])
         assert [answer.cached_tokens for answer in answers] == [PREFIX_TOKENS] * len(QUESTIONS)
@@ -46,9 +46,9 @@ def test_two_groups_after_flood_and_kill(stack: Stack, compare: Comparisons) -> 
         stack.daemon.start()
         stack.wait_attached(engine)
         forget_gpu(engine)
-        compare.restored_equals_own_hit(ask(engine, PREFIX + LONG), references["long"], "disk")
+        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + LONG), references["long"], "disk")
         forget_gpu(engine)
-        compare.restored_equals_own_hit(ask(engine, PREFIX + SHORT), references["short"], "host")
+        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + SHORT), references["short"], "host")
         forget_gpu(engine)
         # Short: a longer request moves the window on, and vLLM gives away blocks that a hit on the prefix needs.
         assert ask(engine, PREFIX + QUESTIONS[0], max_tokens=1).restored_tokens == PREFIX_TOKENS

@@ -1,4 +1,4 @@
-"""LoRA adapters are told apart by content: vLLM's own hashes know only their name and path."""
+"""LoRA adapters are distinguished by content: vLLM's own hashes know only their name and path."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from benchmarks.harness.engine import EngineOptions
 from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model, make_lora_adapter
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Stack, ask, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import PATIENT, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
 
 PREFIX_TOKENS = 320
 PREFIX, QUESTION = tokens(1, PREFIX_TOKENS), tokens(2, 40)
@@ -35,12 +35,12 @@ def test_adapter_content(stack: Stack, adapter: Path, compare: Comparisons) -> N
     """Restored for the adapter; a miss for the base model and for another adapter under the same name and path."""
     make_lora_adapter(adapter, TINY, seed=1)
     with stack.engine() as engine:
-        base = own_hit(engine, PREFIX, QUESTION)
-        reference = own_hit(engine, PREFIX, QUESTION, model="adapter")
+        base = prefix_cache_hit(engine, PREFIX, QUESTION)
+        reference = prefix_cache_hit(engine, PREFIX, QUESTION, model="adapter")
         assert reference.logprobs != base.logprobs
         stack.pin("prompt", PREFIX, engine, "--model", "adapter")
         forget_gpu(engine)
-        compare.restored_equals_own_hit(ask(engine, PREFIX + QUESTION, model="adapter"), reference)
+        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + QUESTION, model="adapter"), reference)
         forget_gpu(engine)
         assert ask(engine, PREFIX + QUESTION).cached_tokens == 0
     make_lora_adapter(adapter, TINY, seed=2)

@@ -20,7 +20,7 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, own_hit, running_stack, tokens
+from tests.e2e.harness import PATIENT, Answer, Stack, ask, prefix_cache_hit, running_stack, tokens
 from tests.e2e.moments import standing_credits, stop_while, storing_again
 from tests.e2e.traffic import HANG_S, Client
 from tests.fakes.process_facts import Held, held
@@ -43,7 +43,7 @@ class World:
     """What the lives share.
 
     Attributes:
-        reference: vLLM's own answer, its prefix from its own cache.
+        reference: vLLM's own answer, its prefix from its prefix cache.
         ends: How each life ended.
         found: What the daemon held after each.
         seconds: From each end's signal to the daemon's having nothing of the engine.
@@ -60,7 +60,7 @@ class World:
         """Start an engine, check that it is restored what is pinned, end it, and look at what the daemon keeps."""
         with self.stack.engine(extra_args=IN_ORDER if end is _stop_in_order else ()) as engine:
             self.stack.wait_attached(engine)
-            self.compare.restored_equals_own_hit(ask(engine, PREFIX + QUESTION), self.reference)
+            self.compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + QUESTION), self.reference)
             end(self, engine)
             self.ends.append(end.__name__.strip("_"))
             start_s = time.monotonic()
@@ -120,7 +120,7 @@ def world(compare: Comparisons) -> Iterator[World]:
     options = EngineOptions(model=str(cached_model("tiny", TINY)), connector_config=PATIENT)
     with running_stack(options, host_bytes="64MiB") as stack:
         with stack.engine() as engine:
-            reference = own_hit(engine, PREFIX, QUESTION)
+            reference = prefix_cache_hit(engine, PREFIX, QUESTION)
             stack.pin("prompt", PREFIX, engine)
         yield World(stack, compare, reference)
 

@@ -15,7 +15,7 @@ from benchmarks.harness.engine import EngineOptions
 from benchmarks.harness.model_specs import TINY, TINY_CONV, TINY_EXPERTS, TINY_LATENT, TINY_WINDOW, ModelSpec
 from benchmarks.harness.models import cached_model
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Stack, ask, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import PATIENT, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
 
 PREFIX_TOKENS = 640
 PREFIX, OTHER_PREFIX, QUESTION = tokens(1, PREFIX_TOKENS), tokens(3, PREFIX_TOKENS), tokens(2, 40)
@@ -28,7 +28,7 @@ class Case:
     Attributes:
         model: Name of its folder under `.models/`.
         options: Further `EngineOptions`.
-        omitted_tokens: See `Comparisons.restored_equals_own_hit`.
+        omitted_tokens: See `Comparisons.restored_equals_prefix_cache_hit`.
         used_metric: Of vLLM's; not 0 when the setup was at work.
     """
 
@@ -99,20 +99,22 @@ def _check_restored(case: Case, compare: Comparisons) -> None:
         model=str(cached_model(case.model, case.spec)), pool_blocks=128, connector_config=PATIENT, **case.options
     )
     with running_stack(options) as stack, stack.engine() as engine:
-        reference = own_hit(engine, PREFIX, QUESTION)
-        assert own_hit(engine, OTHER_PREFIX, QUESTION).logprobs != reference.logprobs, "the oracle sees no KV cache"
+        reference = prefix_cache_hit(engine, PREFIX, QUESTION)
+        assert prefix_cache_hit(engine, OTHER_PREFIX, QUESTION).logprobs != reference.logprobs, (
+            "the oracle sees no KV cache"
+        )
         forget_gpu(engine)
         stack.pin("prompt", PREFIX, engine)
         stored = stack.stored_checksums()
         forget_gpu(engine)
         omitted_tokens = case.omitted_tokens
-        compare.restored_equals_own_hit(
+        compare.restored_equals_prefix_cache_hit(
             ask(engine, PREFIX + QUESTION), reference, "host", omitted_tokens=omitted_tokens
         )
         _restart_daemon_without_memory(stack)
         stack.wait_attached(engine)
         forget_gpu(engine)
-        compare.restored_equals_own_hit(
+        compare.restored_equals_prefix_cache_hit(
             ask(engine, PREFIX + QUESTION), reference, "disk", omitted_tokens=omitted_tokens
         )
         # Into an empty pool, and no further: what it loads is stored again. (But recurrent state, which is computed.)

@@ -20,7 +20,7 @@ from benchmarks.harness.models import make_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import EVICTING, Answer, Stack, ask, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import EVICTING, Answer, Stack, ask, flood, forget_gpu, prefix_cache_hit, running_stack, tokens
 from tests.e2e.traffic import Client
 
 PREFIX_TOKENS = 640
@@ -45,7 +45,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     make_model(model, TINY)
     with running_stack(EngineOptions(model=str(model), connector_config=EVICTING)) as stack:
         with stack.engine() as engine:
-            reference = own_hit(engine, PREFIX, QUESTION)
+            reference = prefix_cache_hit(engine, PREFIX, QUESTION)
             stack.pin("prompt", PREFIX, engine)
             forget_gpu(engine)
             assert ask(engine, PREFIX + QUESTION).restored_tokens == PREFIX_TOKENS
@@ -90,11 +90,11 @@ def test_tensor_parallel(world: World, compare: Comparisons, note: Note) -> None
         _check_miss(world, engine, "parallel")
         world.stack.cli("unpin", "prompt")
         world.stack.cli("evict", "prompt")
-        reference = own_hit(engine, PREFIX, QUESTION)
+        reference = prefix_cache_hit(engine, PREFIX, QUESTION)
         world.stack.pin("prompt", PREFIX, engine)
         stored = world.stack.stored_checksums()
         flood(engine, 10_000)
-        compare.restored_equals_own_hit(ask(engine, PREFIX + QUESTION), reference, "host")
+        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + QUESTION), reference, "host")
         world.stack.store_again("prompt", PREFIX, engine)
         compare.same_bytes(stored, world.stack.stored_checksums())
         world.stack.daemon.kill()
@@ -103,7 +103,7 @@ def test_tensor_parallel(world: World, compare: Comparisons, note: Note) -> None
         world.stack.wait_attached(engine)
         forget_gpu(engine)
         bytes_before = engine.metric("vllm:kv_offload_load_bytes_total")
-        compare.restored_equals_own_hit(ask(engine, PREFIX + QUESTION), reference, "disk")
+        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + QUESTION), reference, "disk")
         # Two workers loaded half of each chunk: bytes are added up over them, chunks are counted once.
         binding = world.stack.json("show", "prompt")["bindings"][-1]
         assert engine.metric("vllm:kv_offload_load_bytes_total") - bytes_before == binding["raw_bytes"]

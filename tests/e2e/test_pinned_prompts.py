@@ -20,7 +20,18 @@ from benchmarks.harness.process import wait_until
 from benchmarks.harness.prompts import system_prompt
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import EVICTING, Answer, Stack, ask, ask_all, flood, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import (
+    EVICTING,
+    Answer,
+    Stack,
+    ask,
+    ask_all,
+    flood,
+    forget_gpu,
+    prefix_cache_hit,
+    running_stack,
+    tokens,
+)
 from tests.fakes.promql import expressions, used_in
 
 PREFIX_TOKENS = 640
@@ -68,12 +79,12 @@ def world() -> Iterator[World]:
 
 def test_oracle_sees_the_kv_cache(world: World) -> None:
     """Another prefix, same question: other logprobs. Else equality would prove nothing."""
-    one, other = (own_hit(world.engine, prefix, SHORT) for prefix in (HELD, PLAIN))
+    one, other = (prefix_cache_hit(world.engine, prefix, SHORT) for prefix in (HELD, PLAIN))
     assert one.logprobs != other.logprobs
 
 
 def test_pin_by_tokens_is_captured_when_first_computed(world: World, compare: Comparisons) -> None:
-    """EARLY was pinned before vLLM ran, and nobody warmed it."""
+    """EARLY was pinned before vLLM ran, and was not warmed."""
     stack, engine = world.stack, world.engine
     stack.wait_attached(engine)
     first = ask(engine, EARLY, max_tokens=1)
@@ -82,14 +93,14 @@ def test_pin_by_tokens_is_captured_when_first_computed(world: World, compare: Co
     assert reference.by_source["device"] == PREFIX_TOKENS
     stack.wait_durable("early")
     flood(engine, 10_000)
-    compare.restored_equals_own_hit(ask(engine, EARLY + SHORT), reference, "host")
+    compare.restored_equals_prefix_cache_hit(ask(engine, EARLY + SHORT), reference, "host")
     world.references["early"] = reference
 
 
 def test_pin_stores_what_vllm_holds_already(world: World, compare: Comparisons) -> None:
     """HELD is in vLLM's prefix cache when it is pinned, so warming computes nothing, and it is stored all the same."""
     stack, engine = world.stack, world.engine
-    world.references |= {"short": own_hit(engine, HELD, SHORT), "long": own_hit(engine, HELD, LONG)}
+    world.references |= {"short": prefix_cache_hit(engine, HELD, SHORT), "long": prefix_cache_hit(engine, HELD, LONG)}
     computed_before = engine.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
     done = stack.pin("held", HELD, engine)
     computed = engine.metric("vllm:prompt_tokens_by_source_total", source="local_compute") - computed_before
@@ -98,7 +109,7 @@ def test_pin_stores_what_vllm_holds_already(world: World, compare: Comparisons) 
     assert stack.json("show", "held")["state"] == "DURABLE"
     assert flood(engine, 20_000) > engine.options.pool_blocks * engine.options.block_size
     for name, question in (("short", SHORT), ("long", LONG)):
-        compare.restored_equals_own_hit(ask(engine, HELD + question), world.references[name], "host")
+        compare.restored_equals_prefix_cache_hit(ask(engine, HELD + question), world.references[name], "host")
         forget_gpu(engine)
 
 
@@ -112,7 +123,7 @@ def test_the_doctor_finds_nothing_wrong(world: World) -> None:
 
 
 def test_only_pinned_prefixes_are_stored(world: World) -> None:
-    """Prompts that nobody pinned, and what follows a pinned prefix, leave nothing behind."""
+    """Prompts that are not pinned, and what follows a pinned prefix, leave nothing behind."""
     stack, engine = world.stack, world.engine
     status = stack.json("status")
     assert status["disk"]["num_chunks"] == 2 * PREFIX_TOKENS // 32
@@ -126,10 +137,10 @@ def test_cache_salt_isolates(world: World, compare: Comparisons) -> None:
     stack, engine = world.stack, world.engine
     forget_gpu(engine)
     assert ask(engine, HELD + SHORT, cache_salt="tenant").cached_tokens == 0
-    reference = own_hit(engine, HELD, SHORT, cache_salt="tenant")
+    reference = prefix_cache_hit(engine, HELD, SHORT, cache_salt="tenant")
     stack.pin("salted", HELD, engine, "--cache-salt", "tenant")
     forget_gpu(engine)
-    compare.restored_equals_own_hit(ask(engine, HELD + SHORT, cache_salt="tenant"), reference)
+    compare.restored_equals_prefix_cache_hit(ask(engine, HELD + SHORT, cache_salt="tenant"), reference)
     forget_gpu(engine)
     assert ask(engine, HELD + SHORT, cache_salt="other").cached_tokens == 0
     stack.cli("unpin", "salted")
@@ -225,7 +236,7 @@ def test_preempted_requests_are_restored_right(world: World, compare: Comparison
     stack.store_again("held", HELD, engine)
     compare.same_bytes(before, stack.stored_checksums())
     flood(engine, 50_000)
-    compare.restored_equals_own_hit(ask(engine, HELD + LONG), world.references["long"])
+    compare.restored_equals_prefix_cache_hit(ask(engine, HELD + LONG), world.references["long"])
 
 
 def test_engine_restart(world: World, compare: Comparisons) -> None:
@@ -233,7 +244,7 @@ def test_engine_restart(world: World, compare: Comparisons) -> None:
     world.restart_engine()
     world.stack.wait_attached(world.engine)
     for name, prompt in (("early", EARLY + SHORT), ("short", HELD + SHORT), ("long", HELD + LONG)):
-        compare.restored_equals_own_hit(ask(world.engine, prompt), world.references[name], "host")
+        compare.restored_equals_prefix_cache_hit(ask(world.engine, prompt), world.references[name], "host")
         forget_gpu(world.engine)
 
 
@@ -256,7 +267,7 @@ def test_daemon_kill_and_engine_restart(world: World, compare: Comparisons, note
             stack.wait_attached(world.engine)
             forget_gpu(world.engine)
         for name, prompt in (("early", EARLY + SHORT), ("long", HELD + LONG)):
-            compare.restored_equals_own_hit(ask(world.engine, prompt), world.references[name], tier)
+            compare.restored_equals_prefix_cache_hit(ask(world.engine, prompt), world.references[name], tier)
             forget_gpu(world.engine)
     # Once more the bytes: disk -> host -> vLLM -> host -> disk.
     ask(world.engine, HELD + SHORT, max_tokens=1)
@@ -278,7 +289,7 @@ def test_reboot(world: World, compare: Comparisons, note: Note) -> None:
     promoted = stack.counters()["chunks_promoted"]
     for _ in range(3):
         forget_gpu(world.engine)
-        compare.restored_equals_own_hit(ask(world.engine, EARLY + SHORT), world.references["early"], "host")
+        compare.restored_equals_prefix_cache_hit(ask(world.engine, EARLY + SHORT), world.references["early"], "host")
     assert stack.counters()["chunks_promoted"] == promoted, "a hot prompt was read from disk again"
 
 
@@ -358,7 +369,7 @@ def test_damaged_pack(world: World, compare: Comparisons, damage: str) -> None:
     wait_until(is_whole_again, 60, "the damaged chunks to be stored again")
     stack.wait_durable("held")
     forget_gpu(engine)
-    compare.restored_equals_own_hit(ask(engine, HELD + SHORT), world.references["short"])
+    compare.restored_equals_prefix_cache_hit(ask(engine, HELD + SHORT), world.references["short"])
 
 
 def test_unpin_and_evict(world: World) -> None:

@@ -29,7 +29,7 @@ from tests.e2e.harness import (
     Stack,
     ask,
     forget_gpu,
-    own_hit,
+    prefix_cache_hit,
     running_stack,
     tokens,
 )
@@ -106,7 +106,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     )
     with running_stack(options) as stack, stack.engine() as engine:
         lengths = range(BLOCK_TOKENS, PREFIX_TOKENS + 1, BLOCK_TOKENS)
-        references = {length: own_hit(engine, PREFIX[:length], QUESTION) for length in lengths}
+        references = {length: prefix_cache_hit(engine, PREFIX[:length], QUESTION) for length in lengths}
         world = World(stack, engine, model, references, {})
         for kind, params in COMPUTED_KINDS.items():
             world.computed[kind] = world.complete(**params)
@@ -124,7 +124,7 @@ COMPUTED_KINDS: dict[str, dict[str, Any]] = {
 def test_hits_that_end_at_every_block(world: World, compare: Comparisons) -> None:
     """Also where a step of a chunked prefill would not have ended."""
     for length, reference in world.references.items():
-        compare.restored_equals_own_hit(world.restored(length), reference, "host")
+        compare.restored_equals_prefix_cache_hit(world.restored(length), reference, "host")
 
 
 def test_one_token(world: World, compare: Comparisons) -> None:
@@ -186,7 +186,7 @@ def test_echo(world: World) -> None:
 
 
 def test_structured_output(world: World) -> None:
-    """A restored request keeps to its grammar, and to what vLLM answers with its own hit."""
+    """A restored request keeps to its grammar, and to what vLLM answers with its prefix-cache hit."""
     params = {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}}
     completion, cached = world.restore_and_complete(logprobs=5, **params)
     assert cached["host"] == PREFIX_TOKENS
@@ -235,11 +235,11 @@ def test_client_gone_at_any_time(world: World, compare: Comparisons) -> None:
     _check_nothing_left(world, compare)
 
 
-def test_reset_of_vllms_own_cache(world: World, compare: Comparisons) -> None:
+def test_reset_of_vllms_prefix_cache(world: World, compare: Comparisons) -> None:
     """Twice in a row: kvtier keeps what it has."""
     for _ in range(2):
         forget_gpu(world.engine)
-    compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
+    compare.restored_equals_prefix_cache_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 
 
 def test_reset_with_kvtier(world: World, compare: Comparisons) -> None:
@@ -249,14 +249,14 @@ def test_reset_with_kvtier(world: World, compare: Comparisons) -> None:
             forget_gpu(world.engine, reset_external=True)
         world.wait_attached()
         assert ask(world.engine, PREFIX + QUESTION, max_tokens=1).cached_tokens == 0
-    compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
+    compare.restored_equals_prefix_cache_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 
 
 def test_sleep(world: World, compare: Comparisons) -> None:
     """On the CPU vLLM keeps its memory and only empties its caches, kvtier's too."""
     for path in ("/sleep?level=1", "/wake_up"):
         world.engine.http.post(path).raise_for_status()
-    _check_kept_anew(world, compare)
+    _check_kept_again(world, compare)
 
 
 def test_weights_loaded_in_place(world: World) -> None:
@@ -270,16 +270,16 @@ def test_weights_loaded_in_place(world: World) -> None:
     assert answer.logprobs != world.references[PREFIX_TOKENS].logprobs
 
 
-def _check_kept_anew(world: World, compare: Comparisons) -> None:
+def _check_kept_again(world: World, compare: Comparisons) -> None:
     """Check that the prompt is a miss once, and then restored right from what this computed."""
     world.wait_attached()
     assert ask(world.engine, PREFIX + QUESTION, max_tokens=1).cached_tokens == 0
-    compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
+    compare.restored_equals_prefix_cache_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 
 
 def _check_nothing_left(world: World, compare: Comparisons) -> None:
     wait_until(lambda: world.num_leases() == 0, 20, "the leases to end")
-    compare.restored_equals_own_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
+    compare.restored_equals_prefix_cache_hit(world.restored(), world.references[PREFIX_TOKENS], "host")
 
 
 def _num_requests(engine: Engine) -> float:

@@ -19,7 +19,7 @@ from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import wait_until
 from tests.e2e.conftest import Note
 from tests.e2e.equality import Comparisons
-from tests.e2e.harness import PATIENT, Answer, Stack, ask, forget_gpu, own_hit, running_stack, tokens
+from tests.e2e.harness import PATIENT, Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
 
 IMPORTANT, NEWER, SMALL = tokens(1, 640), tokens(2, 640), tokens(3, 256)
 QUESTION = tokens(10, 40)
@@ -49,7 +49,7 @@ def world() -> Iterator[World]:
     options = EngineOptions(model=str(cached_model("tiny", TINY)), max_batched_tokens=256, connector_config=PATIENT)
     with running_stack(options) as stack, ExitStack() as engines:
         engine = engines.enter_context(stack.engine())
-        reference = own_hit(engine, IMPORTANT, QUESTION)
+        reference = prefix_cache_hit(engine, IMPORTANT, QUESTION)
         stack.wait_attached(engine)
         for name, prompt, priority in [("important", IMPORTANT, "5"), ("small", SMALL, "-1"), ("newer", NEWER, "0")]:
             stack.pin(name, prompt, engine, "--priority", priority)
@@ -126,8 +126,8 @@ def _warm_exactly(stack: Stack, engine: Engine, compare: Comparisons, *, covered
     stack.cli("evict", "exact")
 
 
-def test_by_hand_it_gives_way_to_requests_that_wait(world: World) -> None:
-    """More requests than vLLM's cache has room for: the rest wait, and `kvtier warm` with them, or not at all."""
+def test_by_hand_it_yields_to_requests_that_wait(world: World) -> None:
+    """More requests than fit into vLLM's cache: the rest wait, and `kvtier warm` with them, or not at all."""
     stack, engine = world.stack, world.engine
     was_refused = Event()
 
@@ -150,7 +150,7 @@ def test_by_hand_it_gives_way_to_requests_that_wait(world: World) -> None:
         assert all(len(answer.logprobs) == 100 for user in users for answer in user.result())
 
 
-def test_after_a_restart_the_first_request_is_served_from_vllms_own_cache(
+def test_after_a_restart_the_first_request_is_served_from_vllms_prefix_cache(
     world: World, compare: Comparisons, note: Note
 ) -> None:
     world.restart_engine()

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from benchmarks.harness.engine import Engine
 from benchmarks.harness.process import wait_until
-from tests.e2e.harness import Answer, Tokens, ask, forget_gpu, own_hit
+from tests.e2e.harness import Answer, Tokens, ask, forget_gpu, prefix_cache_hit
 
 # On a busy machine a request takes seconds, and so does what the tests note. Only a hang fails.
 HANG_S = 60.0
-# A request under a salt has other chunk keys: nobody pinned the prompt under this one, so kvtier never restores it.
+# A request under a salt has other chunk keys: the prompt is not pinned under this one, so kvtier never restores it.
 _REFERENCE_SALT = "reference"
 _MIN_ANSWERS = 3
 
@@ -22,7 +22,7 @@ class Client:
     """Asks an engine for a prefix that kvtier may restore, with a question behind it.
 
     Attributes:
-        references: vLLM's own answers, by the tokens of the prompt that it had in its own cache.
+        references: vLLM's own answers, by the tokens of the prompt that it had in its prefix cache.
     """
 
     engine: Engine
@@ -40,7 +40,7 @@ class Client:
         cached, prompt = answer.cached_tokens, self.prefix + self.question
         if cached not in self.references:
             self.references[cached] = (
-                own_hit(self.engine, prompt[:cached], prompt[cached:], cache_salt=_REFERENCE_SALT)
+                prefix_cache_hit(self.engine, prompt[:cached], prompt[cached:], cache_salt=_REFERENCE_SALT)
                 if cached
                 else self._computed()
             )

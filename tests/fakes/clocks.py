@@ -48,6 +48,6 @@ async def at_rest(stores: Resources) -> None:
 
 
 async def turns(number: int = 50) -> None:
-    """Let the loop turn this many times: whoever is not held up is further by then."""
+    """Let the loop turn this many times: what is not held up has gone on by then."""
     for _ in range(number):
         await asyncio.sleep(0)

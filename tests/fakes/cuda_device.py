@@ -80,14 +80,14 @@ class FakeHostMemory:
 
     Attributes:
         locked: Length by address.
-        capacity: Ranges that may still be locked.
+        num_lockable: Ranges that may still be locked.
         calls: All of them, with the address.
         stuck: Nothing can be unlocked.
     """
 
-    def __init__(self, capacity: int = 1000) -> None:
+    def __init__(self, num_lockable: int = 1000) -> None:
         self.locked: dict[int, int] = {}
-        self.capacity = capacity
+        self.num_lockable = num_lockable
         self.calls: list[tuple[str, int]] = []
         self.stuck = False
         self._threads: set[int] = set()
@@ -102,7 +102,7 @@ class FakeHostMemory:
         assert address % 4096 == num_bytes % 4096 == 0
         for other, length in self.locked.items():
             assert address + num_bytes <= other or other + length <= address, "locked twice"
-        if len(self.locked) >= self.capacity:
+        if len(self.locked) >= self.num_lockable:
             raise PageLockError("cudaHostRegister fails with 2: out of memory")
         self.calls.append(("lock", address))
         self.locked[address] = num_bytes

@@ -15,7 +15,7 @@ def check(state_dir: Path, *, repair: bool = False, deep: bool = True) -> Report
 def assert_clean(state_dir: Path, *, deep: bool = True) -> Report:
     """Fail unless ledger and packs agree and, with `deep`, every chunk reads right. No daemon may run on it."""
     report = check(state_dir, deep=deep)
-    assert not report.remaining, "\n".join(told(finding) for finding in report.remaining)
+    assert not report.remaining, "\n".join(as_line(finding) for finding in report.remaining)
     return report
 
 
@@ -27,6 +27,6 @@ async def assert_clean_online(stub: cache_pb2_grpc.CacheServiceStub, *, deep: bo
     return report
 
 
-def told(finding: Finding) -> str:
+def as_line(finding: Finding) -> str:
     """Return a finding as one line."""
     return f"{finding.code} {finding.subject}: {finding.detail}"

@@ -32,9 +32,9 @@ class Asked:
 
 
 class InProcessEngine:
-    """One engine: what it was told (it is its session's peer), and what it does to the arena.
+    """One engine: what it was sent (it is its session's peer), and what it does to the arena.
 
-    It checks every byte that it is told it may read, at once and whenever `check` is called: a row whose generation is
+    It checks every byte that it may read, at once and whenever `check` is called: a row whose generation is
     the one of the lease holds the chunk's bytes, even when the lease has ended.
 
     Attributes:
@@ -74,12 +74,12 @@ class InProcessEngine:
 
     def move(self, arena_dir: Path) -> None:
         """Its files have another folder now: those of a daemon that died."""
-        self.let_go()
+        self.end_processes()
         self.arena = ArenaMap(arena_dir / self.arena.path.name, self.arena.arena_id)
         self.lock = SessionLockHolder(arena_dir / self.lock.path.name)
         self.lock.acquire()
 
-    def let_go(self) -> None:
+    def end_processes(self) -> None:
         """Its processes end."""
         self.lock.release()
         self.arena.close()
@@ -123,7 +123,7 @@ class InProcessEngine:
         return self._num_acquires
 
     def release(self, acquire_id: int, indexes: Sequence[int] | None) -> None:
-        """Give back all, or some."""
+        """Release all, or some."""
         asked = self.asked[acquire_id]
         for index in list(range(len(asked.keys))) if indexes is None else indexes:
             asked.readable.pop(index, None)
@@ -149,7 +149,7 @@ class InProcessEngine:
         row.release()
         return data
 
-    # What it is told
+    # What it is sent
 
     def acquire_answered(
         self,
@@ -218,7 +218,7 @@ class InProcessEngine:
 
     def pin_removed(self, pin_id: str) -> None:
         """See EnginePeer."""
-        self.pinned.pop(pin_id, None)  # or one that it never heard of
+        self.pinned.pop(pin_id, None)  # or one that it does not know
         self.mirror.remove(pin_id)
 
     def ponged(self, ping_id: int) -> None:

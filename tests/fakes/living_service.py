@@ -41,7 +41,7 @@ STALL_S = 0.004
 
 
 class Problems(logging.Handler):
-    """Collects what failed where nobody waits for it: in tasks and callbacks of the loop."""
+    """Collects what failed where no one waits for it: in tasks and callbacks of the loop."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -108,7 +108,7 @@ class LivingService:
     def close(self) -> None:
         """Remove everything; the daemon was stopped before, if nothing went wrong."""
         for engine in [*self.engines, *self.orphans]:
-            engine.let_go()
+            engine.end_processes()
         logging.getLogger("kvtier").removeHandler(self.problems)
         self._stack.close()
         self._loop.close()
@@ -257,7 +257,7 @@ class LivingService:
         self.orphans += self.engines
         self.engines = []
 
-    def die(self, *, lets_go: bool) -> None:
+    def die(self, *, processes_end: bool) -> None:
         """kill -9: the next daemon finds what the kernel had at this moment, and engines that go on."""
         self.faults.freeze()
         with suppress(RuntimeError):
@@ -271,14 +271,14 @@ class LivingService:
         self.engines = []
         for engine in self.orphans:
             files = [folder / "arena" / path.name for path in (engine.lock.path, engine.arena.path)]
-            survives = not lets_go and all(path.exists() for path in files)
-            engine.move(folder / "arena") if survives else engine.let_go()
+            survives = not processes_end and all(path.exists() for path in files)
+            engine.move(folder / "arena") if survives else engine.end_processes()
         self.orphans = [engine for engine in self.orphans if engine.lock._fd >= 0]
         self._bury(old, old_doing)
         self.open(self._new_config())
 
     def _bury(self, old: Cache, doing: Sequence[asyncio.Task[None]]) -> None:
-        """Have the previous daemon's threads and tasks end, in a folder that nobody looks at any longer."""
+        """Have the previous daemon's threads and tasks end, in a folder that is not used any longer."""
 
         async def buried() -> None:
             for session in old.sessions:

@@ -56,8 +56,8 @@ class MemoryTier:
         if self.fail_reads:
             self.fail_reads -= 1
             raise TierIOError(path, "read", OSError(5, "Input/output error"))
-        room = sum(segment.nbytes for segment in into)
-        if data is None or room != chunk.raw_bytes or len(data) < chunk.offset + room:
+        num_bytes = sum(segment.nbytes for segment in into)
+        if data is None or num_bytes != chunk.raw_bytes or len(data) < chunk.offset + num_bytes:
             raise ChunkDamagedError(path, "missing or short", chunk.key)
         offset = chunk.offset
         for segment in into:

@@ -15,8 +15,8 @@ Stub = cache_pb2_grpc.CacheServiceStub
 
 async def pin(stub: Stub, name: str = "p", tokens: int = 80, first: int = 0, **fields: object) -> str:
     """Pin made-up tokens and return the pin id."""
-    wish = cache_pb2.PinRequest(name=name, tokens=range(first, first + tokens), **fields)  # type: ignore[arg-type]
-    return str((await stub.Pin(wish)).pin_id)
+    request = cache_pb2.PinRequest(name=name, tokens=range(first, first + tokens), **fields)  # type: ignore[arg-type]
+    return str((await stub.Pin(request)).pin_id)
 
 
 async def prompt_of(stub: Stub, name: str = "p") -> cache_pb2.PromptStatus:

@@ -37,7 +37,7 @@ class LeasedChunk(NamedTuple):
 
 @dataclass(eq=False)  # an engine, not a value: the inventory removes one of two
 class ListPeer:
-    """What a session was told.
+    """What a session was sent.
 
     Attributes:
         answers: Chunks of each acquire's first answer, and its forecast.
@@ -141,7 +141,7 @@ class Rig:
         return record.pack_id
 
     def in_host(self, numbers: Iterable[int]) -> list[ChunkKey]:
-        """Commit chunks to host memory, as a store would; they are not spilled yet."""
+        """Commit chunks to host memory, as a store would; they are not on disk yet."""
         keys = []
         for number in numbers:
             slots = self.namespace.host.slots

@@ -1,4 +1,4 @@
-"""An engine without vLLM: a real gRPC session that maps the real arena, told step by step what to do."""
+"""An engine without vLLM: a real gRPC session that maps the real arena, driven step by step."""
 
 import asyncio
 import ctypes

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-NOBODY = 65534
+OTHER_UID = 65534
 _SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ class Squatter:
 
 
 @contextmanager
-def squatting(path: Path, uid: int = NOBODY) -> Iterator[Squatter]:
+def squatting(path: Path, uid: int = OTHER_UID) -> Iterator[Squatter]:
     """Listen at `path` as `uid`; the folder, if there is none, belongs to that user."""
     command = [sys.executable, "-m", "tests.fakes.squatter", str(path), str(uid)]
     process = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

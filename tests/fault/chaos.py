@@ -157,8 +157,8 @@ class Life:
             await self.forget()
         prompt = self.model.new_prompt()
         engine = self.engines[prompt.space]
-        wish = cache_pb2.PinRequest(name=prompt.name, tokens=prompt.tokens, model=SPACES[prompt.space])
-        status = await self.stub.Pin(wish, timeout=DEADLINE_S)
+        request = cache_pb2.PinRequest(name=prompt.name, tokens=prompt.tokens, model=SPACES[prompt.space])
+        status = await self.stub.Pin(request, timeout=DEADLINE_S)
         prompt.pin_id, prompt.pinned = status.pin_id, True
         self.model.counts.pins += 1
         await engine.bind(prompt.pin_id, prompt.keys)
@@ -167,7 +167,7 @@ class Life:
         self.model.counts.stored_chunks += len(missing)
 
     async def store_ordinary(self) -> None:
-        """Store chunks that nobody has pinned."""
+        """Store chunks that are not pinned."""
         self.model.num_ordinary += 1
         engine = self.model.rng.choice(self.engines[: len(SPACES)])
         keys = [chunk_key(("ordinary", self.model.num_ordinary, i)) for i in range(self.model.chunks_per_prompt)]

@@ -23,7 +23,7 @@ class Prompt:
         keys: Its chunks; the head may be another prompt's too. The same key in another space is another chunk.
         pin_id: As acknowledged; None while no answer has come.
         pinned: Whether the promise stands; None: asked for a change, and no answer has come.
-        durable: The daemon said so, and nobody has evicted it since.
+        durable: The daemon said so, and it was not evicted since.
         removal_pending: An operator asked to forget it, and no answer has come.
     """
 

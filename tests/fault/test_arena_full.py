@@ -25,7 +25,7 @@ def test_backing_stops_where_memory_ends_and_goes_on_when_there_is_some(tmp_path
     arena.close(unlink=True)
 
 
-def test_no_room_for_the_slot_table_is_said_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_slot_table_that_does_not_fit_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ArenaFullError, match=r"lower host\.bytes, or enlarge"):
         Arena.create(tmp_path, layout_of(), 10, pages=LimitedPages(0))
     assert list(tmp_path.iterdir()) == []

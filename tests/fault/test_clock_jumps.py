@@ -25,12 +25,12 @@ class Clock:
     """Wall time with an offset; monotonic time goes on as ever.
 
     Attributes:
-        num_looks: How often expiry, and the keeping of room, have looked at it, each to the end.
+        num_looks: How often expiry, and the watermark check, have looked at it, each to the end.
     """
 
     def __init__(self) -> None:
         self.offset_s, self._real = 0.0, time.time
-        self.num_looks = {"expiry": 0, "room": 0}
+        self.num_looks = {"expiry": 0, "capacity": 0}
 
     def __call__(self) -> float:
         return self._real() + self.offset_s
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(time, "time", clock)
     monkeypatch.setattr(kvtier.prompts.pins, "_EXPIRY_POLL_S", 0.01)
     monkeypatch.setattr(kvtier.service.cache, "_CAPACITY_POLL_S", 0.01)
-    for kind, owner, method in (("expiry", Pins, "_end_expired"), ("room", Cache, "_keep_capacity_once")):
+    for kind, owner, method in (("expiry", Pins, "_end_expired"), ("capacity", Cache, "_keep_capacity_once")):
         monkeypatch.setattr(owner, method, counted(clock, kind, getattr(owner, method)))
     return clock
 
@@ -56,7 +56,7 @@ def counted(clock: Clock, kind: str, look: Callable[[Any], Awaitable[None]]) -> 
 
 
 async def some_polls(clock: Clock) -> None:
-    """Let expiry and room look at the clock some more times."""
+    """Let expiry and the watermark check look at the clock some more times."""
     before = dict(clock.num_looks)
 
     async def looked() -> bool:

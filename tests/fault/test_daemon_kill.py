@@ -39,7 +39,7 @@ def test_what_was_promised_survives(
     tmp_path: Path, record_property: Callable[[str, object], None], store: str, damage_ratio: float, num_lives: int
 ) -> None:
     model = Model(rng=random.Random(SEED))
-    # Host memory for 128 chunks, disk for about 340, up to 180 pinned: everything is evicted, spilled and compacted.
+    # Host memory for 128 chunks, disk for about 340, up to 180 pinned: all are evicted, written back, compacted.
     config = config_in(tmp_path, host_bytes=1 << 20, disk_bytes=2 << 20)
     started_s = time.monotonic()
     settings = BUSY | {"KVTIER_CACHE_STORE": store}

@@ -14,7 +14,7 @@ from tests.fakes.operator import pin, prompt_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
 
 
-def test_pinned_chunks_follow_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_chunks_follow_when_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_in(tmp_path)
     keys = [chunk_key(number) for number in range(3)]
 

@@ -42,7 +42,7 @@ def remove_socket(config: DaemonConfig) -> None:
 
 
 @pytest.mark.parametrize("remove", [remove_arena, remove_locks, remove_folder, remove_socket])
-def test_the_daemon_starts_anew_and_serves_what_is_durable(
+def test_the_daemon_starts_again_and_serves_what_is_durable(
     tmp_path: Path, remove: Callable[[DaemonConfig], None]
 ) -> None:
     config = config_in(tmp_path)
@@ -57,7 +57,7 @@ def test_the_daemon_starts_anew_and_serves_what_is_durable(
                 remove(config)
                 await engine.cut()
 
-            async def starts_anew() -> bool:  # until then the old socket may still be there, or none
+            async def starts_again() -> bool:  # until then the old socket may still be there, or none
                 try:
                     return (await status_of(stub)).started_unix_s != before.started_unix_s
                 except grpc.aio.AioRpcError as error:
@@ -65,7 +65,7 @@ def test_the_daemon_starts_anew_and_serves_what_is_durable(
                         raise
                     return False
 
-            await until(starts_anew)
+            await until(starts_again)
             async with ScriptedEngine(config) as again:
                 await again.bind(pin_id, KEYS)
                 chunks = await again.acquire(1, KEYS)

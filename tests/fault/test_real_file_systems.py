@@ -81,7 +81,7 @@ def test_a_read_only_state_directory_is_refused_by_name(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_start_beside_full_shared_memory_lets_engines_in_when_there_is_room(tmp_path: Path) -> None:
+def test_a_start_beside_full_shared_memory_lets_engines_in_when_there_is_space(tmp_path: Path) -> None:
     """The daemon ended with a traceback: it could not write its pid into its lock file."""
     config = private(config_in(tmp_path))
     folder = config.host.arena_dir
@@ -101,7 +101,7 @@ def test_a_start_beside_full_shared_memory_lets_engines_in_when_there_is_room(tm
     asyncio.run(scenario())
 
 
-def test_a_full_disk_is_served_from_memory_and_written_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_is_served_from_memory_and_written_when_there_is_space(tmp_path: Path) -> None:
     config = private(config_in(tmp_path))
     keys = {name: [chunk_key((name, i)) for i in range(4)] for name in ("a", "b")}
 
@@ -157,7 +157,7 @@ async def same_bytes(engine: ScriptedEngine, keys: list[bytes]) -> None:
 def test_a_full_arena_file_system_costs_credits_and_nothing_else(tmp_path: Path) -> None:
     """Nothing could be promoted while evictable chunks had all the memory there was.
 
-    Rows without pages would be SIGBUS in the engine; of the arena's 128 rows others have left room for about 20."""
+    Rows without pages would be SIGBUS in the engine; of the arena's 128 rows others have left memory for about 20."""
     config = private(config_in(tmp_path))
     keys = [chunk_key(i) for i in range(40)]
 
@@ -177,7 +177,7 @@ def test_a_full_arena_file_system_costs_credits_and_nothing_else(tmp_path: Path)
 
                 await until(durable)
                 for key in keys:
-                    if not await engine.acquire(1, [key]):  # a miss makes room for the next
+                    if not await engine.acquire(1, [key]):  # a miss frees a row for the next
                         await same_bytes(engine, [key])
                     await engine.release(1)
                 host = (await status_of(stub)).host

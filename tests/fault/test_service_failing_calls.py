@@ -142,7 +142,7 @@ class Day:
         assert await self.load(name) == num_chunks
 
     async def evening(self) -> None:
-        """Nothing fails any longer: the breaker closes, and everything that was acknowledged becomes durable."""
+        """Nothing fails any longer: the circuit breaker closes, and all that was acknowledged becomes durable."""
 
         async def open_again() -> bool:
             return not (await status_of(self.stub)).disk.breaker_open_reason
@@ -162,7 +162,7 @@ class Day:
         assert status.disk.used_bytes == disk_bytes(self.config)
 
     async def barrier_of_sessions(self) -> None:
-        """Sessions that were lost have let go."""
+        """The leases of lost sessions have ended."""
 
         async def alone() -> bool:
             return len((await status_of(self.stub)).sessions) == 1

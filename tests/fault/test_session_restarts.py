@@ -32,7 +32,7 @@ def check_for_leaks(found: Sequence[Held]) -> None:
     assert growth.num_threads <= NUM_POOL_THREADS, found
 
 
-async def nobody_attached(stub: Stub) -> None:
+async def none_attached(stub: Stub) -> None:
     """Wait until the daemon has forgotten every session."""
 
     async def forgotten() -> bool:
@@ -72,7 +72,7 @@ def test_restarts_leave_nothing_in_the_daemon(tmp_path: Path) -> None:
             found: list[Held] = []
             for number in range(NUM_RESTARTS):
                 await one_life(config, number, keys, pin_id)
-                await nobody_attached(stub)
+                await none_attached(stub)
                 found.append(held(process.pid, config.host.arena_dir))
             check_for_leaks(found)
             status = await status_of(stub)

@@ -25,7 +25,7 @@ from kvtier.doctor import all_checks
 from kvtier.doctor.engine_environment import EngineEnvironment
 from kvtier.errors import DaemonUnreachableError, UntrustedSocketError
 from tests.fakes.fake_daemon import FakeDaemon
-from tests.fakes.squatter import NOBODY, Squatter, squatting
+from tests.fakes.squatter import OTHER_UID, Squatter, squatting
 from tests.fakes.waiting import wait_for
 from tests.unit.client.test_engine_session import Recorder
 
@@ -74,13 +74,13 @@ def test_no_command_sends_a_byte(squatter: Squatter, socket_path: Path, argument
     assert squatter.received() == b""
     assert result.exit_code == 1
     assert str(socket_path) in result.stderr
-    assert f"uid {NOBODY}" in result.stderr
+    assert f"uid {OTHER_UID}" in result.stderr
     assert "KVTIER_DAEMON_UID" in result.stderr
 
 
 def test_the_uid_that_was_named_is_talked_to(squatter: Squatter, socket_path: Path) -> None:
     with (
-        AdminClient(socket_path, daemon_uid=NOBODY, timeout_s=0.5) as client,
+        AdminClient(socket_path, daemon_uid=OTHER_UID, timeout_s=0.5) as client,
         pytest.raises(DaemonUnreachableError, match="no answer"),
     ):
         client.status()
@@ -96,11 +96,11 @@ def test_a_prompts_tokens_stay_here(squatter: Squatter, socket_path: Path) -> No
 def test_a_daemon_does_not_bind_where_another_user_could_replace_its_socket(public: Path, tmp_path: Path) -> None:
     folder = public / f"kvtier-{os.getuid()}"
     folder.mkdir(mode=0o755)
-    os.chown(folder, NOBODY, NOBODY)
+    os.chown(folder, OTHER_UID, OTHER_UID)
     flags = ["--socket", str(folder / "daemon.sock"), "--state-dir", str(tmp_path / "d")]
     result = CliRunner().invoke(daemon_app, [*flags, "--arena-dir", str(tmp_path / "a"), "--host-bytes", "4MiB"])
     assert result.exit_code == 2
-    assert f"{folder} belongs to uid {NOBODY}, who could replace the socket" in result.stderr
+    assert f"{folder} belongs to uid {OTHER_UID}, who could replace the socket" in result.stderr
     assert list(folder.iterdir()) == []
 
 
@@ -112,7 +112,7 @@ def test_the_doctor_says_who_is_there_and_not_that_no_daemon_answers(
     assert squatter.received() == b""
     found = {finding["id"]: finding for finding in json.loads(result.stdout)}
     assert found["socket.trusted"]["status"] == "fail"
-    assert f"uid {NOBODY}" in found["socket.trusted"]["found"]
+    assert f"uid {OTHER_UID}" in found["socket.trusted"]["found"]
     assert found["daemon.answers"]["status"] == "skipped"
     assert result.exit_code == 1
 
@@ -147,5 +147,5 @@ def test_an_engine_stays_away_says_so_once_and_attaches_when_the_squatter_has_go
         session.close()
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1
-    assert f"uid {NOBODY}" in errors[0]
+    assert f"uid {OTHER_UID}" in errors[0]
     assert "vLLM serves without kvtier" in errors[0]

@@ -1,4 +1,4 @@
-"""A read that never returns, in a real daemon: it serves what it can, and ends when it is told to."""
+"""A read that never returns, in a real daemon: it serves what it can, and ends when it is to."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, c
 from tests.fault import chaos
 
 KEYS = [chunk_key(number) for number in range(4)]
-# Nobody ever writes to the FIFO, so to open it takes for ever. The daemon says that it does, and gives up sooner.
+# No process ever writes to the FIFO, so to open it takes for ever. The daemon logs it, and stops waiting sooner.
 HANGING = """
 import os, pathlib, kvtier.service.cache
 kvtier.service.cache.STUCK_AFTER_S = 0.5
@@ -54,7 +54,7 @@ def test_sigterm_while_a_read_hangs(
     monkeypatch: pytest.MonkeyPatch,
     read: Callable[[ScriptedEngine, chaos.Stub], Coroutine[Any, Any, None]],
 ) -> None:
-    """It was never obeyed: the loop stood still until the read returned, so that a second one was not heard either."""
+    """It was never obeyed: the loop stood still until the read returned, so that a second one had no effect either."""
     config = config_in(tmp_path)
     for folder in (config.disk.disk_dir, config.host.arena_dir):
         folder.chmod(0o700)

@@ -66,8 +66,8 @@ def test_the_second_daemon_is_refused_and_the_first_goes_on(
             before = files_in(first.disk.disk_dir, first.host.arena_dir)
             other = await started(second, {})
             assert await asyncio.wait_for(other.wait(), 20) in (1, 2)
-            told = capfd.readouterr().err
-            assert f"pid {process.pid}" in told
+            printed = capfd.readouterr().err
+            assert f"pid {process.pid}" in printed
             assert files_in(first.disk.disk_dir, first.host.arena_dir) == before
             await served(engine, 1)
             await assert_clean_online(stub)
@@ -81,7 +81,7 @@ def test_of_two_that_start_together_on_one_socket_one_serves(
 ) -> None:
     """Each looked whether the other answers before either did, and gRPC unlinks what it finds where it binds.
 
-    Both served then, one of them for nobody.
+    Both served then, one of them without clients.
     """
 
     async def scenario() -> None:
@@ -182,7 +182,7 @@ def test_fsck_leaves_a_newer_pack_without_rows_alone(stopped: DaemonConfig) -> N
     assert kept, "nothing is deleted that this version cannot read"
 
 
-def test_a_newer_arena_is_given_back_and_the_disk_serves(stopped: DaemonConfig) -> None:
+def test_a_newer_arena_is_removed_and_the_disk_serves(stopped: DaemonConfig) -> None:
     left = stopped.host.arena_dir / f"arena-{'a' * 32}"
     left.write_bytes(b"KVTARENA" + (99).to_bytes(4, "little") + bytes(8180))
 

@@ -131,21 +131,21 @@ def settings_of(config: DaemonConfig) -> dict[str, str]:
 
 async def no_leak(config: DaemonConfig, stub: Stub) -> None:
     """Without an engine: pages of what is served and of preallocated rows; files: the arena and the daemon's lock."""
-    spare_rows = config.host.preallocated_bytes // LAYOUT.row_bytes
+    preallocated_rows = config.host.preallocated_bytes // LAYOUT.row_bytes
 
-    async def given_back() -> bool:
+    async def returned() -> bool:
         with LeftArena(config) as left:
-            num_spare = left.num_backed() - (await status_of(stub)).host.num_chunks
+            num_preallocated = left.num_backed() - (await status_of(stub)).host.num_chunks
             expected = left.geometry.rows_offset + left.num_backed() * LAYOUT.row_bytes
             files = {path.name for path in config.host.arena_dir.iterdir()}
             # All at once: rows are backed and filled in the background meanwhile, and marked before they have pages.
-            found = (num_spare, page_bytes(left.path) - expected, files ^ {LOCK_NAME, left.path.name})
+            found = (num_preallocated, page_bytes(left.path) - expected, files ^ {LOCK_NAME, left.path.name})
         seen.append(found)
-        return 0 <= num_spare <= spare_rows and found[1:] == (0, set())
+        return 0 <= num_preallocated <= preallocated_rows and found[1:] == (0, set())
 
     seen: list[tuple[int, int, set[str]]] = []
     try:
-        await until(given_back)
+        await until(returned)
     except TimeoutError:
         pytest.fail(f"rows with pages and no chunk, bytes too many, files too many or missing: {seen[-1:]}")
 
@@ -261,7 +261,7 @@ def test_slots_of_a_stopped_worker_stay_out_of_use_over_two_kills(config: Daemon
             granted = {ref.slot for ref in refs}
         try:
             for _ in range(2):
-                await use_all_room(config, keys, granted)
+                await use_all_rows(config, keys, granted)
         finally:
             holder.kill()
             with suppress(subprocess.TimeoutExpired):
@@ -272,7 +272,7 @@ def test_slots_of_a_stopped_worker_stay_out_of_use_over_two_kills(config: Daemon
     asyncio.run(scenario())
 
 
-async def use_all_room(config: DaemonConfig, keys: Sequence[bytes], granted: set[int]) -> None:
+async def use_all_rows(config: DaemonConfig, keys: Sequence[bytes], granted: set[int]) -> None:
     """A life in which engines want every slot, with the old worker stopped; then kill -9."""
     async with daemon(config, settings_of(config)) as (_, stub):
         await recovered(stub, Left(tuple(keys), 0))

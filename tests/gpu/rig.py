@@ -200,8 +200,8 @@ class Rig:
 
 def _device(device: torch.device, locks_pages: bool) -> tuple[Copies, HostMemory]:
     if device.type == "cpu":
-        return FakeCopies(early=False), FakeHostMemory(capacity=100_000 if locks_pages else 0)
-    memory: HostMemory = CudaHostMemory(device) if locks_pages else FakeHostMemory(capacity=0)
+        return FakeCopies(early=False), FakeHostMemory(num_lockable=100_000 if locks_pages else 0)
+    memory: HostMemory = CudaHostMemory(device) if locks_pages else FakeHostMemory(num_lockable=0)
     return CudaCopies(device), memory
 
 

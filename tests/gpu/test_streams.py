@@ -85,7 +85,7 @@ def test_a_row_that_got_other_pages_holds_what_is_stored_next(make_rig: MakeRig)
 
 
 def test_rows_without_pages_are_unlocked(make_rig: MakeRig) -> None:
-    """Else the memory that the daemon gives to others stays the device's."""
+    """Else the memory that the daemon frees for others stays the device's."""
     rig = make_rig()
     rig.lock_all()
     rig.arena.unback(range(1, rig.num_slots))

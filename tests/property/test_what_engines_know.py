@@ -120,7 +120,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         self.run(self.rig.cache.pins.evict_all(force=force, tier=tier))
 
     @rule(num_bytes=st.integers(1, 70_000))
-    def make_room_on_disk(self, num_bytes: int) -> None:
+    def free_disk_space(self, num_bytes: int) -> None:
         self.run(self.rig.cache.capacity.find_disk_capacity(num_bytes))
 
     @rule(chosen=numbers)

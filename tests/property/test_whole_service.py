@@ -42,7 +42,7 @@ NUM_EXAMPLES = int(os.environ.get("KVTIER_CHAOS_EXAMPLES", "0"))
 """0: few, and always the same."""
 ROW_BYTES = 8192
 HOST_ROWS = 14
-SPARE_ROWS = 2
+PREALLOCATED_ROWS = 2
 DISK_BYTES = 140_000
 MAX_ENGINES = 4
 TWO_GROUPS = KVLayout(
@@ -114,11 +114,13 @@ class WholeServiceMachine(RuleBasedStateMachine):
         first_token = 1000 * (1 + space) + sum(10**place * number for place, number in enumerate(chosen))
         prompts = self.model.prompts
         prompt, old = Prompt(name, space, keys, first_token), prompts.get(name)
-        as_before = self.let_go_of(old) if old is not None and not (old.keys == keys and old.pinned) else lambda: None
+        as_before = self.unprotect(old) if old is not None and not (old.keys == keys and old.pinned) else lambda: None
 
         async def pinned() -> None:
-            wish = RequestedPin(name=name, tokens=tuple(prompt.tokens), model=SPACES[space], ttl_s=ttl_s, replace=True)
-            view = await self.service.cache.pins.pin(wish)
+            request = RequestedPin(
+                name=name, tokens=tuple(prompt.tokens), model=SPACES[space], ttl_s=ttl_s, replace=True
+            )
+            view = await self.service.cache.pins.pin(request)
             prompt.pin_id, prompt.pinned = view.prompt.pin_id, True
             if old is not None and old.pin_id == prompt.pin_id:
                 prompt.durable = old.durable and old.pinned is True
@@ -126,7 +128,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
 
         self.service.do(pinned(), name, refused=as_before)
 
-    def let_go_of(self, prompt: Prompt) -> Callable[[], None]:
+    def unprotect(self, prompt: Prompt) -> Callable[[], None]:
         """Somebody asks to end a promise, and what is not pinned may go; returns what to do when that is refused."""
 
         def refused(pinned: bool | None = prompt.pinned, durable: bool = prompt.durable) -> None:
@@ -153,7 +155,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         prompt = self.model.prompts.get(name)
         if prompt is None or self.is_busy(name):
             return
-        as_before = self.let_go_of(prompt)
+        as_before = self.unprotect(prompt)
 
         async def unpinned() -> None:
             await self.service.cache.pins.unpin(name)
@@ -208,11 +210,11 @@ class WholeServiceMachine(RuleBasedStateMachine):
         self.service.clock.unix_s += seconds
         for prompt in self.service.cache.prompts.expired(self.service.clock.unix_s):
             if (known := self.model.prompts.get(prompt.name)) is not None:
-                self.let_go_of(known)
+                self.unprotect(known)
         self.service.do(self.service.cache.pins._end_expired(), ALL)
 
     @rule()
-    def keep_room(self) -> None:
+    def keep_capacity(self) -> None:
         self.service.do(self.service.cache._keep_capacity_once())
 
     @rule()
@@ -307,25 +309,25 @@ class WholeServiceMachine(RuleBasedStateMachine):
             engine.session.measured(rate)
             self.service.sync(lambda: at_once(engine.session.stores.touch(keys_of(engine, chosen), stored=stored)))
 
-    @rule(which=choices, lets_go=st.booleans())
-    def detach(self, which: int, lets_go: bool) -> None:
+    @rule(which=choices, processes_end=st.booleans())
+    def detach(self, which: int, processes_end: bool) -> None:
         if (engine := self.pick(which)) is None:
             return
         self.service.engines.remove(engine)
-        if not lets_go:
+        if not processes_end:
             self.service.orphans.append(engine)
 
         def ended() -> None:
             self.service.cache.end(engine.session)
-            if lets_go:
-                engine.let_go()
+            if processes_end:
+                engine.end_processes()
 
         self.service.sync(ended)
 
     @rule(which=choices)
-    def let_go(self, which: int) -> None:
+    def end_processes(self, which: int) -> None:
         if self.service.orphans:
-            self.service.orphans.pop(which % len(self.service.orphans)).let_go()
+            self.service.orphans.pop(which % len(self.service.orphans)).end_processes()
             self.service.go_on()
 
     @rule(which=choices, is_good=st.booleans())
@@ -384,8 +386,8 @@ class WholeServiceMachine(RuleBasedStateMachine):
             self.stop()
             self.service.open(self.service.config)
         else:
-            self.model = copy.deepcopy(self.model)  # what is acknowledged from now on is heard by nobody
-            self.service.die(lets_go=how != "kill")
+            self.model = copy.deepcopy(self.model)  # what is acknowledged from now on reaches no one
+            self.service.die(processes_end=how != "kill")
         self.num_refusals = 0
         self.keep_promises()
 
@@ -598,7 +600,7 @@ class WholeServiceMachine(RuleBasedStateMachine):
         while self.service.engines:
             self.detach(0, True)
         while self.service.orphans:
-            self.let_go(0)
+            self.end_processes(0)
         self.service.cache.arenas.max_open = len(SPACES)
         for space in range(len(SPACES)):
             self.attach(space, 1)
@@ -633,7 +635,9 @@ def config_of(folder: Path, store: StoreMode, *, prefetch: bool, keep_arena: boo
     return replace(
         config,
         server=replace(config.server, drain_timeout_s=0.2),
-        host=replace(config.host, preallocated_bytes=SPARE_ROWS * ROW_BYTES, prefetch=prefetch, keep_arena=keep_arena),
+        host=replace(
+            config.host, preallocated_bytes=PREALLOCATED_ROWS * ROW_BYTES, prefetch=prefetch, keep_arena=keep_arena
+        ),
         disk=replace(config.disk, pack_linger_s=0.001),
     )
 
@@ -658,7 +662,7 @@ def keys_of(engine: InProcessEngine, chosen: Sequence[int]) -> list[ChunkKey]:
 
 
 @pytest.fixture(autouse=True)
-def spare_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def preallocated_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made at once."""
     monkeypatch.setattr(kvtier.upkeep.preallocation, "_POLL_S", 0.002)
 

@@ -90,7 +90,7 @@ class Clock:
 
 
 class SimulatedLink:
-    """What the scheduler hears of the daemon, and the binding of pins that the real link does in the background."""
+    """What the scheduler receives from the daemon, and the binding of pins, without a background thread."""
 
     def __init__(self, daemon: SimulatedDaemon, binder: PinBinder) -> None:
         self._daemon, self._binder = daemon, binder
@@ -140,7 +140,7 @@ class SimulatedEngine:
         num_slots: Of the daemon's arena.
         blocks_per_chunk: vLLM blocks of one chunk.
         is_async: One step is scheduled ahead of the outputs.
-        stores_all: The daemon keeps ordinary chunks too.
+        stores_all: The daemon keeps unpinned chunks too.
         gpu_pin: As in `kv_connector_extra_config`.
 
     Attributes:
@@ -268,11 +268,11 @@ class SimulatedEngine:
     def step(self, num_copies: int) -> None:
         """One turn of vLLM's engine loop; up to this many transfer jobs run in it."""
         self.clock.now_s += STEP_S
-        self.daemon.hear()
+        self.daemon.receive()
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             self._queue.append(Step(scheduled, self._execute(scheduled, num_copies)))
-            self.daemon.hear()
+            self.daemon.receive()
             may_go_on = scheduled.total_num_scheduled_tokens or self.scheduler.has_requests()
             if len(self._queue) < self._queue_length and may_go_on:
                 return
@@ -284,10 +284,10 @@ class SimulatedEngine:
         if self.link.probing and self.daemon.session is not None:
             self.daemon.pong()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what the daemon has said, as at the next request's first lookup."""
         self.manager._session.take_events(self.clock())
-        self.daemon.hear()
+        self.daemon.receive()
 
     def _take_output(self) -> None:
         """The scheduler takes the oldest step's output."""

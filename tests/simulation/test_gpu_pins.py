@@ -79,11 +79,11 @@ class Engine(SimulatedEngine):
         pool.get_new_blocks, pool.touch = new, touched
 
     def pin(self, pin_id: str, tokens: list[int]) -> None:
-        """Pin, and let the scheduler hear of it."""
+        """Pin, and let the scheduler take it in."""
         pin = pb.Pin(pin_id=pin_id, name=pin_id, tokens=tokens, pinned=True)
         self.daemon.pins[pin_id] = pin
         self.link.bind(pin)
-        self.hear()
+        self.receive()
 
     def serve(self, req_id: str, prompt: list[int], max_tokens: int = 1) -> int:
         """Serve one request alone; return how many of its tokens vLLM itself had."""
@@ -119,7 +119,7 @@ def kept(mode: str, *, is_async: bool) -> tuple[int, Engine]:
     engine.pin("p", PINNED)
     assert engine.serve("first", [*PINNED, 1]) == 0
     engine.daemon.lose_session()  # or what vLLM has lost would come from there
-    engine.hear()
+    engine.receive()
     engine.flood(10 * NUM_BLOCKS // 8 + 1)
     return engine.serve("last", [*PINNED, 2]), engine
 
@@ -170,7 +170,7 @@ def test_the_newest_pin_is_left_out_when_they_are_more_than_may_be_kept() -> Non
     engine.serve("first", [*PINNED, 1])
     engine.serve("second", [*second, 1])
     engine.daemon.lose_session()
-    engine.hear()
+    engine.receive()
     engine.flood(20)
     assert engine.serve("p", [*PINNED, 2]) == len(PINNED)
     assert engine.serve("q", [*second, 2]) == 3 * BLOCK_TOKENS
@@ -194,15 +194,15 @@ def test_pins_stand_without_a_session_until_the_next_one_names_others() -> None:
     keys = list(engine.connector.gpu_pins._pinned.ranking.keys)
     assert len(keys) == 9
     engine.daemon.lose_session()
-    engine.hear()
+    engine.receive()
     assert engine.connector.gpu_pins._pinned.ranking.keys == keys
     del engine.daemon.pins["q"]
     engine.daemon.attach()
-    engine.hear()
+    engine.receive()
     assert engine.connector.gpu_pins._pinned.ranking.keys == keys[:6]
     ended = pb.Pin(pin_id="p", name="p", tokens=PINNED, pinned=False)  # it may be loaded, nothing of it is kept
     engine.link.bind(ended)
-    engine.hear()
+    engine.receive()
     assert engine.connector.gpu_pins._pinned.ranking.keys == []
 
 
@@ -259,10 +259,10 @@ def test_a_failure_inside_turns_pins_off_and_nothing_else(
     engine.serve("first", [*PINNED, 1])
     policy: Any = engine.connector.gpu_pins._policy
     policy._soft.shield = _fail
-    told: dict[str, float] = {}
-    monkeypatch.setattr(engine.manager.stats, "set", lambda metric, value: told.update({metric.name: value}))
+    set_values: dict[str, float] = {}
+    monkeypatch.setattr(engine.manager.stats, "set", lambda metric, value: set_values.update({metric.name: value}))
     engine.serve("second", [*PINNED, 2])
-    assert told == {GPU_PINNED_BLOCKS.name: 0, GPU_RESIDENT_BLOCKS.name: 0, GPU_HELD_BLOCKS.name: 0}
+    assert set_values == {GPU_PINNED_BLOCKS.name: 0, GPU_RESIDENT_BLOCKS.name: 0, GPU_HELD_BLOCKS.name: 0}
     assert not engine.connector.gpu_pins.is_on
     assert "gpu_pin is off from now on" in caplog.text
     assert engine.usage == 0

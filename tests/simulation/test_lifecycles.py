@@ -112,7 +112,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         num_steps: int,
         alone: bool,
     ) -> None:
-        """One or, as with n > 1, several of one prompt. vLLM has forgotten what nobody uses; mostly it has a daemon."""
+        """One or, as with n > 1, several of one prompt. vLLM has forgotten what is unused; mostly it has a daemon."""
         if self.daemon.session is None and not alone:
             self.attach()
         self.forget(running=False)
@@ -183,7 +183,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.daemon.evictable())
     @rule(data=st.data(), for_good=RARELY)
     def evict(self, data: st.DataObject, for_good: bool) -> None:
-        self.daemon.evict(data.draw(st.sampled_from(self.daemon.evictable())), spill=not for_good)
+        self.daemon.evict(data.draw(st.sampled_from(self.daemon.evictable())), write_back=not for_good)
 
     @precondition(lambda self: self.daemon.session is not None)
     @rule(really=RARELY)
@@ -248,7 +248,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         """What the daemon leases to the live session, the scheduler knows as a lease of a request."""
         if not hasattr(self, "engine"):
             return
-        self.daemon.hear()
+        self.daemon.receive()
         known = self.engine.manager._lookups._leases
         if self.daemon.session is not None and not self.daemon.events:
             assert set(self.daemon.acquires) <= set(known)
@@ -267,7 +267,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             for slot in self.daemon.promotions:
                 self.daemon.promote(slot, well=True)
         for _ in range(3):  # a word, the answer to it, and what that changes
-            self.engine.hear()
+            self.engine.receive()
         self.nothing_is_left()
 
     def nothing_is_left(self) -> None:
@@ -299,7 +299,7 @@ class AsyncMachine(LifecycleMachine):
 
 
 class TinyPoolMachine(LifecycleMachine):
-    """Hardly room for two requests: preemption."""
+    """Hardly blocks for two requests: preemption."""
 
     num_blocks = 10
 
@@ -331,7 +331,7 @@ class HybridMachine(LifecycleMachine):
 
 
 class HybridAsyncStoreAllMachine(HybridMachine):
-    """The same with ordinary chunks, and async scheduling."""
+    """The same with unpinned chunks, and async scheduling."""
 
     stores_all = True
     is_async = True
@@ -352,7 +352,7 @@ class SoftPinsAsyncMachine(SoftPinsMachine):
 
 
 class HardPinsMachine(LifecycleMachine):
-    """Pinned blocks are held, until requests need the room."""
+    """Pinned blocks are held, until requests need the blocks."""
 
     gpu_pin = "hard"
     num_blocks = 14

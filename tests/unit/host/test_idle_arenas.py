@@ -63,7 +63,7 @@ async def attached(cache: Cache, name: str) -> InProcessEngine:
 async def gone(cache: Cache, engine: InProcessEngine) -> None:
     """Its stream and its processes end, and the daemon has noticed."""
     cache.end(engine.session)
-    engine.let_go()
+    engine.end_processes()
     await eventually(lambda: engine.session not in engine.namespace.sessions)
     await eventually(lambda: not engine.namespace.tasks.running)
 
@@ -164,7 +164,7 @@ def test_an_arena_that_a_process_may_touch_stays(folder: Path) -> None:
             with pytest.raises(ArenaFullError, match="ulimit -n"):
                 await attached(cache, "two")
             assert engine.namespace.host.is_open
-            engine.let_go()
+            engine.end_processes()
             await idle(engine.namespace)
             two = await attached(cache, "two")
             await gone(cache, two)

@@ -238,7 +238,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
             await a_second(loop, r)
             assert r.namespace.host.usage.num_free == 3
             assert r.namespace.host.counts()[SlotState.BACKING] <= PREALLOCATED_ROWS
-            pages.room_bytes = 1 << 30
+            pages.free_bytes = 1 << 30
             await rows_made(r)
 
     run_with_jumps(scenario)

@@ -137,7 +137,7 @@ def test_a_row_that_another_job_holds_with_other_pages_is_refused(arena: PageLoc
 def test_a_driver_that_refuses_is_said_once_and_the_rest_goes_unlocked(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = FakeHostMemory(capacity=1)
+    memory = FakeHostMemory(num_lockable=1)
     arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 0, memory)
     wait_for(lambda: "cannot page-lock" in caplog.text)
     set_backing(path, GEOMETRY, 2, 2)

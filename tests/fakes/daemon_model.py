@@ -1,6 +1,6 @@
 """A daemon in one thread that keeps the protocol's promises and no others; it acts when the test says so.
 
-It answers late, promotes, evicts what nobody leases, takes slots back from lost sessions, and checks what engines say.
+It answers late, promotes, evicts what is not leased, takes slots back from lost sessions, and checks what engines say.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class SimulatedDaemon:
 
     Args:
         num_slots: Rows of the arena.
-        stores_all: Ordinary chunks are stored too.
+        stores_all: Unpinned chunks are stored too.
         all_stamped: Workers stamp every store; with sliding windows, not those of blocks that vLLM has freed.
         check_store: Called with the key and the row of each chunk that it commits.
     """
@@ -145,19 +145,19 @@ class SimulatedDaemon:
 
     # What the engine says
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what the engine has sent since the last time."""
         while messages := self._outbox.take(0):
             for message in messages:
                 kind = message.WhichOneof("kind")
-                if self.session is not None and (handle := getattr(self, f"_hear_{kind}", None)):
+                if self.session is not None and (handle := getattr(self, f"_receive_{kind}", None)):
                     handle(getattr(message, kind))
 
-    def _hear_acquire(self, acquire: pb.Acquire) -> None:
+    def _receive_acquire(self, acquire: pb.Acquire) -> None:
         assert acquire.acquire_id not in self.acquires, "an acquire id was used twice"
         self.acquires[acquire.acquire_id] = PendingAcquire(list(acquire.keys))
 
-    def _hear_release(self, release: pb.Release) -> None:
+    def _receive_release(self, release: pb.Release) -> None:
         acquire = self.acquires.get(release.acquire_id)
         if acquire is None:
             return
@@ -174,7 +174,7 @@ class SimulatedDaemon:
         if slot.loading is not None and not slot.leases:
             slot.loading = None
 
-    def _hear_store_begin(self, begin: pb.StoreBegin) -> None:
+    def _receive_store_begin(self, begin: pb.StoreBegin) -> None:
         for store in begin.stores:
             self._check_grant(store)
         self.top_up()
@@ -185,7 +185,7 @@ class SimulatedDaemon:
         assert granted == (self.session, store.slot.generation), "the engine stores into a slot that is not its own"
         return slot
 
-    def _hear_store_done(self, done: pb.StoreDone) -> None:
+    def _receive_store_done(self, done: pb.StoreDone) -> None:
         for store in done.stores:
             slot = self._check_grant(store)
             slot.granted_to = None
@@ -201,7 +201,7 @@ class SimulatedDaemon:
                 self.announce_held([store.key], held=self.holds(store.key))
         self.top_up()
 
-    def _hear_bind_pin(self, bind: pb.BindPin) -> None:
+    def _receive_bind_pin(self, bind: pb.BindPin) -> None:
         if bind.pin_id in self.pins:
             self.bound[bind.pin_id] = tuple(bind.keys)
             self.announce_held([key for key in bind.keys if self.holds(key)], held=True)
@@ -267,17 +267,17 @@ class SimulatedDaemon:
         return [number for number, slot in enumerate(self.slots) if slot.loading is not None]
 
     def evictable(self) -> list[int]:
-        """Return slots whose chunk nobody leases."""
+        """Return slots whose chunk is not leased."""
         return [number for number, slot in enumerate(self.slots) if slot.key is not None and not slot.leases]
 
-    def evict(self, number: int, *, spill: bool) -> None:
+    def evict(self, number: int, *, write_back: bool) -> None:
         """A chunk leaves host memory, to disk or for good."""
         slot = self.slots[number]
         key, row = slot.key, slot.row
         assert key is not None
         assert row is not None
         slot.key = None
-        if spill:
+        if write_back:
             self.disk.setdefault(key, row.copy())
         elif key not in self.disk:
             self.announce_held([key], held=False)
