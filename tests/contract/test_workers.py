@@ -27,8 +27,8 @@ from kvtier_connector.workers.copy_plan import Int64s
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
 from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
+from tests.fakes.arena_file import is_locked, set_generation, write_arena
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
-from tests.fakes.fake_daemon import is_locked, set_generation, write_arena
 from tests.fakes.waiting import wait_for
 
 NUM_BLOCKS, PAGE, PADDED = 24, 96, 128

@@ -1,23 +1,31 @@
-"""A daemon in one thread that keeps the protocol's promises and no others; it acts when the test says so.
+"""A daemon in one thread that keeps the engine protocol's promises and no others; it acts when the test says so.
 
 It answers late, promotes, evicts what is not leased, takes slots back from lost sessions, and checks what engines say.
+`FakeDaemon` serves it over gRPC, and passes `tests/contract` so.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.engine_session import Attachment
-from kvtier.client.outbox import Outbox
 from kvtier.core.arena_format import key_tag_of
-from kvtier_connector.session.daemon_events import Attached, Detached, Event, Received
-from tests.simulation.memory import Digests
 
 ARENA_ID = b"A" * 16
-MAX_CREDITS = 8
 
 Key = bytes
+
+
+class EngineLink(Protocol):
+    """What the daemon has of an attached engine."""
+
+    def send(self, message: pb.DaemonMessage) -> None:
+        """Pass a message to it."""
+
+    def lost(self) -> None:
+        """Its session is over."""
 
 
 @dataclass
@@ -29,7 +37,8 @@ class Slot:
         key: Of the readable chunk in it.
         loading: The chunk that is being promoted into it.
         granted_to: The session that may write it.
-        rows: What lies in it, as the workers of each group left it.
+        is_begun: That session has begun a store into it.
+        row: What lies in it: anything that can be copied.
         stamp: Key tag and generation, as the last writer left them.
         leases: Who protects it: session and acquire.
     """
@@ -38,7 +47,8 @@ class Slot:
     key: Key | None = None
     loading: Key | None = None
     granted_to: str | None = None
-    row: Digests | None = None
+    is_begun: bool = False
+    row: Any = None
     stamp: tuple[int, int] | None = None
     leases: set[tuple[str, int]] = field(default_factory=set)
 
@@ -63,7 +73,7 @@ class PendingAcquire:
     is_answered: bool = False
 
 
-class SimulatedDaemon:
+class DaemonModel:
     """One engine's daemon.
 
     Args:
@@ -71,57 +81,70 @@ class SimulatedDaemon:
         stores_all: Unpinned chunks are stored too.
         all_stamped: Workers stamp every store; with sliding windows, not those of blocks that vLLM has freed.
         check_store: Called with the key and the row of each chunk that it commits.
+
+    Attributes:
+        pins: By id; sent with Welcome.
+        later_pin_ids: Of pins for which the Welcome has no space.
+        link: The attached engine.
     """
 
     def __init__(
-        self, num_slots: int, *, stores_all: bool, all_stamped: bool, check_store: Callable[[Key, Digests], None]
+        self,
+        num_slots: int,
+        *,
+        stores_all: bool = False,
+        all_stamped: bool = False,
+        check_store: Callable[[Key, Any], None] = lambda key, row: None,
     ) -> None:
         self.slots = [Slot() for _ in range(num_slots)]
-        self.disk: dict[Key, Digests] = {}
-        self.events: list[Event] = []
+        self.disk: dict[Key, Any] = {}
         self.pins: dict[str, pb.Pin] = {}
+        self.later_pin_ids: list[str] = []
         self.bound: dict[str, tuple[Key, ...]] = {}
         self.acquires: dict[int, PendingAcquire] = {}
         self.num_stored = 0
-        self.session: str | None = None
+        self.session_id: str | None = None
+        self.link: EngineLink | None = None
         self.locks: set[str] = set()
         self.stores_all = stores_all
         self._all_stamped = all_stamped
         self._check_store = check_store
-        self._attachment: Attachment | None = None
-        self._outbox = Outbox()
         self._session_ids = itertools.count(1)
 
     # Sessions
 
-    def attach(self) -> None:
-        """The engine attaches; the caller lets it bind the pins."""
-        assert self.session is None
-        self.session = f"s{next(self._session_ids)}"
-        self.locks.add(self.session)
-        self._outbox = Outbox()
-        mode = pb.STORE_ALL if self.stores_all else pb.STORE_PINNED
-        arena = pb.ArenaInfo(arena_id=ARENA_ID, path="/arena")
-        self._attachment = Attachment(
-            self._outbox, 0, pb.Welcome(lock_path=self.session, arena=arena, store_mode=mode, pins=self.pins.values())
-        )
-        self.events.append(Attached(self._attachment))
+    def attach(self, link: EngineLink, num_credits: int) -> None:
+        """An engine attaches; it binds the pins of the Welcome."""
+        assert self.session_id is None
+        self.session_id, self.link, self._num_credits = f"s{next(self._session_ids)}", link, num_credits
+        self.locks.add(self.session_id)
+        self._send(pb.DaemonMessage(welcome=self._welcome(self.session_id)))
         if self.stores_all:
             held = pb.ChunksHeld(keys=self._held(), held=True, complete=True)
-            self._say(pb.DaemonMessage(chunks_held=held))
+            self._send(pb.DaemonMessage(chunks_held=held))
         self.top_up()
+
+    def _welcome(self, session: str) -> pb.Welcome:
+        return pb.Welcome(
+            session_id=session,
+            lock_path=session,
+            arena=pb.ArenaInfo(arena_id=ARENA_ID, path="/arena"),
+            store_mode=pb.STORE_ALL if self.stores_all else pb.STORE_PINNED,
+            pins=self.pins.values(),
+            pin_ids=[*self.pins, *self.later_pin_ids],
+        )
 
     def lose_session(self) -> None:
         """The stream broke: the session's slots are quarantined, its leases too, until `sweep`."""
-        if self._attachment is not None:
-            self.events.append(Detached(self._attachment))
-        self.session = self._attachment = None
+        if self.link is not None:
+            self.link.lost()
+        self.session_id = self.link = None
         self.acquires.clear()
         self.bound.clear()
 
     def sweep(self) -> None:
         """No process holds a lost session's lock: what it had is free."""
-        for session in self.locks - {self.session}:
+        for session in self.locks - {self.session_id}:
             self.locks.discard(session)
             for slot in self.slots:
                 if slot.granted_to == session:
@@ -137,21 +160,13 @@ class SimulatedDaemon:
         for slot in self.slots:
             slot.key = slot.loading = None
 
-    @property
-    def attachment(self) -> Attachment:
-        """The live session's."""
-        assert self._attachment is not None
-        return self._attachment
-
     # What the engine says
 
-    def receive(self) -> None:
-        """Take in what the engine has sent since the last time."""
-        while messages := self._outbox.take(0):
-            for message in messages:
-                kind = message.WhichOneof("kind")
-                if self.session is not None and (handle := getattr(self, f"_receive_{kind}", None)):
-                    handle(getattr(message, kind))
+    def receive(self, message: pb.EngineMessage) -> None:
+        """Take in a message of the live session."""
+        kind = message.WhichOneof("kind")
+        if self.session_id is not None and (handle := getattr(self, f"_receive_{kind}", None)):
+            handle(getattr(message, str(kind)))
 
     def _receive_acquire(self, acquire: pb.Acquire) -> None:
         assert acquire.acquire_id not in self.acquires, "an acquire id was used twice"
@@ -169,25 +184,26 @@ class SimulatedDaemon:
 
     def _drop_lease(self, number: int, acquire_id: int) -> None:
         slot = self.slots[number]
-        assert self.session is not None
-        slot.leases.discard((self.session, acquire_id))
+        assert self.session_id is not None
+        slot.leases.discard((self.session_id, acquire_id))
         if slot.loading is not None and not slot.leases:
             slot.loading = None
 
     def _receive_store_begin(self, begin: pb.StoreBegin) -> None:
         for store in begin.stores:
-            self._check_grant(store)
+            self._check_grant(store).is_begun = True
         self.top_up()
 
     def _check_grant(self, store: pb.StoreSlot) -> Slot:
         slot = self.slots[store.slot.slot]
         granted = (slot.granted_to, slot.generation)
-        assert granted == (self.session, store.slot.generation), "the engine stores into a slot that is not its own"
+        assert granted == (self.session_id, store.slot.generation), "the engine stores into a slot that is not its own"
         return slot
 
     def _receive_store_done(self, done: pb.StoreDone) -> None:
         for store in done.stores:
             slot = self._check_grant(store)
+            self._read_row(store.slot.slot)
             slot.granted_to = None
             is_new = self._slot_of(store.key) is None
             is_stamped = slot.stamp == (key_tag_of(store.key), slot.generation)
@@ -201,17 +217,47 @@ class SimulatedDaemon:
                 self.announce_held([store.key], held=self.holds(store.key))
         self.top_up()
 
+    def _receive_store_abort(self, abort: pb.StoreAbort) -> None:
+        for store in abort.stores:
+            self._check_grant(store).granted_to = None
+        self.top_up()
+
+    def _receive_goodbye(self, goodbye: pb.Goodbye) -> None:
+        self.lose_session()
+
     def _receive_bind_pin(self, bind: pb.BindPin) -> None:
         if bind.pin_id in self.pins:
             self.bound[bind.pin_id] = tuple(bind.keys)
-            self.announce_held([key for key in bind.keys if self.holds(key)], held=True)
-            self.announce_held([key for key in bind.keys if not self.holds(key)], held=False)
+            for held in (True, False):
+                keys = [key for key in bind.keys if self.holds(key) is held]
+                self._send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held)))
 
     # What it does of itself
 
-    def pong(self) -> None:
+    def add_pin(self, pin: pb.Pin) -> None:
+        """An operator pins a prompt."""
+        self.pins[pin.pin_id] = pin
+        if self.link is not None:
+            self._send(pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin)))
+
+    def remove_pin(self, pin_id: str) -> None:
+        """An operator ends a pin."""
+        del self.pins[pin_id]
+        self.bound.pop(pin_id, None)
+        if self.link is not None:
+            self._send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
+
+    def pong(self, ping_id: int = 0) -> None:
         """Answer a ping."""
-        self._say(pb.DaemonMessage(pong=pb.Pong()))
+        self._send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
+
+    def hold(self, key: Key, row: Any = None) -> pb.SlotRef:
+        """Have a chunk in host memory, as a store leaves it."""
+        number = next(number for number, slot in enumerate(self.slots) if slot.is_free)
+        self._give_out(number)
+        self.slots[number].key = key
+        self._put_row(number, row)
+        return self._slot_ref(number)
 
     def answer(self, acquire_id: int) -> None:
         """Answer an acquire for the first time: lease what is held, begin promotions."""
@@ -223,8 +269,8 @@ class SimulatedDaemon:
             if number is None:
                 continue
             slot = self.slots[number]
-            assert self.session is not None
-            slot.leases.add((self.session, acquire_id))
+            assert self.session_id is not None
+            slot.leases.add((self.session_id, acquire_id))
             acquire.slots[index] = number
             state = pb.ChunkResidency.HOST if slot.loading is None else pb.ChunkResidency.PROMOTING
             chunks.append(self._residency(index, state, number))
@@ -246,7 +292,8 @@ class SimulatedDaemon:
         key, slot.loading = slot.loading, None
         assert key is not None
         if well:
-            slot.key, slot.row = key, self.disk[key].copy()
+            slot.key = key
+            self._put_row(number, self.disk[key])
         else:
             self.disk.pop(key)
             self.announce_held([key], held=False)
@@ -273,28 +320,28 @@ class SimulatedDaemon:
     def evict(self, number: int, *, write_back: bool) -> None:
         """A chunk leaves host memory, to disk or for good."""
         slot = self.slots[number]
-        key, row = slot.key, slot.row
+        key, slot.key = slot.key, None
         assert key is not None
-        assert row is not None
-        slot.key = None
         if write_back:
-            self.disk.setdefault(key, row.copy())
+            self.disk.setdefault(key, copy.copy(slot.row))
         elif key not in self.disk:
             self.announce_held([key], held=False)
         self.top_up()
 
     def top_up(self) -> None:
         """Give the live session credits."""
-        if self.session is None:
+        if self.session_id is None:
             return
-        num_wanted = MAX_CREDITS - sum(slot.granted_to == self.session for slot in self.slots)
-        free = [number for number, slot in enumerate(self.slots) if slot.is_free][: max(0, num_wanted)]
+        num_standing = sum(slot.granted_to == self.session_id and not slot.is_begun for slot in self.slots)
+        free = [number for number, slot in enumerate(self.slots) if slot.is_free][
+            : max(0, self._num_credits - num_standing)
+        ]
         for number in free:
             self._give_out(number)
-            self.slots[number].granted_to = self.session
+            self.slots[number].granted_to = self.session_id
         if free:
             slots = [self._slot_ref(number) for number in free]
-            self._say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
+            self._send(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
 
     def holds(self, key: Key) -> bool:
         """Return whether an acquire may find it."""
@@ -305,13 +352,21 @@ class SimulatedDaemon:
         if not self.stores_all:
             bound = {key for keys in self.bound.values() for key in keys}
             keys = [key for key in keys if key in bound]
-        if keys and self.session is not None:
-            self._say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held)))
+        if keys and self.session_id is not None:
+            self._send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held)))
 
     def _give_out(self, number: int) -> None:
         slot = self.slots[number]
         slot.generation += 1
         slot.row = slot.stamp = None
+        slot.is_begun = False
+
+    def _read_row(self, number: int) -> None:
+        """The engine has written a row."""
+
+    def _put_row(self, number: int, row: Any) -> None:
+        """Fill a row, of a chunk that was on disk."""
+        self.slots[number].row = copy.copy(row)
 
     def _held(self) -> Iterable[Key]:
         return dict.fromkeys([*self.disk, *(slot.key for slot in self.slots if slot.key is not None)])
@@ -326,7 +381,8 @@ class SimulatedDaemon:
         return pb.ChunkResidency(index=index, state=state, slot=self._slot_ref(number))
 
     def _update(self, acquire_id: int, chunks: Sequence[pb.ChunkResidency]) -> None:
-        self._say(pb.DaemonMessage(acquire_update=pb.AcquireUpdate(acquire_id=acquire_id, chunks=chunks)))
+        self._send(pb.DaemonMessage(acquire_update=pb.AcquireUpdate(acquire_id=acquire_id, chunks=chunks)))
 
-    def _say(self, message: pb.DaemonMessage) -> None:
-        self.events.append(Received(self.attachment, message))
+    def _send(self, message: pb.DaemonMessage) -> None:
+        assert self.link is not None
+        self.link.send(message)

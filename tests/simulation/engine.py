@@ -4,7 +4,7 @@ import functools
 import json
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    KVCacheTensor,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -37,17 +34,18 @@ from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
-from kvtier_connector.engine.row_layout import engine_layout, group_shapes
+from kvtier_connector.engine.row_layout import group_shapes
 from kvtier_connector.scheduler.manager import EngineParts, KVTierOffloadingManager
-from kvtier_connector.session.daemon_events import BackgroundThread, Event, PinBound, PinGone
+from kvtier_connector.session.daemon_events import BackgroundThread, PinBound, PinGone
 from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
-from tests.simulation.daemon import MAX_CREDITS, SimulatedDaemon
+from tests.fakes.daemon_model import DaemonModel
 from tests.simulation.memory import Digests, TokenSequence
 from tests.simulation.workers import SimulatedCopier, SimulatedWorkers
+from tests.unit.connector.harness import FakeClock, FakeLink, engine_parts, kv_cache_config_of
 
 BLOCK_TOKENS = 16
 MAX_MODEL_LEN = 512
-LOOKUP_TIMEOUT_S = 0.25
+MAX_CREDITS = 8
 STEP_S = 0.01
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,56 +77,29 @@ class Step:
     output: ModelRunnerOutput
 
 
-class Clock:
-    """Seconds that pass with the steps."""
+class SimulatedLink(FakeLink):
+    """The link to a `DaemonModel`, and the binding of pins, without a background thread."""
 
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class SimulatedLink:
-    """What the scheduler receives from the daemon, and the binding of pins, without a background thread."""
-
-    def __init__(self, daemon: SimulatedDaemon, binder: PinBinder) -> None:
+    def __init__(self, daemon: DaemonModel, binder: PinBinder) -> None:
+        super().__init__()
         self._daemon, self._binder = daemon, binder
-        self.probing = False
-
-    def wait_for_events(self, timeout_s: float) -> bool:
-        """Nothing to wait for in one thread."""
-        return False
-
-    def poll(self) -> Iterator[Event]:
-        """Yield what the daemon has said."""
-        while self._daemon.events:
-            yield self._daemon.events.pop(0)
-
-    def probe(self, wanted: bool) -> None:
-        """Ping the daemon, once, or no more."""
-        self.probing = wanted
 
     def reopen(self) -> None:
         """The cache was reset: another session, of a namespace of its own."""
-        self._daemon.events.clear()
+        self.events.clear()
         self._daemon.lose_session()
         self._daemon.forget()
 
-    def close(self) -> None:
-        """Nothing to close."""
-
     def bind(self, pin: pb.Pin) -> None:
         """Bind a pin as the background thread does: the mirror first, then the daemon."""
-        attachment = self._daemon.attachment
         binding = self._binder.bind(pin)
         if binding.bound is not None:
-            self._daemon.events.append(PinBound(attachment, binding.bound))
-        attachment.send(pb.EngineMessage(bind_pin=binding.message))
+            self.events.append(PinBound(self.live, binding.bound))
+        self.live.send(pb.EngineMessage(bind_pin=binding.message))
 
     def unbind(self, pin_id: str) -> None:
         """Forget a pin."""
-        self._daemon.events.append(PinGone(self._daemon.attachment, pin_id))
+        self.events.append(PinGone(self.live, pin_id))
 
 
 class SimulatedEngine:
@@ -160,9 +131,9 @@ class SimulatedEngine:
         stores_all: bool = False,
         gpu_pin: str = "off",
     ) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock()
         self._windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
-        self.daemon = SimulatedDaemon(
+        self.daemon = DaemonModel(
             num_slots, stores_all=stores_all, all_stamped=not any(self._windows), check_store=self._check_store
         )
         self._kv: Digests = np.zeros((num_blocks, BLOCK_TOKENS), np.int64)
@@ -178,7 +149,7 @@ class SimulatedEngine:
         self.aborted: set[str] = set()
         self.num_preemptions = 0
         config = _vllm_config(num_blocks, blocks_per_chunk, gpu_pin, is_async=is_async)
-        self.scheduler = self._make_scheduler(config, _kv_cache_config(specs, num_blocks), is_async=is_async)
+        self.scheduler = self._make_scheduler(config, kv_cache_config_of(specs, num_blocks), is_async=is_async)
 
     def _make_scheduler(self, config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_async: bool) -> Scheduler:
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
@@ -199,22 +170,15 @@ class SimulatedEngine:
         return scheduler
 
     def _start_session(self, facts: EngineFacts) -> EngineParts:
-        shapes = group_shapes(facts.group_configs)
-        self._shapes = shapes
-        layout = engine_layout(facts.offloading, facts.kv_cache_config, shapes)
+        self._shapes = group_shapes(facts.group_configs)
         digests = AdapterDigests(BackgroundThread("test").submit)
-        binder = PinBinder(shapes, lambda: self._hasher, digests, MAX_MODEL_LEN)
+        binder = PinBinder(self._shapes, lambda: self._hasher, digests, MAX_MODEL_LEN)
         self.link = SimulatedLink(self.daemon, binder)
-        link: Any = self.link
-        return EngineParts(
-            events=link,
-            digests=digests,
-            groups=shapes,
-            useful_bytes=tuple(group.useful_bytes for group in layout.groups),
-            num_credits=MAX_CREDITS,
-            lookup_timeout_s=LOOKUP_TIMEOUT_S,
-            prefill_tokens_per_s=100.0,
-        )
+        return engine_parts(facts, self.link, digests, num_credits=MAX_CREDITS, prefill_tokens_per_s=100.0)
+
+    def attach(self) -> None:
+        """The daemon is there; the caller binds the pins."""
+        self.daemon.attach(self.link, MAX_CREDITS)
 
     # The client's side
 
@@ -268,11 +232,11 @@ class SimulatedEngine:
     def step(self, num_copies: int) -> None:
         """One turn of vLLM's engine loop; up to this many transfer jobs run in it."""
         self.clock.now_s += STEP_S
-        self.daemon.receive()
+        self.deliver()
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             self._queue.append(Step(scheduled, self._execute(scheduled, num_copies)))
-            self.daemon.receive()
+            self.deliver()
             may_go_on = scheduled.total_num_scheduled_tokens or self.scheduler.has_requests()
             if len(self._queue) < self._queue_length and may_go_on:
                 return
@@ -281,13 +245,18 @@ class SimulatedEngine:
 
     def answer_probe(self) -> None:
         """The daemon answers the engine's ping, if it has sent one."""
-        if self.link.probing and self.daemon.session is not None:
+        if self.link.probing and self.daemon.session_id is not None:
             self.daemon.pong()
 
     def receive(self) -> None:
         """Take in what the daemon has said, as at the next request's first lookup."""
         self.manager._session.take_events(self.clock())
-        self.daemon.receive()
+        self.deliver()
+
+    def deliver(self) -> None:
+        """The daemon takes in what the engine has sent since the last time."""
+        for message in self.link.sent():
+            self.daemon.receive(message)
 
     def _take_output(self) -> None:
         """The scheduler takes the oldest step's output."""
@@ -421,17 +390,3 @@ def _vllm_config(num_blocks: int, blocks_per_chunk: int, gpu_pin: str, *, is_asy
         ).create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks
     return config
-
-
-def _kv_cache_config(specs: Sequence[KVCacheSpec], num_blocks: int) -> KVCacheConfig:
-    """Return groups of one layer each, overlaid on one allocation as vLLM does."""
-    names = [f"layer{index}" for index in range(len(specs))]
-    page = specs[0].page_size_bytes
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(size=page * num_blocks, layers=[name], layer_stride=page * num_blocks, block_stride=page)
-            for name in names
-        ],
-        kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)],
-    )

@@ -32,7 +32,7 @@ class Engine(SimulatedEngine):
         self.cached: dict[str, int] = {}
         schedule = self.scheduler.schedule
         self.scheduler.schedule = lambda: self._record(schedule())
-        self.daemon.attach()
+        self.attach()
         self.num_spare: int | None = None  # blocks that vLLM may still take before it asks again
         if gpu_pin != "off" and self.connector.gpu_pins.is_on:
             self._watch()
@@ -197,7 +197,7 @@ def test_pins_stand_without_a_session_until_the_next_one_names_others() -> None:
     engine.receive()
     assert engine.connector.gpu_pins._pinned.ranking.keys == keys
     del engine.daemon.pins["q"]
-    engine.daemon.attach()
+    engine.attach()
     engine.receive()
     assert engine.connector.gpu_pins._pinned.ranking.keys == keys[:6]
     ended = pb.Pin(pin_id="p", name="p", tokens=PINNED, pinned=False)  # it may be loaded, nothing of it is kept

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvtier._pb import engine_pb2 as pb
-from tests.simulation.engine import BLOCK_TOKENS, LOOKUP_TIMEOUT_S, SimulatedEngine
+from tests.simulation.engine import BLOCK_TOKENS, SimulatedEngine
+from tests.unit.connector.harness import LOOKUP_TIMEOUT_S
 
 FULL = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
 WINDOW = SlidingWindowSpec(
@@ -113,7 +114,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         alone: bool,
     ) -> None:
         """One or, as with n > 1, several of one prompt. vLLM has forgotten what is unused; mostly it has a daemon."""
-        if self.daemon.session is None and not alone:
+        if self.daemon.session_id is None and not alone:
             self.attach()
         self.forget(running=False)
         prompt = PREFIXES[prefix] + [600 + question * 50 + number for number in range(tail)]
@@ -149,7 +150,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     # Operators
 
-    @precondition(lambda self: self.daemon.session is not None)
+    @precondition(lambda self: self.daemon.session_id is not None)
     @rule(prefix=st.integers(0, len(PREFIXES) - 1), salt=st.sampled_from(SALTS), pinned=st.booleans())
     def pin(self, prefix: int, salt: str, pinned: bool) -> None:
         self.num_pins += 1
@@ -157,7 +158,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.daemon.pins[pin.pin_id] = pin
         self.engine.link.bind(pin)
 
-    @precondition(lambda self: self.daemon.pins and self.daemon.session is not None)
+    @precondition(lambda self: self.daemon.pins and self.daemon.session_id is not None)
     @rule(data=st.data(), really=RARELY)
     def unpin(self, data: st.DataObject, really: bool) -> None:
         if not really:
@@ -185,7 +186,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def evict(self, data: st.DataObject, for_good: bool) -> None:
         self.daemon.evict(data.draw(st.sampled_from(self.daemon.evictable())), write_back=not for_good)
 
-    @precondition(lambda self: self.daemon.session is not None)
+    @precondition(lambda self: self.daemon.session_id is not None)
     @rule(really=RARELY)
     def lose_session(self, really: bool) -> None:
         if really:
@@ -195,7 +196,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def sweep(self) -> None:
         self.daemon.sweep()
 
-    @precondition(lambda self: self.daemon.session is not None)
+    @precondition(lambda self: self.daemon.session_id is not None)
     @rule(really=RARELY)
     def restart(self, really: bool) -> None:
         """The daemon is gone and back before anybody steps, and gives out the slots again."""
@@ -204,10 +205,10 @@ class LifecycleMachine(RuleBasedStateMachine):
             self.daemon.sweep()
             self.attach()
 
-    @precondition(lambda self: self.daemon.session is None)
+    @precondition(lambda self: self.daemon.session_id is None)
     @rule()
     def attach(self) -> None:
-        self.daemon.attach()
+        self.engine.attach()
         for pin in self.daemon.pins.values():
             self.engine.link.bind(pin)
 
@@ -248,15 +249,15 @@ class LifecycleMachine(RuleBasedStateMachine):
         """What the daemon leases to the live session, the scheduler knows as a lease of a request."""
         if not hasattr(self, "engine"):
             return
-        self.daemon.receive()
+        self.engine.deliver()
         known = self.engine.manager._lookups._leases
-        if self.daemon.session is not None and not self.daemon.events:
+        if self.daemon.session_id is not None and not self.engine.link.events:
             assert set(self.daemon.acquires) <= set(known)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        if self.daemon.session is None:
+        if self.daemon.session_id is None:
             self.attach()
         num_steps = 0
         while not self.engine.is_idle:

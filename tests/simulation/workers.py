@@ -12,7 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_connector.engine.transfer_job import ArenaSpec
 from kvtier_connector.workers.copy_plan import plan_copies
-from tests.simulation.daemon import SimulatedDaemon
+from tests.fakes.daemon_model import DaemonModel
 from tests.simulation.memory import Digests
 
 
@@ -31,7 +31,7 @@ class SimulatedCopier(OffloadingWorker):
         num_loaded: Chunks loaded.
     """
 
-    def __init__(self, kv: Digests, daemon: SimulatedDaemon, blocks_per_chunk: int) -> None:
+    def __init__(self, kv: Digests, daemon: DaemonModel, blocks_per_chunk: int) -> None:
         self._kv, self._daemon, self._blocks_per_chunk = kv, daemon, blocks_per_chunk
         self._jobs: deque[_Job] = deque()
         self._done: list[TransferResult] = []

@@ -7,7 +7,7 @@ import pytest
 from kvtier.client.arena_map import ArenaMap, SessionLockHolder, Stamp
 from kvtier.core.arena_format import ArenaGeometry
 from kvtier.errors import ArenaError
-from tests.fakes.fake_daemon import set_generation, write_arena
+from tests.fakes.arena_file import set_generation, write_arena
 
 
 def test_rows_stamps_and_generations_are_where_the_format_says(tmp_path: Path, geometry: ArenaGeometry) -> None:

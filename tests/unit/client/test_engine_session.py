@@ -53,7 +53,7 @@ def acquire(acquire_id: int) -> pb.EngineMessage:
 
 
 def test_says_hello_first_and_answers_come_back(daemon: FakeDaemon, session: EngineSession, recorder: Recorder) -> None:
-    daemon.held[b"k"] = pb.SlotRef(slot=5, generation=1)
+    slot = daemon.hold(b"k")
     daemon.start()
     session.start()
     wait_for(lambda: bool(recorder.attached))
@@ -61,7 +61,7 @@ def test_says_hello_first_and_answers_come_back(daemon: FakeDaemon, session: Eng
     assert daemon.session().hello.engine_id == "e0"
     assert recorder.messages.get(timeout=5).store_credits.slots
     update = recorder.messages.get(timeout=5).acquire_update
-    assert (update.acquire_id, update.chunks[0].slot.slot) == (1, 5)
+    assert (update.acquire_id, update.chunks[0].slot) == (1, slot)
 
 
 def test_waits_for_a_daemon_that_is_not_there_yet(

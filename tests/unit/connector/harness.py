@@ -56,10 +56,16 @@ class FakeClock:
 
 
 class FakeLink:
-    """What the scheduler sees of the session's threads."""
+    """What the scheduler half sees of the session's threads; behind it a test, or a `DaemonModel`, is the daemon.
+
+    Attributes:
+        attachment: Of the live session, or of the last one.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.attachment: Attachment | None = None
+        self._outbox = Outbox()
         self.probing = False
         self.num_reopened = 0
         self.num_waits = 0
@@ -82,6 +88,38 @@ class FakeLink:
 
     def close(self) -> None:
         pass
+
+    # The daemon's side.
+
+    def send(self, message: pb.DaemonMessage) -> None:
+        """Pass a message to the scheduler; a Welcome begins another session."""
+        if message.HasField("welcome"):
+            self._outbox = Outbox()
+            self.attachment = Attachment(self._outbox, 0, message.welcome)
+            self.events.append(Attached(self.attachment))
+        else:
+            self.events.append(Received(self.live, message))
+
+    def lost(self) -> None:
+        """The session is over."""
+        self.events.append(Detached(self.live))
+
+    @property
+    def live(self) -> Attachment:
+        """The attachment of a session that there is."""
+        assert self.attachment is not None
+        return self.attachment
+
+    def has_sent(self) -> bool:
+        """Whether something is on its way that does not wait for others."""
+        return not self._outbox._batches.empty()
+
+    def sent(self) -> list[pb.EngineMessage]:
+        """Take what the connector has sent since the last call, and what waits for others."""
+        messages: list[pb.EngineMessage] = []
+        while batch := self._outbox.take(0):
+            messages += batch
+        return messages
 
 
 @dataclass
@@ -202,6 +240,21 @@ def vllm_config_of(extra: dict[str, Any] | None = None, world_size: int = 1) -> 
     )
 
 
+def engine_parts(facts: EngineFacts, link: FakeLink, digests: AdapterDigests, **options: Any) -> EngineParts:
+    """Return what `start_session` does, with a link that the test speaks through."""
+    shapes = group_shapes(facts.group_configs)
+    layout = engine_layout(facts.offloading, facts.kv_cache_config, shapes)
+    events: Any = link
+    return EngineParts(
+        events=events,
+        digests=digests,
+        groups=shapes,
+        useful_bytes=tuple(group.useful_bytes for group in layout.groups),
+        lookup_timeout_s=LOOKUP_TIMEOUT_S,
+        **options,
+    )
+
+
 class Scheduler:
     """Drives a connector; the test plays the daemon.
 
@@ -220,49 +273,37 @@ class Scheduler:
         self.manager = self.connector.manager
         self.manager._clock = self.clock
         self._block_ids = iter(range(1, 10_000))
-        self._outbox = Outbox()
-        self.attachment: Attachment | None = None
 
     def _parts(self, facts: EngineFacts, num_credits: int) -> EngineParts:
         self.facts = facts
-        shapes = group_shapes(facts.group_configs)
-        layout = engine_layout(facts.offloading, facts.kv_cache_config, shapes)
-        link: Any = self.link
-        return EngineParts(
-            events=link,
-            digests=self.digests,
-            groups=shapes,
-            useful_bytes=tuple(group.useful_bytes for group in layout.groups),
-            num_credits=num_credits,
-            lookup_timeout_s=LOOKUP_TIMEOUT_S,
-        )
+        return engine_parts(facts, self.link, self.digests, num_credits=num_credits)
 
     # The daemon's side.
 
     def attach(self, num_credits: int = 8, store_mode: pb.StoreMode = pb.STORE_PINNED) -> None:
         """A (new) session is up."""
-        self._outbox = Outbox()
         welcome = pb.Welcome(
             lock_path="/lock", arena=pb.ArenaInfo(arena_id=b"A" * 16, path="/arena"), store_mode=store_mode
         )
-        self.attachment = Attachment(self._outbox, 0, welcome)
-        self.link.events.append(Attached(self.attachment))
+        self.say(pb.DaemonMessage(welcome=welcome))
         slots = [pb.SlotRef(slot=slot, generation=1) for slot in range(num_credits)]
         self.say(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=slots)))
 
     def detach(self) -> None:
         """The session is lost."""
-        assert self.attachment is not None
-        self.link.events.append(Detached(self.attachment))
+        self.link.lost()
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """Of the live session, or of the last one."""
+        return self.link.attachment
 
     def say(self, message: pb.DaemonMessage) -> None:
-        assert self.attachment is not None
-        self.link.events.append(Received(self.attachment, message))
+        self.link.send(message)
 
     def pin(self, keys: Sequence[bytes], pin_id: str = "p", held: bool = True, pinned: bool = True) -> None:
         """A pin is bound; the daemon holds its chunks or not."""
-        assert self.attachment is not None
-        self.link.events.append(PinBound(self.attachment, BoundPin(pin_id=pin_id, keys=tuple(keys), pinned=pinned)))
+        self.link.events.append(PinBound(self.link.live, BoundPin(pin_id=pin_id, keys=tuple(keys), pinned=pinned)))
         self.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held)))
 
     def hold(self, keys: Sequence[bytes], held: bool = True, complete: bool = False) -> None:
@@ -270,8 +311,7 @@ class Scheduler:
         self.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete)))
 
     def unpin(self, pin_id: str) -> None:
-        assert self.attachment is not None
-        self.link.events.append(PinGone(self.attachment, pin_id))
+        self.link.events.append(PinGone(self.link.live, pin_id))
 
     def answer(self, acquire: pb.Acquire, states: Sequence[Any], **fields: Any) -> None:
         """Answer an Acquire: one state per key."""
@@ -283,15 +323,12 @@ class Scheduler:
         self.say(pb.DaemonMessage(acquire_update=update))
 
     def has_sent(self) -> bool:
-        """Whether something is on its way that does not wait for others."""
-        return not self._outbox._batches.empty()
+        """See `FakeLink.has_sent`."""
+        return self.link.has_sent()
 
     def sent(self) -> list[pb.EngineMessage]:
-        """Take what the connector has sent since the last call, and what waits for others."""
-        messages: list[pb.EngineMessage] = []
-        while batch := self._outbox.take(0):
-            messages += batch
-        return messages
+        """See `FakeLink.sent`."""
+        return self.link.sent()
 
     def sent_one(self, kind: str) -> Any:
         """Take the only message of this kind."""

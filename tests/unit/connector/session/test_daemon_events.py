@@ -32,7 +32,7 @@ from tests.unit.connector.session.test_pin_binder import FULL
 def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
     geometry = ArenaGeometry(arena_id=b"A" * 16, num_slots=16, row_bytes=4096, num_ranks=1, rank_bytes=4096)
     fake = FakeDaemon(tmp_path, geometry)
-    fake.pins = [pb.Pin(pin_id="p", name="sys", tokens=range(20), pinned=True)]
+    fake.pins["p"] = pb.Pin(pin_id="p", name="sys", tokens=range(20), pinned=True)
     fake.start()
     yield fake
     fake.stop()

@@ -19,9 +19,9 @@ from kvtier.errors import ArenaError
 from kvtier.host.arena import Arena
 from kvtier_connector.workers import page_locked_arena
 from kvtier_connector.workers.page_locked_arena import PageLockedArena, PageLockError
+from tests.fakes.arena_file import set_backing, write_arena
 from tests.fakes.chunks import layout_of
 from tests.fakes.cuda_device import FakeHostMemory
-from tests.fakes.fake_daemon import set_backing, write_arena
 from tests.fakes.waiting import wait_for
 
 GEOMETRY = ArenaGeometry(arena_id=b"A" * 16, num_slots=8, row_bytes=16384, num_ranks=2, rank_bytes=6000)
