@@ -91,13 +91,13 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
             self._changed.notify_all()
 
     def Pin(self, request: PinRequest, context: Any) -> PromptStatus:
+        old = self.prompts.get(request.name)
         self.pins.append(request)
         if " " in request.name:
             self._abort(context, InvalidArgumentError("name", request.name, "no spaces"))
-        old = self.prompts.get(request.name)
-        if old is not None and old.num_tokens not in (0, len(request.tokens)) and not request.replace:
-            self._abort(context, PromptExistsError(request.name, "tokens"))
         status = self._status_of(request)
+        if old and old.num_tokens and old.tokens_digest != status.tokens_digest and not request.replace:
+            self._abort(context, PromptExistsError(request.name, "tokens"))
         with self._changed:
             self.prompts[request.name] = status
             self._changed.notify_all()
@@ -117,6 +117,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
         return PromptTokens(tokens=next(pin.tokens for pin in reversed(self.pins) if pin.name == request.name))
 
     def WatchPrompt(self, request: GetPromptRequest, context: Any) -> Iterator[PromptStatus]:
+        self.GetPrompt(request, context)
         sent = None
         while context.is_active():
             with self._changed:

@@ -1,0 +1,202 @@
+"""What the CLI may rely on: CacheService as `proto/kvtier/v1/cache.proto` says it, of prompts and their errors."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import pytest
+
+from kvtier._pb import cache_pb2
+from kvtier.rpc.error_statuses import ERROR_NAME_KEY
+from tests.fakes.operator import Stub, evict, pin, prompt_of, status_of, unpin
+
+Code = grpc.StatusCode
+State = cache_pb2.PromptStatus
+
+
+class Engine(Protocol):
+    """An attached engine."""
+
+    async def bind(self, name: str) -> None:
+        """Bind a prompt that was pinned since it attached."""
+
+    async def store(self, name: str, num_chunks: int) -> None:
+        """Store the first chunks of a bound prompt, and wait until they are durable."""
+
+
+class Subject(Protocol):
+    """The daemon under test, and an engine of it.
+
+    Attributes:
+        stub: Of an operator.
+    """
+
+    stub: Stub
+
+    def engine(self) -> AbstractAsyncContextManager[Engine]:
+        """Attach an engine."""
+
+
+Open = Callable[[Path], AbstractAsyncContextManager[Subject]]
+Play = Callable[[Callable[[Subject], Coroutine[Any, Any, None]]], None]
+
+
+@asynccontextmanager
+async def refused(code: Code, error: str) -> AsyncIterator[None]:
+    """Check that a call is refused, with the class of the error that the client raises again."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        yield
+    assert caught.value.code() is code, caught.value
+    metadata: Any = caught.value.trailing_metadata()
+    assert dict(metadata)[ERROR_NAME_KEY] == error
+    assert caught.value.details()
+
+
+class CacheServiceContract:
+    """Subclasses give `opened`."""
+
+    @pytest.fixture
+    def opened(self) -> Open:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def play(self, opened: Open, tmp_path: Path) -> Play:
+        """Run a scenario beside a daemon."""
+
+        def run(scenario: Callable[[Subject], Coroutine[Any, Any, None]]) -> None:
+            async def played() -> None:
+                async with opened(tmp_path) as daemon:
+                    await scenario(daemon)
+
+            asyncio.run(played())
+
+        return run
+
+    def test_a_pin_is_recorded_listed_and_counted(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "p", tokens=40, model="m", cache_salt="s", ttl_s=1000, priority=3)
+            prompt = await prompt_of(daemon.stub)
+            assert (prompt.name, prompt.pinned, prompt.num_tokens) == ("p", True, 40)
+            assert (prompt.model, prompt.cache_salt, prompt.priority) == ("m", "s", 3)
+            assert prompt.state == State.WAITING
+            assert prompt.pin_id
+            assert prompt.tokens_digest
+            assert 0 < prompt.expires_unix_s - time.time() <= 1000
+            await pin(daemon.stub, "q")
+            listed = (await daemon.stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts
+            assert sorted(each.name for each in listed) == ["p", "q"]
+            assert not (await prompt_of(daemon.stub, "q")).expires_unix_s
+            assert (await status_of(daemon.stub)).num_prompts == 2
+
+        play(scenario)
+
+    def test_the_tokens_come_back(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "p", tokens=40, first=7)
+            answer = await daemon.stub.GetTokens(cache_pb2.GetTokensRequest(name="p"))
+            assert list(answer.tokens) == list(range(7, 47))
+
+        play(scenario)
+
+    def test_a_pin_without_tokens_is_not_rendered_yet(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "p", tokens=0, recipe_json="{}")
+            assert (await prompt_of(daemon.stub)).state == State.UNRENDERED
+            async with refused(Code.FAILED_PRECONDITION, "PromptUnrenderedError"):
+                await daemon.stub.GetTokens(cache_pb2.GetTokensRequest(name="p"))
+            await pin(daemon.stub, "p", tokens=40)
+            assert (await prompt_of(daemon.stub)).num_tokens == 40
+
+        play(scenario)
+
+    def test_other_tokens_under_a_name_need_replace(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "p", tokens=40)
+            await pin(daemon.stub, "p", tokens=40)
+            for changed in ({"tokens": 41}, {"first": 1}):
+                async with refused(Code.ALREADY_EXISTS, "PromptExistsError"):
+                    await pin(daemon.stub, "p", **{"tokens": 40} | changed)
+            await pin(daemon.stub, "p", tokens=41, replace=True)
+            assert (await prompt_of(daemon.stub)).num_tokens == 41
+
+        play(scenario)
+
+    def test_a_name_with_a_space_is_refused(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            async with refused(Code.INVALID_ARGUMENT, "InvalidArgumentError"):
+                await pin(daemon.stub, "a b")
+            assert not (await daemon.stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts
+
+        play(scenario)
+
+    def test_an_unknown_name_is_refused_by_every_call(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            async def watched() -> None:
+                await anext(aiter(daemon.stub.WatchPrompt(cache_pb2.GetPromptRequest(name="p"))))
+
+            async def tokens() -> None:
+                await daemon.stub.GetTokens(cache_pb2.GetTokensRequest(name="p"))
+
+            calls = (lambda: prompt_of(daemon.stub), lambda: unpin(daemon.stub), lambda: evict(daemon.stub))
+            for call in (*calls, tokens, watched):
+                async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                    await call()
+
+        play(scenario)
+
+    def test_a_promise_ends_before_the_name_does(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub)
+            async with refused(Code.FAILED_PRECONDITION, "PromptPinnedError"):
+                await evict(daemon.stub)
+            await evict(daemon.stub, force=True)
+            assert (await prompt_of(daemon.stub)).pinned, "the chunks went, the promise stands"
+            await unpin(daemon.stub)
+            assert not (await prompt_of(daemon.stub)).pinned
+            await evict(daemon.stub, tier=cache_pb2.TIER_HOST)
+            await prompt_of(daemon.stub)  # only memory was emptied
+            await evict(daemon.stub)
+            async with refused(Code.NOT_FOUND, "PromptNotFoundError"):
+                await prompt_of(daemon.stub)
+
+        play(scenario)
+
+    def test_a_watch_yields_every_state_until_the_prompt_is_durable(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=3 * 16 + 5)
+                call = daemon.stub.WatchPrompt(cache_pb2.GetPromptRequest(name="p"))
+                watch = aiter(call)
+                seen = [await anext(watch)]
+                await engine.bind("p")
+                await engine.store("p", 1)
+                await engine.store("p", 3)
+                while seen[-1].state != State.DURABLE:
+                    seen.append(await asyncio.wait_for(anext(watch), 30))
+                call.cancel()
+                assert {each.state for each in seen} <= {State.WAITING, State.CAPTURING, State.DURABLE}
+                (binding,) = (await prompt_of(daemon.stub)).bindings
+                assert (binding.num_chunks, binding.covered_tokens, binding.live) == (3, 48, True)
+                assert binding.num_durable_chunks == binding.num_host_chunks == 3
+                assert binding.raw_bytes == binding.durable_raw_bytes > 0
+                assert 0 < binding.disk_share_bytes <= binding.disk_bytes
+
+        play(scenario)
+
+    def test_engines_and_what_they_confirmed_are_counted(self, play: Play) -> None:
+        async def scenario(daemon: Subject) -> None:
+            await pin(daemon.stub, "early")
+            early = await prompt_of(daemon.stub, "early")
+            assert (early.num_engines, early.num_confirmed) == (0, 0)
+            async with daemon.engine() as engine:
+                await pin(daemon.stub, "p", tokens=48)
+                await engine.bind("p")
+                prompt = await prompt_of(daemon.stub)
+                assert (prompt.num_engines, prompt.num_confirmed) == (1, 1)
+                assert prompt.state == State.CAPTURING
+
+        play(scenario)
