@@ -16,8 +16,9 @@ from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
 from kvtier.ledger.pack_rows import PackRows
 from tests.fakes.chunks import key_of
+from tests.fakes.clocks import turns
 from tests.fakes.gates import Gate, failing, gated
-from tests.fakes.index_rig import IndexRig, keys_of, turns
+from tests.fakes.index_rig import IndexRig, keys_of
 from tests.fakes.operator import reached
 
 Patch = pytest.MonkeyPatch

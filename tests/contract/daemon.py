@@ -1,7 +1,7 @@
 """What an engine may rely on: the engine protocol, as `proto/kvtier/v1/engine.proto` says it, seen from a session."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,6 @@ import pytest
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of
-from kvtier.core.layout import ChunkKey
 from tests.fakes.arena_file import is_locked
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key
 
@@ -36,16 +35,6 @@ class Subject(Protocol):
 
 
 Open = Callable[[Path, bool], AbstractAsyncContextManager[Subject]]
-
-
-async def read_all(engine: ScriptedEngine, acquire_id: int, keys: Sequence[ChunkKey]) -> list[int]:
-    """Acquire, compare bytes, release; return the indexes that were readable."""
-    leased = await engine.acquire(acquire_id, keys)
-    for index, chunk in leased.items():
-        assert engine.read(keys[index], chunk) == engine.payload(keys[index])
-        assert engine.arena.generation(chunk.slot.slot) == chunk.slot.generation
-    await engine.release(acquire_id)
-    return sorted(leased)
 
 
 class DaemonContract:
@@ -106,11 +95,11 @@ class DaemonContract:
 
     def test_what_is_stored_is_held_and_read_as_it_was_written(self, play: Callable[..., None]) -> None:
         async def scenario(daemon: Subject, engine: ScriptedEngine) -> None:
-            assert await read_all(engine, 1, KEYS) == []
+            assert await engine.verify(1, KEYS) == []
             await engine.store(KEYS[:2])
-            assert await read_all(engine, 2, KEYS) == [0, 1]
+            assert await engine.verify(2, KEYS) == [0, 1]
             await engine.store(KEYS[2:])
-            assert await read_all(engine, 3, KEYS) == [0, 1, 2]
+            assert await engine.verify(3, KEYS) == [0, 1, 2]
 
         play(scenario)
 
@@ -123,9 +112,9 @@ class DaemonContract:
             await engine.send(store_done=pb.StoreDone(stores=stores))
             await engine.barrier()
             assert not engine.held[KEYS[0]]
-            assert await read_all(engine, 1, KEYS) == []
+            assert await engine.verify(1, KEYS) == []
             await engine.store(KEYS[:1])
-            assert await read_all(engine, 2, KEYS) == [0]
+            assert await engine.verify(2, KEYS) == [0]
 
         play(scenario)
 
@@ -146,7 +135,7 @@ class DaemonContract:
             for _ in range(3):
                 await engine.store(KEYS)
                 await engine.barrier()
-                assert await read_all(engine, 1, KEYS) == [0, 1, 2]
+                assert await engine.verify(1, KEYS) == [0, 1, 2]
 
         play(scenario)
 
@@ -164,7 +153,7 @@ class DaemonContract:
             assert set(states) == {0, 1, 2}, "what is not held is not named"
             assert all(each[0] in (HOST, PROMOTING) for each in states.values())
             await engine.release(1)
-            assert await read_all(engine, 2, KEYS) == [0, 1, 2]
+            assert await engine.verify(2, KEYS) == [0, 1, 2]
 
         play(scenario)
 
@@ -175,7 +164,7 @@ class DaemonContract:
             await engine.send(release=pb.Release(acquire_id=1, indexes=[0, 2]))
             await engine.send(release=pb.Release(acquire_id=1, indexes=[1]))
             await engine.release(1)  # what is released already is ignored
-            assert await read_all(engine, 1, KEYS) == [0, 1, 2], "the id is free again"
+            assert await engine.verify(1, KEYS) == [0, 1, 2], "the id is free again"
 
         play(scenario)
 
@@ -204,7 +193,7 @@ class DaemonContract:
             async with ScriptedEngine(daemon.config, engine_id="later") as later:
                 await later.wait_told()
                 assert {key for key, held in later.held.items() if held} == {*KEYS, *OTHERS}
-                assert await read_all(later, 1, OTHERS) == list(range(len(OTHERS)))
+                assert await later.verify(1, OTHERS) == list(range(len(OTHERS)))
 
         play(scenario, stores_all=True)
 
@@ -217,6 +206,6 @@ class DaemonContract:
                 (pin,) = following.welcome.pins
                 await following.bind(pin.pin_id, KEYS)
                 assert [following.held[key] for key in KEYS] == [True] * len(KEYS)
-                assert await read_all(following, 1, KEYS) == [0, 1, 2]
+                assert await following.verify(1, KEYS) == [0, 1, 2]
 
         play(scenario)

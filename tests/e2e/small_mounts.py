@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.harness.process import Process, wait_until
 
-_UNSHARE = ("unshare", "--mount", "--propagation=private", "sh", "-c")
+UNSHARE = ("unshare", "--mount", "--propagation=private", "sh", "-c")
 _BLOCK_BYTES = 4096
 
 
@@ -16,7 +16,7 @@ def may_mount() -> bool:
     """Say whether this process may mount in a namespace of its own."""
     if shutil.which("unshare") is None or shutil.which("nsenter") is None:
         return False
-    return subprocess.run([*_UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode == 0
+    return subprocess.run([*UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode == 0
 
 
 class SmallMounts:
@@ -52,7 +52,7 @@ def small_mounts(sizes: Mapping[Path, str], log_path: Path) -> Iterator[SmallMou
     """Mount a tmpfs of the given size (as mount(8) takes it) on each folder, which must exist."""
     mounts = [f"mount -t tmpfs -o size={size},mode=700 none {folder}" for folder, size in sizes.items()]
     script = " && ".join([*mounts, "echo mounted", "exec sleep infinity"])
-    argv: Sequence[str] = [str(shutil.which(_UNSHARE[0])), *_UNSHARE[1:], script]
+    argv: Sequence[str] = [str(shutil.which(UNSHARE[0])), *UNSHARE[1:], script]
     with Process("mounts", argv, {}, log_path) as holder:
         wait_until(lambda: "mounted" in holder.log_text() or not holder.is_running, 10, "small file systems")
         assert holder.is_running, holder.log_text()

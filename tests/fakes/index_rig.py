@@ -1,6 +1,5 @@
 """A chunk index over a real ledger and a disk tier, through the lives of a daemon, and what has to hold in between."""
 
-import asyncio
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -259,9 +258,3 @@ def _live(located: Iterable[StoredChunk]) -> dict[str, Live]:
             max(old.key_bytes, len(stored.key)),
         )
     return counted
-
-
-async def turns(number: int) -> None:
-    """Let the loop take some turns."""
-    for _ in range(number):
-        await asyncio.sleep(0)

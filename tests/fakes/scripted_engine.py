@@ -49,7 +49,7 @@ def config_in(
 ) -> DaemonConfig:
     """A small daemon whose files are all under `folder`, without preallocated rows unless asked for."""
     for name in ("arena", "disk"):
-        (folder / name).mkdir(exist_ok=True)
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
     return DaemonConfig(
         server=ServerConfig(socket=folder / "d.sock", drain_timeout_s=5),
         host=HostConfig(
@@ -241,6 +241,14 @@ class ScriptedEngine:
         """What a worker reads of a leased chunk's first rank."""
         useful_bytes = self.layout.group(group_idx_of(key)).useful_bytes
         return ctypes.string_at(self.arena.row_address(chunk.slot.slot), useful_bytes)
+
+    async def verify(self, acquire_id: int, keys: Sequence[ChunkKey]) -> list[int]:
+        """Acquire, compare every byte that is readable, release; return the indexes that were."""
+        leased = await self.acquire(acquire_id, keys)
+        for index, chunk in leased.items():
+            assert self.read(keys[index], chunk) == self.payload(keys[index]), "wrong bytes"
+        await self.release(acquire_id)
+        return sorted(leased)
 
     async def release(self, acquire_id: int) -> None:
         """End all leases of an acquire."""

@@ -9,89 +9,25 @@ import contextlib
 import os
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import grpc
 
-from kvtier._pb import cache_pb2, cache_pb2_grpc
-from kvtier.client.address import channel_target
+from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
 from kvtier.core.fingerprint import namespace_id
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.packs.pack_tier import PackTier
+from tests.fakes.daemon_process import daemon, is_gone, kill, started
 from tests.fakes.fsck import assert_clean, assert_clean_online
-from tests.fakes.operator import until
+from tests.fakes.operator import Stub, until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key
 from tests.fault.chaos_model import SPACES, Model, Prompt
 
-COMMAND = "from benchmarks.harness.tuned_daemon import main; main()"
 MAX_PINNED = 60
-START_DEADLINE_S = 60.0
-"""More than for an answer: on a busy machine Python and gRPC alone took ten seconds."""
-Stub = cache_pb2_grpc.CacheServiceStub
 State = cache_pb2.PromptStatus
-
-
-async def started(
-    config: DaemonConfig, settings: Mapping[str, str], command: str | None = None
-) -> asyncio.subprocess.Process:
-    """Start `kvtier-daemon` with further settings and fields (see tuned_daemon.py) as environment variables."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    flags = {
-        "socket": config.server.socket,
-        "state-dir": config.disk.disk_dir,
-        "arena-dir": config.host.arena_dir,
-        "host-bytes": config.host.host_bytes,
-        "disk-bytes": config.disk.disk_bytes,
-        "log-level": "warning",
-    }
-    arguments = [f"--{name}={value}" for name, value in flags.items()]
-    defaults = {"TUNED_DISK_PACK_LINGER_S": "0.01", "TUNED_HOST_PREFETCH": str(config.host.prefetch).lower()}
-    defaults["KVTIER_METRICS_LISTEN"] = config.metrics.listen
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", command or COMMAND, *arguments), env=environment | defaults | dict(settings)
-    )
-
-
-@contextlib.asynccontextmanager
-async def daemon(
-    config: DaemonConfig, settings: Mapping[str, str] | None = None, command: str | None = None
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, Stub]]:
-    """Run a daemon until the block ends; then it is killed, if it was not before."""
-    process = await started(config, settings or {}, command)
-    try:
-        # A pool of its own: a shared connection is that of the daemon killed before, until somebody notices.
-        # And tried often: the usual pauses of 1 to 10 s are longer than a start takes.
-        own_pool = [
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.min_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 100),
-        ]
-        async with grpc.aio.insecure_channel(channel_target(config.server.socket), options=own_pool) as channel:
-            stub = Stub(channel)
-            await stub.GetStatus(cache_pb2.GetStatusRequest(), wait_for_ready=True, timeout=START_DEADLINE_S)
-            yield process, stub
-    finally:
-        kill(process)
-        await process.wait()
-
-
-def kill(process: asyncio.subprocess.Process) -> None:
-    """kill -9."""
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGKILL)
-
-
-def is_gone(error: Exception) -> bool:
-    """Say whether this is what a client sees of a killed daemon, and not a refusal."""
-    code = error.code() if isinstance(error, grpc.aio.AioRpcError) else grpc.StatusCode.UNAVAILABLE
-    if "Internal error from Core" in str(error):  # grpc.aio, when the stream ends while it writes
-        return True
-    return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 
 
 class MixedEngine(ScriptedEngine):
@@ -106,14 +42,6 @@ class MixedEngine(ScriptedEngine):
         """See ScriptedEngine."""
         data = super().payload(key, self.space)
         return data if key[0] % 2 else data[: len(data) // 8] * 8
-
-    async def verify(self, acquire_id: int, keys: Sequence[ChunkKey]) -> int:
-        """Acquire, compare, release; return how many chunks were readable."""
-        leased = await self.acquire(acquire_id, keys)
-        for index, chunk in leased.items():
-            assert self.read(keys[index], chunk) == self.payload(keys[index]), "wrong bytes"
-        await self.release(acquire_id)
-        return len(leased)
 
 
 def fingerprint_of(space: int) -> dict[str, str]:
@@ -182,7 +110,7 @@ class Life:
 
     async def verify(self, prompt: Prompt) -> int:
         """Load a prompt; return how many of its chunks were readable."""
-        num_read = await self.engines[prompt.space].verify(next(self._acquire_ids), prompt.keys)
+        num_read = len(await self.engines[prompt.space].verify(next(self._acquire_ids), prompt.keys))
         self.model.counts.verified_chunks += num_read
         return num_read
 
@@ -191,7 +119,7 @@ class Life:
         for acquire_id in range(1, 1_000_000):
             prompts = [prompt for prompt in self.model.prompts.values() if prompt.space == reader.space]
             keys = rng.choice(prompts).keys if prompts else [chunk_key("nothing")]
-            self.model.counts.verified_chunks += await reader.verify(acquire_id, keys)
+            self.model.counts.verified_chunks += len(await reader.verify(acquire_id, keys))
             await asyncio.sleep(0.005)
 
     async def unpin(self) -> None:
@@ -430,8 +358,6 @@ async def many_lives(
     damage_ratio: float = 0.0,
 ) -> None:
     """Live and die until this many lives are over, then start once more and check."""
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
     rng = model.rng
     while model.counts.lives < num_lives:
         how = signal.SIGTERM if rng.random() < 0.2 else signal.SIGKILL

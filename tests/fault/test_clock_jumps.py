@@ -65,12 +65,6 @@ async def some_polls(clock: Clock) -> None:
     await until(looked)
 
 
-async def served(engine: ScriptedEngine, acquire_id: int) -> None:
-    leased = await engine.acquire(acquire_id, KEYS)
-    assert [engine.read(KEYS[i], leased[i]) for i in range(3)] == [engine.payload(key) for key in KEYS]
-    await engine.release(acquire_id)
-
-
 @pytest.mark.parametrize("jump_s", [-50 * YEAR_S, -3600.0, 3600.0, 50 * YEAR_S])
 def test_a_jump_ends_only_what_has_an_end(tmp_path: Path, clock: Clock, jump_s: float) -> None:
     config = config_in(tmp_path)
@@ -89,7 +83,7 @@ def test_a_jump_ends_only_what_has_an_end(tmp_path: Path, clock: Clock, jump_s: 
             await some_polls(clock)
             assert (await prompt_of(stub, "an-hour")).pinned is (jump_s < 0)
             await evict(stub, "for-ever", tier=cache_pb2.TIER_HOST)
-            await served(engine, 1)
+            assert await engine.verify(1, KEYS) == [0, 1, 2]
             await pin(stub, "later", first=2000, ttl_s=1800)
             await some_polls(clock)
             assert (await prompt_of(stub, "later")).pinned, "its time is counted from the new now"
@@ -99,7 +93,7 @@ def test_a_jump_ends_only_what_has_an_end(tmp_path: Path, clock: Clock, jump_s: 
             await some_polls(clock)
             status = await prompt_of(stub, "for-ever")
             assert (status.pinned, status.state) == (True, cache_pb2.PromptStatus.DURABLE)
-            await served(engine, 1)
+            assert await engine.verify(1, KEYS) == [0, 1, 2]
             assert (await prompt_of(stub, "an-hour")).pinned is (jump_s < 0), "what has ended stays ended"
             await assert_clean_online(stub)
 
@@ -118,6 +112,6 @@ def test_a_namespace_that_holds_chunks_outlives_any_jump(tmp_path: Path, clock: 
                 await some_polls(clock)
                 assert (await prompt_of(stub, "p")).state == cache_pb2.PromptStatus.DURABLE
             async with ScriptedEngine(config) as engine:
-                await served(engine, 1)
+                assert await engine.verify(1, KEYS) == [0, 1, 2]
 
     asyncio.run(scenario())

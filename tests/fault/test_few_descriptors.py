@@ -16,9 +16,9 @@ import grpc
 import pytest
 
 from kvtier.config import DaemonConfig
+from tests.fakes.daemon_process import COMMAND, daemon
 from tests.fakes.operator import pin, status_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, wait_durable
-from tests.fault.chaos import COMMAND, daemon
 
 NUM_FILES = 128
 NUM_MODELS = 520
@@ -89,5 +89,4 @@ def test_five_hundred_models_attach_one_after_the_other(tmp_path: Path) -> None:
 
     with tempfile.TemporaryDirectory(prefix="kvtier-test-", dir="/dev/shm") as folder:
         config = config_in(tmp_path, host_bytes=2 << 20)
-        config.disk.disk_dir.chmod(0o700)
         asyncio.run(scenario(replace(config, host=replace(config.host, arena_dir=Path(folder)))))

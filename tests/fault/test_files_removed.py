@@ -15,10 +15,10 @@ import pytest
 from kvtier.config import DaemonConfig
 from kvtier.rpc.server import serve
 from kvtier.service.cache import Cache
+from tests.fakes.daemon_process import daemon
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import make_durable, status_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
-from tests.fault.chaos import daemon
 
 KEYS = [chunk_key(number) for number in range(3)]
 
@@ -46,8 +46,6 @@ def test_the_daemon_starts_again_and_serves_what_is_durable(
     tmp_path: Path, remove: Callable[[DaemonConfig], None]
 ) -> None:
     config = config_in(tmp_path)
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
 
     async def scenario() -> None:
         async with daemon(config) as (process, stub):

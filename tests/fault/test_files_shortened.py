@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.fakes.daemon_process import daemon
 from tests.fakes.fsck import assert_clean_online
-from tests.fakes.operator import make_durable, pin, status_of, until
+from tests.fakes.operator import Stub, make_durable, pin, status_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
-from tests.fault.chaos import Stub, daemon
 
 KEYS = [chunk_key(number) for number in range(3)]
 LATE = [chunk_key(("late", number)) for number in range(3)]
@@ -37,8 +37,6 @@ async def started_again(stub: Stub, started_unix_s: float) -> None:
 @pytest.mark.parametrize("left", ["nothing", "header", "slot table", "rows but the last"])
 def test_a_shortened_arena_is_replaced_and_nothing_durable_is_lost(tmp_path: Path, left: str) -> None:
     config = config_in(tmp_path)
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
 
     async def scenario() -> None:
         async with daemon(config, CALM) as (process, stub):
@@ -69,8 +67,6 @@ def test_a_shortened_arena_is_replaced_and_nothing_durable_is_lost(tmp_path: Pat
 def test_what_was_in_memory_only_is_lost_and_nothing_else(tmp_path: Path) -> None:
     """The drain reads from the arena what it still has to write."""
     config = config_in(tmp_path)
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
 
     async def scenario() -> None:
         async with daemon(config, CALM | {"TUNED_DISK_PACK_LINGER_S": "60"}) as (process, stub):
@@ -102,8 +98,6 @@ def test_a_bus_error_says_where_and_the_next_start_serves_from_memory(
 ) -> None:
     """Between the shortening and the watch's next look the kernel may be quicker; it can only be said."""
     config = config_in(tmp_path)
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
 
     async def scenario() -> None:
         async with daemon(config, CALM) as (process, stub), ScriptedEngine(config) as engine:

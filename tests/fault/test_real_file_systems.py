@@ -1,7 +1,6 @@
 """A real daemon on file systems that are full or read-only, in a mount namespace of its own."""
 
 import asyncio
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,44 +13,20 @@ import pytest
 from kvtier._pb import cache_pb2, engine_pb2
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
+from tests.e2e.small_mounts import UNSHARE, may_mount
+from tests.fakes.daemon_process import COMMAND, flags_of
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import Stub, evict, make_durable, on_disk, pin, prompt_of, status_of, until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
-from tests.fault.chaos import COMMAND
-
-UNSHARE = ["unshare", "--mount", "--propagation=private", "sh", "-c"]
-
-
-def may_mount() -> bool:
-    """Say whether this process may mount in a namespace of its own."""
-    if shutil.which("unshare") is None:
-        return False
-    return subprocess.run([*UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode == 0
-
 
 pytestmark = pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
 
 
 def command(config: DaemonConfig, mount: str, **settings: str) -> list[str]:
     """Return what mounts and then becomes the daemon."""
-    flags = {
-        "socket": config.server.socket,
-        "state-dir": config.disk.disk_dir,
-        "arena-dir": config.host.arena_dir,
-        "host-bytes": config.host.host_bytes,
-        "disk-bytes": config.disk.disk_bytes,
-        "metrics-listen": config.metrics.listen,
-        "log-level": "error",
-    }
-    arguments = " ".join(f"--{name}={value}" for name, value in flags.items())
+    arguments = " ".join([*flags_of(config), f"--metrics-listen={config.metrics.listen}", "--log-level=error"])
     environment = " ".join(f"{name}={value}" for name, value in settings.items())
     return [*UNSHARE, f"{mount} && exec env {environment} {sys.executable} -c '{COMMAND}' {arguments}"]
-
-
-def private(config: DaemonConfig) -> DaemonConfig:
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
-    return config
 
 
 @asynccontextmanager
@@ -71,7 +46,7 @@ async def daemon(config: DaemonConfig, mount: str, **settings: str) -> AsyncIter
 
 def test_a_read_only_state_directory_is_refused_by_name(tmp_path: Path) -> None:
     """The refusal said that root may not write into a folder of root's, and to name another folder."""
-    config = private(config_in(tmp_path))
+    config = config_in(tmp_path)
     folder = config.disk.disk_dir
     mount = f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}"
     done = subprocess.run(command(config, mount), capture_output=True, text=True, timeout=30, check=False)
@@ -83,7 +58,7 @@ def test_a_read_only_state_directory_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_start_beside_full_shared_memory_lets_engines_in_when_there_is_space(tmp_path: Path) -> None:
     """The daemon ended with a traceback: it could not write its pid into its lock file."""
-    config = private(config_in(tmp_path))
+    config = config_in(tmp_path)
     folder = config.host.arena_dir
 
     async def scenario() -> None:
@@ -102,7 +77,7 @@ def test_a_start_beside_full_shared_memory_lets_engines_in_when_there_is_space(t
 
 
 def test_a_full_disk_is_served_from_memory_and_written_when_there_is_space(tmp_path: Path) -> None:
-    config = private(config_in(tmp_path))
+    config = config_in(tmp_path)
     keys = {name: [chunk_key((name, i)) for i in range(4)] for name in ("a", "b")}
 
     async def scenario() -> None:
@@ -158,7 +133,7 @@ def test_a_full_arena_file_system_costs_credits_and_nothing_else(tmp_path: Path)
     """Nothing could be promoted while evictable chunks had all the memory there was.
 
     Rows without pages would be SIGBUS in the engine; of the arena's 128 rows others have left memory for about 20."""
-    config = private(config_in(tmp_path))
+    config = config_in(tmp_path)
     keys = [chunk_key(i) for i in range(40)]
 
     async def scenario() -> None:

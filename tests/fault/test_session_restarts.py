@@ -7,11 +7,11 @@ from pathlib import Path
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.layout import ChunkKey
+from tests.fakes.daemon_process import daemon
 from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import Stub, make_durable, status_of, until
 from tests.fakes.process_facts import Held, held
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
-from tests.fault.chaos import daemon
 
 NUM_RESTARTS = 50
 NUM_COMPARED = 10
@@ -61,8 +61,6 @@ async def one_life(config: DaemonConfig, number: int, keys: Sequence[ChunkKey], 
 def test_restarts_leave_nothing_in_the_daemon(tmp_path: Path) -> None:
     """No session, lease, grant, lock file, descriptor, mapping or thread; what was stored is served each time."""
     config = config_in(tmp_path)
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
     keys = [chunk_key(number) for number in range(4)]
 
     async def scenario() -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from kvtier._pb import cache_pb2
 from kvtier._pb import engine_pb2 as pb
+from tests.fakes.daemon_process import COMMAND, daemon
 from tests.fakes.fsck import assert_clean
-from tests.fakes.operator import evict, make_durable, until
+from tests.fakes.operator import Stub, evict, make_durable, until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
-from tests.fault import chaos
 
 KEYS = [chunk_key(number) for number in range(4)]
 # No process ever writes to the FIFO, so to open it takes for ever. The daemon logs it, and stops waiting sooner.
@@ -33,16 +33,16 @@ os.open = open_slowly
 """
 
 
-async def _load(engine: ScriptedEngine, stub: chaos.Stub) -> None:
+async def _load(engine: ScriptedEngine, stub: Stub) -> None:
     await engine.send(acquire=pb.Acquire(acquire_id=1, keys=KEYS))
 
 
-async def _check(engine: ScriptedEngine, stub: chaos.Stub) -> None:
+async def _check(engine: ScriptedEngine, stub: Stub) -> None:
     with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):  # it is never answered
         await stub.Fsck(cache_pb2.FsckRequest(deep=True))
 
 
-async def _export(engine: ScriptedEngine, stub: chaos.Stub) -> None:
+async def _export(engine: ScriptedEngine, stub: Stub) -> None:
     with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
         async for _ in stub.Export(cache_pb2.ExportRequest(name="p")):
             pass
@@ -51,39 +51,34 @@ async def _export(engine: ScriptedEngine, stub: chaos.Stub) -> None:
 @pytest.mark.parametrize("read", [_load, _check, _export])
 def test_sigterm_while_a_read_hangs(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    read: Callable[[ScriptedEngine, chaos.Stub], Coroutine[Any, Any, None]],
+    read: Callable[[ScriptedEngine, Stub], Coroutine[Any, Any, None]],
 ) -> None:
     """It was never obeyed: the loop stood still until the read returned, so that a second one had no effect either."""
     config = config_in(tmp_path)
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
 
     async def scenario() -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(chaos, "COMMAND", HANGING + chaos.COMMAND)
-            async with chaos.daemon(config) as (process, stub), ScriptedEngine(config) as engine:
-                await make_durable(stub, engine, KEYS)
-                await evict(stub, "p", tier=cache_pb2.TIER_HOST)
-                packs = list((config.disk.disk_dir / "packs").glob("*.kvpack"))
-                for pack in packs:
-                    pack.rename(tmp_path / pack.name)
-                    os.mkfifo(pack)
-                reading = asyncio.create_task(read(engine, stub))
+        async with daemon(config, command=HANGING + COMMAND) as (process, stub), ScriptedEngine(config) as engine:
+            await make_durable(stub, engine, KEYS)
+            await evict(stub, "p", tier=cache_pb2.TIER_HOST)
+            packs = list((config.disk.disk_dir / "packs").glob("*.kvpack"))
+            for pack in packs:
+                pack.rename(tmp_path / pack.name)
+                os.mkfifo(pack)
+            reading = asyncio.create_task(read(engine, stub))
 
-                async def hangs() -> bool:
-                    return (tmp_path / "hangs").exists()
+            async def hangs() -> bool:
+                return (tmp_path / "hangs").exists()
 
-                await until(hangs)
-                await engine.barrier()  # everybody else is served
-                process.send_signal(signal.SIGTERM)
-                assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 1
-                await reading
+            await until(hangs)
+            await engine.barrier()  # other requests are answered
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 1
+            await reading
         assert list(config.host.arena_dir.glob("arena-*")) == []
         for pack in packs:
             (tmp_path / pack.name).rename(pack)
         assert_clean(config.disk.disk_dir)
-        async with chaos.daemon(config), ScriptedEngine(config) as engine:
-            assert sorted(await engine.acquire(1, KEYS)) == [0, 1, 2, 3]
+        async with daemon(config), ScriptedEngine(config) as engine:
+            assert await engine.verify(1, KEYS) == [0, 1, 2, 3]
 
     asyncio.run(scenario())

@@ -14,28 +14,16 @@ from kvtier._pb import cache_pb2, cache_pb2_grpc
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from kvtier.errors import FormatVersionError
+from tests.fakes.daemon_process import daemon, kill, started
 from tests.fakes.fsck import assert_clean_online, check
 from tests.fakes.operator import make_durable
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
-from tests.fault.chaos import daemon, kill, started
 
 KEYS = [chunk_key(i) for i in range(3)]
 
 
-def private(config: DaemonConfig) -> DaemonConfig:
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
-    return config
-
-
 def files_in(*folders: Path) -> set[Path]:
     return {path for folder in folders for path in folder.rglob("*") if "-wal" not in path.name}
-
-
-async def served(engine: ScriptedEngine, acquire_id: int) -> None:
-    leased = await engine.acquire(acquire_id, KEYS)
-    assert [engine.read(KEYS[i], leased[i]) for i in range(3)] == [engine.payload(key) for key in KEYS]
-    await engine.release(acquire_id)
 
 
 def sharing(first: DaemonConfig, second: DaemonConfig, what: str) -> DaemonConfig:
@@ -57,8 +45,8 @@ def test_the_second_daemon_is_refused_and_the_first_goes_on(
 ) -> None:
     (tmp_path / "1").mkdir(mode=0o700)
     (tmp_path / "2").mkdir(mode=0o700)
-    first = private(config_in(tmp_path / "1"))
-    second = sharing(first, private(config_in(tmp_path / "2")), what)
+    first = config_in(tmp_path / "1")
+    second = sharing(first, config_in(tmp_path / "2"), what)
 
     async def scenario() -> None:
         async with daemon(first) as (process, stub), ScriptedEngine(first) as engine:
@@ -69,7 +57,7 @@ def test_the_second_daemon_is_refused_and_the_first_goes_on(
             printed = capfd.readouterr().err
             assert f"pid {process.pid}" in printed
             assert files_in(first.disk.disk_dir, first.host.arena_dir) == before
-            await served(engine, 1)
+            assert await engine.verify(1, KEYS) == [0, 1, 2]
             await assert_clean_online(stub)
 
     asyncio.run(scenario())
@@ -88,7 +76,7 @@ def test_of_two_that_start_together_on_one_socket_one_serves(
         configs = []
         for name in ("1", "2"):
             (tmp_path / name).mkdir(mode=0o700)
-            configs.append(private(config_in(tmp_path / name)))
+            configs.append(config_in(tmp_path / name))
         configs[1] = sharing(configs[0], configs[1], "socket")
         both = await asyncio.gather(*(started(config, {}) for config in configs))
         try:
@@ -165,7 +153,7 @@ def test_a_newer_pack_with_rows_is_read_by_its_rows(stopped: DaemonConfig) -> No
 
     async def scenario() -> None:
         async with running(stopped), ScriptedEngine(stopped) as engine:
-            await served(engine, 1)
+            assert await engine.verify(1, KEYS) == [0, 1, 2]
 
     asyncio.run(scenario())
     assert sorted(packs_of(stopped)) == packs
@@ -188,7 +176,7 @@ def test_a_newer_arena_is_removed_and_the_disk_serves(stopped: DaemonConfig) -> 
 
     async def scenario() -> None:
         async with running(stopped), ScriptedEngine(stopped) as engine:
-            await served(engine, 1)
+            assert await engine.verify(1, KEYS) == [0, 1, 2]
 
     asyncio.run(scenario())
     assert not left.exists(), "memory of a daemon that is gone, and no use to anybody"

@@ -25,10 +25,10 @@ from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.folders import LOCK_NAME
+from tests.fakes.daemon_process import daemon, kill
 from tests.fakes.left_arena import LeftArena, page_bytes
 from tests.fakes.operator import Stub, pin, status_of, until
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
-from tests.fault.chaos import daemon, kill
 
 # More with KVTIER_WARM_KILLS=50.
 NUM_KILLS = int(os.environ.get("KVTIER_WARM_KILLS", "20"))
@@ -206,7 +206,6 @@ async def one_life(config: DaemonConfig, model: Model, left: Left | None) -> Lef
 def config(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DaemonConfig]:
     """The arena on a real tmpfs, with fewer rows (42) than there will be chunks, so that slots are given out again."""
     config = config_in(tmp_path, host_bytes=1 << 20, preallocated_bytes=request.param)
-    config.disk.disk_dir.chmod(0o700)
     with tempfile.TemporaryDirectory(prefix="kvtier-test-", dir="/dev/shm") as arena_dir:
         yield replace(config, host=replace(config.host, arena_dir=Path(arena_dir)))
 

@@ -19,7 +19,8 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.errors import LedgerError, TierIOError
 from tests.fakes.chunks import key_of
-from tests.fakes.index_rig import IndexRig, ThreadResources, keys_of, turns
+from tests.fakes.clocks import turns
+from tests.fakes.index_rig import IndexRig, ThreadResources, keys_of
 from tests.fakes.memory_tier import MemoryTier
 
 P = ParamSpec("P")

@@ -16,10 +16,10 @@ import pytest
 from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
 from kvtier.client.admin import AdminClient
 from kvtier.config import DaemonConfig
+from tests.fakes.daemon_process import START_DEADLINE_S, daemon_command, daemon_process
 from tests.fakes.scripted_engine import config_in
 from tests.fakes.waiting import wait_for
 from tests.unit.deployment.contained_engine import KEYS
-from tests.unit.deployment.daemon_process import DEADLINE_S, daemon_command, daemon_process
 
 _ROOT = Path(__file__).parents[3]
 _UNSHARE = ["unshare", "--mount", "--net", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
@@ -29,7 +29,7 @@ _FOLDERS = ("socket", "arena", "disk")
 def can_unshare() -> bool:
     """Return whether namespaces may be made here."""
     try:
-        done = subprocess.run([*_UNSHARE, "true"], capture_output=True, timeout=DEADLINE_S, check=False)
+        done = subprocess.run([*_UNSHARE, "true"], capture_output=True, timeout=START_DEADLINE_S, check=False)
     except OSError:
         return False
     return done.returncode == 0
@@ -67,7 +67,7 @@ class Node:
         """Run a command in a container to its end."""
         return subprocess.run(
             self.in_container(mounts, *command),
-            cwd=_ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+            cwd=_ROOT, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False,
         )  # fmt: skip
 
     def engine(self, mounts: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -88,8 +88,8 @@ def test_an_engine_in_another_container_stores_and_loads(node: Node) -> None:
         client.pin(PinRequest(name="p", tokens=range(80)))
         done = node.engine(["socket", "arena"])
         assert (done.returncode, done.stdout) == (0, f"{len(KEYS)}\n"), done.stderr
-        wait_for(lambda: client.get("p").state == PromptStatus.DURABLE, DEADLINE_S)
-        wait_for(lambda: not client.status().sessions, DEADLINE_S)
+        wait_for(lambda: client.get("p").state == PromptStatus.DURABLE, START_DEADLINE_S)
+        wait_for(lambda: not client.status().sessions, START_DEADLINE_S)
     assert not any((node.pod / "socket").iterdir()), "the test sees what its own namespace has"
     assert any((node.folder / "disk" / "packs").iterdir())
 

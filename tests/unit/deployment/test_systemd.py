@@ -19,10 +19,10 @@ from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig, MetricsConfig
 from kvtier.config.model import OFF
 from kvtier.core.layout import GroupLayout, KVLayout
+from tests.fakes.daemon_process import daemon_command, daemon_process
 from tests.fakes.operator import evict, make_durable
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in
 from tests.unit.deployment import sandbox
-from tests.unit.deployment.daemon_process import daemon_command, daemon_process
 from tests.unit.deployment.shipped import CONFIGS, ROOT, config_of
 from tests.unit.deployment.units import read_unit
 
@@ -102,8 +102,6 @@ def can_confine() -> bool:
 def test_the_daemon_makes_no_system_call_that_the_unit_forbids(tmp_path: Path) -> None:
     """Storing, spilling, reading back past the page cache, stopping; a forbidden call would kill it."""
     config = config_in(tmp_path, host_bytes=64 * MIB)
-    for folder in (config.disk.disk_dir, config.host.arena_dir):
-        folder.chmod(0o700)
     config = replace(config, server=replace(config.server, socket=tmp_path / "run" / "d.sock"))
     command = [sys.executable, "-m", "tests.unit.deployment.sandbox", str(SERVICE), *daemon_command(config)]
     without_network = ["unshare", "--net"] if os.geteuid() == 0 else []
