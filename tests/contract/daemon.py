@@ -191,7 +191,7 @@ class DaemonContract:
             await engine.store([*KEYS, *OTHERS])
             assert engine.welcome.store_mode == pb.STORE_ALL
             async with ScriptedEngine(daemon.config, engine_id="later") as later:
-                await later.wait_told()
+                await later.wait_inventory()
                 assert {key for key, held in later.held.items() if held} == {*KEYS, *OTHERS}
                 assert await later.verify(1, OTHERS) == list(range(len(OTHERS)))
 

@@ -11,9 +11,9 @@ import pytest
 from kvtier.client.address import channel_target
 from kvtier.config import DaemonConfig
 from tests.contract.cache_service import CacheServiceContract, Engine, Open, Subject
+from tests.fakes.fake_cache_service import FakeCacheService, serving
 from tests.fakes.operator import Stub, on_disk
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
-from tests.unit.cli.fake_daemon import FakeDaemon, serving
 
 
 class RealEngine:
@@ -51,7 +51,7 @@ class RealSubject:
 class FakeSubject:
     """The fake; what it says of its engine, a test sets."""
 
-    def __init__(self, fake: FakeDaemon, stub: Stub) -> None:
+    def __init__(self, fake: FakeCacheService, stub: Stub) -> None:
         self._fake, self.stub = fake, stub
 
     async def bind(self, name: str) -> None:
@@ -86,7 +86,7 @@ class TestFakeCacheService(CacheServiceContract):
         @asynccontextmanager
         async def opened(folder: Path) -> AsyncIterator[Subject]:
             socket = folder / "s"
-            with serving(FakeDaemon(), socket) as fake:
+            with serving(FakeCacheService(), socket) as fake:
                 async with grpc.aio.insecure_channel(channel_target(socket)) as channel:
                     yield FakeSubject(fake, Stub(channel))
                 await asyncio.sleep(0)

@@ -30,7 +30,7 @@ ONE_GROUP = KVLayout(
 )
 
 
-def room_for(num_rows: int, *, num_arenas: int = 1, layout: KVLayout = ONE_GROUP) -> int:
+def host_bytes_for(num_rows: int, *, num_arenas: int = 1, layout: KVLayout = ONE_GROUP) -> int:
     """Return the host.bytes of this many rows, over all arenas, and of the slot tables of this many arenas."""
     host_bytes = num_rows * layout.row_bytes
     while num_slots_within(host_bytes, layout.row_bytes, layout.num_ranks) < num_rows:
@@ -254,7 +254,7 @@ class ScriptedEngine:
         """End all leases of an acquire."""
         await self.send(release=pb.Release(acquire_id=acquire_id, all=True))
 
-    async def wait_told(self) -> list[int]:
+    async def wait_inventory(self) -> list[int]:
         """Wait until the daemon has named everything that it holds; return how many chunks each message named."""
         sizes: list[int] = []
         while True:

@@ -33,8 +33,9 @@ from kvtier.daemon.main import render_config
 from kvtier.doctor import all_checks
 from kvtier.doctor.engine_environment import EngineEnvironment
 from kvtier.errors import ConfigError, ConfigErrors, InvalidArgumentError, KvtierError, RenderError
-from tests.unit.cli import fake_daemon, fake_vllm
-from tests.unit.cli.fake_daemon import FakeDaemon
+from tests.fakes import fake_cache_service
+from tests.fakes.fake_cache_service import FakeCacheService
+from tests.unit.cli import fake_vllm
 from tests.unit.cli.fake_vllm import FakeVllm
 
 DIGITS = "9" * 400
@@ -98,7 +99,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kvtier(tmp_path: Path) -> Iterator[Callable[..., Result]]:
     """Run the CLI beside a daemon that has a prompt `x`, and a vLLM (the word VLLM in an argument)."""
-    with fake_daemon.serving(FakeDaemon(), tmp_path / "s"), fake_vllm.serving(FakeVllm()) as vllm:
+    with fake_cache_service.serving(FakeCacheService(), tmp_path / "s"), fake_vllm.serving(FakeVllm()) as vllm:
 
         def run(*arguments: str) -> Result:
             said = [vllm.url if each == "VLLM" else each for each in arguments]
@@ -519,8 +520,8 @@ def test_too_few_open_files(program: str) -> None:
 @pytest.mark.parametrize("answer", [[], ["--json"]])
 @pytest.mark.parametrize("model", ["/a/model/that/is/much/longer/than/the/column/ü", "short"])
 def test_a_stdout_that_is_full_closed_or_ascii(answer: list[str], model: str, tmp_path: Path) -> None:
-    fake = FakeDaemon()
-    with fake_daemon.serving(fake, tmp_path / "s"):
+    fake = FakeCacheService()
+    with fake_cache_service.serving(fake, tmp_path / "s"):
         fake.prompts["p"] = PromptStatus(name="p", model=model)
         line = ["--socket", str(tmp_path / "s"), "list", *answer]
         status, said = run_process("kvtier.cli.app", line, 'exec "$0" "$@" >/dev/full')

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.command_eviction import EvictTier
 from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
-from tests.fakes.scripted_engine import ONE_GROUP, room_for
+from tests.fakes.scripted_engine import ONE_GROUP, host_bytes_for
 from tests.property.test_compaction import NUM_CHUNKS, numbers
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class EnginesKnowMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="kvtier-test-"))
         self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()
-        opened = rig(self.folder, store="all", host_bytes=room_for(6), disk_bytes=60_000)
+        opened = rig(self.folder, store="all", host_bytes=host_bytes_for(6), disk_bytes=60_000)
         self.rig: Rig = self.run(self.stack.enter_async_context(opened))
         self.rig.cache._verified.set()  # there was nothing to adopt
         self.session, self.peer = self.run(self.rig.session())

@@ -35,7 +35,7 @@ from tests.fakes.gated_stores import STEPS
 from tests.fakes.in_process_engine import InProcessEngine
 from tests.fakes.living_service import LivingService
 from tests.fakes.rig import at_once, eventually
-from tests.fakes.scripted_engine import ONE_GROUP, chunk_key, config_in, room_for
+from tests.fakes.scripted_engine import ONE_GROUP, chunk_key, config_in, host_bytes_for
 from tests.fault.chaos_model import SPACES, Model, Prompt
 
 NUM_EXAMPLES = int(os.environ.get("KVTIER_CHAOS_EXAMPLES", "0"))
@@ -624,7 +624,7 @@ def fingerprint_of(space: int) -> dict[str, str]:
 def config_of(folder: Path, store: StoreMode, *, prefetch: bool, keep_arena: bool) -> DaemonConfig:
     config = config_in(
         folder,
-        host_bytes=room_for(HOST_ROWS, num_arenas=3),
+        host_bytes=host_bytes_for(HOST_ROWS, num_arenas=3),
         disk_bytes=DISK_BYTES,
         store=store,
         compact_bytes_per_s=0,

@@ -8,8 +8,9 @@ from typer.testing import CliRunner, Result
 
 from kvtier.cli.app import app
 from kvtier.cli.commands import pin_flow
-from tests.unit.cli import fake_daemon, fake_vllm
-from tests.unit.cli.fake_daemon import FakeDaemon
+from tests.fakes import fake_cache_service
+from tests.fakes.fake_cache_service import FakeCacheService
+from tests.unit.cli import fake_vllm
 from tests.unit.cli.fake_vllm import FakeVllm
 
 Kvtier = Callable[..., Result]
@@ -22,8 +23,8 @@ def vllm() -> Iterator[FakeVllm]:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with fake_daemon.serving(FakeDaemon(), tmp_path / "s") as fake:
+def daemon(tmp_path: Path) -> Iterator[FakeCacheService]:
+    with fake_cache_service.serving(FakeCacheService(), tmp_path / "s") as fake:
         yield fake
 
 

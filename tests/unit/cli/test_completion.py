@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli.app import app
-from tests.unit.cli.fake_daemon import FakeDaemon
+from tests.fakes.fake_cache_service import FakeCacheService
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_commands_and_options() -> None:
     assert completed("kvtier unpin --js") == ["--json"]
 
 
-def test_names_come_from_the_daemon(daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_names_come_from_the_daemon(daemon: FakeCacheService, tmp_path: Path) -> None:
     for name in ("support", "sales", "house-rules"):
         daemon.prompts[name] = PromptStatus(name=name)
     command = f"kvtier --socket {tmp_path / 's'}"

@@ -27,7 +27,7 @@ from kvtier.service.cache import Cache
 from kvtier.tiering.namespace import Namespace
 from tests.fakes.in_process_engine import InProcessEngine
 from tests.fakes.rig import eventually, hello_of
-from tests.fakes.scripted_engine import chunk_key, config_in, room_for
+from tests.fakes.scripted_engine import chunk_key, config_in, host_bytes_for
 
 MAX_OPEN = 4
 KEYS = [chunk_key(number) for number in range(3)]
@@ -196,7 +196,7 @@ def test_memory_that_idle_models_take_is_given_to_the_next(folder: Path) -> None
     """Each takes all of host.bytes. Every table counts; an arena without a row with pages is closed by and by."""
 
     async def scenario() -> None:
-        host_bytes = room_for(6, num_arenas=2)
+        host_bytes = host_bytes_for(6, num_arenas=2)
         async with cache_in(folder, host_bytes=host_bytes, max_open=100) as cache:
             for number in range(12):
                 engine = await attached(cache, f"m{number}")

@@ -36,7 +36,7 @@ from tests.fakes.scripted_engine import (
     ScriptedEngine,
     chunk_key,
     config_in,
-    room_for,
+    host_bytes_for,
     running,
     wait_durable,
 )
@@ -356,7 +356,7 @@ def test_no_page_is_taken_away_from_under_an_old_reader(tmp_path: Path) -> None:
     """Reading a row without pages is SIGBUS when the file system is full: another namespace has to wait."""
 
     async def scenario() -> None:
-        config = kept(config_in(tmp_path, host_bytes=room_for(5, num_arenas=2)))
+        config = kept(config_in(tmp_path, host_bytes=host_bytes_for(5, num_arenas=2)))
         async with running(config) as stub:
             engine = await ScriptedEngine(config, store_credits=1).__aenter__()
             await engine.bind(await pin(stub), KEYS[:4])

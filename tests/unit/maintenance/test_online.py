@@ -18,7 +18,7 @@ from tests.fakes.chunks import payload_of
 from tests.fakes.fsck import assert_clean, assert_clean_online, check
 from tests.fakes.gates import gated
 from tests.fakes.operator import Stub, evict, pack_of, pin, prompt_of, reached, status_of, store_last_apart, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, host_bytes_for, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
 
@@ -122,7 +122,7 @@ def test_damage_is_repaired_and_memory_follows(tmp_path: Path) -> None:
     """One pack loses its file, another gets a flipped bit; what reads right stays, the rest is stored again."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=room_for(4))
+        config = config_in(tmp_path, host_bytes=host_bytes_for(4))
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(await pin(stub), KEYS)
             await store_last_apart(stub, engine, KEYS)

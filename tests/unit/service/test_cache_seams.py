@@ -7,7 +7,7 @@ from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.command_eviction import EvictTier
 from tests.fakes.clocks import at_rest
 from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
-from tests.fakes.scripted_engine import ONE_GROUP, room_for
+from tests.fakes.scripted_engine import ONE_GROUP, host_bytes_for
 
 ROW_BYTES = 8192
 
@@ -72,7 +72,7 @@ def test_what_leaves_host_memory_and_disk_is_counted_once_and_where_it_was(tmp_p
     """`evict --all` counted chunks that were never on disk as dropped from it, and acquires no eviction at all."""
 
     async def scenario() -> None:
-        async with rig(tmp_path, store="all", host_bytes=room_for(4)) as made:
+        async with rig(tmp_path, store="all", host_bytes=host_bytes_for(4)) as made:
             made.cache._verified.set()  # there was nothing to adopt
             made.in_host(range(3))
             await made.on_disk(range(10, 12))

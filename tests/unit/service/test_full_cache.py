@@ -15,7 +15,7 @@ from kvtier.service import namespace_registry
 from kvtier.tiering import resources as stores_module
 from kvtier.tiering.capacity import Capacity
 from tests.fakes.operator import Stub, evict, on_disk, pin, prompt_of, status_of, unpin, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, host_bytes_for, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
 FLOOD = [chunk_key(n) for n in range(100, 160)]
@@ -28,14 +28,14 @@ def test_what_no_one_pinned_is_stored_hit_and_survives_a_restart(tmp_path: Path)
         config = config_in(tmp_path, store="all")
         async with running(config) as stub, ScriptedEngine(config) as engine:
             assert engine.welcome.store_mode == pb.STORE_ALL
-            assert await engine.wait_told() == [0]
+            assert await engine.wait_inventory() == [0]
             await engine.store(KEYS)
             chunks = await engine.acquire(1, KEYS)
             assert [engine.read(key, chunks[i]) for i, key in enumerate(KEYS)] == [engine.payload(key) for key in KEYS]
             await engine.release(1)
             await on_disk(stub, len(KEYS))
         async with running(config), ScriptedEngine(config) as engine:
-            await engine.wait_told()
+            await engine.wait_inventory()
             assert engine.held == dict.fromkeys(KEYS, True)
             chunks = await engine.acquire(1, KEYS)
             assert [engine.read(key, chunks[i]) for i, key in enumerate(KEYS)] == [engine.payload(key) for key in KEYS]
@@ -67,7 +67,7 @@ def test_what_is_held_is_announced_in_bounded_batches_and_to_every_session(
         async with running(config), ScriptedEngine(config) as one:
             await one.store(KEYS)
             async with ScriptedEngine(config, engine_id="two") as two:
-                assert await two.wait_told() == [2, 2, 1, 0]
+                assert await two.wait_inventory() == [2, 2, 1, 0]
                 assert two.held == dict.fromkeys(KEYS, True)
                 await one.store(FLOOD[:1])
                 await two.wait_held(FLOOD[:1])
@@ -79,7 +79,7 @@ def test_a_flood_stays_within_host_memory_and_losses_are_announced(tmp_path: Pat
     """The ephemeral namespace has no disk: what leaves host memory is lost, and engines must know."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=room_for(16))
+        config = config_in(tmp_path, store="all", host_bytes=host_bytes_for(16))
         async with running(config) as stub, ScriptedEngine(config, ephemeral=True) as engine:
             for key in FLOOD:
                 await engine.store([key])
@@ -99,7 +99,7 @@ def test_a_flood_stays_within_host_memory_and_losses_are_announced(tmp_path: Pat
 
 def test_a_hot_prefix_survives_a_flood_and_pinned_chunks_survive_everything(tmp_path: Path) -> None:
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=room_for(24), disk_bytes=200_000)
+        config = config_in(tmp_path, store="all", host_bytes=host_bytes_for(24), disk_bytes=200_000)
         pinned, hot = KEYS[:2], KEYS[2:]
         async with running(config) as stub, ScriptedEngine(config) as engine:
             await engine.bind(await pin(stub, tokens=32), pinned)
@@ -127,7 +127,7 @@ async def written(stub: Stub, num_packs: int) -> bool:
 
 def test_above_the_high_watermark_host_memory_is_freed_down_to_the_low_one(tmp_path: Path) -> None:
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=room_for(20))
+        config = config_in(tmp_path, store="all", host_bytes=host_bytes_for(20))
         config = replace(config, host=replace(config.host, high_watermark=0.7, low_watermark=0.5))
         async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
             for start in range(0, 16, 4):  # not faster than the disk takes it, or it is not written back
@@ -276,7 +276,7 @@ def test_the_dearer_model_keeps_its_chunks(tmp_path: Path) -> None:
     """Two live namespaces, one asks for memory: the one whose chunks are computed quickly is evicted."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=room_for(16, num_arenas=2))
+        config = config_in(tmp_path, store="all", host_bytes=host_bytes_for(16, num_arenas=2))
         async with running(config) as stub:
             dear = ScriptedEngine(config, store_credits=1, ephemeral=True, fingerprint={"w": "dear"})
             cheap = ScriptedEngine(config, store_credits=1, ephemeral=True, fingerprint={"w": "cheap"})
@@ -354,7 +354,7 @@ def test_the_order_of_a_prompt_stored_in_steps_is_made_after_the_last(tmp_path: 
     """Stored head first, the head was the first to go, and the tail served no one."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, store="all", host_bytes=room_for(12))
+        config = config_in(tmp_path, store="all", host_bytes=host_bytes_for(12))
         async with running(config), ScriptedEngine(config, ephemeral=True, store_credits=1) as engine:
             prompt = FLOOD[:6]
             for key in prompt:

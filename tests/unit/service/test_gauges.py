@@ -11,7 +11,7 @@ from kvtier.errors import LedgerError, TierIOError
 from kvtier.service.metrics_reading import read_gauges
 from kvtier.sessions.session import SessionEnd
 from tests.fakes.rig import Rig, at_once, eventually, keys_of, rig
-from tests.fakes.scripted_engine import room_for
+from tests.fakes.scripted_engine import host_bytes_for
 
 
 def shown(r: Rig) -> dict[str, float]:
@@ -62,7 +62,7 @@ def test_leases_sessions_and_what_waits_for_the_disk(tmp_path: Path) -> None:
 
 def test_hits_and_misses_by_tier_and_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=room_for(4)) as r:
+        async with rig(tmp_path, host_bytes=host_bytes_for(4)) as r:
             await r.on_disk(range(8))
             r.in_host([10])
             session, _ = await r.session()

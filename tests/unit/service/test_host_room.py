@@ -14,7 +14,7 @@ from kvtier._pb import cache_pb2
 from kvtier.pages import PageOps
 from tests.fakes.operator import evict, pin, status_of
 from tests.fakes.rig import ListPeer, hello_of, rig
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, host_bytes_for, running, wait_durable
 
 KEYS = [chunk_key(number) for number in range(4)]
 
@@ -23,7 +23,7 @@ def test_room_in_one_namespace_reaches_a_session_of_another(tmp_path: Path) -> N
     """Only sessions of the same namespace were topped up: the other one waited for its first slot for ever."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=room_for(1, num_arenas=2))
+        config = config_in(tmp_path, host_bytes=host_bytes_for(1, num_arenas=2))
         async with running(config):
             first = await ScriptedEngine(config, store_credits=1).__aenter__()
             while not first.credits:
@@ -56,7 +56,7 @@ def test_what_is_free_already_is_not_taken_for_what_is_short(tmp_path: Path) -> 
 @asynccontextmanager
 async def two_models(tmp_path: Path) -> AsyncIterator[tuple[Any, ScriptedEngine]]:
     """Two pinned prompts of four chunks, memory for six, one prompt in it; yield the stub and the other's engine."""
-    config = config_in(tmp_path, host_bytes=room_for(6, num_arenas=2))
+    config = config_in(tmp_path, host_bytes=host_bytes_for(6, num_arenas=2))
     async with (
         running(config) as stub,
         ScriptedEngine(config, store_credits=1) as one,

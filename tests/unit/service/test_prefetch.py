@@ -13,7 +13,7 @@ from kvtier.disk.packs.pack_tier import PackTier
 from tests.fakes.gates import gated
 from tests.fakes.left_arena import LeftArena
 from tests.fakes.operator import Stub, pack_of, pin, reached, status_of, unpin, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, host_bytes_for, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
 LATE = [chunk_key(("late", n)) for n in range(3)]
@@ -59,7 +59,7 @@ def test_pinned_prompts_are_in_memory_before_the_first_engine(tmp_path: Path) ->
 
 def test_memory_that_was_filled_before_any_engine_came_goes_to_the_first_that_wants_it(tmp_path: Path) -> None:
     async def scenario() -> None:
-        config = warming(config_in(tmp_path, host_bytes=room_for(6)))
+        config = warming(config_in(tmp_path, host_bytes=host_bytes_for(6)))
         async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
             await store(stub, engine, "p", KEYS)
         async with running(config) as stub:
@@ -82,7 +82,7 @@ def test_it_stops_at_the_watermark_with_the_newest_prompt_and_heads_in_memory(tm
             await store(stub, engine, "p", KEYS)
             await store(stub, engine, "late", LATE, first=900)
         num_rows = 6
-        small = warming(config_in(tmp_path, host_bytes=room_for(num_rows)))
+        small = warming(config_in(tmp_path, host_bytes=host_bytes_for(num_rows)))
         num_warm = int(small.host.low_watermark * num_rows)
         async with running(small) as stub:
             await promoted(stub, num_warm)
@@ -145,7 +145,7 @@ def test_damage_is_found_and_the_rest_is_promoted(tmp_path: Path) -> None:
 
 def test_memory_that_rows_of_a_previous_daemon_took_is_filled_when_they_are_freed(tmp_path: Path) -> None:
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=room_for(6))
+        config = config_in(tmp_path, host_bytes=host_bytes_for(6))
         config = warming(replace(config, host=replace(config.host, keep_arena=True)))
         async with running(config) as stub, ScriptedEngine(config, store_credits=1) as engine:
             await store(stub, engine, "p", KEYS)

@@ -12,7 +12,7 @@ from kvtier._pb import cache_pb2
 from kvtier.prompts.book import PromptBook
 from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
 from tests.fakes.rows import binding_row, prompt_row
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, host_bytes_for, running, wait_durable
 
 Status = grpc.StatusCode
 
@@ -77,7 +77,7 @@ def test_the_most_important_prompt_comes_back_to_memory_before_newer_ones(tmp_pa
         async with running(large) as stub, ScriptedEngine(large) as engine:
             await _store(stub, engine, "important", important, 0, 1)
             await _store(stub, engine, "newer", newer, 900, 0)
-        small = config_in(tmp_path, host_bytes=room_for(5))
+        small = config_in(tmp_path, host_bytes=host_bytes_for(5))
         async with running(replace(small, host=replace(small.host, prefetch=True))) as stub:
 
             async def all_there() -> bool:

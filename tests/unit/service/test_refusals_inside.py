@@ -16,7 +16,7 @@ from kvtier.ledger.pack_rows import PackRows
 from kvtier.ledger.promises import Promises
 from tests.fakes.gates import failing
 from tests.fakes.operator import evict, make_durable, pack_of, pin, prompt_of, status_of, store_last_apart, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, room_for, running, wait_durable
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, host_bytes_for, running, wait_durable
 
 KEYS = [chunk_key(n) for n in range(5)]
 
@@ -69,7 +69,7 @@ def test_slots_come_back_when_their_pages_are_refused(tmp_path: Path, monkeypatc
     """They stayed granted to no one: each refusal shrank host memory by a session's credits."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=room_for(32))
+        config = config_in(tmp_path, host_bytes=host_bytes_for(32))
         failing(monkeypatch, Arena, "back", lambda: ArenaError("EIO"), times=1)
         async with running(config), ScriptedEngine(config, store_credits=8) as engine:
             await engine.barrier()

@@ -11,7 +11,7 @@ import kvtier.tiering.promotion.batch
 from kvtier.core.slots import SlotRef, SlotState
 from tests.fakes.clocks import at_rest
 from tests.fakes.rig import ListPeer, at_once, eventually, hello_of, keys_of, rig
-from tests.fakes.scripted_engine import chunk_key, room_for
+from tests.fakes.scripted_engine import chunk_key, host_bytes_for
 
 CHUNK_BYTES = 6000
 
@@ -31,7 +31,7 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
     """Slots of aborted stores could leak: each session had enough of them for its first hour."""
 
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=room_for(8)) as r:
+        async with rig(tmp_path, host_bytes=host_bytes_for(8)) as r:
             peer = CreditPeer()
             session = await r.cache.attach(replace(hello_of("aborts"), store_credits=2), peer)
             session.stores.top_up()

@@ -18,7 +18,7 @@ from tests.fakes.scripted_engine import (
     ScriptedEngine,
     chunk_key,
     config_in,
-    room_for,
+    host_bytes_for,
     running,
     wait_durable,
 )
@@ -131,7 +131,7 @@ def test_slots_of_a_lost_session_wait_for_its_processes(tmp_path: Path, monkeypa
     """Write slots of a lost engine are quarantined until its process is gone (ADR 2)."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=room_for(8))
+        config = config_in(tmp_path, host_bytes=host_bytes_for(8))
         async with running(config) as stub:
             engine = await ScriptedEngine(config, store_credits=2).__aenter__()
             lost = {(await engine.take_credit()).slot for _ in range(2)}
@@ -175,7 +175,7 @@ def test_leases_protect_from_eviction_and_two_large_prompts_never_wait(tmp_path:
     """Arena of 6 slots, 2 of them credits; two prompts of 5 chunks: each acquire is answered at once, truncated."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=room_for(6))
+        config = config_in(tmp_path, host_bytes=host_bytes_for(6))
         other = [chunk_key(("other", n)) for n in range(5)]
         async with running(config) as stub, ScriptedEngine(config, store_credits=2) as engine:
             await engine.bind(await pin(stub), KEYS)

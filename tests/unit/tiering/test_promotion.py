@@ -9,7 +9,7 @@ import kvtier.tiering.promotion.batch
 import kvtier.tiering.promotion.read_planner
 from kvtier.core.slots import SlotState
 from tests.fakes.rig import Rig, at_once, content, eventually, keys_of, rig
-from tests.fakes.scripted_engine import room_for
+from tests.fakes.scripted_engine import host_bytes_for
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +282,7 @@ def test_a_request_joins_the_background_read_of_its_chunk(tmp_path: Path) -> Non
 
 def test_background_promotions_evict_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=room_for(4)) as r:
+        async with rig(tmp_path, host_bytes=host_bytes_for(4)) as r:
             await r.on_disk(range(8))
             session, peer = await r.session()
             at_once(session.loads.acquire(1, keys_of(range(2))))

@@ -14,7 +14,7 @@ from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import failing
 from tests.fakes.operator import reached
 from tests.fakes.rig import at_once, content, eventually, keys_of, rig
-from tests.fakes.scripted_engine import room_for
+from tests.fakes.scripted_engine import host_bytes_for
 
 MIB = 1024 * 1024
 
@@ -108,7 +108,7 @@ def test_what_was_skipped_is_written_when_the_disk_has_caught_up(tmp_path: Path)
 
 def test_a_session_gets_fewer_credits_while_the_disk_is_behind(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=room_for(64)) as r:
+        async with rig(tmp_path, host_bytes=host_bytes_for(64)) as r:
             session, _ = await r.session()
             await eventually(lambda: not r.namespace.tasks._tasks)
             most = session.stores._num_short
@@ -202,7 +202,7 @@ def test_a_small_host_tier_is_not_full_of_what_lingers(tmp_path: Path) -> None:
     """What could be evicted if it were on disk is written when it is an eighth of host memory."""
 
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=room_for(63)) as r:
+        async with rig(tmp_path, host_bytes=host_bytes_for(63)) as r:
             r.namespace.write_back.queue.linger_s = 3600.0
             r.namespace.write_back.add(r.in_host(range(10)))
             await at_rest(r.resources)
@@ -272,7 +272,7 @@ def test_a_disk_that_is_switched_off_keeps_the_queue_and_goes_on_after_a_probe(
     monkeypatch.setattr(kvtier.tiering.write_back, "_RETRY_S", 0.0)
 
     async def scenario() -> None:
-        async with rig(tmp_path, host_bytes=room_for(8)) as r:
+        async with rig(tmp_path, host_bytes=host_bytes_for(8)) as r:
             await r.on_disk([8])
             r.table.pin(keys_of(range(4)))
             r.in_host(range(4))

@@ -33,14 +33,14 @@ from kvtier.doctor import daemon as doctor_daemon
 from kvtier.doctor.report import Status
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
 from kvtier.version import __version__
+from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
 from tests.unit.cli.conftest import Kvtier
-from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.deployment.shipped import README_TRANSFER_CONFIG
 
 
 @pytest.fixture
-def prompt(daemon: FakeDaemon) -> PromptStatus:
+def prompt(daemon: FakeCacheService) -> PromptStatus:
     """Put a prompt with every field into the daemon."""
     status = PromptStatus(
         name="support-bot",
@@ -81,7 +81,7 @@ def test_version(kvtier: Kvtier) -> None:
     assert kvtier("--version").output == f"kvtier {__version__}\n"
 
 
-def test_empty_list_says_how_to_pin(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_empty_list_says_how_to_pin(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     assert "kvtier pin NAME --system FILE" in kvtier("list").output
     assert json.loads(kvtier("list", "--json").output) == []
 
@@ -133,7 +133,9 @@ def test_the_ratio_is_of_the_chunks_that_are_stored(prompt: PromptStatus, kvtier
     assert "35.6" not in shown
 
 
-def test_shared_chunks_are_marked_and_summed_once(prompt: PromptStatus, daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_shared_chunks_are_marked_and_summed_once(
+    prompt: PromptStatus, daemon: FakeCacheService, kvtier: Kvtier
+) -> None:
     """Two names for one prompt: `list` showed its bytes twice, and nothing said that they are the same."""
     assert "*" not in kvtier("list").output
     assert "shared" not in kvtier("show", "support-bot").output
@@ -149,14 +151,14 @@ def test_shared_chunks_are_marked_and_summed_once(prompt: PromptStatus, daemon: 
     assert "its share of the 17.0 GiB on disk is 8.50 GiB" in shown
 
 
-def test_unknown_name(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_unknown_name(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     for command in ("show", "unpin", "evict"):
         result = kvtier(command, "nope")
         assert result.exit_code == 1
         assert "no prompt named 'nope'; `kvtier list` shows the names" in result.stderr
 
 
-def test_unpin_then_evict(prompt: PromptStatus, daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_unpin_then_evict(prompt: PromptStatus, daemon: FakeCacheService, kvtier: Kvtier) -> None:
     refused = kvtier("evict", "support-bot")
     assert refused.exit_code == 1
     assert "kvtier unpin support-bot" in refused.stderr
@@ -193,7 +195,7 @@ def test_unpin_and_evict_answer_in_json(prompt: PromptStatus, kvtier: Kvtier) ->
 
 
 @pytest.mark.parametrize(("option", "tier"), [((), "TIER_ANY"), (("--tier", "host"), "TIER_HOST")])
-def test_evict_all(daemon: FakeDaemon, kvtier: Kvtier, option: tuple[str, ...], tier: str) -> None:
+def test_evict_all(daemon: FakeCacheService, kvtier: Kvtier, option: tuple[str, ...], tier: str) -> None:
     result = kvtier("evict", "--all", *option)
     assert result.exit_code == 0
     assert "evicted: 9 chunks, 9.00 MiB of host memory" in result.output
@@ -202,19 +204,19 @@ def test_evict_all(daemon: FakeDaemon, kvtier: Kvtier, option: tuple[str, ...], 
     assert (request.all, request.name, request.force, Tier.Name(request.tier)) == (True, "", False, tier)
 
 
-def test_evict_from_one_tier(prompt: PromptStatus, daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_evict_from_one_tier(prompt: PromptStatus, daemon: FakeCacheService, kvtier: Kvtier) -> None:
     assert kvtier("evict", "support-bot", "--tier", "disk", "--force").exit_code == 0
     (request,) = daemon.evictions
     assert (request.all, request.name, request.force, request.tier) == (False, "support-bot", True, TIER_DISK)
 
 
 @pytest.mark.parametrize("arguments", [(), ("support-bot", "--all"), ("x", "--tier", "gpu")])
-def test_evict_takes_a_name_or_all(daemon: FakeDaemon, kvtier: Kvtier, arguments: tuple[str, ...]) -> None:
+def test_evict_takes_a_name_or_all(daemon: FakeCacheService, kvtier: Kvtier, arguments: tuple[str, ...]) -> None:
     assert kvtier("evict", *arguments).exit_code == 2
     assert not daemon.evictions
 
 
-def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_status(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     daemon.counters = {"acquires": 4711, "fsyncs": 0, "pack_bytes_written": 1 << 20}
     result = kvtier("status")
     assert result.exit_code == 0
@@ -237,13 +239,13 @@ def test_status(daemon: FakeDaemon, kvtier: Kvtier) -> None:
     assert namespace["fingerprint"] == fingerprint, "JSON was in strings"
 
 
-def test_a_probe_asks_for_the_exit_code_only(daemon: FakeDaemon, kvtier: Kvtier, tmp_path: Path) -> None:
+def test_a_probe_asks_for_the_exit_code_only(daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path) -> None:
     answered = kvtier("status", "--quiet")
     assert (answered.exit_code, answered.output) == (0, "")
     assert kvtier("--socket", tmp_path / "none", "status", "-q").exit_code == 3
 
 
-def test_status_says_how_to_attach_as_the_readme_does(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_status_says_how_to_attach_as_the_readme_does(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     """It named the README; the command is there to be copied, quotes and all."""
     given = re.search(r"--kv-transfer-config '(\{.*?\})'", kvtier("status").output, re.DOTALL)
     assert given is not None
@@ -251,7 +253,7 @@ def test_status_says_how_to_attach_as_the_readme_does(daemon: FakeDaemon, kvtier
     assert json.loads(given[1]) == json.loads(README_TRANSFER_CONFIG[1])
 
 
-def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_status_says_what_writing_costs_and_that_the_disk_is_off(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     daemon.counters = {"packs_written": 2, "pack_bytes_written": 3 << 20, "compacted_bytes_written": 1 << 20}
     daemon.counters |= {"durable_raw_bytes": 5 << 20, "pack_fsyncs": 3, "pack_write_ms": 500}
     daemon.breaker_open_reason = "off after repeated errors: EIO"

@@ -9,9 +9,9 @@ import pytest
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.doctor import CHECKS, all_checks
 from kvtier.doctor.engine_environment import EngineEnvironment
+from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli.commands.test_commands import assert_narrow
 from tests.unit.cli.conftest import Kvtier
-from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm
 
 METRICS = """\
@@ -60,7 +60,7 @@ def test_a_bad_config_file_is_a_finding(kvtier: Kvtier, tmp_path: Path) -> None:
     assert found["disk.dir"]["status"] == "skipped", "there is nothing to check then"
 
 
-def test_a_daemon_of_another_container_and_a_vllm(kvtier: Kvtier, daemon: FakeDaemon, vllm: FakeVllm) -> None:
+def test_a_daemon_of_another_container_and_a_vllm(kvtier: Kvtier, daemon: FakeCacheService, vllm: FakeVllm) -> None:
     """The fake daemon names folders that do not exist here."""
     vllm.metrics = METRICS
     daemon.prompts["p"] = PromptStatus(name="p", pinned=True, state=PromptStatus.WAITING, model="toy")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli import fake_vllm
 from tests.unit.cli.conftest import Kvtier
-from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm, RefusedError
 
 BASE_URL = "must be the base URL of a vLLM server, like http://127.0.0.1:8000"
@@ -65,27 +65,27 @@ def test_a_file_in_the_socket_s_place(kvtier: Kvtier, tmp_path: Path) -> None:
     refused(kvtier, "--system", "s.txt", exit_code=3, says="(that is not a socket)")
 
 
-def test_no_server_listens_at_the_url(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_no_server_listens_at_the_url(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     says = "no vLLM answers at http://127.0.0.1:9 (connection refused); start `vllm serve` and wait until it is ready"
     refused(kvtier, "--system", "s.txt", "--url", "http://127.0.0.1:9", exit_code=1, says=says)
 
 
-def test_the_url_of_an_endpoint(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_the_url_of_an_endpoint(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     refused(kvtier, "--system", "s.txt", "--url", f"{vllm.url}/v1/chat/completions", exit_code=1, says=BASE_URL)
 
 
-def test_another_server_at_the_url(daemon: FakeDaemon, other_server: FakeVllm, kvtier: Kvtier) -> None:
+def test_another_server_at_the_url(daemon: FakeCacheService, other_server: FakeVllm, kvtier: Kvtier) -> None:
     """It printed the page, or a traceback when the models were none."""
     refused(kvtier, "--system", "s.txt", "--url", other_server.url, exit_code=1, says=BASE_URL)
     assert daemon.pins == []
 
 
-def test_a_vllm_without_a_model(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_a_vllm_without_a_model(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     vllm.models = []
     refused(kvtier, "--system", "s.txt", "--url", vllm.url, exit_code=2, says="serves no model; is it the right vLLM?")
 
 
-def test_a_model_that_is_not_served(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_a_model_that_is_not_served(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     says = f"--model = 'gpt': is not served at {vllm.url}; vLLM serves toy"
     refused(kvtier, "--system", "s.txt", "--url", vllm.url, "--model", "gpt", exit_code=2, says=says)
 
@@ -97,13 +97,13 @@ def test_a_model_that_is_not_served(daemon: FakeDaemon, vllm: FakeVllm, kvtier: 
         (("--api-key", "wrong"), "refuses the API key (Unauthorized); correct --api-key, VLLM_API_KEY or"),
     ],
 )
-def test_api_keys(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier, option: tuple[str, ...], says: str) -> None:
+def test_api_keys(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, option: tuple[str, ...], says: str) -> None:
     """A wrong key was answered as if none had been given."""
     vllm.api_key = "right"
     refused(kvtier, "--system", "s.txt", "--url", vllm.url, *option, exit_code=1, says=says)
 
 
-def test_a_template_that_takes_no_system_prompt(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_a_template_that_takes_no_system_prompt(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     def template(messages: list[dict[str, Any]], tools: list[Any]) -> str:
         raise RefusedError("System role not supported")
 
@@ -122,14 +122,14 @@ def test_a_template_that_takes_no_system_prompt(daemon: FakeDaemon, vllm: FakeVl
         (b"\xef\xbb\xbfYou are", "'file': begins with a byte order mark, which requests do not send"),
     ],
 )
-def test_files(daemon: FakeDaemon, kvtier: Kvtier, tmp_path: Path, content: bytes | None, says: str) -> None:
+def test_files(daemon: FakeCacheService, kvtier: Kvtier, tmp_path: Path, content: bytes | None, says: str) -> None:
     """A byte order mark became part of the prompt, which no request ever matched."""
     if content is not None:
         (tmp_path / "file").write_bytes(content)
     refused(kvtier, "--system", "file", exit_code=2, says=says)
 
 
-def test_what_vllm_cannot_use_says_how_to_remove_it(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_what_vllm_cannot_use_says_how_to_remove_it(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     """Too long, too short: the engine says it, the pin stands, and `list` called it waiting."""
     daemon.num_engines, daemon.bind_error = 1, "the prompt has 9000 tokens, max_model_len is 8192; shorten it"
     says = f"vLLM cannot use it: {daemon.bind_error}. To remove it: kvtier unpin bot, then kvtier evict bot"
@@ -143,7 +143,7 @@ def test_what_vllm_cannot_use_says_how_to_remove_it(daemon: FakeDaemon, vllm: Fa
     assert "error    the prompt has 9000 tokens" in shown
 
 
-def test_the_same_name_twice(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path) -> None:
+def test_the_same_name_twice(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path) -> None:
     daemon.num_engines = 1
     vllm.on_completion = lambda body: daemon.capture()
     (tmp_path / "ids").write_text(json.dumps([*range(99)]))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvtier._pb.cache_pb2 import PromptStatus
+from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli.conftest import Kvtier
-from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm, decode, thinking_template
 
 UNUSED_URL = "http://127.0.0.1:9"
@@ -22,7 +22,7 @@ def files(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def attached(daemon: FakeDaemon, vllm: FakeVllm) -> FakeDaemon:
+def attached(daemon: FakeCacheService, vllm: FakeVllm) -> FakeCacheService:
     """Attach the engine: a completion makes every chunk durable."""
     daemon.num_engines = 1
     vllm.on_completion = lambda body: daemon.capture()
@@ -33,7 +33,7 @@ def completions(vllm: FakeVllm) -> list[dict[str, Any]]:
     return [body for path, body in vllm.requests if path == "/v1/completions"]
 
 
-def test_system_prompt_all_the_way(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_system_prompt_all_the_way(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--ttl", "7d", "--cache-salt", "pepper")
     assert result.exit_code == 0, result.output
     for said in ("registered: bot (the pin is saved)", "confirmed by 1 of 1", "on disk (1.50x smaller)", "23/23"):
@@ -46,7 +46,7 @@ def test_system_prompt_all_the_way(attached: FakeDaemon, vllm: FakeVllm, kvtier:
     assert json.loads(pinned.recipe_json)["content"] == "You are a parrot. " * 20
 
 
-def test_template_kwargs_are_kept_and_used_again(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_template_kwargs_are_kept_and_used_again(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     """Pinned before vLLM runs, rendered when it does, and once more with no new options: the same tokens."""
     vllm.template = thinking_template
     kwargs = '{"enable_thinking": false}'
@@ -61,7 +61,7 @@ def test_template_kwargs_are_kept_and_used_again(attached: FakeDaemon, vllm: Fak
     assert 'source system with chat_template_kwargs {"enable_thinking": false}' in shown
 
 
-def test_json_is_the_only_thing_on_stdout(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_json_is_the_only_thing_on_stdout(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--system", "-", "--url", vllm.url, "--json", stdin="You are a parrot, long enough.")
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
@@ -71,7 +71,7 @@ def test_json_is_the_only_thing_on_stdout(attached: FakeDaemon, vllm: FakeVllm, 
     assert "registered: bot" in result.stderr
 
 
-def test_a_lora_is_pinned_under_its_base(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_a_lora_is_pinned_under_its_base(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     vllm.models.append({"id": "tuned", "root": "/loras/tuned", "parent": "toy"})
     assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--model", "tuned").exit_code == 0
     (pinned,) = attached.pins
@@ -79,7 +79,7 @@ def test_a_lora_is_pinned_under_its_base(attached: FakeDaemon, vllm: FakeVllm, k
     assert completions(vllm)[0]["model"] == "tuned"
 
 
-def test_tokens_without_vllm_wait_for_it(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_tokens_without_vllm_wait_for_it(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--tokens", "t.json", "--url", UNUSED_URL)
     assert result.exit_code == 0
     assert "captured when" in result.output
@@ -87,14 +87,16 @@ def test_tokens_without_vllm_wait_for_it(daemon: FakeDaemon, kvtier: Kvtier) -> 
     assert daemon.pins[0].model == "", "token ids without --model apply to every engine, with vLLM or without"
 
 
-def test_tokens_with_vllm_are_warmed(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_tokens_with_vllm_are_warmed(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--tokens", "t.json", "--url", vllm.url)
     assert result.exit_code == 0, result.output
     assert completions(vllm)[0]["prompt"] == list(range(100))
     assert attached.pins[0].model == ""
 
 
-def test_a_source_without_vllm_is_kept_and_rendered_later(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_a_source_without_vllm_is_kept_and_rendered_later(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier
+) -> None:
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", UNUSED_URL, "--ttl", "1d", "--priority", "7")
     assert result.exit_code == 1
     assert f"kvtier pin bot --url {UNUSED_URL}" in result.output
@@ -111,7 +113,7 @@ def test_a_source_without_vllm_is_kept_and_rendered_later(attached: FakeDaemon, 
 
 @pytest.mark.parametrize("arguments", [[], ["--system", "s.txt"], ["--system", "s.txt", "--replace"]])
 def test_a_rendered_prompt_is_never_replaced_by_an_unrendered_one(
-    attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier, arguments: list[str]
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, arguments: list[str]
 ) -> None:
     assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url).exit_code == 0
     result = kvtier("pin", "bot", *arguments, "--url", UNUSED_URL)
@@ -120,7 +122,7 @@ def test_a_rendered_prompt_is_never_replaced_by_an_unrendered_one(
     assert attached.prompts["bot"].state == PromptStatus.DURABLE
 
 
-def test_no_engine_attached(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_no_engine_attached(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
     assert result.exit_code == 1
     assert "no vLLM with the kvtier connector is attached" in result.stderr
@@ -129,25 +131,25 @@ def test_no_engine_attached(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) 
     assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--no-warm").exit_code == 0
 
 
-def test_no_warm_sends_nothing(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_no_warm_sends_nothing(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     assert kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--no-warm").exit_code == 0
     assert completions(vllm) == []
 
 
-def test_over_quota_says_what_to_do(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_over_quota_says_what_to_do(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     attached.over_quota = True
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
     assert result.exit_code == 1
     assert "unpin and evict" in result.stderr
 
 
-def test_less_than_a_chunk(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_less_than_a_chunk(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("pin", "bot", "--tokens", "short.json", "--url", vllm.url)
     assert result.exit_code == 1
     assert "less than one chunk" in result.stderr
 
 
-def test_a_failing_warm_request_leaves_the_pin(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_a_failing_warm_request_leaves_the_pin(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     vllm.statuses["/v1/completions"] = 500
     result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url)
     assert result.exit_code == 1
@@ -171,14 +173,14 @@ def test_a_failing_warm_request_leaves_the_pin(attached: FakeDaemon, vllm: FakeV
         (["--system", "s.txt", "--timeout", "0"], "--timeout"),
     ],
 )
-def test_wrong_usage(daemon: FakeDaemon, kvtier: Kvtier, arguments: list[str], said: str) -> None:
+def test_wrong_usage(daemon: FakeCacheService, kvtier: Kvtier, arguments: list[str], said: str) -> None:
     result = kvtier("pin", "bot", *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
     assert daemon.pins == []
 
 
-def test_usage_errors_that_others_find(attached: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_usage_errors_that_others_find(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     wrong_name = kvtier("pin", "my bot", "--tokens", "t.json", "--url", vllm.url)
     assert (wrong_name.exit_code, "no spaces" in wrong_name.stderr) == (2, True)
     kvtier("pin", "ids", "--tokens", "t.json", "--url", vllm.url)
@@ -186,7 +188,7 @@ def test_usage_errors_that_others_find(attached: FakeDaemon, vllm: FakeVllm, kvt
     assert (no_recipe.exit_code, "--tokens FILE" in no_recipe.stderr) == (2, True)
 
 
-def test_without_a_source_an_unknown_name_is_wrong_usage(daemon: FakeDaemon, kvtier: Kvtier) -> None:
+def test_without_a_source_an_unknown_name_is_wrong_usage(daemon: FakeCacheService, kvtier: Kvtier) -> None:
     """It said "no prompt named 'bot'": what is missing is what to pin."""
     result = kvtier("pin", "bot")
     assert result.exit_code == 2

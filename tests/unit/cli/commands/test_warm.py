@@ -11,8 +11,8 @@ from kvtier.cli.commands.warm import WarmFlow, WarmResult, model_of
 from kvtier.cli.vllm_client import ServedModel, VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance
+from tests.fakes.fake_cache_service import FakeCacheService
 from tests.unit.cli.conftest import Kvtier
-from tests.unit.cli.fake_daemon import FakeDaemon
 from tests.unit.cli.fake_vllm import FakeVllm
 
 UNUSED_URL = "http://127.0.0.1:9"
@@ -25,7 +25,7 @@ QUIET = CAPACITY + WAITING % 0
 
 
 @pytest.fixture
-def pinned(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path) -> FakeDaemon:
+def pinned(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, tmp_path: Path) -> FakeCacheService:
     """Pin `old`, `new` and `late` of 100 tokens; `late` has a low priority."""
     daemon.num_engines = 1
     for number, (name, priority) in enumerate([("old", 0), ("new", 0), ("late", -5)]):
@@ -43,7 +43,7 @@ def completions(vllm: FakeVllm) -> list[dict[str, Any]]:
 
 
 def test_all_pinned_prompts_by_priority_then_the_newest_first(
-    pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier
+    pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier
 ) -> None:
     vllm.cached_tokens = 96
     result = kvtier("warm", "--url", vllm.url)
@@ -54,7 +54,7 @@ def test_all_pinned_prompts_by_priority_then_the_newest_first(
     assert "warmed: 3 of 3 prompts, 300 tokens in " in result.output
 
 
-def test_a_prompt_by_name_as_its_requests_are(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_a_prompt_by_name_as_its_requests_are(pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     vllm.models.append({"id": "tuned", "root": "/loras/tuned", "parent": "toy"})
     pinned.prompts["old"].lora_name, pinned.prompts["old"].model = "tuned", "toy"
     pinned.prompts["old"].cache_salt = "pepper"
@@ -68,7 +68,7 @@ def test_a_prompt_by_name_as_its_requests_are(pinned: FakeDaemon, vllm: FakeVllm
 
 
 def test_what_does_not_fit_is_left_out_and_what_fits_after_it_is_not(
-    pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier
+    pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier
 ) -> None:
     """Of 256 tokens `new` takes 128 in whole blocks, `old` would take 160, and then `late` fits."""
     pinned.prompts["old"].num_tokens = 130
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_left_out_and_what_fits_after_it_is_not(
 
 
 def test_no_limit_where_vllm_does_not_say_how_large_its_cache_is(
-    pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier
+    pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier
 ) -> None:
     vllm.metrics = ""
     result = kvtier("warm", "--url", vllm.url)
@@ -91,7 +91,7 @@ def test_no_limit_where_vllm_does_not_say_how_large_its_cache_is(
     assert "--enable-prompt-tokens-details" in result.output
 
 
-def test_nothing_is_sent_while_requests_wait(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_nothing_is_sent_while_requests_wait(pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     vllm.metrics = CAPACITY + WAITING % 2
     result = kvtier("warm", "--url", vllm.url, "--wait", "0")
     assert result.exit_code == 1
@@ -99,7 +99,7 @@ def test_nothing_is_sent_while_requests_wait(pinned: FakeDaemon, vllm: FakeVllm,
     assert result.stderr.count("requests waited in vLLM for 0 s") == 3
 
 
-def test_it_waits_in_all_no_longer_than_allowed(pinned: FakeDaemon, vllm: FakeVllm, tmp_path: Path) -> None:
+def test_it_waits_in_all_no_longer_than_allowed(pinned: FakeCacheService, vllm: FakeVllm, tmp_path: Path) -> None:
     """Each prompt meets requests that wait for 2 s; of 3 s the second prompt has one left."""
     now_s, quiet_at_s = 0.0, 2.0
 
@@ -133,7 +133,7 @@ def test_it_waits_in_all_no_longer_than_allowed(pinned: FakeDaemon, vllm: FakeVl
     ],
 )
 def test_mistakes_are_named(
-    pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier, arguments: list[str], exit_code: int, said: str
+    pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, arguments: list[str], exit_code: int, said: str
 ) -> None:
     pinned.prompts["source"] = PromptStatus(name="source", pinned=True, state=PromptStatus.UNRENDERED)
     url = [] if "--url" in arguments else ["--url", vllm.url]
@@ -143,7 +143,7 @@ def test_mistakes_are_named(
 
 
 def test_a_refusal_of_one_prompt_does_not_keep_the_others_cold(
-    pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier
+    pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier
 ) -> None:
     pinned.prompts["new"].model = "another"
     vllm.statuses["/v1/completions"] = 400
@@ -153,7 +153,7 @@ def test_a_refusal_of_one_prompt_does_not_keep_the_others_cold(
     assert result.stderr.count("asked to fail") == 2
 
 
-def test_ended_pins_come_last_and_only_when_asked_for(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_ended_pins_come_last_and_only_when_asked_for(pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     pinned.prompts["new"].pinned = False
     assert kvtier("warm", "--url", vllm.url).exit_code == 0
     assert [body["prompt"][0] for body in completions(vllm)] == [0, 2]
@@ -163,7 +163,7 @@ def test_ended_pins_come_last_and_only_when_asked_for(pinned: FakeDaemon, vllm: 
 
 
 def test_refused_prompts_and_further_names_of_one_are_not_sent(
-    pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier
+    pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier
 ) -> None:
     """They were sent all the same, and it said "warmed: 5 of 5"."""
     for name in ("second_name", "long"):
@@ -183,19 +183,21 @@ def test_refused_prompts_and_further_names_of_one_are_not_sent(
     assert kvtier("warm", "long", "--url", vllm.url).exit_code == 1
 
 
-def test_a_further_name_is_sent_when_the_first_one_failed(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_a_further_name_is_sent_when_the_first_one_failed(
+    pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier
+) -> None:
     pinned.prompts["old"].tokens_digest = pinned.prompts["new"].tokens_digest
     vllm.statuses["/v1/completions"] = 400
     assert kvtier("warm", "--url", vllm.url).stderr.count("asked to fail") == 3
 
 
-def test_nothing_to_warm(daemon: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_nothing_to_warm(daemon: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     result = kvtier("warm", "--url", vllm.url)
     assert result.exit_code == 0
     assert "no prompts to warm" in result.output
 
 
-def test_an_engine_that_is_not_attached_is_mentioned(pinned: FakeDaemon, vllm: FakeVllm, kvtier: Kvtier) -> None:
+def test_an_engine_that_is_not_attached_is_mentioned(pinned: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
     for status in pinned.prompts.values():
         status.num_engines = 0
     assert "vLLM computes them" in " ".join(kvtier("warm", "--url", vllm.url).stderr.split())

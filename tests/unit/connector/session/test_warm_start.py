@@ -18,9 +18,10 @@ from kvtier_connector.session import warm_start
 from kvtier_connector.session.engine_api_client import ApiGoneError, EngineApiClient
 from kvtier_connector.session.warm_start import WarmStart
 from kvtier_connector.settings import parse_settings
+from tests.fakes import fake_cache_service
+from tests.fakes.fake_cache_service import FakeCacheService
 from tests.fakes.waiting import wait_for
-from tests.unit.cli import fake_daemon, fake_vllm
-from tests.unit.cli.fake_daemon import FakeDaemon
+from tests.unit.cli import fake_vllm
 from tests.unit.cli.fake_vllm import FakeVllm
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, sliding_spec, vllm_config_of
 
@@ -36,7 +37,7 @@ class Rig:
         serves_users: Whether a user's request is open.
     """
 
-    def __init__(self, daemon: FakeDaemon, vllm: FakeVllm, socket: Path) -> None:
+    def __init__(self, daemon: FakeCacheService, vllm: FakeVllm, socket: Path) -> None:
         self.daemon, self.vllm, self.socket = daemon, vllm, socket
         self.cache: object = object()
         self.serves_users = False
@@ -89,7 +90,10 @@ class Rig:
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(warm_start, "_TICK_S", 0.005)
     monkeypatch.setattr(warm_start, "_LOOK_S", 0.005)
-    with fake_vllm.serving(FakeVllm()) as vllm, fake_daemon.serving(FakeDaemon(), tmp_path / "s") as daemon:
+    with (
+        fake_vllm.serving(FakeVllm()) as vllm,
+        fake_cache_service.serving(FakeCacheService(), tmp_path / "s") as daemon,
+    ):
         made = Rig(daemon, vllm, tmp_path / "s")
         yield made
         for started in made.started:

@@ -1,4 +1,4 @@
-"""A CacheService that keeps prompts in a dict, on a unix socket."""
+"""The operators' half of a daemon, which keeps prompts in a dict; passes `tests/contract`. Engines: `FakeCacheService`."""
 
 import hashlib
 import logging
@@ -51,7 +51,7 @@ _STATUS = {
 }
 
 
-class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
+class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
     """Knobs and state. An attached engine binds every prompt at once.
 
     Attributes:
@@ -210,7 +210,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServiceServicer):
 
 
 @contextmanager
-def serving(daemon: FakeDaemon, socket: Path) -> Iterator[FakeDaemon]:
+def serving(daemon: FakeCacheService, socket: Path) -> Iterator[FakeCacheService]:
     """Serve it."""
     # What it does not serve (fsck, bundles) gRPC logs with a traceback in this process; only the CLI's are sought.
     logging.getLogger("grpc._server").disabled = True
