@@ -1,7 +1,7 @@
 """A loop whose clock a test sets forward, and waiting until only a clock could make anything happen."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sized
+from collections.abc import Awaitable, Callable, Coroutine, Sized
 from typing import Any, TypeVar
 
 from kvtier.tiering.resources import Resources
@@ -51,3 +51,20 @@ async def turns(number: int = 50) -> None:
     """Let the loop turn this many times: what is not held up has gone on by then."""
     for _ in range(number):
         await asyncio.sleep(0)
+
+
+async def num_turns(work: Awaitable[T]) -> tuple[T, int]:
+    """Return what the work returns, and how many turns of the loop it took. It must not wait for threads."""
+    number = 0
+
+    async def count() -> None:
+        nonlocal number
+        while True:
+            number += 1
+            await asyncio.sleep(0)
+
+    counter = asyncio.create_task(count())
+    try:
+        return await work, number
+    finally:
+        counter.cancel()

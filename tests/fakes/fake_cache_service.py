@@ -1,4 +1,4 @@
-"""The operators' half of a daemon, which keeps prompts in a dict; passes `tests/contract`. Engines: `FakeCacheService`."""
+"""The operators' half of a daemon, which keeps prompts in a dict; passes `tests/contract`. Engines: `FakeDaemon`."""
 
 import hashlib
 import logging

@@ -21,9 +21,9 @@ from kvtier.core.layout import ChunkKey
 from kvtier.errors import QuotaExceededError
 from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.promotion.queue import MAX_TAKEN_CHUNKS, PromotionQueue
+from tests.fakes.clocks import num_turns
 from tests.fakes.rig import LeasedChunk, ListPeer, Rig, at_once, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import ONE_GROUP
-from tests.fakes.turns import num_turns
 
 PAYLOAD_BYTES = ONE_GROUP.payload_bytes(0)
 
