@@ -88,11 +88,13 @@ class AdminClient:
                     raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc)) from exc
                 channel = self._connection.enter_context(self._socket.channel())
                 self._connected_stub = cache_pb2_grpc.CacheServiceStub(channel)
-            return self._connected_stub
+            stub: cache_pb2_grpc.CacheServiceStub = self._connected_stub
+            return stub
 
     def pin(self, request: pb.PinRequest) -> pb.PromptStatus:
         """Pin a prompt; durable in the ledger when this returns."""
-        return self._call(self._stub.Pin, request)
+        reply: pb.PromptStatus = self._call(self._stub.Pin, request)
+        return reply
 
     def list(self) -> list[pb.PromptStatus]:
         """Return every prompt the daemon knows, by name; without its recipe, which `get` has."""
@@ -114,7 +116,8 @@ class AdminClient:
 
     def get(self, name: str) -> pb.PromptStatus:
         """Return one prompt."""
-        return self._call(self._stub.GetPrompt, pb.GetPromptRequest(name=name))
+        reply: pb.PromptStatus = self._call(self._stub.GetPrompt, pb.GetPromptRequest(name=name))
+        return reply
 
     def tokens(self, name: str) -> tuple[int, ...]:
         """Return a prompt's token ids."""
@@ -122,25 +125,30 @@ class AdminClient:
 
     def unpin(self, name: str) -> pb.PromptStatus:
         """End the pin; its chunks stay until evicted."""
-        return self._call(self._stub.Unpin, pb.UnpinRequest(name=name))
+        reply: pb.PromptStatus = self._call(self._stub.Unpin, pb.UnpinRequest(name=name))
+        return reply
 
     def evict(self, name: str, *, force: bool = False, tier: pb.Tier = pb.TIER_ANY) -> pb.EvictResponse:
         """Drop the prompt's chunks from the tier; `force` does so for a pinned one, which stays pinned."""
-        return self._call(self._stub.Evict, pb.EvictRequest(name=name, force=force, tier=tier))
+        reply: pb.EvictResponse = self._call(self._stub.Evict, pb.EvictRequest(name=name, force=force, tier=tier))
+        return reply
 
     def evict_all(self, *, force: bool = False, tier: pb.Tier = pb.TIER_ANY) -> pb.EvictResponse:
         """Drop every chunk that no pinned prompt has from the tier; with `force` those of pinned prompts too."""
-        return self._call(self._stub.Evict, pb.EvictRequest(all=True, force=force, tier=tier))
+        reply: pb.EvictResponse = self._call(self._stub.Evict, pb.EvictRequest(all=True, force=force, tier=tier))
+        return reply
 
     def status(self) -> pb.DaemonStatus:
         """Return the daemon's status; `namespaces` returns fingerprints."""
-        return self._call(self._stub.GetStatus, pb.GetStatusRequest())
+        reply: pb.DaemonStatus = self._call(self._stub.GetStatus, pb.GetStatusRequest())
+        return reply
 
     def fsck(self, request: pb.FsckRequest) -> pb.FsckReport:
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
         self.status()  # within the deadline: shows whether a daemon answers at all
         with self._translated():
-            return self._stub.Fsck(request)
+            reply: pb.FsckReport = self._stub.Fsck(request)
+            return reply
 
     def export(self, request: pb.ExportRequest) -> Iterator[bytes]:
         """Yield a prompt's bundle, piece by piece; leaving the iterator ends the call."""
@@ -163,7 +171,8 @@ class AdminClient:
                 yield pb.ImportMessage(piece=pb.BundlePiece(data=data))
 
         with self._translated():
-            return self._stub.Import(messages())
+            reply: pb.PromptStatus = self._stub.Import(messages())
+            return reply
 
     def watch(self, name: str, *, timeout_s: float) -> "PromptWatch":
         """Return the prompt's status now and at each change, as an iterator that ends by itself after `timeout_s`."""

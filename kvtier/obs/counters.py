@@ -171,9 +171,7 @@ class Counters:
     host_chunks_damaged: int = series(
         _DAMAGED_CHUNKS, "host", meaning="Bytes in memory failed their checksum before write-back: dropped."
     )
-    orphan_rows_recovered: int = series(
-        _ORPHAN_SLOTS, "recovered", meaning="Verified, and served without a disk read."
-    )
+    orphan_rows_recovered: int = series(_ORPHAN_SLOTS, "recovered", meaning="Verified, and served without a disk read.")
     orphan_rows_rejected: int = series(
         _ORPHAN_SLOTS, "rejected", meaning="Dropped because mark, key or bytes did not match."
     )

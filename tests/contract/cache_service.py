@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvtier._pb import cache_pb2
-from kvtier.rpc.error_statuses import ERROR_NAME_KEY
+from kvtier.client.address import ERROR_NAME_KEY
 from tests.fakes.operator import Stub, evict, pin, prompt_of, status_of, unpin
 
 Code = grpc.StatusCode
