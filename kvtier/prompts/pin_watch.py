@@ -58,6 +58,7 @@ class PinWatch:
         self._prompts, self._state_of, self._durable = prompts, state_of, durable
         self._now_s, self._sleep = now_s, sleep
         self._seen: dict[str, _Seen] = {}
+        self._turn_began_s = 0.0
 
     def pinned(self, pin_id: str) -> None:
         """A prompt was pinned now; one that is known goes on as it is."""
@@ -84,17 +85,23 @@ class PinWatch:
 
     async def look(self) -> None:
         """Look at each prompt whose time has come."""
-        began_s, pinned = self._now_s(), [prompt.pin_id for prompt in self._prompts.pinned()]
-        for pin_id in self._seen.keys() - set(pinned):
-            del self._seen[pin_id]
-        for pin_id in [each for each in pinned if each not in self._seen or self._seen[each].due_s <= began_s]:
+        began_s = self._turn_began_s = self._now_s()
+        for pin_id in [prompt.pin_id for prompt in self._prompts.pinned()]:
+            seen, prompt = self._seen.get(pin_id), self._prompts.by_pin_id(pin_id)
+            if (seen is None or seen.due_s <= began_s) and prompt is not None and prompt.pinned:
+                self._look_at(prompt)
+            await self._pause()
+        for pin_id in list(self._seen):
             prompt = self._prompts.by_pin_id(pin_id)
-            if prompt is None or not prompt.pinned:  # since the loop took a turn
-                continue
-            self._look_at(prompt)
-            if self._now_s() - began_s >= _TURN_S:  # a turn costs more than a look at a short prompt
-                await self._sleep(0)
-                began_s = self._now_s()
+            if prompt is None or not prompt.pinned:
+                self._seen.pop(pin_id, None)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        now_s = self._now_s()
+        if now_s - self._turn_began_s >= _TURN_S:  # a turn costs more than a look at a short prompt
+            await self._sleep(0)
+            self._turn_began_s = self._now_s()
 
     def _look_at(self, prompt: PromptRow) -> None:
         now_s, state = self._now_s(), self._state_of(prompt)
