@@ -82,4 +82,6 @@ class Preallocator:
             with trace.span("make pages", chunks=len(refs), background=True):
                 return host.back(refs)
 
-        return await host.preallocate(num_rows, back)
+        has_memory = await host.preallocate(num_rows, back)
+        namespace.top_up_all()  # a session may have no credits because memory was refused
+        return has_memory

@@ -6,7 +6,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,13 +119,14 @@ class FileOps:
         fsync_directory(path)
 
     def listing(self, directory: Path) -> dict[str, FileFacts]:
-        """Return what is known of the regular files in a directory, by name."""
+        """Return what is known of the regular files in a directory, by name; not of one that goes meanwhile."""
         found = {}
         with os.scandir(directory) as entries:
             for entry in entries:
-                if entry.is_file(follow_symlinks=False):
-                    stat = entry.stat(follow_symlinks=False)
-                    found[entry.name] = FileFacts(file_bytes=stat.st_size, changed_ns=stat.st_ctime_ns)
+                with suppress(FileNotFoundError):
+                    if entry.is_file(follow_symlinks=False):
+                        stat = entry.stat(follow_symlinks=False)
+                        found[entry.name] = FileFacts(file_bytes=stat.st_size, changed_ns=stat.st_ctime_ns)
         return found
 
     @contextmanager

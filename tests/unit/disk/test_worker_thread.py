@@ -21,8 +21,9 @@ NAME = "kvtier-test"
 
 @pytest.fixture(autouse=True)
 def every_thread_ends() -> Iterator[None]:
+    before = set(threading.enumerate())
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-")]
+    assert not set(threading.enumerate()) - before
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import grpc
 import pytest
 
 import kvtier.prompts.pins
-from kvtier._pb import engine_pb2 as pb
 from kvtier.errors import ArenaError, LedgerError, TierIOError
 from kvtier.host.arena import Arena
 from kvtier.host.session_locks import SessionLock
@@ -16,7 +15,15 @@ from kvtier.ledger.pack_rows import PackRows
 from kvtier.ledger.promises import Promises
 from tests.fakes.gates import failing
 from tests.fakes.operator import evict, make_durable, pack_of, pin, prompt_of, status_of, store_last_apart, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, host_bytes_for, running, wait_durable
+from tests.fakes.scripted_engine import (
+    ONE_GROUP,
+    ScriptedEngine,
+    chunk_key,
+    config_in,
+    host_bytes_for,
+    running,
+    wait_durable,
+)
 
 KEYS = [chunk_key(n) for n in range(5)]
 
@@ -69,13 +76,11 @@ def test_slots_come_back_when_their_pages_are_refused(tmp_path: Path, monkeypatc
     """They stayed granted to no one: each refusal shrank host memory by a session's credits."""
 
     async def scenario() -> None:
-        config = config_in(tmp_path, host_bytes=host_bytes_for(32))
+        config = config_in(tmp_path, host_bytes=host_bytes_for(32), preallocated_bytes=4 * ONE_GROUP.row_bytes)
         failing(monkeypatch, Arena, "back", lambda: ArenaError("EIO"), times=1)
         async with running(config), ScriptedEngine(config, store_credits=8) as engine:
-            await engine.barrier()
-            while len(engine.credits) < 8:
-                await engine.send(store_abort=pb.StoreAbort())  # frees nothing, but lets the daemon look for slots
-                await engine.barrier()
+            while len(engine.credits) < 8:  # the rows that are made ahead are granted
+                await engine.receive("store_credits")
 
     asyncio.run(scenario())
 
