@@ -21,15 +21,14 @@ from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, c
 KEYS = [chunk_key(number) for number in range(4)]
 # No process ever writes to the FIFO, so to open it takes for ever. The daemon logs it, and stops waiting sooner.
 HANGING = """
-import os, pathlib, kvtier.service.cache
+import os, pathlib, sys, kvtier.service.cache
 kvtier.service.cache.STUCK_AFTER_S = 0.5
-open_file = os.open
-def open_slowly(name, *args, **kwargs):
-    path = pathlib.Path(os.fsdecode(name))
-    if path.is_fifo():
-        path.parents[2].joinpath("hangs").touch()
-    return open_file(name, *args, **kwargs)
-os.open = open_slowly
+def note(event, args):
+    if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
+        path = pathlib.Path(os.fsdecode(args[0]))
+        if path.suffix == ".kvpack" and path.is_fifo():
+            path.parents[2].joinpath("hangs").touch()
+sys.addaudithook(note)
 """
 
 
