@@ -327,6 +327,13 @@ def stored_bytes(tier: PackTier, chunk: StoredChunk) -> bytes:
     return path_of(tier, chunk.pack_id).read_bytes()[chunk.offset : chunk.offset + chunk.stored_bytes]
 
 
+def test_a_link_is_no_pack(tier: PackTier) -> None:
+    """It would be read as one, counted with the length of its target's name."""
+    record = tier.write_pack("ns", [payload_of(1, soft(100))])
+    path_of(tier, "0" * 32).symlink_to(path_of(tier, record.pack_id))
+    assert tier.list_packs() == {record.pack_id: record.file_bytes}
+
+
 class CountingClockOps(FileOps):
     """A file changed as late as it was renamed, counted in renames."""
 

@@ -100,6 +100,17 @@ def test_the_file_system_counts_as_the_quota_does() -> None:
     assert usage.fits(30)
 
 
+def test_where_nothing_is_short_nothing_is_dropped() -> None:
+    """Not even no bytes: that waits for the index, which may be recording a compaction."""
+    usage = DiskUsage(limit_bytes=80)
+    only = FakeNamespace("only", usage, value=1.0)
+    for num_bytes in (30, 40):
+        asyncio.run(capacity_of(usage, only).find_disk_capacity(num_bytes))
+    assert (only.dropped, usage.shortage(40)) == ([], 0)
+    asyncio.run(capacity_of(usage, only).find_disk_capacity(50))
+    assert (only.dropped, usage.shortage(50)) == ([1], 0)
+
+
 def test_the_watermark_trims_down_to_the_low_one_and_holes_are_not_its_matter() -> None:
     usage = DiskUsage(limit_bytes=80)
     one = FakeNamespace("one", usage, value=1.0, num_chunks=7)

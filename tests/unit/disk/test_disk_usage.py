@@ -1,0 +1,22 @@
+"""What is kept for files on their way, and what the file system has left: always the same together."""
+
+from kvtier.disk.disk_usage import DiskUsage
+
+FREE_BYTES = 1000
+
+
+def test_writing_a_scratch_file_takes_nothing_more_from_others() -> None:
+    """Its space is kept before it is written. What is written counted twice: packs were refused beside an import."""
+    usage = DiskUsage(limit_bytes=10 * FREE_BYTES)
+    usage.measured(FREE_BYTES)
+    with usage.scratch_space() as scratch:
+        scratch.keep(600, pack_bytes=150)
+        assert usage.shortage(250) == 0
+        for written_bytes in (1, 400, 600):
+            scratch.grew(written_bytes)
+            assert usage.shortage(250) == 0
+            assert usage.kept_bytes == 150 + 600 - written_bytes
+            usage.measured(FREE_BYTES - written_bytes)
+            assert usage.shortage(250) == 0, "the file system says the same"
+        assert scratch.shortage(850, pack_bytes=150) == 0, "the file may still become longer"
+    assert (usage.kept_bytes, usage.free_bytes) == (0, FREE_BYTES)
