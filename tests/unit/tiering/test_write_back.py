@@ -379,7 +379,7 @@ def test_what_needs_no_write_keeps_nothing_behind_it_from_the_disk(tmp_path: Pat
                 await eventually(lambda: bool(r.tier.asked))
                 await r.namespace.index.drop(keys_of([lost]))
                 each = (unknown, wanted, on_disk, both, promoting, lost, leaving, queued)
-                r.namespace.write_back.add(keys_of(number for pair in zip(good, each, strict=False) for number in pair))
+                r.namespace.write_back.add(keys_of(number for pair in zip(each, good, strict=False) for number in pair))
                 r.namespace.write_back.add(keys_of(good[-1:]))
                 await r.namespace.write_back.flush()
                 (written,) = r.tier.written[1:]
