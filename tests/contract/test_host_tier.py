@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,16 @@ def test_a_new_tier_has_no_pages(rig: HostRig) -> None:
     check(rig)
     assert rig.tier.counts()[SlotState.UNBACKED] == NUM_SLOTS
     assert rig.tier.usage.num_takable == NUM_AFFORDABLE
+
+
+def test_a_tier_takes_of_the_budget_only_while_it_has_an_arena(rig: HostRig, tmp_path: Path) -> None:
+    tier, used_bytes = rig.new_tier(), rig.budget.used_bytes
+    assert tier.usage.held_bytes == tier.usage.occupied_bytes == 0
+    rig.budget.limit_bytes += tier.needed_bytes
+    tier.open(tmp_path)
+    assert tier.usage.held_bytes == rig.budget.used_bytes - used_bytes == tier.needed_bytes
+    tier.close(keep=False)
+    assert rig.budget.used_bytes == used_bytes
 
 
 # Resources

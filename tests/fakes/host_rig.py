@@ -54,12 +54,13 @@ class HostRig:
         self._limit_bytes = num_affordable * ROW_BYTES + self._overhead_bytes
         self.counters = Counters()
         self.budget = HostBudget(num_slots * ROW_BYTES + self._overhead_bytes)
-        self.tier = self._new_tier()
+        self.tier = self.new_tier()
         assert self.tier.usage.num_slots == num_slots
         self.tier.open(Path(self._folder.name))
         self.budget.limit_bytes = self._limit_bytes  # fewer rows than slots, as after a namespace beside it came
 
-    def _new_tier(self) -> ArenaTier:
+    def new_tier(self) -> ArenaTier:
+        """Return one without an arena."""
         return ArenaTier(
             "ns",
             ONE_GROUP,
@@ -103,7 +104,7 @@ class HostRig:
         arena = Arena.reopen(path, ONE_GROUP, pages=pages)
         entries = arena.entries()
         self.budget = HostBudget(self._limit_bytes)
-        self.tier = self._new_tier()
+        self.tier = self.new_tier()
         self.tier.recover(
             arena, [entry.generation for entry in entries], {entry.slot for entry in entries if entry.backed}
         )

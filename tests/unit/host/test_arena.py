@@ -40,9 +40,15 @@ def test_the_file_says_what_it_is(arena: Arena) -> None:
     assert arena.path.stat().st_size == arena.geometry.file_bytes
 
 
-def test_only_the_owner_reaches_the_file(arena: Arena) -> None:
+def test_only_the_owner_reaches_the_file_whatever_the_umask(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        arena = Arena.create(tmp_path / "arena", layout_of(), 1)
+    finally:
+        os.umask(umask)
     assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(arena.path.parent.stat().st_mode) == 0o700
+    arena.close(unlink=True)
 
 
 def test_a_shortened_file_is_noticed_never_lengthened_and_can_be_abandoned(arena: Arena) -> None:
