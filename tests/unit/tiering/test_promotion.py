@@ -8,6 +8,8 @@ import pytest
 import kvtier.tiering.promotion.batch
 import kvtier.tiering.promotion.read_planner
 from kvtier.core.slots import SlotState
+from tests.fakes.clocks import at_rest
+from tests.fakes.limited_pages import LimitedPages
 from tests.fakes.rig import Rig, at_once, content, eventually, keys_of, rig
 from tests.fakes.scripted_engine import host_bytes_for
 
@@ -238,6 +240,23 @@ def test_a_chunk_dropped_from_disk_while_it_was_read_is_a_miss_and_no_damage(tmp
             await eventually(lambda: sorted(peer.missed.get(1, [])) == [0, 1])
             assert r.counters.chunks_damaged == 0
             assert session.loads.num_leases == 0
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_rows_for_which_there_is_no_memory_are_counted_and_missed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(4))
+            session, peer = await r.session()
+            r.namespace.top_up_all()
+            await at_rest(r.resources)  # sessions have their credits, and ask for no more rows
+            r.namespace.host.arena._pages = LimitedPages(2 * r.namespace.layout.row_bytes)
+            at_once(session.loads.acquire(1, keys_of(range(4))))
+            await eventually(lambda: peer.num_ready() + len(peer.missed.get(1, [])) == 4)
+            assert (peer.all_ready(), peer.missed[1]) == ([0, 1], [2, 3])
+            assert (r.counters.io_errors_host_back, r.counters.promotions_failed) == (2, 2)
             r.check()
 
     asyncio.run(scenario())
