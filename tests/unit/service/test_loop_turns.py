@@ -112,6 +112,22 @@ def test_a_long_prompt_is_bound_and_unpinned_in_slices(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_all_that_is_held_is_sent_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other engines get their answers between the messages of an inventory."""
+    monkeypatch.setattr(kvtier.concurrency.turns, "SLICE_KEYS", 2)
+
+    async def scenario() -> None:
+        async with rig(tmp_path, store="all") as r:
+            session, peer = await r.session()
+            keys = r.in_host(range(20))
+            peer.held.clear()
+            _, turns = await num_turns(session.send_inventory())
+            assert peer.held == dict.fromkeys(keys, True)
+            assert turns >= 9
+
+    asyncio.run(scenario())
+
+
 def test_a_namespace_that_ends_while_a_prompt_is_bound_leaves_no_binding(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:

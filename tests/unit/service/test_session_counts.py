@@ -10,6 +10,7 @@ import pytest
 import kvtier.tiering.promotion.batch
 from kvtier.core.slots import SlotRef, SlotState
 from tests.fakes.clocks import at_rest
+from tests.fakes.in_process_engine import InProcessEngine
 from tests.fakes.rig import ListPeer, at_once, eventually, hello_of, keys_of, rig
 from tests.fakes.scripted_engine import chunk_key, host_bytes_for
 
@@ -49,6 +50,46 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
                 assert slots.counts()[SlotState.GRANTED] == granted
             assert r.counters.stores_aborted == 2 * 3 * slots.usage.num_slots
             assert r.counters.host_evictions == r.counters.store_credits_short == 0
+            r.check()
+
+    asyncio.run(scenario())
+
+
+def test_an_acquire_of_what_no_one_has_is_over_when_it_is_answered(tmp_path: Path) -> None:
+    """The engine has nothing to release: such acquires would make a session busy, and use up how many it may have."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, peer = await r.session()
+            for _ in range(2):
+                at_once(session.loads.acquire(1, keys_of([0, 1])))
+                assert (session.loads.num_acquires, session.is_busy) == (0, False)
+            assert not peer.answers[1][0]
+
+    asyncio.run(scenario())
+
+
+def test_slots_of_a_lost_session_are_quarantined_until_its_processes_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=host_bytes_for(8)) as r:
+            slots = r.namespace.host
+            engine = InProcessEngine(replace(hello_of("lost"), store_credits=2), 0)
+            await engine.attach(r.cache)
+            await eventually(lambda: len(engine.credits) == 2)
+            await at_rest(r.resources)
+            num_granted, refs = slots.counts()[SlotState.GRANTED], list(engine.credits)
+            engine.begin_store([chunk_key(0)])
+            r.cache.end(engine.session)
+            assert all(slots.matches(ref, SlotState.QUARANTINED) for ref in refs)
+            assert slots.counts()[SlotState.GRANTED] == num_granted - 2
+            assert r.counters.slots_quarantined == 2
+            taken = await slots.allocate(slots.usage.num_slots)
+            assert taken
+            assert not {ref.slot for ref in taken} & {ref.slot for ref in refs}
+            engine.end_processes()
+            await eventually(lambda: not slots.counts()[SlotState.QUARANTINED])
+            for ref in taken:
+                slots.release(ref)
             r.check()
 
     asyncio.run(scenario())
