@@ -15,6 +15,7 @@ import kvtier_connector.scheduler.touches
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.scheduler.forecasts import UNMEASURED_TOKENS_PER_S
 from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.lease import Lease
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
@@ -522,6 +523,39 @@ def test_a_window_that_is_not_held_is_a_miss_without_a_question(monkeypatch: pyt
     scheduler.say(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys_of("sys", 6), held=True)))
     assert scheduler.ask(scheduler.new_request("sys", 8)) == 0
     assert scheduler.sent() == []
+
+
+def test_a_window_that_is_held_only_behind_the_prefix_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pins of one conversation: the shorter one's window is lost, the longer one's prefix."""
+    scheduler = Scheduler(monkeypatch, specs=[full_spec(), sliding_spec(window=8)])
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 4) + keys_of("sys", 8, group_idx=1)[6:])
+    assert scheduler.ask(scheduler.new_request("sys", 8)) == 0
+    assert scheduler.sent() == []
+
+
+@pytest.mark.parametrize(
+    ("states", "num_tokens"),
+    [
+        ([HOST] * 4 + [PROMOTING] * 2 + [HOST] * 2, 8),
+        ([HOST] * 6 + [PROMOTING, HOST], 24),
+        ([PROMOTING] * 8, 24),
+    ],
+)
+def test_without_its_window_a_prefix_is_computed_whole(
+    monkeypatch: pytest.MonkeyPatch, states: list[int], num_tokens: int
+) -> None:
+    """So a promotion of the window is waited for as long as computing all of the prefix would take."""
+    scheduler = Scheduler(monkeypatch, specs=[full_spec(), sliding_spec(window=8)])
+    scheduler.attach()
+    scheduler.pin(keys_of("sys", 6) + keys_of("sys", 6, group_idx=1)[4:])
+    request = scheduler.new_request("sys", 8)
+    scheduler.answer(acquired(scheduler, request), states)
+    assert scheduler.ask(request) is None
+    scheduler.clock.now_s += num_tokens / UNMEASURED_TOKENS_PER_S - 0.01
+    assert scheduler.ask(request) is None
+    scheduler.clock.now_s += 0.02
+    assert scheduler.ask(request) == 0
 
 
 def test_a_prefix_that_vllm_evicts_while_the_request_waits_is_asked_for(scheduler: Scheduler) -> None:
