@@ -272,7 +272,7 @@ class Cache:
             await self.resources.in_io(limits.check_keys, "bind_pin.keys", keys, namespace.layout)
             if session.ended:
                 return
-            limits.Whole(0, len(prompt.tokens)).check("bind_pin.covered_tokens", covered_tokens)
+            limits.Whole(1, len(prompt.tokens)).check("bind_pin.covered_tokens", covered_tokens)
             row = BindingRow(
                 pin_id=pin_id, namespace_id=namespace.namespace_id, keys=tuple(keys), covered_tokens=covered_tokens
             )

@@ -166,6 +166,7 @@ BINDINGS: dict[str, tuple[Sequence[ChunkKey], int, str]] = {
     "a long key": ([bytes(65)], 16, "has 65 bytes"),
     "keys of several lengths": ([KEYS[0], bytes(8)], 16, "one length"),
     "more tokens than the prompt has": (KEYS, 81, "bind_pin.covered_tokens = 81"),
+    "no tokens": (KEYS, 0, "bind_pin.covered_tokens = 0"),
 }
 
 
