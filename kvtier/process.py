@@ -1,12 +1,24 @@
-"""What a process of kvtier needs before its command line is read: open files, and streams that take any text."""
+"""What a process needs before its command line is read (open files, streams that take any text), and how it ends."""
 
 import io
 import os
 import resource
 import sys
+from enum import IntEnum
 
 MIN_OPEN_FILES = 64
 """gRPC ends the process below some 7, Python loads no modules below some 12, a daemon with an engine needs some 40."""
+
+
+class ExitCode(IntEnum):
+    """What the shell gets from `kvtier`, `kvtier-daemon` and the offline check, which it runs."""
+
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    """The daemon does not answer; of the offline check: it does, and its folders are in use."""
+    INTERRUPTED = 130
+    """128 + SIGINT, as shells say it."""
 
 
 def prepare_process(name: str) -> None:

@@ -13,12 +13,9 @@ import typer
 from kvtier.cli.output.streams import Output
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import DaemonUnreachableError, InvalidArgumentError, KvtierError
+from kvtier.process import ExitCode
 from kvtier.usage_errors import PrintableGroup
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_UNREACHABLE = 3
-EXIT_INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -53,14 +50,14 @@ def interruptible(output: Output, consequence: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         output.warn(f"interrupted; {consequence}")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def _exit_code(error: KvtierError) -> int:
     if isinstance(error, DaemonUnreachableError):
-        return EXIT_UNREACHABLE
+        return ExitCode.UNREACHABLE
     kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
-    return EXIT_USAGE if kind == InvalidArgumentError.__name__ else EXIT_FAILED
+    return ExitCode.USAGE if kind == InvalidArgumentError.__name__ else ExitCode.FAILED
 
 
 class ErrorReportingGroup(PrintableGroup):
@@ -83,7 +80,7 @@ class ErrorReportingGroup(PrintableGroup):
             Output().fail(
                 f"the answer cannot be written to stdout: {exc.strerror}; free some space, or write to another file"
             )
-            raise typer.Exit(EXIT_FAILED) from exc
+            raise typer.Exit(ExitCode.FAILED) from exc
 
 
 def _discard_stdout() -> None:

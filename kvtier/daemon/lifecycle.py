@@ -16,13 +16,13 @@ from kvtier.disk.codecs.words import WordKernels, compile_kernels, replace_after
 from kvtier.errors import ConfigError, StuckError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
+from kvtier.process import ExitCode
 from kvtier.version import __version__
 
 logger = logging.getLogger(__name__)
 
 COMPILE_AFTER_BYTES = 1024**3
 """Bytes that numpy codes before the codecs are compiled: coding them took about as long as compiling takes."""
-EXIT_STUCK = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -51,7 +51,7 @@ def run(config: DaemonConfig) -> None:
     except StuckError as exc:
         log_event(logger, "stopped_stuck", level=logging.ERROR, problem=str(exc))
         # Not sys.exit: that joins the thread whose call is stuck.
-        os._exit(EXIT_STUCK)
+        os._exit(ExitCode.FAILED)
     log_event(logger, "stopped", pid=os.getpid())
 
 

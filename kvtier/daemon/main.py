@@ -14,12 +14,9 @@ from kvtier.config.settings import KEYS
 from kvtier.errors import ConfigError, ConfigErrors, KvtierError
 from kvtier.obs.log import setup_logging
 from kvtier.printable import printable
-from kvtier.process import prepare_process
+from kvtier.process import ExitCode, prepare_process
 from kvtier.usage_errors import PrintableCommand
 from kvtier.version import __version__
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -94,7 +91,7 @@ def daemon(
     except KvtierError as exc:
         for error in exc.errors if isinstance(exc, ConfigErrors) else [exc]:
             typer.echo(printable(f"kvtier-daemon: {error}"), err=True)
-        raise typer.Exit(EXIT_USAGE if isinstance(exc, ConfigError | ConfigErrors) else EXIT_FAILED) from exc
+        raise typer.Exit(ExitCode.USAGE if isinstance(exc, ConfigError | ConfigErrors) else ExitCode.FAILED) from exc
 
 
 def _check(loaded: LoadedConfig) -> None:
@@ -108,7 +105,7 @@ def _check(loaded: LoadedConfig) -> None:
             line = f"{finding.status.value} {finding.id}: {finding.found}; {finding.remedy}"
             typer.echo(printable(line), err=True)
     if any(finding.status is Status.FAIL for finding in findings):
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def render_config(loaded: LoadedConfig) -> str:

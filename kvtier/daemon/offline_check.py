@@ -16,11 +16,9 @@ from kvtier.daemon.folder_locks import locked
 from kvtier.errors import AlreadyRunningError, ConfigError, ConfigErrors, KvtierError
 from kvtier.maintenance.offline import check_offline
 from kvtier.printable import printable
+from kvtier.process import ExitCode
 from kvtier.usage_errors import PrintableCommand
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_IMPOSSIBLE = 3
 _REMEDY = "name the state directory with: kvtier fsck --offline --state-dir DIR"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -42,12 +40,12 @@ def fsck(
         with _claimed(folder):
             report = check_offline(folder, arena_dir=loaded.config.host.arena_dir, repair=repair, deep=deep)
     except (ConfigError, ConfigErrors) as exc:
-        _fail(str(exc), EXIT_USAGE)
+        _fail(str(exc), ExitCode.USAGE)
     except AlreadyRunningError as exc:
         who = f"the daemon with pid {exc.pid}" if exc.pid else "a daemon"
-        _fail(f"{who} uses {folder}; run `kvtier fsck` without --offline, or stop it", EXIT_IMPOSSIBLE)
+        _fail(f"{who} uses {folder}; run `kvtier fsck` without --offline, or stop it", ExitCode.UNREACHABLE)
     except KvtierError as exc:
-        _fail(str(exc), EXIT_FAILED)
+        _fail(str(exc), ExitCode.FAILED)
     print(json.dumps({"folder": str(folder), **dataclasses.asdict(report)}))
 
 

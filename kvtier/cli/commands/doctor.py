@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.context import EXIT_FAILED, settings_of
+from kvtier.cli.context import settings_of
 from kvtier.cli.options import AsJson, api_key_option, url_option
 from kvtier.cli.output.grid import Grid, Styled, column
 from kvtier.cli.output.streams import Output
 from kvtier.cli.vllm_client import VllmClient
 from kvtier.doctor import CheckResult, Status, run_checks
+from kvtier.process import ExitCode
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
 
@@ -45,7 +46,7 @@ def doctor(
         findings = run_checks(socket, daemon_uid, config_path=config, python=python, server=server)
     output.answer([asdict(finding) for finding in findings], findings_table(findings), "", _summary(findings))
     if any(finding.status is Status.FAIL for finding in findings):
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def findings_table(findings: Iterable[CheckResult]) -> Grid:

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from kvtier._pb.cache_pb2 import FsckFinding, FsckReport, FsckRequest
-from kvtier.cli.context import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE, connect, interruptible, settings_of
+from kvtier.cli.context import connect, interruptible, settings_of
 from kvtier.cli.options import AsJson
 from kvtier.cli.output.grid import Grid, Part, Styled, column
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.config.units import format_size
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
 from kvtier.printable import printable
+from kvtier.process import ExitCode
 
 NOTE_PREFIX = "note-"
 _OFFLINE_CHECK = "kvtier.daemon.offline_check"
@@ -54,7 +55,7 @@ def fsck(
     report, folder = checked
     output.answer(to_jsonable(report) | {"offline_folder": folder}, *_parts(report, folder, repair=repair, deep=deep))
     if _remaining(report):
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 _Checked = tuple[FsckReport, str | None]
@@ -72,13 +73,13 @@ def _checked(context: typer.Context, repair: bool, deep: bool) -> _Checked:
                 f"no kvtier-daemon answers at {error.address} ({error.problem}), so nothing was checked; {remedy}, or "
                 "check its state directory without it: kvtier fsck --offline --state-dir DIR"
             )
-            raise typer.Exit(EXIT_UNREACHABLE) from error
+            raise typer.Exit(ExitCode.UNREACHABLE) from error
         what = "checking the state directory of the local settings, offline"
         Output().warn(f"no daemon answers at {error.address}: {what}")
     try:
         return _checked_offline(repair, deep, None, None)
     except typer.Exit as ended:
-        raise typer.Exit(EXIT_UNREACHABLE if ended.exit_code == EXIT_USAGE else ended.exit_code) from None
+        raise typer.Exit(ExitCode.UNREACHABLE if ended.exit_code == ExitCode.USAGE else ended.exit_code) from None
 
 
 def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: Path | None) -> _Checked:
@@ -91,7 +92,7 @@ def _checked_offline(repair: bool, deep: bool, state_dir: Path | None, config: P
         said = done.stderr.strip().splitlines()
         # The last line of a traceback says what happened too.
         Output().fail(said[-1] if said else f"the offline check ended with status {done.returncode}")
-        raise typer.Exit(done.returncode if done.returncode > 0 else EXIT_FAILED)
+        raise typer.Exit(done.returncode if done.returncode > 0 else ExitCode.FAILED)
     fields = json.loads(done.stdout)
     folder = fields.pop("folder")
     findings = []

@@ -9,7 +9,7 @@ import typer
 
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli.commands.pin_flow import PinFlow, PinJob
-from kvtier.cli.context import EXIT_FAILED, connect, interruptible
+from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import DEFAULT_URL, PromptName, api_key_option, checked_text, seconds, url_option
 from kvtier.cli.output.durations import parse_duration
 from kvtier.cli.output.streams import Output
@@ -19,6 +19,7 @@ from kvtier.cli.vllm_client import VllmClient
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.errors import InvalidArgumentError
 from kvtier.printable import shown_url
+from kvtier.process import ExitCode
 
 _VLLM, _PIN = "vLLM", "How"
 _source = partial(typer.Option, metavar="FILE", rich_help_panel="What to pin (one of)")
@@ -100,7 +101,7 @@ def pin(
         with interruptible(output, f"what was registered stays: kvtier show {name}"):
             done = PinFlow(client, vllm, output).run(job)
     if not done:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _read_source(

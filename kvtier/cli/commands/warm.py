@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kvtier._pb.cache_pb2 import PromptStatus
-from kvtier.cli.context import EXIT_FAILED, connect, interruptible
+from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import (
     DEFAULT_URL,
     AsJson,
@@ -30,6 +30,7 @@ from kvtier.cli.vllm_client import ServedModel, VllmClient, VllmUnreachableError
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance, cache_tokens_taken, new_request_id, same_request, warm_tokens
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError, RenderError
+from kvtier.process import ExitCode
 
 _TICK_S = 0.2
 
@@ -86,7 +87,7 @@ def warm(
     good = {WarmResult.WARMED, WarmResult.DUPLICATE}
     good |= set() if names else {WarmResult.OVER_LIMIT, WarmResult.REFUSED}
     if any(each.result not in good for each in done):
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _chosen(client: AdminClient, names: list[str], *, every: bool) -> list[PromptStatus]:
