@@ -19,12 +19,12 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.client.outbox import Outbox
 from kvtier.client.trusted_socket import explain, open_trusted
+from kvtier.concurrency.pauses import RETRY_S
 from kvtier.errors import DaemonUnreachableError, KvtierError, SessionRefusedError, UntrustedSocketError
 
 PROBE_PERIOD_S = 0.25
 _WELCOME_TIMEOUT_S = 30.0
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 0.5
-_REFUSED_RETRY_S = 10.0
 _REMEDY = (
     'start `kvtier-daemon`, or name its socket with $KVTIER_SOCKET or "socket" in kv_connector_extra_config '
     "(containers: mount its folder)"
@@ -168,7 +168,7 @@ class EngineSession:
             except Exception as exc:  # a cache failure never reaches vLLM, whatever it is
                 problem = str(exc) if isinstance(exc, SessionRefusedError) else f"kvtier: attach failed: {exc!r}"
                 self._report(f"{problem}; vLLM serves without kvtier until that is mended", logging.ERROR)
-                self._stop.wait(_REFUSED_RETRY_S)
+                self._stop.wait(RETRY_S)
                 continue
             if time.monotonic() - attached_at_s > 1.0:
                 delay_s = _BACKOFF_FIRST_S

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
@@ -30,7 +31,6 @@ from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
 T = TypeVar("T")
-_POLL_S = 0.01
 _OFFLINE = "stop the daemon and run `kvtier fsck --offline --repair`"
 
 
@@ -167,9 +167,9 @@ class _OnlineCheck:
         """Wait until every write that is going on now has ended; return the packs that the daemon counts then."""
         usage = self._cache.resources.disk_usage
         begun = set(usage.writes)
-        await asyncio.sleep(_POLL_S)  # a write that has just ended is counted in the next turn of the loop
+        await asyncio.sleep(POLL_S)  # a write that has just ended is counted in the next turn of the loop
         while begun & usage.writes:  # noqa: ASYNC110 - an event per write would cost every write
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
         return set(usage.packs)
 
     async def _check_memory(self, rows: Mapping[str, Mapping[ChunkKey, StoredChunk]]) -> list[Finding]:

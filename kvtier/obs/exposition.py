@@ -15,6 +15,7 @@ from prometheus_client.core import Metric as PromMetric
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.registry import Collector
 
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.obs.declare import Kind, Metric, declared
 from kvtier.obs.histogram import Histogram
 from kvtier.obs.log import log_event
@@ -22,7 +23,6 @@ from kvtier.obs.log import log_event
 logger = logging.getLogger(__name__)
 
 PATH = "/metrics"
-_STOP_POLL_S = 0.05
 
 _FAMILIES = {
     Kind.COUNTER: CounterMetricFamily,
@@ -53,9 +53,7 @@ class MetricsServer(ThreadingHTTPServer):
         ProcessCollector(registry=self.registry)
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _Handler)
-        self._thread = threading.Thread(
-            target=self.serve_forever, args=(_STOP_POLL_S,), name="kvtier-metrics", daemon=True
-        )
+        self._thread = threading.Thread(target=self.serve_forever, args=(POLL_S,), name="kvtier-metrics", daemon=True)
         self._thread.start()
 
     @property

@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.obs.log import log_event
 
 MAX_FILE_BYTES = 256 * 1024**2
 """Largest file: about two million spans."""
 SUFFIX = ".trace.json"
 _FLUSH_EVENTS = 512
-_FLUSH_S = 1.0
 
 logger = logging.getLogger(__name__)
 Value = str | int | float | bool
@@ -83,7 +83,7 @@ class TraceFile:
 
     def _run(self) -> None:
         # Spans come in bursts. Without this, a process that is killed after a burst would lose the end of it.
-        while not self._ends.wait(_FLUSH_S):
+        while not self._ends.wait(SLOW_POLL_S):
             with self._lock:
                 self._flush()
 

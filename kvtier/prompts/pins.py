@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
@@ -22,8 +23,6 @@ from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
-
-_EXPIRY_POLL_S = 1.0
 
 
 class Pins:
@@ -104,7 +103,7 @@ class Pins:
     async def expire(self) -> None:
         """End pins whose time is over, for ever."""
         while True:
-            await asyncio.sleep(_EXPIRY_POLL_S)
+            await asyncio.sleep(SLOW_POLL_S)
             await self._end_expired()
 
     async def _end_expired(self) -> None:

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.bundles import export_bundle, import_bundle
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
@@ -35,7 +36,6 @@ from kvtier.tiering.command_eviction import EvictTier
 
 MAX_PAGE_SIZE = 1000
 PAGE_BYTES = 1024**2
-_WATCH_POLL_S = 0.1
 _TIERS: dict[int, EvictTier] = {
     pb.TIER_ANY: EvictTier.ANY,
     pb.TIER_HOST: EvictTier.HOST,
@@ -90,7 +90,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             if view != last:
                 last = view
                 yield prompt_status(view)
-            await asyncio.sleep(_WATCH_POLL_S)
+            await asyncio.sleep(POLL_S)
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.PromptStatus:
         return prompt_status(await self._cache.pins.unpin(request.name))

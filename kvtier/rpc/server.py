@@ -26,8 +26,6 @@ HANDSHAKE_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 300.0
 """A connection without a call is closed; clients connect again by themselves. A session is a call: no clock ends it,
 nor a keepalive, which a stopped engine (SIGSTOP) would not answer. The kernel reports engines that end."""
-_STREAM_GRACE_S = 1.0
-_FILES_POLL_S = 0.5
 
 _SERVICES = (
     engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name,
@@ -63,7 +61,7 @@ async def serve(config: DaemonConfig, *, stop: asyncio.Event, ready: Callable[[]
             removed = await _until_stopped_or_removed(stop, config, cache)
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         engines.finish_all()
-        await server.stop(grace=min(_STREAM_GRACE_S, config.server.drain_timeout_s))
+        await server.stop(grace=min(1.0, config.server.drain_timeout_s))
     finally:
         await cache.close()
     return None if stop.is_set() else removed
@@ -77,7 +75,7 @@ async def _until_stopped_or_removed(stop: asyncio.Event, config: DaemonConfig, c
             if _is_removed(path):
                 return path
         with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _FILES_POLL_S)
+            await asyncio.wait_for(stop.wait(), 0.5)  # docs/faults.md says what that half second means
     return None
 
 

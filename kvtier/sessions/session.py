@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, TierIOError
@@ -18,8 +19,6 @@ from kvtier.sessions.stores import Stores
 from kvtier.tiering.namespace import Namespace
 
 logger = logging.getLogger(__name__)
-
-_LOCK_POLL_S = 0.1
 
 
 class SessionEnd(Enum):
@@ -125,7 +124,7 @@ class Session(SessionBase):
         """Wait until no process of the engine touches slots of this session any longer, and free them."""
         # A kernel lock has no event to wait for.
         while not self._is_released():  # noqa: ASYNC110
-            await asyncio.sleep(_LOCK_POLL_S)
+            await asyncio.sleep(POLL_S)
         self.stores.release_all()
         await self.loads.release_all()
         log_event(logger, "session_released", session=self.session_id)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.concurrency.pauses import RETRY_S, SLOW_POLL_S
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
 from kvtier.disk.base import PackRecord, StoredChunk
@@ -23,8 +24,6 @@ from kvtier.tiering.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
-_GATHER_S = 1.0  # drops come in groups: wait for the rest of one before looking
-_RETRY_S = 10.0
 _UNREADABLE_RETRY_S = 3600.0
 
 
@@ -66,7 +65,7 @@ class Compactor:
         """Look for something to do whenever a chunk lost its place on disk."""
         while True:
             await self._resources.holes.wait()
-            await self._sleep(_GATHER_S)
+            await self._sleep(SLOW_POLL_S)  # drops come in groups: wait for the rest of one before looking
             self._resources.holes.clear()
             while True:
                 await self._resources.disk_health.until_closed()
@@ -76,7 +75,7 @@ class Compactor:
                 if job is None:
                     break
                 if not await self.compact(job):
-                    await self._sleep(_RETRY_S)
+                    await self._sleep(RETRY_S)
 
     # What to do
 

@@ -4,13 +4,13 @@ import asyncio
 import itertools
 import logging
 
+from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.obs.log import log_event
 from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 1.0
 _FORGET_TURNS = 600
 
 
@@ -27,7 +27,7 @@ async def keep_ledger(resources: Resources) -> None:
             has_failed = True
         if turn % _FORGET_TURNS == 0:
             await _forget_removed(resources)
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(SLOW_POLL_S)
 
 
 async def _catch_up(resources: Resources) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
+from kvtier.concurrency.pauses import POLL_S, RETRY_S
 from kvtier.core.slots import SlotRef
 from kvtier.errors import DrainingError
 from kvtier.obs import trace
@@ -17,8 +18,6 @@ _SLICE_SHARE = 8
 _PAUSE_RATIO = 4
 """Pause after a slice, in times of what it took: a fifth of one core. 256 MiB are there within a second, and vLLM
 listens two seconds after it has attached. See ADR 13 for what this is worth, and for what was more complicated."""
-_POLL_S = 0.1
-_RETRY_S = 30.0
 
 
 class Preallocator:
@@ -41,7 +40,7 @@ class Preallocator:
         """Make rows where they are short, until cancelled."""
         is_prepared = False
         while self._preallocated_bytes:
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
             if not is_prepared and any(namespace.live for namespace in self._namespaces.values()):
                 await self._resources.in_io(self._resources.disk.prepare_reads)
                 is_prepared = True
@@ -51,7 +50,7 @@ class Preallocator:
                     began_s = time.monotonic()
                     has_memory = await self._made(namespace)
                     pause_s = _PAUSE_RATIO * (time.monotonic() - began_s)
-                    await asyncio.sleep(pause_s if has_memory else _RETRY_S)
+                    await asyncio.sleep(pause_s if has_memory else RETRY_S)
 
     async def _made(self, namespace: Namespace) -> bool:
         """Make a slice of rows, as a task of the namespace, which may close; say whether there was memory for it."""

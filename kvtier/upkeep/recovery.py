@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.core.arena_format import ArenaGeometry, SlotEntry, key_tag_of
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import SlotRef
@@ -27,8 +28,6 @@ from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
-
-_LOCK_POLL_S = 0.1
 
 
 class OrphanRow(NamedTuple):
@@ -192,7 +191,7 @@ class Recovery:
             Rows that are free, or have no pages, since.
         """
         while self._locks:
-            await asyncio.sleep(_LOCK_POLL_S)
+            await asyncio.sleep(POLL_S)
             await self._ask_locks()
         # As much keeps its pages as would be made again for one engine.
         config, num_rows = self._resources.config.host, 0

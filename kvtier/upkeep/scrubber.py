@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
+from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.disk.base import ChunkRead, StoredChunk
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 CURSOR_FILE = "scrub.json"
 _BATCH_BYTES = 8 * 1024**2
 _PERIOD_S = 24 * 3600.0
-_POLL_S = 60.0
 
 
 class Scrubber:
@@ -54,7 +54,7 @@ class Scrubber:
         while True:
             if self._after or not 0 <= self._unix_s() - self._pass_began_unix_s < _PERIOD_S:
                 await self.scrub_pass()
-            await self._sleep(_POLL_S)
+            await self._sleep(SLOW_POLL_S)
 
     async def scrub_pass(self) -> None:
         """Go on from where it stopped to the end of all packs."""

@@ -122,13 +122,13 @@ class LivingService:
     def _patch(self) -> None:
         """No loop of the service turns by itself; what waits for a while waits shortly."""
         for module, name, value in (
-            (kvtier.prompts.pins, "_EXPIRY_POLL_S", 1e6),
+            (kvtier.prompts.pins, "SLOW_POLL_S", 1e6),
             (kvtier.service.cache, "_CAPACITY_POLL_S", 1e6),
             (kvtier.service.arenas, "max_open_arenas", lambda: self._max_arenas),
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.prompts.pins, "time", types.SimpleNamespace(time=self.clock.time)),
-            (kvtier.sessions.session, "_LOCK_POLL_S", 0.001),
-            (kvtier.upkeep.recovery, "_LOCK_POLL_S", 0.001),
+            (kvtier.sessions.session, "POLL_S", 0.001),
+            (kvtier.upkeep.recovery, "POLL_S", 0.001),
             (kvtier.tiering.write_back, "_RETRY_S", 0.001),
             (kvtier.concurrency.turns, "SLICE_KEYS", 2),
             (kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2),

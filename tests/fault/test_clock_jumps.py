@@ -40,7 +40,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "time", clock)
-    monkeypatch.setattr(kvtier.prompts.pins, "_EXPIRY_POLL_S", 0.01)
+    monkeypatch.setattr(kvtier.prompts.pins, "SLOW_POLL_S", 0.01)
     monkeypatch.setattr(kvtier.service.cache, "_CAPACITY_POLL_S", 0.01)
     for kind, owner, method in (("expiry", Pins, "_end_expired"), ("capacity", Cache, "_keep_capacity_once")):
         monkeypatch.setattr(owner, method, counted(clock, kind, getattr(owner, method)))

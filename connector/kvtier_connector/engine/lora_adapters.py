@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.concurrency.pauses import RETRY_S
 from kvtier_connector.engine.weights_fingerprint import local_files
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt"})
 _CONFIG_NAME = "adapter_config.json"
-_RETRY_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class AdapterDigests:
         """
         digest = self._digests.get(adapter)
         if digest is None and time.monotonic() >= self._retry_at_s.get(adapter, 0.0):
-            self._retry_at_s[adapter] = time.monotonic() + _RETRY_S
+            self._retry_at_s[adapter] = time.monotonic() + RETRY_S
             self._submit(lambda: self._learn(adapter))
         return digest
 

@@ -25,6 +25,7 @@ from kvtier.client.warm_requests import (
     warm_body,
     warm_tokens,
 )
+from kvtier.concurrency.pauses import POLL_S, SLOW_POLL_S
 from kvtier.errors import KvtierError
 from kvtier.printable import shown_url
 from kvtier_connector.engine.facts import EngineFacts
@@ -36,8 +37,6 @@ HEALTH_TIMEOUT_S = 600.0
 TOTAL_TIMEOUT_S = 600.0
 MAX_RATIO = 0.5
 """Share of vLLM's cache that warm prompts may take: as much as pins may keep there, see `gpu_pins.hooks`."""
-_TICK_S = 0.1
-_LOOK_S = 1.0
 _LAST_PRIORITY = 2**31 - 1
 """vLLM handles the lowest number first."""
 _UNAUTHORIZED = (401, 403)
@@ -96,7 +95,7 @@ class WarmStart:
                 cache = self._round()
                 if self._is_refused:
                     return
-                while self._prefix_cache() is cache and not self._stop.wait(_LOOK_S):
+                while self._prefix_cache() is cache and not self._stop.wait(SLOW_POLL_S):
                     pass
         except Exception:  # vLLM serves without the warm start
             logger.exception("kvtier: the warm start failed")
@@ -223,7 +222,7 @@ class WarmStart:
                 return True
             if time.monotonic() >= deadline_s:
                 return False
-            self._stop.wait(_TICK_S)
+            self._stop.wait(POLL_S)
         return False
 
     def _warn_unless_stopped(self, problem: str, *values: object) -> None:

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.client.arena_map import ArenaMap
+from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.core.arena_format import has_pages
 
-_LOOK_EVERY_S = 1.0
-"""Between two looks for rows while there are none: a look at a million takes some 10 ms, 1 % of a core."""
 _PAUSE_S = 0.003
 """Between two slices of rows: mapping takes a tenth of one core."""
 _SLICE_BYTES = 2 * 1024**2
@@ -61,7 +60,7 @@ class PrefaultedRows:
         if not self._is_able:
             self._found.clear()
             return None
-        return _PAUSE_S if self._found else _LOOK_EVERY_S
+        return _PAUSE_S if self._found else SLOW_POLL_S
 
     def _map(self, slot: int, is_wanted: Callable[[], bool]) -> bool:
         """Map a row if it has pages; return False to try it again later."""

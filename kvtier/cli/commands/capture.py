@@ -15,13 +15,13 @@ from enum import Enum, auto
 from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli.output.prompt_summary import summarize
 from kvtier.client.admin import AdminClient
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.errors import KvtierError
 
 MAX_REQUESTS = 3
 IDLE_S = 2.0
 """If nothing changes for this long after an answer, the missing chunks count as not offered."""
 _HELD_FACTOR = 5
-_TICK_S = 0.1
 _JOIN_TIMEOUT_S = 2.0
 
 NextStatus = Callable[[], PromptStatus | None]
@@ -43,7 +43,7 @@ def watched(client: AdminClient, name: str, timeout_s: float) -> Iterator[NextSt
 
     def newest() -> PromptStatus | None:
         try:
-            item = items.get(timeout=_TICK_S)
+            item = items.get(timeout=POLL_S)
             while not items.empty():
                 item = items.get_nowait()
         except queue.Empty:

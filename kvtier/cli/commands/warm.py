@@ -29,10 +29,9 @@ from kvtier.cli.output.streams import Output
 from kvtier.cli.vllm_client import ServedModel, VllmClient, VllmUnreachableError
 from kvtier.client.admin import AdminClient
 from kvtier.client.warm_requests import by_importance, cache_tokens_taken, new_request_id, same_request, warm_tokens
+from kvtier.concurrency.pauses import POLL_S
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError, RenderError
 from kvtier.process import ExitCode
-
-_TICK_S = 0.2
 
 
 def warm(
@@ -255,7 +254,7 @@ class WarmFlow:
             if self._waited_s >= self.wait_s:
                 return False
             began_s = self.clock()
-            self.sleep(_TICK_S)
+            self.sleep(POLL_S)
             self._waited_s += self.clock() - began_s
         return True
 

@@ -132,7 +132,7 @@ def test_reopen_makes_a_new_hello(daemon: FakeDaemon, session: EngineSession, re
 def test_a_refusal_is_logged_once_and_loudly(
     daemon: FakeDaemon, session: EngineSession, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_session, "_REFUSED_RETRY_S", 0.01)
+    monkeypatch.setattr(engine_session, "RETRY_S", 0.01)
     daemon.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "layout.rank_bytes = 0: must be positive")
     daemon.start()
     attempts = threading.Semaphore(0)

@@ -73,7 +73,7 @@ def test_the_last_spans_of_a_burst_are_written_without_a_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They waited for it: a worker that was killed in the quiet after a copy left no trace of the copy."""
-    monkeypatch.setattr(trace, "_FLUSH_S", 0.01)
+    monkeypatch.setattr(trace, "SLOW_POLL_S", 0.01)
     path = trace.start(tmp_path, "worker")
     assert path is not None
     trace.record("copy in", 1.0, 2.0)

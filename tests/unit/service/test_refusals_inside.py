@@ -143,7 +143,7 @@ def test_quarantined_slots_come_back_after_a_lock_file_could_not_be_looked_at(
 
 def test_pins_expire_after_a_refusal_of_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task that ends pins ended itself."""
-    monkeypatch.setattr(kvtier.prompts.pins, "_EXPIRY_POLL_S", 0.02)
+    monkeypatch.setattr(kvtier.prompts.pins, "SLOW_POLL_S", 0.02)
 
     async def scenario() -> None:
         config = config_in(tmp_path)

@@ -189,7 +189,7 @@ def test_an_adapter_that_could_not_be_read_is_tried_again(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM may still be downloading it when its first request comes."""
-    monkeypatch.setattr("kvtier_connector.engine.lora_adapters._RETRY_S", 0.05)
+    monkeypatch.setattr("kvtier_connector.engine.lora_adapters.RETRY_S", 0.05)
     digests = AdapterDigests(BackgroundThread("kvtier-test").submit)
     late = Adapter("late", str(tmp_path / "late"), 1)
     assert digests.digest(late) is None

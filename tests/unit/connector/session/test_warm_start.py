@@ -88,8 +88,8 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(warm_start, "_TICK_S", 0.005)
-    monkeypatch.setattr(warm_start, "_LOOK_S", 0.005)
+    monkeypatch.setattr(warm_start, "POLL_S", 0.005)
+    monkeypatch.setattr(warm_start, "SLOW_POLL_S", 0.005)
     with (
         fake_vllm.serving(FakeVllm()) as vllm,
         fake_cache_service.serving(FakeCacheService(), tmp_path / "s") as daemon,
