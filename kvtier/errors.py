@@ -7,9 +7,7 @@ are results, not errors. `kvtier.rpc.error_statuses` maps each leaf to one gRPC 
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from kvtier.printable import printable, shortened, shown_value
-
-_MAX_KEY_CHARS = 100
+from kvtier.printable import SHOWN_CHARS, printable, shortened, shown_value
 
 
 class KvtierError(Exception):
@@ -29,7 +27,7 @@ class ConfigError(KvtierError):
     """
 
     def __init__(self, key: str, value: object, source: str, problem: str) -> None:
-        super().__init__(f"{source}: {printable(key, _MAX_KEY_CHARS)} = {shown_value(value)}: {problem}")
+        super().__init__(f"{source}: {printable(key, SHOWN_CHARS)} = {shown_value(value)}: {problem}")
         self.key, self.value, self.source = key, value, source
 
 

@@ -14,7 +14,10 @@ MAX_LINE_CHARS = 4000
 MAX_TEXT_BYTES = 2000
 """Of an error, or a field of a log line. gRPC sends an error's text in a header, percent-encoded, and a header of more
 than 8 KiB does not arrive: three characters for each byte of this fit."""
-_MAX_VALUE_CHARS = 200
+SHOWN_CHARS = 200
+"""Of a value, a name or a text of others inside a message: enough to know it again."""
+MAX_LISTED = 20
+"""Of a list in a message; a damaged or foreign file may have thousands of problems."""
 _CUT = " … "
 # Persian and Hindi words and many emojis need these two; they join what stands beside them and do nothing else.
 _JOINERS = "\u200c\u200d"
@@ -46,6 +49,11 @@ def shortened(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
     return data[:head].decode(errors="ignore") + _CUT + data[head - kept :].decode(errors="ignore")
 
 
+def cut(text: str, max_chars: int = SHOWN_CHARS) -> str:
+    """Return the beginning of text, with an ellipsis where more follows."""
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
 def printable_json(value: object, *, indent: int | None = None, ascii_only: bool = False) -> str:
     r"""Return JSON that any parser reads as `value`, in which what is not printable is written as `\u001b`.
 
@@ -67,13 +75,13 @@ class _ShortRepr(reprlib.Repr):
 
 
 _SHORT = _ShortRepr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MAX_VALUE_CHARS
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARS
 
 
 def shown_value(value: object) -> str:
     """Return how a message shows a value that cannot be used: quoted, printable, its middle left out if it is long."""
     if isinstance(value, bytes | bytearray):
-        value = bytes(value[:_MAX_VALUE_CHARS])
+        value = bytes(value[:SHOWN_CHARS])
     return _SHORT.repr(value)
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SPEC_NAME, SPEC_MODULE = "KVTierOffloadingSpec", "kvtier_connector.spec"
 _SOURCE = "kv_connector_extra_config"
-_SHOWN_CHARS = 120
 _OUR_KEYS = (
     "daemon_uid",
     "gpu_pin",
@@ -162,7 +161,7 @@ def _socket(value: object) -> Path:
     try:
         return usable_socket_path(path)
     except ValueError as exc:
-        raise ConfigError(key, str(path)[:_SHOWN_CHARS], source, str(exc)) from exc
+        raise ConfigError(key, str(path), source, str(exc)) from exc
 
 
 def _uid(value: object) -> int | None:

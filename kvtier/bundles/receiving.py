@@ -24,12 +24,11 @@ from kvtier.errors import (
     NamespaceMismatchError,
     QuotaExceededError,
 )
+from kvtier.printable import cut
 from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.quota import pinned_bytes
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
-
-_SHOWN_CHARS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +200,7 @@ def _differences(bundle: Bundle, other: Namespace) -> str:
 
 
 def _shown(value: str | None) -> str:
-    if value is None:
-        return "absent"
-    return value if len(value) <= _SHOWN_CHARS else value[: _SHOWN_CHARS - 1] + "…"
+    return "absent" if value is None else cut(value, 40)  # two of each field, all in one message
 
 
 def _differing_layout(one: KVLayout, other: KVLayout) -> list[str]:

@@ -12,12 +12,11 @@ import httpx
 from kvtier.cli.json_text import JsonError, read_json
 from kvtier.client.warm_requests import warm_body
 from kvtier.errors import InvalidArgumentError, RenderError
-from kvtier.printable import shown_url
+from kvtier.printable import SHOWN_CHARS, cut, shown_url
 
 TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_SHOWN_CHARS = 400
 _CACHE_CONFIG_METRIC = "vllm:cache_config_info{"
 _NO_VLLM = "--url must be the base URL of a vLLM server, like http://127.0.0.1:8000"
 _WAITING_METRIC = "vllm:num_requests_waiting{"
@@ -246,8 +245,7 @@ def _server_message(response: httpx.Response) -> str:
         # The status says more than a page of HTML.
         text = _text(response)
         said = response.reason_phrase if text.lstrip().startswith("<") else text
-    said = " ".join(said.split()) or response.reason_phrase
-    return said if len(said) <= _SHOWN_CHARS else said[: _SHOWN_CHARS - 1] + "…"
+    return cut(" ".join(said.split()) or response.reason_phrase, 2 * SHOWN_CHARS)  # vLLM explains a refusal in 300
 
 
 def _checked_url(text: str) -> httpx.URL:

@@ -20,7 +20,6 @@ from kvtier.client.trusted_socket import TrustedSocket, explain, is_stopped, lis
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
 
 DEFAULT_TIMEOUT_S = 10.0
-_SHOWN_CHARS = 120
 
 
 class RemoteError(KvtierError):
@@ -54,7 +53,7 @@ class AdminClient:
         try:
             self._socket_path = usable_socket_path(socket_path)
         except ValueError as exc:
-            raise InvalidArgumentError("--socket", str(socket_path)[:_SHOWN_CHARS], str(exc)) from exc
+            raise InvalidArgumentError("--socket", str(socket_path), str(exc)) from exc
         self._daemon_uid, self._timeout_s = daemon_uid, timeout_s
         self._lock = threading.Lock()  # protects all below
         self._connection = ExitStack()  # owns the socket, and a channel to it

@@ -18,10 +18,9 @@ from kvtier.config.model import DaemonConfig
 from kvtier.config.resolve import resolve
 from kvtier.config.settings import AUTO, KEYS, TABLES, Settings, variable_of
 from kvtier.errors import ConfigError, ConfigErrors
+from kvtier.printable import MAX_LISTED
 
 MAX_FILE_BYTES = 1024**2
-MAX_PROBLEMS = 20
-"""As many are shown; a file of another kind may have thousands."""
 ENVIRONMENT = "environment"
 FLAG = "flag"
 DEFAULT = "default"
@@ -93,7 +92,7 @@ def load_config(
 
     config = resolve(_settings(*layers), lambda key: origin(key).base_dir, report)
     if problems:
-        raise ConfigErrors(problems[:MAX_PROBLEMS])
+        raise ConfigErrors(problems[:MAX_LISTED])
     return LoadedConfig(config=config, sources={key: origin(key).source for key in KEYS}, path=path)
 
 
@@ -150,7 +149,7 @@ def _usable(layer: _Layer, problems: list[ConfigError]) -> _Layer:
         _settings(layer)
     except ValidationError as exc:
         bad = {tuple(map(str, error["loc"][:2])): error for error in exc.errors(include_url=False)}
-        problems += [_problem(place, error, layer.source) for place, error in [*bad.items()][:MAX_PROBLEMS]]
+        problems += [_problem(place, error, layer.source) for place, error in [*bad.items()][:MAX_LISTED]]
         usable = {
             table: {name: value for name, value in content.items() if (table, name) not in bad}
             for table, content in layer.tables.items()

@@ -13,11 +13,11 @@ from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.client.trusted_socket import open_trusted
 from kvtier.doctor.report import CheckResult, Status, fail, ok, skipped, warn
 from kvtier.errors import DaemonSilentError, KvtierError, UntrustedSocketError
+from kvtier.printable import MAX_LISTED
 from kvtier.version import __version__
 
 _USUAL_PLACES = (("/tmp", "kvtier-[0-9]*"), ("/run/user", "*/kvtier"), ("/run", "kvtier"))
 _DAMAGE_COUNTERS = ("chunks_damaged", "packs_quarantined")
-MAX_LISTED = 20
 _ATTACH = "start vLLM with the KVTierConnector, with the same $KVTIER_SOCKET and as the same user (see README)"
 
 

@@ -13,8 +13,7 @@ from kvtier.ledger.row_tables import load_pack_ids
 from kvtier.ledger.rows import LedgerSnapshot
 from kvtier.ledger.sql.row_checksums import altered_rows
 from kvtier.ledger.sql.schema import FIRST_CHECKED_VERSION, SCHEMA_VERSION, checked_version, update_schema
-
-_MAX_PROBLEMS = 20
+from kvtier.printable import MAX_LISTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ def inspect_ledger(path: Path) -> LedgerHealth:
     """
     try:
         with closing(_read_only(path)) as sql:
-            problems = [str(row[0]) for row in sql.execute(f"PRAGMA integrity_check({_MAX_PROBLEMS})")]
+            problems = [str(row[0]) for row in sql.execute(f"PRAGMA integrity_check({MAX_LISTED})")]
             if problems != ["ok"]:
                 return LedgerHealth(problems=tuple(problems))
             dangling = Counter(table for table, *_ in sql.execute("PRAGMA foreign_key_check"))

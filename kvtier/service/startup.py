@@ -10,14 +10,13 @@ from kvtier.collector import gc_paused
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
+from kvtier.printable import MAX_LISTED
 from kvtier.prompts.book import PromptBook
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.tiering.resources import Resources
 from kvtier.upkeep.orphans import adopt_orphans
 
 logger = logging.getLogger(__name__)
-
-_MAX_NAMES = 20
 
 
 async def load_from_disk(
@@ -86,8 +85,8 @@ async def _restore_promises(resources: Resources) -> None:
             prompts=len(restored.prompts),
             bindings=restored.num_bindings,
             damaged_copies=restored.num_damaged,
-            names=",".join(restored.prompts[:_MAX_NAMES]),
-            perhaps_deleted_since=",".join(restored.without_copy[:_MAX_NAMES]),
+            names=",".join(restored.prompts[:MAX_LISTED]),
+            perhaps_deleted_since=",".join(restored.without_copy[:MAX_LISTED]),
             why="the ledger had lost what was acknowledged, or an old backup of it was put back",
             remedy="compare `kvtier list` with what you pinned; `kvtier unpin` what was ended since the backup",
         )

@@ -9,9 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvtier.errors import KvtierError
-
-_ASK_TIMEOUT_S = 5.0
-_SHOWN_CHARS = 200
+from kvtier.printable import cut
 
 
 class ApiRefusedError(KvtierError):
@@ -46,7 +44,7 @@ class EngineApiClient:
     def is_healthy(self) -> bool:
         """Return whether the server is there and ready."""
         try:
-            self._ask("GET", "/health", None, _ASK_TIMEOUT_S)
+            self._ask("GET", "/health", None, 5.0)
         except (ApiRefusedError, ApiGoneError):
             return False
         return True
@@ -78,4 +76,4 @@ class EngineApiClient:
             self._open = None
             connection.close()
         if response.status != http.HTTPStatus.OK:
-            raise ApiRefusedError(response.status, said.decode(errors="replace")[:_SHOWN_CHARS])
+            raise ApiRefusedError(response.status, cut(said.decode(errors="replace")))

@@ -9,14 +9,13 @@ from kvtier.cli.output.durations import format_age, format_duration, format_expi
 from kvtier.cli.output.grid import Cell, Grid, Part, Styled, column
 from kvtier.cli.output.prompt_summary import Summary, state_meaning, state_name, summarize
 from kvtier.config.units import format_size
-from kvtier.printable import printable_json
+from kvtier.printable import SHOWN_CHARS, printable_json
 
 _SHORT_ID = 12
 _MODEL_CHARS = 22
 _MIN_MODEL_CHARS = 12
 _NUMBERS_WIDTH = 57
 _PRIORITY_WIDTH = 5
-_PREVIEW_CHARS = 300
 _MENTIONED_BYTES = 1 << 20
 
 
@@ -235,8 +234,8 @@ def _source(recipe_json: str) -> Cell:
     kind = " with ".join([str(recipe.get("kind", "unknown")), *([", ".join(parts)] if parts else [])])
     # Line breaks of the text, folded again, would make a ragged column.
     shown = " ".join(text.split())
-    if len(shown) > _PREVIEW_CHARS:
-        shown = f"{shown[:_PREVIEW_CHARS]}… ({len(text)} characters)"
+    if len(shown) > SHOWN_CHARS:
+        shown = f"{shown[:SHOWN_CHARS]}… ({len(text)} characters)"
     return (kind, shown) if shown else kind
 
 

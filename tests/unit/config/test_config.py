@@ -21,10 +21,11 @@ from kvtier.config import (
     resolve,
     units,
 )
-from kvtier.config.load import MAX_PROBLEMS, load_config
+from kvtier.config.load import load_config
 from kvtier.config.settings import KEYS
 from kvtier.config.units import available_bytes, format_size, parse_address, parse_percent, parse_size
 from kvtier.errors import ConfigError, ConfigErrors
+from kvtier.printable import MAX_LISTED
 
 MODEL = Path(__file__).parents[3] / "kvtier" / "config" / "model.py"
 SHIPPED = Path(__file__).parents[3] / "configs" / "kvtier.toml"
@@ -217,7 +218,7 @@ def test_a_bad_value_that_another_source_overrides_is_found(write: Callable[[str
 def test_of_a_file_of_another_kind_some_errors_are_shown(write: Callable[[str], Path]) -> None:
     keys = "".join(f"key{number} = 1\n" for number in range(5_000))
     for text in (keys, f"[host]\n{keys}"):
-        assert len(failures(write(text))) == MAX_PROBLEMS
+        assert len(failures(write(text))) == MAX_LISTED
 
 
 @pytest.mark.parametrize("name", ["flag", "environment", "default"])

@@ -13,12 +13,13 @@ from kvtier._pb.cache_pb2 import DaemonStatus, PromptBinding, PromptStatus, Sess
 from kvtier.client.admin import AdminClient, RemoteError
 from kvtier.config import DiskConfig, HostConfig
 from kvtier.doctor import daemon, machine, memory_and_disk, vllm_server
-from kvtier.doctor.daemon import MAX_LISTED, check_pin, check_pins
+from kvtier.doctor.daemon import check_pin, check_pins
 from kvtier.doctor.engine_environment import EngineEnvironment, check_environment_of_vllm, probe_environment
 from kvtier.doctor.memory_and_disk import Mount, mount_of
 from kvtier.doctor.report import CheckResult, Status
 from kvtier.errors import RenderError
 from kvtier.folders import LOCK_NAME
+from kvtier.printable import MAX_LISTED
 from kvtier.version import __version__
 
 MIB, GIB, TIB = 1024**2, 1024**3, 1024**4
