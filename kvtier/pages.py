@@ -5,10 +5,9 @@ import errno
 import mmap
 import os
 
-_FALLOC_FL_KEEP_SIZE = 1
-_FALLOC_FL_PUNCH_HOLE = 2
-_MADV_POPULATE_WRITE = 23
-_POPULATE_BYTES = 256 * 1024
+from kvtier.linux import Fallocate, Madvise, MapFlag
+
+POPULATE_BYTES = 256 * 1024
 """Populated in one call, which holds the lock of the process's memory map: other threads that map wait for it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -20,8 +19,6 @@ _libc.mmap.argtypes = (
     *(ctypes.c_int, ctypes.c_int, ctypes.c_int64),
 )
 _libc.mmap.restype = ctypes.c_void_p
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -34,7 +31,7 @@ class PageOps:
         It never lengthens the file: rows of a shortened one would come back as zeros under a slot table that says what
         they held.
         """
-        if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, offset, length) == 0:
+        if _libc.fallocate(fd, Fallocate.KEEP_SIZE, offset, length) == 0:
             return
         if ctypes.get_errno() != errno.EOPNOTSUPP:
             raise _refused()
@@ -43,7 +40,7 @@ class PageOps:
     def replace_mapping(self, memory: memoryview) -> None:
         """Put zeroed memory of this process in place of a mapped file."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MapFlag.NORESERVE | MapFlag.FIXED
         if _libc.mmap(address, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
             raise _refused()
 
@@ -51,14 +48,14 @@ class PageOps:
         """Map a page-aligned range of allocated pages writable. A hint: without it writing faults once a page."""
         # Not mmap.madvise, which keeps Python's lock meanwhile.
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        for start in range(0, memory.nbytes, _POPULATE_BYTES):
-            if _libc.madvise(address + start, min(_POPULATE_BYTES, memory.nbytes - start), _MADV_POPULATE_WRITE):
+        for start in range(0, memory.nbytes, POPULATE_BYTES):
+            if _libc.madvise(address + start, min(POPULATE_BYTES, memory.nbytes - start), Madvise.POPULATE_WRITE):
                 return  # before Linux 5.14
 
     def punch(self, fd: int, offset: int, length: int) -> None:
         """Take the pages of a range away; the file keeps its length."""
         # The os module has no fallocate(2) with flags; madvise(MADV_REMOVE) would need our own mapping's address.
-        if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length) != 0:
+        if _libc.fallocate(fd, Fallocate.KEEP_SIZE | Fallocate.PUNCH_HOLE, offset, length) != 0:
             raise _refused()
 
 

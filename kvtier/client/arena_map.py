@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from kvtier.core.arena_format import HEADER_BYTES, STAMP_WORDS, WORD_BYTES, ArenaGeometry, unpack_header
 from kvtier.errors import ArenaError
-
-_MADV_POPULATE_READ = 22
+from kvtier.linux import Madvise
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -92,7 +91,7 @@ class ArenaMap:
         Raises:
             OSError: They cannot be allocated; with EINVAL, the system is older than Linux 5.14.
         """
-        if _libc.madvise(address, num_bytes, _MADV_POPULATE_READ):
+        if _libc.madvise(address, num_bytes, Madvise.POPULATE_READ):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 

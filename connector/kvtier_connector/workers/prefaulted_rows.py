@@ -14,13 +14,12 @@ import numpy.typing as npt
 from kvtier.client.arena_map import ArenaMap
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.core.arena_format import has_pages
+from kvtier.pages import POPULATE_BYTES
 
 _PAUSE_S = 0.003
 """Between two slices of rows: mapping takes a tenth of one core."""
 _SLICE_BYTES = 2 * 1024**2
 """Mapped in one go: 0.3 ms where rows are long."""
-_CALL_BYTES = 256 * 1024
-"""Mapped in one call, which holds the lock of the process's memory map."""
 
 
 class PrefaultedRows:
@@ -68,11 +67,11 @@ class PrefaultedRows:
         if not has_pages(number):
             return True
         begin = self._arena.row_address(slot) + self._first
-        for start in range(0, self._length, _CALL_BYTES):
+        for start in range(0, self._length, POPULATE_BYTES):
             if start and is_wanted():
                 return False
             try:
-                self._arena.map_pages(begin + start, min(_CALL_BYTES, self._length - start))
+                self._arena.map_pages(begin + start, min(POPULATE_BYTES, self._length - start))
             except OSError as exc:
                 self._is_able = exc.errno != errno.EINVAL
                 return self._is_able  # a row that has no pages yet is found again

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.fsync import fsync_directory
+from kvtier.linux import SyncFileRange
 
 MAX_PIECES = 1024
 """IOV_MAX: pieces of one gathered or scattered call."""
@@ -18,7 +19,6 @@ MAX_PIECES = 1024
 # What Python's `os` lacks.
 _PAGE_BYTES = mmap.PAGESIZE
 _PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
-_SYNC_FILE_RANGE_WRITE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM)
 _LOWEST_BIT = bytes(value & 1 for value in range(256))
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -97,7 +97,7 @@ class FileOps:
 
         It waits for nothing, so it cannot take an error of the device from the fsync that follows.
         """
-        if _sync_file_range is not None and _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE):
+        if _sync_file_range is not None and _sync_file_range(fd, offset, length, SyncFileRange.WRITE):
             number = ctypes.get_errno()
             if number not in _UNSUPPORTED:
                 raise OSError(number, os.strerror(number))

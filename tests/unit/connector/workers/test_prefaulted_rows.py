@@ -83,7 +83,7 @@ def test_rows_that_have_pages_are_mapped_and_no_others(
 ) -> None:
     """A row without pages would get some, which no budget counts."""
     monkeypatch.setattr(prefaulted_rows, "_SLICE_BYTES", 2 * LAYOUT.rank_bytes)
-    monkeypatch.setattr(prefaulted_rows, "_CALL_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(prefaulted_rows, "POPULATE_BYTES", mmap.PAGESIZE)
     rows = PrefaultedRows(mapped, LAYOUT.rank_bytes)
     assert not has_found(rows)
     arena.back([0, 2, 3, 5])
@@ -116,7 +116,7 @@ def test_a_row_is_mapped_to_its_end_and_no_further(monkeypatch: pytest.MonkeyPat
         num_writers=2,
         groups=(GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=3 * mmap.PAGESIZE),),
     )
-    monkeypatch.setattr(prefaulted_rows, "_CALL_BYTES", num_pages_per_call * mmap.PAGESIZE)
+    monkeypatch.setattr(prefaulted_rows, "POPULATE_BYTES", num_pages_per_call * mmap.PAGESIZE)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         arena = Arena.create(Path(folder), layout, NUM_ROWS)
         arena.back([1, 3])
@@ -139,7 +139,7 @@ def test_a_row_that_loses_its_pages_meanwhile_gets_none(arena: Arena, mapped: Ar
 
 
 def test_a_job_does_not_wait_for_a_row(arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefaulted_rows, "_CALL_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(prefaulted_rows, "POPULATE_BYTES", mmap.PAGESIZE)
     rows = PrefaultedRows(mapped, 0)
     arena.back([1, 2])
     assert has_found(rows)
