@@ -8,7 +8,8 @@ from pathlib import Path
 from kvtier.bundles.bundle import TEXTS, Bundle, BundleChunk
 from kvtier.bundles.bundle_format import DIGEST_BYTES, build_front
 from kvtier.bundles.decoded import DecodedFile
-from kvtier.bundles.spool import PIECE_BYTES, Spool, in_batches
+from kvtier.bundles.spool import Spool, in_batches
+from kvtier.core.limits import PIECE_BYTES
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, DiskSpaceError, PromptNotDurableError
 from kvtier.ledger import BindingRow, PromptRow

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from kvtier.bundles.bundle import Bundle, check_length
 from kvtier.bundles.bundle_format import read_front
 from kvtier.bundles.safetensors_header import LENGTH_PREFIX
-from kvtier.bundles.spool import PIECE_BYTES, Spool
+from kvtier.bundles.spool import Spool
 from kvtier.collector import gc_paused
 from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import ChunkKey, KVLayout
+from kvtier.core.limits import PIECE_BYTES
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import (

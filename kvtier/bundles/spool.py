@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from kvtier.bundles.bundle import BundleChunk
+from kvtier.core.limits import PIECE_BYTES
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.files.file_ops import FileOps
 from kvtier.disk.packs.pack_directory import PACK_SUFFIX
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import BundleDamagedError, ChunkDamagedError, TierIOError
 from kvtier.upkeep.scratch_folder import scratch_folder
-
-PIECE_BYTES = 1024**2
-"""Most bytes that are read, copied or sent at once."""
-_BATCH_BYTES = 64 * 1024**2
 
 T = TypeVar("T")
 
@@ -129,7 +126,7 @@ def _pieces(read: Callable[[int, int], bytes], chunk: StoredChunk) -> Iterator[b
         offset += len(data)
 
 
-def in_batches(items: Sequence[T], sizes: Sequence[int], max_bytes: int = _BATCH_BYTES) -> list[list[T]]:
+def in_batches(items: Sequence[T], sizes: Sequence[int], max_bytes: int = 64 * 1024**2) -> list[list[T]]:
     """Cut items into runs of about `max_bytes`: one call to a worker thread each."""
     runs: list[list[T]] = []
     space = 0

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 
 from kvtier.errors import InvalidArgumentError
 
-ROW_ALIGNMENT_BYTES = 4096
+ALIGNMENT_BYTES = 4096
+"""Of arena rows and of a pack's data: a page, and what O_DIRECT wants on any file system of today."""
 GROUP_SUFFIX_BYTES = 4
 
 ChunkKey = bytes
@@ -84,7 +85,7 @@ class KVLayout:
     @property
     def row_bytes(self) -> int:
         """Bytes of one arena row, a multiple of 4096."""
-        return -(-self.num_ranks * self.rank_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+        return -(-self.num_ranks * self.rank_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     @property
     def digest(self) -> bytes:

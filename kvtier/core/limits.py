@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayout
 from kvtier.errors import InvalidArgumentError
 
-_YEAR_S = 365 * 24 * 3600
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
 
 
@@ -59,7 +58,7 @@ class Text:
 MAX_TOKENS = 2**20
 """Of one prompt; the longest context windows of published models have about that many."""
 TOKEN = Whole(0, 2**32 - 1)
-TTL_S = Whole(0, 100 * _YEAR_S)
+TTL_S = Whole(0, 100 * 365 * 24 * 3600)
 """0: no end."""
 PRIORITY = Whole(-100, 100)
 TEXT = Text(4096)
@@ -72,6 +71,8 @@ MAX_KEYS = 2**17
 """Keys, slots or indexes of one message, chunks of one prompt: `MAX_TOKENS` in chunks of 16, of two KV cache groups."""
 MAX_MESSAGE_BYTES = 16 * 1024**2
 """What gRPC parses in one go, on the loop: enough for each field above at its most, 13 MiB for a Pin."""
+PIECE_BYTES = 1024**2
+"""Of a bundle in one message, of a page of a list: what is read, made and sent at once."""
 KEY_BYTES = Whole(GROUP_SUFFIX_BYTES + 1, 64)
 """vLLM's are 36: a SHA-256 and the group."""
 
@@ -103,6 +104,10 @@ _GROUP_FIELDS = {
     "useful_bytes": RANK_BYTES,
     "window_chunks": WINDOW_CHUNKS,
 }
+
+# Files
+MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
+"""Source: safetensors 0.8.0, tensor.rs, MAX_HEADER_SIZE."""
 
 # One session. More is answered as a miss: the engine computes, and asks again when it has released some.
 MAX_ACQUIRES = 2**14

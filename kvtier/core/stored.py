@@ -8,7 +8,7 @@ import xxhash
 
 from kvtier.core.layout import ChunkKey
 
-_LENGTH_MASK = 2**40 - 1
+MAX_CHUNK_BYTES = 2**40 - 1
 _CHECKSUM_MASK = 2**64 - 1
 _STORED_SHIFT, _RAW_SHIFT, _OFFSET_SHIFT = 64, 104, 144
 
@@ -39,8 +39,8 @@ class StoredChunk(_Fields):
         """
         if not (
             offset >= 0
-            and 0 <= stored_bytes <= _LENGTH_MASK
-            and 0 <= raw_bytes <= _LENGTH_MASK
+            and 0 <= stored_bytes <= MAX_CHUNK_BYTES
+            and 0 <= raw_bytes <= MAX_CHUNK_BYTES
             and 0 <= checksum <= _CHECKSUM_MASK
         ):
             raise ValueError(
@@ -58,12 +58,12 @@ class StoredChunk(_Fields):
     @property
     def stored_bytes(self) -> int:
         """Length of the stored bytes."""
-        return self.numbers >> _STORED_SHIFT & _LENGTH_MASK
+        return self.numbers >> _STORED_SHIFT & MAX_CHUNK_BYTES
 
     @property
     def raw_bytes(self) -> int:
         """Length of the payload before the codec."""
-        return self.numbers >> _RAW_SHIFT & _LENGTH_MASK
+        return self.numbers >> _RAW_SHIFT & MAX_CHUNK_BYTES
 
     @property
     def checksum(self) -> int:

@@ -35,7 +35,6 @@ from kvtier.service import Cache
 from kvtier.tiering.command_eviction import EvictTier
 
 MAX_PAGE_SIZE = 1000
-PAGE_BYTES = 1024**2
 _TIERS: dict[int, EvictTier] = {
     pb.TIER_ANY: EvictTier.ANY,
     pb.TIER_HOST: EvictTier.HOST,
@@ -160,7 +159,7 @@ async def fill_page(messages: AsyncIterator[tuple[str, M]], max_messages: int) -
     last, num_bytes = "", 0
     async for name, message in messages:
         num_bytes += message.ByteSize()
-        if taken and (len(taken) == max_messages or num_bytes > PAGE_BYTES):
+        if taken and (len(taken) == max_messages or num_bytes > limits.PIECE_BYTES):
             return taken, last
         taken.append(message)
         last = name

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from kvtier.core.limits import MAX_SAFETENSORS_HEADER_BYTES
 from kvtier_connector.settings import WeightsFingerprint
 
 _SAMPLE_BYTES = 4096
-_MAX_SAMPLES = 3
-_OPAQUE_SAMPLES = 256
 _SAFETENSORS, _OTHERS = (".safetensors",), (".bin", ".pt", ".pth", ".gguf")
 _PYTORCH_FORMATS = frozenset({"pt", "npcache"})
-_MAX_HEADER_BYTES = 100 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +88,10 @@ def _sampled_ranges(file: BinaryIO, path: Path, digest: "hashlib._Hash") -> Iter
     size = path.stat().st_size
     tensors = _safetensors_ranges(file, size, digest) if path.suffix == ".safetensors" else None
     if tensors is None:
-        yield from _spread(0, size, _OPAQUE_SAMPLES)
+        yield from _spread(0, size, 256)
         return
     for begin, end in tensors:
-        yield from _spread(begin, end, _MAX_SAMPLES)
+        yield from _spread(begin, end, 3)
 
 
 def _safetensors_ranges(file: BinaryIO, size: int, digest: "hashlib._Hash") -> list[tuple[int, int]] | None:
@@ -102,7 +100,7 @@ def _safetensors_ranges(file: BinaryIO, size: int, digest: "hashlib._Hash") -> l
     if len(prefix) < 8:
         return None
     (header_bytes,) = struct.unpack("<Q", prefix)
-    if header_bytes > min(size, _MAX_HEADER_BYTES):
+    if header_bytes > min(size, MAX_SAFETENSORS_HEADER_BYTES):
         return None
     header = file.read(header_bytes)
     try:

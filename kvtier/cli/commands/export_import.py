@@ -20,10 +20,10 @@ from kvtier.cli.output.prompt_summary import summarize
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import pin_result
 from kvtier.config.units import format_size
+from kvtier.core.limits import PIECE_BYTES
 from kvtier.errors import InvalidArgumentError
 from kvtier.fsync import fsync_directory
 
-PIECE_BYTES = 1024**2
 _STANDARD = Path("-")
 
 

@@ -10,9 +10,6 @@ from contextlib import suppress
 
 from kvtier.pages import PageOps
 
-ALIGNMENT_BYTES = 4096
-"""What O_DIRECT wants of addresses, offsets and lengths on any file system of today."""
-KEPT_BYTES = 48 * 1024**2
 _HUGE_PAGE_BYTES = 2 * 1024**2
 
 
@@ -27,7 +24,7 @@ class ScratchPool:
         kept_bytes: Idle buffers are kept up to that, in all.
     """
 
-    def __init__(self, buffer_bytes: int, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, buffer_bytes: int, kept_bytes: int = 48 * 1024**2) -> None:
         self._buffer_bytes, self._kept_bytes = buffer_bytes, kept_bytes
         self._idle: list[mmap.mmap] = []
         self._lock = threading.Lock()  # protects _idle

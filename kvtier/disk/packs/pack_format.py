@@ -18,19 +18,14 @@ from typing import Any
 
 import xxhash
 
-from kvtier.core.layout import ChunkKey
-from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.core.layout import ALIGNMENT_BYTES, ChunkKey
+from kvtier.core.limits import MAX_SAFETENSORS_HEADER_BYTES
+from kvtier.core.stored import MAX_CHUNK_BYTES, PackRecord, StoredChunk
 from kvtier.errors import ChunkDamagedError, FormatVersionError
 
 FORMAT_VERSION = 2
 """1: no header checksum."""
-DATA_ALIGNMENT_BYTES = 4096
-MAX_CODEC_NAME_BYTES = 16
-MAX_CHUNK_BYTES = 2**40 - 1
-"""What `StoredChunk` has bits for."""
 LENGTH_PREFIX = struct.Struct("<Q")
-MAX_HEADER_BYTES = 100_000_000
-"""safetensors' own limit. Source: safetensors 0.8.0, tensor.rs, MAX_HEADER_SIZE."""
 
 _META = "__metadata__"
 _META_FORMAT = "kvtier.format"
@@ -55,7 +50,7 @@ def data_offset_of(namespace_id: str, num_chunks: int, key_bytes: int, raw_bytes
     """Return the same from the number of chunks, the length of the longest key, and the raw bytes of all chunks."""
     one, two = (len(_header_json(namespace_id, _longest_chunks(number, key_bytes, raw_bytes), 0)) for number in (1, 2))
     needed = LENGTH_PREFIX.size + one + num_chunks * (two - one)
-    return -(-needed // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+    return -(-needed // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def build_header(namespace_id: str, chunks: Sequence[StoredChunk], data_offset: int) -> bytes:
@@ -83,7 +78,7 @@ def header_bytes_of(path: Path, prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < LENGTH_PREFIX.size:
         raise ChunkDamagedError(path, f"has {file_bytes} bytes, a pack has at least {LENGTH_PREFIX.size}")
     (header_bytes,) = LENGTH_PREFIX.unpack_from(prefix)
-    if header_bytes > min(MAX_HEADER_BYTES, file_bytes - LENGTH_PREFIX.size):
+    if header_bytes > min(MAX_SAFETENSORS_HEADER_BYTES, file_bytes - LENGTH_PREFIX.size):
         raise ChunkDamagedError(path, f"states a header of {header_bytes} bytes in a file of {file_bytes}")
     return int(header_bytes)
 
@@ -166,7 +161,7 @@ def _longest_chunks(number: int, key_bytes: int, raw_bytes: int) -> list[StoredC
             offset=position * raw_bytes,
             stored_bytes=chunk_bytes,
             raw_bytes=chunk_bytes,
-            codec="x" * MAX_CODEC_NAME_BYTES,
+            codec="x" * 16,
             checksum=2**64 - 1,
         )
         for position in range(number)

@@ -18,11 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvtier.core.layout import ALIGNMENT_BYTES
 from kvtier.core.stored import StoredChunk
 from kvtier.disk.base import ChunkRead
 from kvtier.disk.codecs.raw import RawCodec
 from kvtier.disk.files.file_ops import MAX_PIECES, FileOps
-from kvtier.disk.files.scratch import ALIGNMENT_BYTES, ScratchPool
+from kvtier.disk.files.scratch import ScratchPool
 from kvtier.disk.packs.pack_directory import pack_path
 from kvtier.disk.packs.pack_spans import SPAN_BYTES, Span
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError

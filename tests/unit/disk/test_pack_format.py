@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.stored import StoredChunk
+from kvtier.core.layout import ALIGNMENT_BYTES
+from kvtier.core.stored import MAX_CHUNK_BYTES, StoredChunk
 from kvtier.disk.packs import pack_format
 from kvtier.errors import ChunkDamagedError, FormatVersionError
 from tests.fakes.chunks import key_of
@@ -59,12 +60,12 @@ def test_a_parsed_header_says_what_was_built() -> None:
 @pytest.mark.parametrize("num_chunks", [1, 7, 40, 500])
 def test_data_starts_at_a_page(num_chunks: int) -> None:
     header = header_of(chunks_of(*range(1, num_chunks + 1)))
-    assert len(header) % pack_format.DATA_ALIGNMENT_BYTES == 0
+    assert len(header) % ALIGNMENT_BYTES == 0
     assert pack_format.header_bytes_of(PATH, header[:8], len(header)) == len(header) - 8
 
 
 def test_the_reservation_holds_when_nothing_could_be_shortened() -> None:
-    most = pack_format.MAX_CHUNK_BYTES
+    most = MAX_CHUNK_BYTES
     header_of([chunk_of(number, most, most) for number in range(100)])
 
 

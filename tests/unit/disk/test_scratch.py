@@ -6,7 +6,8 @@ import mmap
 import numpy as np
 import pytest
 
-from kvtier.disk.files.scratch import ALIGNMENT_BYTES, ScratchPool
+from kvtier.core.layout import ALIGNMENT_BYTES
+from kvtier.disk.files.scratch import ScratchPool
 
 
 def test_scratch_is_aligned_reused_and_bounded() -> None:
