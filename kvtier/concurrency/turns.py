@@ -9,6 +9,8 @@ T = TypeVar("T")
 
 SLICE_KEYS = 2048
 """Chunks of a turn: at one to three microseconds each, some milliseconds."""
+BATCH_BYTES = 8 * 1024**2
+"""Payload bytes of a batch: one long read of a device, or 4 to 5 ms of a core, and what waits comes next."""
 _TURN_S = 0.002
 
 

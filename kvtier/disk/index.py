@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvtier.concurrency.tasks import shielded
+from kvtier.concurrency.turns import SLICE_KEYS
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
@@ -20,8 +21,6 @@ from kvtier.obs.log import log_event
 
 logger = logging.getLogger(__name__)
 
-_SLICE_CHUNKS = 2000
-"""Chunks looked at or placed in one turn of the loop: some milliseconds."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -316,7 +315,7 @@ class ChunkIndex:
         wanted = {pack_id: number for number, pack_id in enumerate(pack_ids)}
         found: list[StoredChunk] = []
         for number, chunk in enumerate(list(self._table)):
-            if not number % _SLICE_CHUNKS:
+            if not number % SLICE_KEYS:
                 await asyncio.sleep(0)
             if (location := chunk.location) is not None and location.pack_id in wanted:
                 found.append(location)
@@ -410,7 +409,7 @@ class IndexChange:
         for record in records:
             resources.disk_usage.add(record.pack_id, record.file_bytes)
             for number, chunk in enumerate(record.chunks):
-                if number and not number % _SLICE_CHUNKS:
+                if number and not number % SLICE_KEYS:
                     await asyncio.sleep(0)
                 self._table.place(chunk.key, chunk)
 

@@ -5,16 +5,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from kvtier.concurrency.pauses import POLL_S, RETRY_S
+from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.core.slots import SlotRef
 from kvtier.errors import DrainingError
 from kvtier.obs import trace
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 
-_SLICE_BYTES = 8 * 1024**2
-"""Made at once: 4 ms of one core."""
-_SLICE_SHARE = 8
-"""At most an eighth of what could be taken is made at once: an acquire, which waits for no one, is to find the rest."""
 _PAUSE_RATIO = 4
 """Pause after a slice, in times of what it took: a fifth of one core. 256 MiB are there within a second, and vLLM
 listens two seconds after it has attached. See ADR 13 for what this is worth, and for what was more complicated."""
@@ -74,7 +71,8 @@ class Preallocator:
 
     async def _make(self, namespace: Namespace) -> bool:
         host = namespace.host
-        num_rows = max(1, min(_SLICE_BYTES // namespace.layout.row_bytes, host.num_takable // _SLICE_SHARE))
+        # At most an eighth of what could be taken: an acquire, which waits for no one, is to find the rest.
+        num_rows = max(1, min(BATCH_BYTES // namespace.layout.row_bytes, host.num_takable // 8))
         num_rows = min(num_rows, self._num_short(namespace))
 
         def back(refs: Sequence[SlotRef]) -> int:

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
+from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.disk.base import ChunkRead, StoredChunk
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.obs.log import log_event
@@ -21,7 +22,6 @@ from kvtier.tiering.tiers import Tiers
 logger = logging.getLogger(__name__)
 
 CURSOR_FILE = "scrub.json"
-_BATCH_BYTES = 8 * 1024**2
 _PERIOD_S = 24 * 3600.0
 
 
@@ -81,7 +81,7 @@ class Scrubber:
             await self._resources.disk_health.until_closed()
             await self._resources.traffic.until_quiet()
             await self._pace.wait()
-            num_chunks = 1 + bisect_left(list(accumulate(stored.raw_bytes for stored in chunks)), _BATCH_BYTES)
+            num_chunks = 1 + bisect_left(list(accumulate(stored.raw_bytes for stored in chunks)), BATCH_BYTES)
             del chunks[: await self._verify(tiers, chunks[:num_chunks])]
 
     async def _verify(self, tiers: Tiers, batch: Sequence[StoredChunk]) -> int:

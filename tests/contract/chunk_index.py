@@ -224,7 +224,7 @@ class ChunkIndexContract:
         asyncio.run(scenario())
 
     def test_long_packs_are_taken_in_by_turns(self, rig: IndexRig, monkeypatch: Patch) -> None:
-        monkeypatch.setattr(index, "_SLICE_CHUNKS", 2)
+        monkeypatch.setattr(index, "SLICE_KEYS", 2)
         seen = set[int]()
 
         async def watch() -> None:

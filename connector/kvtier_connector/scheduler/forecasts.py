@@ -2,15 +2,11 @@
 
 from collections import deque
 
+from kvtier.core.averages import smoothed
+
 UNMEASURED_TOKENS_PER_S = 100.0
 """Assumed before the first prefill: very slow, because guessing too fast costs a whole prefill and guessing too slow a
 part of one promotion, once: the first prompt after a restart waits for its chunks from disk, on a busy machine too."""
-_EWMA_WEIGHT = 0.3
-_MIN_STEP_TOKENS = 64
-_MAX_STEPS_OPEN = 8
-_NUM_SAMPLES = 32
-_PROBE_EVERY = 16
-_MIN_SAMPLES = 4
 
 
 class PrefillRate:
@@ -24,7 +20,7 @@ class PrefillRate:
 
     def __init__(self, fixed_tokens_per_s: float | None = None) -> None:
         self._fixed_tokens_per_s = fixed_tokens_per_s
-        self._open: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS_OPEN)
+        self._open: deque[tuple[float, int]] = deque(maxlen=8)
         self._last_end_s = 0.0
         self._tokens_per_s: float | None = None
 
@@ -44,10 +40,9 @@ class PrefillRate:
         began_s, num_tokens = self._open.popleft()
         elapsed_s = now_s - max(began_s, self._last_end_s)
         self._last_end_s = now_s
-        if num_tokens >= _MIN_STEP_TOKENS and elapsed_s > 0:
+        if num_tokens >= 64 and elapsed_s > 0:
             rate = num_tokens / elapsed_s
-            average = rate if self._tokens_per_s is None else self._tokens_per_s
-            self._tokens_per_s = average + _EWMA_WEIGHT * (rate - average)
+            self._tokens_per_s = rate if self._tokens_per_s is None else smoothed(self._tokens_per_s, rate)
         return began_s, num_tokens
 
     def prefill_s(self, num_tokens: int) -> float:
@@ -62,12 +57,12 @@ class LoadCost:
     be done), and something for each chunk. Both come from the last loads, at their best: on a busy engine the end of a
     load is seen only when a long step of others is over, and computing would have waited for that step too.
 
-    Nothing is assumed before the first load, and one in `_PROBE_EVERY` loads that would be skipped is made all the
+    Nothing is assumed before the first load, and one in 16 loads that would be skipped is made all the
     same: so a wrong belief costs one slow load or a few computed chunks, not a cache that is never used again.
     """
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[int, float]] = deque(maxlen=_NUM_SAMPLES)
+        self._samples: deque[tuple[int, float]] = deque(maxlen=32)
         self._num_skipped = 0
 
     def loaded(self, num_chunks: int, elapsed_s: float) -> None:
@@ -80,7 +75,7 @@ class LoadCost:
         The fastest load gives the fixed part and its own chunks; the others show what each further chunk adds.
         Fewer chunks than any load had are taken to cost their share of it: too little, so that one is tried.
         """
-        if len(self._samples) < _MIN_SAMPLES:
+        if len(self._samples) < 4:
             return 0.0
         fastest_s, least = min((seconds, chunks) for chunks, seconds in self._samples)
         if num_chunks <= least:
@@ -93,7 +88,7 @@ class LoadCost:
         if self.load_s(num_chunks) <= compute_s:
             return False
         self._num_skipped += 1
-        return self._num_skipped % _PROBE_EVERY != 0
+        return self._num_skipped % 16 != 0
 
 
 def worth_waiting(forecast_s: float | None, now_s: float, deadline_s: float) -> bool:

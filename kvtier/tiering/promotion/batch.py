@@ -5,15 +5,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.disk.base import ChunkRead, DiskTier, StoredChunk
 from kvtier.errors import ArenaError, ChunkDamagedError, TierIOError
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.obs import trace
-
-_PROGRESS_BYTES = 8 * 1024**2
-"""A request waits for its last chunk; each report costs half a millisecond of loop, interpreter lock and engine."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Batch:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []  # guarded by _lock
-        self._unreported_bytes = _PROGRESS_BYTES  # worker thread: the first chunk is reported at once
+        self._unreported_bytes = BATCH_BYTES  # worker thread: the first chunk is reported at once
 
     @property
     def unread_bytes(self) -> int:
@@ -118,7 +116,8 @@ class Batch:
         with self._lock:
             self._outcomes.append(outcome)
         self._unreported_bytes += outcome.read.stored.raw_bytes
-        if self._unreported_bytes >= _PROGRESS_BYTES:
+        # A request waits for its last chunk; each report costs half a millisecond of loop, interpreter lock and engine.
+        if self._unreported_bytes >= BATCH_BYTES:
             self._unreported_bytes = 0
             self._loop.call_soon_threadsafe(self._on_progress, self)
 

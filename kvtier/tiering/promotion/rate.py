@@ -1,15 +1,14 @@
 """A measured rate of bytes per second, smoothed. Time is an argument."""
 
-_SMOOTHING = 0.3
-_WINDOW_BYTES = 8 * 1024**2
-_LEAST_BYTES = 1024**2
+from kvtier.concurrency.turns import BATCH_BYTES
+from kvtier.core.averages import smoothed
 
 
 class Rate:
-    """Bytes per second while at least one transfer runs, as a moving average over windows of `_WINDOW_BYTES`.
+    """Bytes per second while at least one transfer runs, as a moving average over windows of `BATCH_BYTES`.
 
     Time counts once however many transfers share it, and idle time not at all. Small transfers gather until they fill
-    a window: a sample of one chunk would be mostly the cost of a thread switch. 0 until `_LEAST_BYTES` were moved.
+    a window: a sample of one chunk would be mostly the cost of a thread switch. 0 until an eighth of one was moved.
     """
 
     def __init__(self) -> None:
@@ -22,7 +21,7 @@ class Rate:
     @property
     def per_s(self) -> float:
         """The average; before the first full window what was seen of it; 0 while that is too little."""
-        if self._average or self._num_bytes < _LEAST_BYTES:
+        if self._average or self._num_bytes < BATCH_BYTES // 8:
             return self._average
         return self._num_bytes / max(self._busy_s, 1e-6)
 
@@ -35,9 +34,9 @@ class Rate:
         """A running transfer has moved this many bytes more."""
         self._count_time(now_s)
         self._num_bytes += num_bytes
-        if self._num_bytes >= _WINDOW_BYTES:
+        if self._num_bytes >= BATCH_BYTES:
             sample = self._num_bytes / max(self._busy_s, 1e-6)
-            self._average = (1 - _SMOOTHING) * self._average + _SMOOTHING * sample if self._average else sample
+            self._average = smoothed(self._average, sample) if self._average else sample
             self._num_bytes, self._busy_s = 0, 0.0
 
     def ended(self, now_s: float) -> None:

@@ -4,14 +4,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
+from kvtier.concurrency.turns import BATCH_BYTES
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.tiering.promotion.batch import Read
 from kvtier.tiering.promotion.queue import PromotionQueue
 from kvtier.tiering.tiers import Tiers
 
-BATCH_BYTES = 8 * 1024**2
-"""Raw bytes of a batch: enough for one long coalesced read, and 5 ms of waiting for the next waiter."""
 LONG_BATCH_BYTES = 64 * 1024**2
 """Of a batch for a single waiter: in concurrent batches of 8 MiB a prompt of 24 MiB took 21 to 23 ms instead of 19."""
 _SHORT_BATCH_BYTES = BATCH_BYTES // 4

@@ -102,7 +102,7 @@ def test_what_an_acquire_waits_for_becomes_less_with_every_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, left: list[int]
 ) -> None:
     """The connector waits only while the rest is read before it could be computed: the rest could stay the whole."""
-    monkeypatch.setattr(kvtier.tiering.promotion.batch, "_PROGRESS_BYTES", 1)  # each chunk is reported alone
+    monkeypatch.setattr(kvtier.tiering.promotion.batch, "BATCH_BYTES", 1)  # each chunk is reported alone
 
     async def scenario() -> None:
         async with rig(tmp_path, io_threads=1) as r:

@@ -20,7 +20,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "BATCH_BYTES", 4 * 6000)
     monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "LONG_BATCH_BYTES", 6 * 6000)
     monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_SHORT_BATCH_BYTES", 4 * 6000)
-    monkeypatch.setattr(kvtier.tiering.promotion.batch, "_PROGRESS_BYTES", 6000)
+    monkeypatch.setattr(kvtier.tiering.promotion.batch, "BATCH_BYTES", 6000)
 
 
 def test_a_prefix_is_usable_from_its_head_while_its_batch_is_read(tmp_path: Path) -> None:
