@@ -13,8 +13,6 @@ from kvtier.client.admin import AdminClient
 from kvtier.errors import KvtierError
 from kvtier.printable import shown_value
 
-MAX_WAIT_S = 7 * 86400.0
-_COMPLETION_TIMEOUT_S = 1.0
 # Some shells evaluate completions, so only valid names are offered.
 _VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
 
@@ -43,7 +41,7 @@ def complete_prompt_name(context: typer.Context, incomplete: str) -> list[str]:
     socket, daemon_uid = given.get("socket") or default_socket_path(), given.get("daemon_uid")
     try:
         daemon_uid = default_daemon_uid() if daemon_uid is None else daemon_uid
-        with AdminClient(Path(socket), daemon_uid=daemon_uid, timeout_s=_COMPLETION_TIMEOUT_S) as client:
+        with AdminClient(Path(socket), daemon_uid=daemon_uid, timeout_s=1.0) as client:
             names = [status.name for status in client.list()]
     except (KvtierError, RuntimeError, ValueError):  # the last two: the path cannot be a socket's
         return []
@@ -67,7 +65,7 @@ def seconds(help_text: str, min_s: float, help_panel: str | None = None) -> Any:
     return typer.Option(
         metavar="SECONDS",
         min=min_s,
-        max=MAX_WAIT_S,
+        max=7 * 86400.0,
         help=help_text,
         callback=checked_number,
         rich_help_panel=help_panel,

@@ -15,7 +15,6 @@ from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.printable import SHOWN_CHARS, cut, shown_url
 
 TIMEOUT_S = 60.0
-CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _CACHE_CONFIG_METRIC = "vllm:cache_config_info{"
 _NO_VLLM = "--url must be the base URL of a vLLM server, like http://127.0.0.1:8000"
@@ -190,7 +189,7 @@ class VllmClient(AbstractContextManager["VllmClient"]):
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
     ) -> httpx.Response:
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(timeout_s, connect=5.0)
         try:
             response = self._http.request(method, path, json=body, timeout=timeout)
         except httpx.TimeoutException as exc:
@@ -245,7 +244,7 @@ def _server_message(response: httpx.Response) -> str:
         # The status says more than a page of HTML.
         text = _text(response)
         said = response.reason_phrase if text.lstrip().startswith("<") else text
-    return cut(" ".join(said.split()) or response.reason_phrase, 2 * SHOWN_CHARS)  # vLLM explains a refusal in 300
+    return cut(" ".join(said.split()) or response.reason_phrase, 2 * SHOWN_CHARS)  # twice: it explains a refusal
 
 
 def _checked_url(text: str) -> httpx.URL:

@@ -19,8 +19,6 @@ from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
 from kvtier.client.trusted_socket import TrustedSocket, explain, is_stopped, listener_pid, open_trusted
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
 
-DEFAULT_TIMEOUT_S = 10.0
-
 
 class RemoteError(KvtierError):
     """The daemon refused a call; the message is the daemon's own.
@@ -42,9 +40,7 @@ class AdminClient:
     RemoteError when the daemon refuses.
     """
 
-    def __init__(
-        self, socket_path: Path | str, *, daemon_uid: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
+    def __init__(self, socket_path: Path | str, *, daemon_uid: int | None = None, timeout_s: float = 10.0) -> None:
         """Prepare the connection; the first call makes it. `daemon_uid`: see `open_trusted`.
 
         Raises:

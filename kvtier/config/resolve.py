@@ -12,10 +12,7 @@ from kvtier.config import model
 from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
 
-AUTO_HOST_RATIO = 0.25
 AUTO_DISK_CAP_BYTES = 256 * 1024 * model.MIB
-PREALLOCATED_SHARE = 8
-RESERVE_SHARE = 20
 
 _T = TypeVar("_T")
 
@@ -49,14 +46,14 @@ def resolve(
     disk_dir = place("disk.dir", disk.dir, platformdirs.user_state_path("kvtier"))
     is_traced = trace_folder.lower() != model.OFF
     host_bytes = possible("host.bytes", lambda: _host_bytes(host.bytes, arena_dir), MIN_TIER_BYTES)
-    reserve_bytes = min(model.DiskConfig.reserve_bytes, filesystem_bytes(disk_dir) // RESERVE_SHARE)
+    reserve_bytes = min(model.DiskConfig.reserve_bytes, filesystem_bytes(disk_dir) // 20)
     return model.DaemonConfig(
         server=model.ServerConfig(socket=possible("server.socket", lambda: usable_socket_path(socket), socket)),
         host=model.HostConfig(
             arena_dir=arena_dir,
             host_bytes=host_bytes,
             keep_arena=host.keep_arena,
-            preallocated_bytes=min(model.HostConfig.preallocated_bytes, host_bytes // PREALLOCATED_SHARE),
+            preallocated_bytes=min(model.HostConfig.preallocated_bytes, host_bytes // 8),
         ),
         disk=model.DiskConfig(
             disk_dir=disk_dir,
@@ -73,7 +70,7 @@ def resolve(
 def _host_bytes(size: int | float | str, arena_dir: Path) -> int:
     if size == AUTO:
         half_free = available_bytes(arena_dir) // 2
-        return max(MIN_TIER_BYTES, min(int(physical_memory_bytes() * AUTO_HOST_RATIO), half_free))
+        return max(MIN_TIER_BYTES, min(physical_memory_bytes() // 4, half_free))
     num_bytes = _bytes_of(size, physical_memory_bytes())
     if num_bytes > (limit := filesystem_bytes(arena_dir)):
         raise ValueError(

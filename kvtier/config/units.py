@@ -16,7 +16,6 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%\s*")
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s\[\]]+)):([0-9]{1,5})")
-_LAST_PORT = 65535
 # Both cgroup versions; a container's memory is the smaller of this and the machine's.
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -42,9 +41,9 @@ def parse_percent(text: str) -> float | None:
 def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of "127.0.0.1:9464" or "[::1]:9464". ValueError: says how addresses are written."""
     match = _ADDRESS.fullmatch(text)
-    if match is None or int(match[3]) > _LAST_PORT:
+    if match is None or int(match[3]) > 65535:
         raise ValueError(
-            f'must be host:port with a port up to {_LAST_PORT}, like "127.0.0.1:9464" or "[::1]:9464" ("0.0.0.0:9464" '
+            'must be host:port with a port up to 65535, like "127.0.0.1:9464" or "[::1]:9464" ("0.0.0.0:9464" '
             'for every interface), or "off"'
         )
     return match[1] or match[2], int(match[3])

@@ -4,8 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-_ID_HEX_CHARS = 32
-
 
 def namespace_id(fields: Mapping[str, str]) -> str:
     """Return the id of the namespace with these fields: equal fields, equal id.
@@ -14,7 +12,7 @@ def namespace_id(fields: Mapping[str, str]) -> str:
         fields: Field name to canonical JSON value, as an engine states them in Hello.
     """
     canonical = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:_ID_HEX_CHARS]
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
 def differing_fields(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

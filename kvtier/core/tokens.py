@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import overload
 
-_DIGEST_CHARS = 12
-
 
 class TokenIds(Sequence[int]):
     """Token ids that do not change; equal to any sequence of the same ids.
@@ -50,7 +48,7 @@ class TokenIds(Sequence[int]):
     @cached_property
     def digest(self) -> str:
         """Return a short digest, empty for no ids."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()[:_DIGEST_CHARS] if self._ids else ""
+        return hashlib.sha256(self.to_bytes()).hexdigest()[:12] if self._ids else ""
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -13,7 +13,6 @@ from kvtier.doctor.report import CheckResult, fail, ok, skipped, warn
 from kvtier.folders import existing_parent, folder_problem, is_folder_of
 
 MOUNT_TABLE = Path("/proc/self/mountinfo")
-COMFORTABLE_RATIO = 0.75
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
@@ -105,7 +104,7 @@ def check_memory(host_bytes: int, memory_bytes: int) -> CheckResult:
     if host_bytes > memory_bytes:
         remedy = "lower host.bytes, or raise the container's limit: the OOM killer would end processes"
         return fail("host.memory", found, remedy)
-    if host_bytes > COMFORTABLE_RATIO * memory_bytes:
+    if host_bytes > 0.75 * memory_bytes:
         return warn("host.memory", found, "leave a quarter to vLLM, the page cache and the daemon: lower host.bytes")
     return ok("host.memory", found)
 

@@ -18,11 +18,8 @@ from kvtier.client.admin import AdminClient
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.errors import KvtierError
 
-MAX_REQUESTS = 3
 IDLE_S = 2.0
 """If nothing changes for this long after an answer, the missing chunks count as not offered."""
-_HELD_FACTOR = 5
-_JOIN_TIMEOUT_S = 2.0
 
 NextStatus = Callable[[], PromptStatus | None]
 """Returns the newest status that arrives within a tenth of a second, else None; raises what the daemon answers."""
@@ -58,7 +55,7 @@ def watched(client: AdminClient, name: str, timeout_s: float) -> Iterator[NextSt
         yield newest
     finally:
         watch.close()
-        thread.join(_JOIN_TIMEOUT_S)
+        thread.join(2.0)
 
 
 class CaptureOutcome(Enum):
@@ -101,9 +98,9 @@ def capture(
             running, changed_s = None, clock()
         # While the daemon holds all chunks, only the disk has work, and another request would not speed it up. But the
         # numbers may hide a missing chunk (see `Summary.missing`), so after a longer time it is sent all the same.
-        idle_limit_s = IDLE_S * (1 if numbers.missing else _HELD_FACTOR)
+        idle_limit_s = IDLE_S * (1 if numbers.missing else 5)
         if num_requests == 0 or (running is None and clock() - changed_s > idle_limit_s):
-            if num_requests < MAX_REQUESTS:
+            if num_requests < 3:
                 num_requests, running = num_requests + 1, _in_background(send)
             elif numbers.missing:
                 return status, CaptureOutcome.INCOMPLETE

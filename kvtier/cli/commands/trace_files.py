@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from kvtier.cli.json_text import MAX_DEPTH
 from kvtier.cli.options import AsJson
 from kvtier.cli.output.grid import Grid, column
 from kvtier.cli.output.streams import Output
@@ -17,9 +18,6 @@ from kvtier.errors import InvalidArgumentError
 from kvtier.obs.trace import SUFFIX
 
 Event = dict[str, Any]
-_MAX_US = 1e15
-# Events have about five. Python's parser fails on thousands of nested ones; `read_json` is four times slower.
-_MAX_BRACKETS = 100
 _VIEWER = "open it at https://ui.perfetto.dev (the file stays on your machine), or at chrome://tracing"
 
 
@@ -62,7 +60,9 @@ def read_trace(path: Path) -> Iterator[Event]:
     """Yield the events of a file; skip other lines, such as an incomplete last line of a killed process."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if line.count("[") + line.count("{") > _MAX_BRACKETS:
+            # Events have about five. Python's parser fails on thousands of nested ones; `read_json` takes four times as
+            # long.
+            if line.count("[") + line.count("{") > MAX_DEPTH:
                 continue
             try:
                 event = json.loads(line.strip().rstrip(","))
@@ -79,7 +79,7 @@ def _is_event(event: Event) -> bool:
     return (
         isinstance(event.get("name", ""), str)
         and all(isinstance(name, int | str | None) for name in names)
-        and all(isinstance(event.get(number), int | float) and abs(event[number]) < _MAX_US for number in numbers)
+        and all(isinstance(event.get(number), int | float) and abs(event[number]) < 1e15 for number in numbers)
     )
 
 

@@ -3,13 +3,13 @@
 import re
 import time
 
+from kvtier.core.limits import TTL_S
 from kvtier.errors import InvalidArgumentError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 # For values out of range, which no clock of kvtier writes.
 UNKNOWN = "?"
 _MAX_SECONDS = 1e11
-_MAX_TTL_S = 100 * 365 * 86400
 _DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])\s*")
 
 
@@ -19,7 +19,7 @@ def parse_duration(field: str, text: str) -> int:
         return 0
     match = _DURATION.fullmatch(text.lower())
     seconds = int(float(match[1]) * _SECONDS[match[2]]) if match else 0
-    if not 1 <= seconds <= _MAX_TTL_S:
+    if not 1 <= seconds <= TTL_S.most:
         problem = 'must be a duration like "90s", "30m", "12h", "7d" or "2w", at most 36500d, or "never"'
         raise InvalidArgumentError(field, text, problem)
     return seconds

@@ -19,7 +19,6 @@ from kvtier._pb.cache_pb2 import PromptStatus
 from kvtier.cli.output.prompt_summary import Summary, summarize
 from kvtier.cli.output.streams import Output
 
-_LINE_INTERVAL_S = 5.0
 _BAR = BarColumn(bar_width=30)
 
 
@@ -44,7 +43,7 @@ def capture_progress(output: Output) -> Iterator[Callable[[PromptStatus], None]]
             nonlocal last, last_line_s
             numbers = summarize(status)
             bar.update(task, total=numbers.num_chunks or None, completed=numbers.num_durable_chunks)
-            is_due = numbers.complete or time.monotonic() - last_line_s >= _LINE_INTERVAL_S
+            is_due = numbers.complete or time.monotonic() - last_line_s >= 5.0
             if bar.disable and numbers.num_chunks and numbers != last and is_due:
                 last_line_s = time.monotonic()
                 output.say(

@@ -19,8 +19,6 @@ from kvtier.cli.json_text import JsonError, read_json
 from kvtier.cli.output.grid import Grid, Part, text_of
 from kvtier.printable import printable, printable_json
 
-_PIPE_WIDTH = 160
-
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
@@ -67,7 +65,7 @@ def _console(*, stderr: bool) -> Console:
     console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         # In a pipe rich would fold a table, with its names, to 80 columns.
-        console.width = _PIPE_WIDTH
+        console.width = 160
     return console
 
 

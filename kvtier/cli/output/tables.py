@@ -12,11 +12,6 @@ from kvtier.config.units import format_size
 from kvtier.printable import SHOWN_CHARS, printable_json
 
 _SHORT_ID = 12
-_MODEL_CHARS = 22
-_MIN_MODEL_CHARS = 12
-_NUMBERS_WIDTH = 57
-_PRIORITY_WIDTH = 5
-_MENTIONED_BYTES = 1 << 20
 
 
 def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Iterator[Part]:
@@ -27,8 +22,8 @@ def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Iterator[Part]:
     has_priorities = any(status.priority for status in prompts)
     summaries = [summarize(status) for status in prompts]
     # Name and model get the width that the other columns leave.
-    numbers_width = _NUMBERS_WIDTH + (_PRIORITY_WIDTH if has_priorities else 0)
-    model_chars = max(_MIN_MODEL_CHARS, (width - numbers_width) // 2)
+    numbers_width = 62 if has_priorities else 57
+    model_chars = max(12, (width - numbers_width) // 2)
     priority_header = ["PRIO>"] if has_priorities else []
     table = _table(
         "NAME", "STATE", "PIN", *priority_header, "TOKENS>", "CHUNKS>", "HOST>", "DISK>", "MODEL", "AGE>", "ENDS>"
@@ -122,7 +117,7 @@ _STORE_MODES = {"pinned": "pinned prompts only", "all": "every prompt; what is n
 def daemon_details(status: DaemonStatus) -> Iterator[Part]:
     """Yield what `kvtier status` prints."""
     uptime = format_duration(time.time() - status.started_unix_s)
-    memory = f", {format_size(status.prompt_bytes)} of memory" if status.prompt_bytes >= _MENTIONED_BYTES else ""
+    memory = f", {format_size(status.prompt_bytes)} of memory" if status.prompt_bytes >= 1 << 20 else ""
     rows: dict[str, Cell] = {
         "daemon": f"kvtier {status.version}, pid {status.pid}, up {uptime}",
         "socket": status.socket,
@@ -261,6 +256,6 @@ def _writes(counters: Mapping[str, int]) -> str:
     )
 
 
-def _short_model(model: str, max_chars: int = _MODEL_CHARS) -> str:
+def _short_model(model: str, max_chars: int = 22) -> str:
     """Return the end of a long model name, where paths differ."""
     return model if len(model) <= max_chars else "…" + model[1 - max_chars :]

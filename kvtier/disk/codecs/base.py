@@ -5,6 +5,10 @@ from typing import Protocol
 
 from kvtier.errors import KvtierError
 
+MIN_GAIN_RATIO = 0.03
+"""What a codec must gain over raw, in a chunk or a plane; also the price of decoding: an entropy-coded byte counts as
+so much stored more."""
+
 
 class CodecError(KvtierError):
     """Stored bytes are not what the codec wrote: truncated, damaged, or of another length."""

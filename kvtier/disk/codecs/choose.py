@@ -5,20 +5,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.disk.codecs.base import Codec
+from kvtier.disk.codecs.base import MIN_GAIN_RATIO, Codec
 from kvtier.disk.codecs.planes import PlaneCodec
 from kvtier.disk.codecs.raw import RawCodec
 from kvtier.disk.codecs.split import Split16Codec, Split32Codec
 from kvtier.disk.codecs.zstd import ZstdCodec
 from kvtier.errors import KvtierError
-
-MIN_GAIN_RATIO = 0.03
-"""What a codec must gain over raw; also the price of decoding: an entropy-coded byte counts as so much stored more."""
-FIRST_SAMPLES = 2
-SAMPLE_EVERY = 64
-"""A sample costs all encoders, about five times the winner: one in 64 is a few per cent."""
-MAX_STREAMS = 1024
-_DECAY = 0.5
 
 Encoded = tuple[str, Sequence[memoryview]]
 
@@ -72,7 +64,7 @@ class CodecChooser:
     Args:
         codecs: The candidates; `raw` is one whether it is named or not.
         first_samples: A stream's first chunks to be sampled.
-        sample_every: Then one of this many.
+        sample_every: Then one of this many. A sample costs all encoders, about five times the winner.
         max_streams: The least recently used is forgotten beyond that, and sampled again.
     """
 
@@ -80,9 +72,9 @@ class CodecChooser:
         self,
         codecs: Sequence[Codec],
         *,
-        first_samples: int = FIRST_SAMPLES,
-        sample_every: int = SAMPLE_EVERY,
-        max_streams: int = MAX_STREAMS,
+        first_samples: int = 2,
+        sample_every: int = 64,
+        max_streams: int = 1024,
     ) -> None:
         self._codecs: list[Codec] = [RawCodec(), *(codec for codec in codecs if codec.name != RawCodec.name)]
         self._first_samples, self._sample_every, self._max_streams = first_samples, sample_every, max_streams
@@ -128,7 +120,7 @@ class CodecChooser:
             state = self._streams.get(stream)
             if state is not None:  # not forgotten meanwhile
                 before = state.costs or [0.0] * len(costs)
-                state.costs = [_DECAY * old + new for old, new in zip(before, costs, strict=True)]
+                state.costs = [old / 2 + new for old, new in zip(before, costs, strict=True)]
                 state.winner = state.costs.index(min(state.costs))
         return best
 

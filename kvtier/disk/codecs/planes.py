@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from kvtier.disk.codecs.base import CodecError
+from kvtier.disk.codecs.base import MIN_GAIN_RATIO, CodecError
 from kvtier.disk.codecs.words import count_coded
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,12 +32,10 @@ Bytes = npt.NDArray[np.uint8]
 BLOCK_BYTES = 256 * 1024
 """Payload bytes coded together, part of the layout. Block and planes stay in a core's L2 cache, and a half of one is
 zstd's own block; shorter blocks pay numpy's cost per call."""
-MIN_PLANE_GAIN_RATIO = 0.03
 _ALIGNMENT_BYTES = 8
 _NOTHING = np.empty(0, np.uint8)
 _ZEROS = memoryview(bytes(_ALIGNMENT_BYTES))
 _SAMPLE_PIECES, _SAMPLE_BYTES = 16, 2048
-_MIN_COLLISIONS = 1.15
 
 # A tiny hash table and long matches: zstd finds nothing to match, and what is left of it is its Huffman coder.
 HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
@@ -250,20 +248,20 @@ class _Cursor:
 def _encode_plane(plane: Bytes, scratch: ThreadScratch) -> bytes | None:
     """Return the plane as a frame, None when that gains too little."""
     frame = scratch.compressor.compress(plane.data)
-    return frame if len(frame) <= (1 - MIN_PLANE_GAIN_RATIO) * plane.nbytes else None
+    return frame if len(frame) <= (1 - MIN_GAIN_RATIO) * plane.nbytes else None
 
 
 def _promises(plane: Bytes) -> bool:
     """Whether bytes sampled all over the plane repeat enough: coding mantissas in vain would cost half the speed.
 
-    Two bytes of a random plane are equal once in 256; here that must be `_MIN_COLLISIONS` times as often.
+    Two bytes of a random plane are equal once in 256; here that must be 1.15 times as often.
     """
     if plane.nbytes < 2 * _SAMPLE_BYTES:
         return True
     spread = plane[: plane.nbytes // _SAMPLE_PIECES * _SAMPLE_PIECES].reshape(_SAMPLE_PIECES, -1)
     counts = np.bincount(spread[:, : _SAMPLE_BYTES // _SAMPLE_PIECES].ravel())
     pairs = int(counts @ counts) - _SAMPLE_BYTES
-    return 256 * pairs > _MIN_COLLISIONS * _SAMPLE_BYTES * (_SAMPLE_BYTES - 1)
+    return 256 * pairs > 1.15 * _SAMPLE_BYTES * (_SAMPLE_BYTES - 1)
 
 
 def _cut(buffer: Bytes, lengths: Sequence[int]) -> list[Bytes]:

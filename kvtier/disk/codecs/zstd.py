@@ -6,9 +6,6 @@ import zstandard
 
 from kvtier.disk.codecs.base import CodecError
 
-_MIN_WINDOW_BYTES = 1 << 10
-_RLE_BLOCK = 1
-
 
 class ZstdCodec:
     """Implements `Codec`. A context per chunk: threads must not share one, and making it costs little."""
@@ -30,8 +27,9 @@ class ZstdCodec:
     def decode(self, stored: memoryview, into: Sequence[memoryview]) -> None:
         """See `Codec.decode`. Straight into the segments; the frame must end exactly where they do."""
         raw_bytes = sum(segment.nbytes for segment in into)
-        # No encoder that knows the length takes a larger window; zstd would allocate what a damaged header claims.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=max(raw_bytes, _MIN_WINDOW_BYTES))
+        # No encoder that knows the length takes a larger window, or one under 1 KiB; zstd would allocate what a damaged
+        # header claims.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=max(raw_bytes, 1024))
         try:
             stated = zstandard.get_frame_parameters(stored).content_size
             if stated != raw_bytes:
@@ -57,7 +55,7 @@ def _frame_bytes(stored: memoryview) -> int:
     while end + 3 <= stored.nbytes:
         header = int.from_bytes(stored[end : end + 3], "little")
         is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
-        end += 3 + (1 if kind == _RLE_BLOCK else size)
+        end += 3 + (1 if kind == 1 else size)  # 1: run-length, one byte however many it stands for
         if is_last:
             return end + checksum_bytes
     return stored.nbytes + 1

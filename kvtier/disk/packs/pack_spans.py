@@ -7,10 +7,6 @@ from kvtier.core.stored import StoredChunk
 
 SPAN_BYTES = 4 * 1024**2
 """Large enough that the device is the limit, small enough that the first chunks are usable soon."""
-FIRST_SPAN_BYTES = 1024**2
-"""The first of a batch, while nothing can be decoded yet; each next one may be twice as long."""
-MAX_WASTE_BYTES = 128 * 1024
-"""Bytes of unwanted chunks that a read may pass over; about what the device delivers while it begins a new read."""
 
 
 @dataclass(kw_only=True)
@@ -33,16 +29,17 @@ class Span:
 def plan_spans(
     chunks: Sequence[StoredChunk],
     span_bytes: int = SPAN_BYTES,
-    max_waste_bytes: int = MAX_WASTE_BYTES,
-    first_bytes: int = FIRST_SPAN_BYTES,
+    max_waste_bytes: int = 128 * 1024,
+    first_bytes: int = 1024**2,
 ) -> list[Span]:
     """Group neighbours in the batch that are neighbours in a pack, in whatever order; keep the batch's order.
 
     Args:
         chunks: In the order in which they are wanted.
         span_bytes: A span is longer only when a single chunk is.
-        max_waste_bytes: Unwanted bytes in a span.
-        first_bytes: As `span_bytes`, for the first span.
+        max_waste_bytes: Unwanted bytes in a span; about what the device delivers while it begins a new read.
+        first_bytes: As `span_bytes`, for the first span, while nothing can be decoded; each next one may be twice as
+            long.
     """
     spans: list[Span] = []
     limit, useful_bytes = min(first_bytes, span_bytes), 0
