@@ -21,7 +21,6 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-_FULL = 2
 _LONG_S = 0.005
 """Of CPU time: the collector looks at some 50,000 objects in it."""
 
@@ -53,5 +52,5 @@ def _freeze_survivors(phase: str, info: Mapping[str, int]) -> None:
     global _round_began_s  # rounds do not overlap
     if phase == "start":
         _round_began_s = time.thread_time()
-    elif info["generation"] == _FULL and time.thread_time() - _round_began_s > _LONG_S:
+    elif info["generation"] == 2 and time.thread_time() - _round_began_s > _LONG_S:
         gc.freeze()

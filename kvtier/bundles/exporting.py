@@ -17,8 +17,6 @@ from kvtier.prompts.book import RequestedPin
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
-_MAX_TRIES = 3
-
 
 async def export_bundle(
     cache: Cache, name: str, namespace_id: str, *, decoded: bool = False
@@ -68,7 +66,7 @@ async def _fill(cache: Cache, spool: Spool, space: ScratchSpace, name: str, name
         except (FileNotFoundError, EOFError) as exc:
             # Compaction or an eviction took the pack away meanwhile: look again where the chunks are.
             num_tries += 1
-            if num_tries == _MAX_TRIES:
+            if num_tries == 3:
                 raise PromptNotDurableError(name, f"its packs cannot be read: {exc}") from exc
         except BundleDamagedError as exc:
             raise ChunkDamagedError(Path(name), f"{exc}; run `kvtier fsck --deep`") from exc

@@ -21,7 +21,6 @@ _WITHHELD = frozenset(
     {"tokens", "token_ids", "text", "messages", "content", "recipe", "recipe_json", "cache_salt", "api_key"}
 )
 _ATTRIBUTE = "kvtier_fields"
-_MAX_TRACEBACK_BYTES = 16 * 1024
 _PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
 """LOG_CRIT, LOG_ERR, LOG_WARNING, LOG_INFO and LOG_DEBUG of syslog(3)."""
 
@@ -86,7 +85,7 @@ class _EventFormatter(logging.Formatter):
         return json.dumps({**_fields(record), **head, **tail}, default=str)
 
     def _traceback(self, record: logging.LogRecord) -> str:
-        return shortened(self.formatException(record.exc_info), _MAX_TRACEBACK_BYTES) if record.exc_info else ""
+        return shortened(self.formatException(record.exc_info), 16 * 1024) if record.exc_info else ""
 
 
 def _is_journal(stream: TextIO) -> bool:

@@ -27,7 +27,6 @@ from kvtier.obs.log import log_event
 MAX_FILE_BYTES = 256 * 1024**2
 """Largest file: about two million spans."""
 SUFFIX = ".trace.json"
-_FLUSH_EVENTS = 512
 
 logger = logging.getLogger(__name__)
 Value = str | int | float | bool
@@ -72,7 +71,7 @@ class TraceFile:
                 event |= {"id": of, "tid": 0}
                 self._add(event | {"ph": "b", "ts": _micros(began_s)})
                 self._add({**event, "ph": "e", "ts": _micros(ended_s), "args": {}})
-            if len(self._lines) >= _FLUSH_EVENTS:
+            if len(self._lines) >= 512:
                 self._flush()
 
     def close(self) -> None:

@@ -32,15 +32,17 @@ MAX_QUEUED_BYTES = 256 * 1024**2
 """Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
 HELLO_TIMEOUT_S = 10.0
 """An engine has its Hello before it opens a stream, so it comes at once, unless the machine is overloaded."""
-_SMALL_BYTES = 64
-_CHUNK_BYTES = 40
-_TOKEN_BYTES = 3
 MAX_WELCOME_PIN_BYTES = 256 * 1024
 """Of pins in the Welcome; making and sending more at once would hold up every other engine."""
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
 _Residency = Mapping[str, Any]
 """A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take."""
+
+
+def _about_bytes(*, num_chunks: int = 0, num_tokens: int = 0) -> int:
+    """Return about how long a message is: its exact size would cost as much as sending it."""
+    return 64 + 40 * num_chunks + 3 * num_tokens
 
 
 class StreamPeer(EnginePeer):
@@ -60,8 +62,8 @@ class StreamPeer(EnginePeer):
         self._is_full = False
         self._answer: pb.DaemonMessage | None = None  # to an acquire; what there is of it so far
 
-    def send(self, message: pb.DaemonMessage | PromptRow, about_bytes: int = _SMALL_BYTES) -> None:
-        """Queue a message of about this many bytes; its exact size would cost as much as sending it.
+    def send(self, message: pb.DaemonMessage | PromptRow, about_bytes: int = 64) -> None:
+        """Queue a message of about this many bytes.
 
         A prompt becomes its PinAdded when its turn comes: the message of a million tokens takes 40 ms to make.
         """
@@ -112,7 +114,7 @@ class StreamPeer(EnginePeer):
             message = self._answer
         self._answer = message if more else None
         if not more:
-            self.send(message, _SMALL_BYTES + _CHUNK_BYTES * len(message.acquire_update.chunks))
+            self.send(message, _about_bytes(num_chunks=len(message.acquire_update.chunks)))
 
     def promotion_advanced(
         self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int], forecast: PromotionForecast
@@ -121,20 +123,20 @@ class StreamPeer(EnginePeer):
             {"index": index, "state": _HOST, "slot": _slot(ref), "from_disk": True} for index, ref in ready
         ]
         chunks += [{"index": index, "state": pb.ChunkResidency.MISS} for index in failed]
-        self.send(_update_message(acquire_id, chunks, forecast), _SMALL_BYTES + _CHUNK_BYTES * len(chunks))
+        self.send(_update_message(acquire_id, chunks, forecast), _about_bytes(num_chunks=len(chunks)))
 
     def credits_granted(self, slots: Sequence[SlotRef]) -> None:
         self.send(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=[_slot(ref) for ref in slots])))
 
     def pin_added(self, prompt: PromptRow) -> None:
-        self.send(prompt, _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens))
+        self.send(prompt, _about_bytes(num_tokens=len(prompt.tokens)))
 
     def pin_removed(self, pin_id: str) -> None:
         self.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
 
     def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
         message = pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete))
-        self.send(message, _SMALL_BYTES + _CHUNK_BYTES * len(keys))
+        self.send(message, _about_bytes(num_chunks=len(keys)))
 
     def ponged(self, ping_id: int) -> None:
         self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
@@ -244,7 +246,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         ]
         pins, num_bytes = list[pb.Pin](), 0
         for prompt in prompts:
-            num_bytes += _SMALL_BYTES + _TOKEN_BYTES * len(prompt.tokens)
+            num_bytes += _about_bytes(num_tokens=len(prompt.tokens))
             if num_bytes > MAX_WELCOME_PIN_BYTES:
                 break
             pins.append(pin_message(prompt))

@@ -35,10 +35,8 @@ from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTORS_EACH = 2  # the file's, and the one that mmap duplicates
 _OTHER_DESCRIPTORS = 64
 """Of the daemon without arenas and engines: 21 at rest; packs that are read and written, exports, a scrape."""
-_LEAST_ARENAS = 4
 
 
 def max_open_arenas() -> int:
@@ -46,7 +44,8 @@ def max_open_arenas() -> int:
     soft_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft_limit == resource.RLIM_INFINITY:
         soft_limit = 2**20
-    return max(_LEAST_ARENAS, (soft_limit - _OTHER_DESCRIPTORS) // (2 * _DESCRIPTORS_EACH))
+    # An arena has two: the file's, and the one that mmap duplicates.
+    return max(4, (soft_limit - _OTHER_DESCRIPTORS) // (2 * 2))
 
 
 class Arenas:

@@ -14,15 +14,12 @@ from kvtier.ledger.namespace_files import forget_namespace, save_namespace
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook
 from kvtier.sessions.engine_peer import EngineHello
-from kvtier.tiering.capacity import Capacity
+from kvtier.tiering.capacity import STALE_S, Capacity
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 from kvtier.tiering.tiers import Tiers
 
 logger = logging.getLogger(__name__)
-
-EMPTY_GRACE_S = 24 * 3600.0
-"""How long a namespace without chunks, prompts and engines keeps its row."""
 
 
 class NamespaceRegistry:
@@ -117,7 +114,7 @@ class NamespaceRegistry:
             return False
         if namespace.host.recovering:  # its arena is still being taken over from a previous daemon
             return False
-        if namespace.sessions or len(namespace.table) or time.time() - namespace.row.seen_unix_s <= EMPTY_GRACE_S:
+        if namespace.sessions or len(namespace.table) or time.time() - namespace.row.seen_unix_s <= STALE_S:
             return False
         return not self._prompts.num_bound_in(namespace.namespace_id)
 

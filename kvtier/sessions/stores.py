@@ -12,8 +12,6 @@ from kvtier.errors import InvalidArgumentError
 from kvtier.sessions.engine_peer import SessionBase
 from kvtier.sessions.loads import Loads
 
-_MAX_CREDIT_SHARE = 4
-_BEHIND_SHARE = 8  # a slow disk holds what is stored in memory: take in less, not more
 StoreList = Sequence[tuple[ChunkKey, SlotRef]]
 
 
@@ -52,8 +50,9 @@ class Stores:
         num_wanted = self._session.hello.store_credits - len(self._credits)
         if num_wanted <= 0:
             return 0
-        # Idle credits are slots that hold nothing: never more than a share of the arena.
-        share = _MAX_CREDIT_SHARE * (_BEHIND_SHARE if self._write_back.queue.is_behind else 1)
+        # Idle credits are slots that hold nothing: never more than a quarter of the arena. A slow disk holds what is
+        # stored in memory: take in less, not more.
+        share = 4 * 8 if self._write_back.queue.is_behind else 4
         most = max(1, self._tiers.host.usage.num_affordable // share)
         return max(0, min(num_wanted, most - len(self._credits)))
 

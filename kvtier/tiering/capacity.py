@@ -19,8 +19,8 @@ from kvtier.tiering.resources import Resources
 logger = logging.getLogger(__name__)
 
 STALE_S = 24 * 3600.0
-"""Unpinned chunks on disk of a namespace that no engine used for this long are dropped before any other's."""
-_DROP_BYTES = 256 * 1024**2
+"""Unpinned chunks on disk of a namespace that no engine used for this long are dropped before any other's. Its
+row is forgotten then too, if it has no chunks and prompts."""
 _MIN_STEP_SHARE = 8
 
 
@@ -106,7 +106,7 @@ class Capacity:
         holders = [namespace for namespace in self._namespaces.values() if namespace.table.disk.num_unpinned]
         if not holders:
             return 0
-        return await min(holders, key=self._disk_rank).index.drop_cheapest(min(num_bytes, _DROP_BYTES))
+        return await min(holders, key=self._disk_rank).index.drop_cheapest(min(num_bytes, 256 * 1024**2))
 
     def _disk_rank(self, namespace: Namespace) -> tuple[bool, float]:
         value = namespace.table.disk.lowest_value

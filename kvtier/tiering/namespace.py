@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 _EVICTED_AT_ONCE = 500
 """A few milliseconds of the loop."""
-DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
-"""Assumed of engines that have not measured it: it only weighs namespaces against each other."""
 
 
 class RecomputeCost:
@@ -34,7 +32,8 @@ class RecomputeCost:
     """
 
     def __init__(self, layout: KVLayout) -> None:
-        self.prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
+        # Assumed of engines that have not measured it: it only weighs namespaces against each other.
+        self.prefill_tokens_per_s = 2000.0
         self._row_bytes = layout.row_bytes
         self._tokens = {group.group_idx: group.chunk_tokens for group in layout.groups}
         self._payload_bytes = {group_idx: layout.payload_bytes(group_idx) for group_idx in layout.group_indexes()}

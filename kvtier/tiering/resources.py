@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_WRITERS = 2  # one namespace's pack does not wait for another's
-
 
 class Resources:
     """Shared by all namespaces; owned and closed by `Cache`.
@@ -65,7 +63,7 @@ class Resources:
         self.ledger_thread = Pool("ledger", 1)
         self.io_threads = Pool("io", config.disk.io_threads)
         self.read_threads = Pool("read", config.disk.io_threads)
-        self.write_threads = Pool("write", _WRITERS)
+        self.write_threads = Pool("write", 2)  # one namespace's pack does not wait for another's
         self.background_thread = Pool("background", 1)
         self.check_thread = Pool("check", 1)
         self.disk_health = DiskHealth(lambda: self.in_background(disk.probe), self.counters)

@@ -21,8 +21,6 @@ from kvtier.tiering.write_queue import WriteQueue
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_MAX_QUEUED_PACKS = 4
-_MAX_QUEUED_HOST_SHARE = 4
 
 
 class WriteBack:
@@ -51,7 +49,7 @@ class WriteBack:
         self._tiers, self._resources, self._is_ephemeral = tiers, resources, ephemeral
         self._find_disk_capacity, self._on_evictable = find_disk_capacity, on_evictable
         disk = resources.config.disk
-        max_bytes = min(_MAX_QUEUED_PACKS * disk.pack_bytes, resources.config.host.host_bytes // _MAX_QUEUED_HOST_SHARE)
+        max_bytes = min(4 * disk.pack_bytes, resources.config.host.host_bytes // 4)  # the rest stays evictable
         self.queue = WriteQueue(pack_bytes=disk.pack_bytes, max_bytes=max_bytes, linger_s=disk.pack_linger_s)
         self._counted_bytes = 0  # of the queue, in the daemon's counter
         self._changed = asyncio.Event()  # the queue, or `_draining`

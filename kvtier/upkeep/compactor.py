@@ -24,8 +24,6 @@ from kvtier.tiering.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
-_UNREADABLE_RETRY_S = 3600.0
-
 
 @dataclass(frozen=True)
 class Job:
@@ -176,7 +174,7 @@ class Compactor:
                 self._failed(error)
                 # One bad sector must not stop all others, nor switch off the tier again and again.
                 refused = [pack_id for pack_id in job.pack_ids if pack_id in error.path.name]
-                until_s = self._now_s() + _UNREADABLE_RETRY_S
+                until_s = self._now_s() + 3600
                 self._retry_at_s |= dict.fromkeys(refused or job.pack_ids, until_s)
                 self._resources.disk_health.failed("write", error)
                 return False

@@ -11,8 +11,6 @@ from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
-_FORGET_TURNS = 600
-
 
 async def keep_ledger(resources: Resources) -> None:
     """Look after the ledger, for ever. Loop thread."""
@@ -25,7 +23,7 @@ async def keep_ledger(resources: Resources) -> None:
             if not has_failed:
                 log_event(logger, "promise_not_copied", level=logging.WARNING, problem=str(error))
             has_failed = True
-        if turn % _FORGET_TURNS == 0:
+        if turn % 600 == 0:
             await _forget_removed(resources)
         await asyncio.sleep(SLOW_POLL_S)
 

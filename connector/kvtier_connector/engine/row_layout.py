@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 _CREDIT_STEPS, _MIN_CREDITS, _MAX_CREDITS = 2, 16, 512
-_MIN_CREDIT_BYTES = 16 << 20
 
 
 def group_shapes(group_configs: Sequence[Any]) -> tuple[GroupShape, ...]:
@@ -109,7 +108,7 @@ def store_credits(max_num_batched_tokens: int, shapes: Sequence[GroupShape], row
     computes a prompt, and what the last step offers without a slot is not stored.
     """
     chunks = sum(-(-max_num_batched_tokens // shape.chunk_tokens) for shape in shapes)
-    wanted = max(_CREDIT_STEPS * chunks, _MIN_CREDIT_BYTES // max(1, row_bytes))
+    wanted = max(_CREDIT_STEPS * chunks, 16 * 1024**2 // max(1, row_bytes))
     return max(_MIN_CREDITS, min(_MAX_CREDITS, wanted))
 
 

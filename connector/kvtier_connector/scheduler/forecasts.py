@@ -20,7 +20,7 @@ class PrefillRate:
 
     def __init__(self, fixed_tokens_per_s: float | None = None) -> None:
         self._fixed_tokens_per_s = fixed_tokens_per_s
-        self._open: deque[tuple[float, int]] = deque(maxlen=8)
+        self._open: deque[tuple[float, int]] = deque(maxlen=8)  # bounded: an end may not come
         self._last_end_s = 0.0
         self._tokens_per_s: float | None = None
 
@@ -40,7 +40,7 @@ class PrefillRate:
         began_s, num_tokens = self._open.popleft()
         elapsed_s = now_s - max(began_s, self._last_end_s)
         self._last_end_s = now_s
-        if num_tokens >= 64 and elapsed_s > 0:
+        if num_tokens >= 64 and elapsed_s > 0:  # fewer are mostly decoding
             rate = num_tokens / elapsed_s
             self._tokens_per_s = rate if self._tokens_per_s is None else smoothed(self._tokens_per_s, rate)
         return began_s, num_tokens

@@ -8,9 +8,6 @@ from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 
-_MIN_WINDOW_CANDIDATES = 256
-_WINDOWS = 4
-
 
 class LookupQuery(NamedTuple):
     """The chunks that one Acquire asks for."""
@@ -110,4 +107,4 @@ class LookupPlanner:
         first = num_computed_tokens // group.chunk_tokens
         candidates = ((idx, group.key(hashes, idx, digest)) for idx in range(end - 1, first - 1, -1))
         held = ((idx, key) for idx, key in candidates if self._mirror.may_be_held(key))
-        return dict(islice(held, max(_MIN_WINDOW_CANDIDATES, _WINDOWS * (group.window_chunks + 1))))
+        return dict(islice(held, max(256, 4 * (group.window_chunks + 1))))

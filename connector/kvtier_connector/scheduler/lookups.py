@@ -23,8 +23,6 @@ from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.request_state import Phase, RequestState
 from kvtier_connector.scheduler.touches import Touches
 
-_SILENT_TIMEOUTS = 4
-
 
 class Lookups:
     """The rounds of all requests, and their leases in the current session. Scheduler thread only; never waits."""
@@ -52,7 +50,7 @@ class Lookups:
 
     def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
         """Record the daemon's answer; one for a lease that was released already is ignored."""
-        self._silent_deadline_s = self._breaker.deadline_s(now_s, _SILENT_TIMEOUTS)
+        self._silent_deadline_s = self._breaker.deadline_s(now_s, num_timeouts=4)
         lease = self._leases.get(update.acquire_id)
         if lease is None:
             return

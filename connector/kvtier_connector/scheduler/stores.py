@@ -16,7 +16,6 @@ from kvtier_connector.scheduler.request_state import RequestState
 from kvtier_connector.scheduler.touches import Touches
 
 _WAIT_FOR_SLOTS_S = 1.0
-_PINNED_SHARE = 4
 _COMMIT_GRACE_S = 2.0
 
 
@@ -120,12 +119,12 @@ class StorePlanner:
         """Take slots for as many of these as there are credits, and send a StoreBegin; return them in the order given.
 
         That order is vLLM's: it pairs its blocks with our slots by it. Which chunks get a slot is another matter:
-        pinned chunks first, and unpinned ones leave a share of the credits to pinned ones that come before the next
+        pinned chunks first, and unpinned ones leave a quarter of the credits to pinned ones that come before the next
         credits do.
         """
         pinned = [key for key in keys if self._mirror.is_pinned(key)][: len(self._credits)]
         unpinned = [key for key in keys if not self._mirror.is_pinned(key)]
-        num_unpinned = max(0, len(self._credits) - len(pinned) - self._num_standing // _PINNED_SHARE)
+        num_unpinned = max(0, len(self._credits) - len(pinned) - self._num_standing // 4)
         chosen = {*pinned, *unpinned[:num_unpinned]}
         begun = [(key, self._credits.popleft()) for key in keys if key in chosen]
         if begun:

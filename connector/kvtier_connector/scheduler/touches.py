@@ -7,7 +7,6 @@ from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 
-_TOUCH_PERIOD_S = 1.0
 MAX_TOUCHED_KEYS = 65_536
 """The most keys of one message, 2.5 MB."""
 
@@ -34,7 +33,7 @@ class Touches:
         """Note a prefix-cache hit of a known prompt, at most once a second per prompt."""
         if now_s >= self._period_end_s:
             self._touched.clear()
-            self._period_end_s = now_s + _TOUCH_PERIOD_S
+            self._period_end_s = now_s + 1.0
         if first_key not in self._touched and (keys := self._planner.known_prefix(hashes, digest, num_tokens)):
             self._touched.add(first_key)
             self._pending.extend(keys)

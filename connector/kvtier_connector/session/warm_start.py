@@ -33,12 +33,10 @@ from kvtier_connector.session.engine_api_client import ApiGoneError, ApiRefusedE
 
 logger = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT_S = 600.0
-TOTAL_TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0
+"""For vLLM to answer, for the session to come up, and for warming: a large model takes minutes to load."""
 MAX_RATIO = 0.5
 """Share of vLLM's cache that warm prompts may take: as much as pins may keep there, see `gpu_pins.hooks`."""
-_LAST_PRIORITY = 2**31 - 1
-"""vLLM handles the lowest number first."""
 _UNAUTHORIZED = (401, 403)
 
 
@@ -102,11 +100,11 @@ class WarmStart:
 
     def _round(self) -> object:
         """Warm what is pinned; return vLLM's cache as it was when that began."""
-        if not self._until(self._api.is_healthy, HEALTH_TIMEOUT_S):
-            self._warn_unless_stopped("no answer from %s/health within %g s; is warm_url right?", HEALTH_TIMEOUT_S)
+        if not self._until(self._api.is_healthy, TIMEOUT_S):
+            self._warn_unless_stopped("no answer from %s/health within %g s; is warm_url right?", TIMEOUT_S)
             return self._prefix_cache()
         cache = self._prefix_cache()
-        self._until(lambda: self._attachment is not None, HEALTH_TIMEOUT_S)
+        self._until(lambda: self._attachment is not None, TIMEOUT_S)
         if (attachment := self._attachment) is None:
             return cache
         try:
@@ -161,7 +159,7 @@ class WarmStart:
         num_tokens = sum(status.num_tokens for status in prompts)
         logger.info("kvtier warm start began prompts=%d tokens=%d", len(prompts), num_tokens)
         began_s, num_failures, warmed, problem = time.monotonic(), self._num_failures, list[PromptStatus](), ""
-        deadline_s = began_s + TOTAL_TIMEOUT_S
+        deadline_s = began_s + TIMEOUT_S
         for status in prompts:
             is_quiet = self._until(lambda: not self._serves_users(), deadline_s - time.monotonic())
             if self._stop.is_set():
@@ -211,7 +209,7 @@ class WarmStart:
         model = status.lora_name or self._facts.model_names[0]
         body = warm_body(model, warm_tokens(status, tokens), status.cache_salt, new_request_id())
         if self._facts.vllm_config.scheduler_config.policy == "priority":  # without it vLLM refuses the field
-            body["priority"] = _LAST_PRIORITY
+            body["priority"] = 2**31 - 1  # vLLM handles the lowest number first
         return body
 
     def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:

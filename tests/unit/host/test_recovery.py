@@ -654,7 +654,7 @@ def test_a_namespace_is_not_forgotten_while_its_rows_wait_for_a_dead_engine(
 
     Taking over broke off at that, for every namespace: no orphan rows were ever released, and nothing was prefetched.
     """
-    monkeypatch.setattr("kvtier.service.namespace_registry.EMPTY_GRACE_S", -1.0)
+    monkeypatch.setattr("kvtier.service.namespace_registry.STALE_S", -1.0)
     looked: list[bool] = []
     original = NamespaceRegistry._is_over
 

@@ -311,7 +311,7 @@ def test_a_rate_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_a_namespace_that_holds_nothing_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every change of weights left a row in the ledger and a line in `kvtier status`, for ever."""
-    monkeypatch.setattr(namespace_registry, "EMPTY_GRACE_S", 0.0)
+    monkeypatch.setattr(namespace_registry, "STALE_S", 0.0)
     monkeypatch.setattr(cache_module, "_CAPACITY_POLL_S", 0.01)
     num_looks, trim = 0, Capacity.trim_host
 

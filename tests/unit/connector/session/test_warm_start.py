@@ -265,7 +265,7 @@ def test_a_server_that_goes_away_ends_the_round(rig: Rig, said: Said) -> None:
 
 
 def test_a_server_that_never_is_healthy_is_reported(rig: Rig, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_start, "HEALTH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(warm_start, "TIMEOUT_S", 0.05)
     rig.pin("a")
     rig.vllm.statuses["/health"] = 503
     rig.start()
