@@ -3,6 +3,6 @@
 POLL_S = 0.1
 """Between two looks at what reports no change (a kernel lock, a table), while somebody waits for it."""
 SLOW_POLL_S = 1.0
-"""Between two looks while nobody waits: a look at a million arena rows takes some 10 ms, 1 % of a core."""
+"""Between two looks when no caller waits: a look at a million arena rows takes some 10 ms, 1 % of a core."""
 RETRY_S = 10.0
 """After an error that an operator mends, or time: soon enough for who mends it, too rare to fill a log."""
