@@ -18,8 +18,8 @@ from kvtier.bundles.receiving import Reception, RequestedImport, admit, is_on_di
 from kvtier.bundles.spool import Spool, in_batches
 from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord
+from kvtier.disk.chunk_index import IndexChange
 from kvtier.disk.disk_usage import ScratchSpace
-from kvtier.disk.index import IndexChange
 from kvtier.errors import (
     DrainingError,
     KvtierError,

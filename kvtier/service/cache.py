@@ -34,10 +34,10 @@ from kvtier.sessions.engine_peer import EngineHello, EnginePeer
 from kvtier.sessions.session import Session, SessionEnd
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
+from kvtier.upkeep.arena_recovery import ArenaRecovery
 from kvtier.upkeep.compactor import Compactor
 from kvtier.upkeep.ledger_upkeep import keep_ledger
 from kvtier.upkeep.preallocation import Preallocator
-from kvtier.upkeep.recovery import Recovery
 from kvtier.upkeep.scratch_folder import sweep_scratch
 from kvtier.upkeep.scrubber import CURSOR_FILE, Scrubber
 
@@ -101,7 +101,7 @@ class Cache:
         resources = Resources(config, disk, Ledger.open(ledger_path), counters, timings)
         cache = cls(config, resources)
         await load_from_disk(resources, cache.registry, cache.prompts, disk)
-        recovery = Recovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
+        recovery = ArenaRecovery(resources, cache.namespaces, cache.prompts, cache.arenas.max_open, cache._top_up_all)
         await recovery.open()
         cache._tasks.start("recovery", cache._recover_memory(recovery))
         cache._tasks.start("expiry", cache.pins.expire())
@@ -118,7 +118,7 @@ class Cache:
             cache._tasks.start("scrub", cache.scrubber.run())
         return cache
 
-    async def _recover_memory(self, recovery: Recovery) -> None:
+    async def _recover_memory(self, recovery: ArenaRecovery) -> None:
         """Serve what a previous daemon left in host memory, then bring in what is missing, then clear up after it."""
         try:
             await recovery.verify()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvtier.concurrency.turns import SLICE_KEYS, in_turns, slices, slices_from_end
 from kvtier.core import limits
-from kvtier.core.chunks.acquire import AcquirePlan, Planning, by_importance
+from kvtier.core.chunks.acquire import AcquirePlan, AcquirePlanner, by_importance
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
@@ -71,10 +71,10 @@ class Loads:
             return
         tiers, resources, began_s = self._tiers, self._session.resources, time.monotonic()
         can_read, find_capacity = resources.disk_health.readable, tiers.host.ensure_takable
-        planning = Planning(tiers.table, tiers.layout, keys, from_disk=can_read, find_capacity=find_capacity)
-        plan = planning.plan
+        planner = AcquirePlanner(tiers.table, tiers.layout, keys, from_disk=can_read, find_capacity=find_capacity)
+        plan = planner.plan
         lease = self._leases[acquire_id] = _Lease(self, acquire_id, began_s, plan.leased)
-        for _ in planning.steps():  # what ends the session meanwhile finds all that was leased until then
+        for _ in planner.steps():  # what ends the session meanwhile finds all that was leased until then
             self._promote(lease, keys, plan)
             self._announce_lost(plan)
             yield

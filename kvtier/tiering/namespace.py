@@ -9,8 +9,8 @@ from kvtier.concurrency.tasks import Tasks
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.disk.base import StoredChunk
-from kvtier.disk.index import ChunkIndex
-from kvtier.disk.pack_index import PackIndex
+from kvtier.disk.chunk_index import ChunkIndex
+from kvtier.disk.pack_usage import PackUsage
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.ledger import NamespaceRow, PromptRow
 from kvtier.tiering.promotion.promoter import Promoter
@@ -109,7 +109,7 @@ class Namespace:
             find_bytes=lambda num_bytes: find_host_capacity(self, num_bytes),
             evict=lambda num_slots: self.tiers.evict_rows(num_slots),
         )
-        packs = PackIndex(resources.holes.set)
+        packs = PackUsage(resources.holes.set)
         self.table: ChunkTable[StoredChunk] = ChunkTable(
             self.host.slots, self.cost, resources.host_clock, resources.disk_clock, packs.moved
         )

@@ -9,7 +9,7 @@ from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.stored import StoredChunk
-from kvtier.disk.index import ChunkIndex
+from kvtier.disk.chunk_index import ChunkIndex
 from kvtier.host.arena_tier import ArenaTier
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.disk import index
-from kvtier.disk.index import Dropped
+from kvtier.disk import chunk_index
+from kvtier.disk.chunk_index import Dropped
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
 from kvtier.ledger.pack_rows import PackRows
@@ -224,7 +224,7 @@ class ChunkIndexContract:
         asyncio.run(scenario())
 
     def test_long_packs_are_taken_in_by_turns(self, rig: IndexRig, monkeypatch: Patch) -> None:
-        monkeypatch.setattr(index, "SLICE_KEYS", 2)
+        monkeypatch.setattr(chunk_index, "SLICE_KEYS", 2)
         seen = set[int]()
 
         async def watch() -> None:

@@ -12,9 +12,9 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.base import DiskTier
+from kvtier.disk.chunk_index import ChunkIndex
 from kvtier.disk.disk_usage import DiskUsage
-from kvtier.disk.index import ChunkIndex
-from kvtier.disk.pack_index import Live, PackIndex
+from kvtier.disk.pack_usage import Live, PackUsage
 from kvtier.ledger import Ledger, NamespaceRow
 from kvtier.obs.counters import Counters
 from tests.fakes.chunks import key_of, noise, payload_of, read_back
@@ -112,7 +112,7 @@ class IndexRig:
         self.announced: dict[ChunkKey, bool] = {}
         self.rewritten: list[ChunkKey] = []
         self.num_holes = 0
-        self.packs = PackIndex(self._count_hole)
+        self.packs = PackUsage(self._count_hole)
         self.slots = SlotTable(NUM_SLOTS, 4096, HostBudget(NUM_SLOTS * 4096))
         self.table: ChunkTable[StoredChunk] = ChunkTable(
             self.slots, StoredBytes(), EvictionClock(), EvictionClock(), self.packs.moved

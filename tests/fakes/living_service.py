@@ -24,7 +24,7 @@ import kvtier.service.arenas
 import kvtier.service.cache
 import kvtier.sessions.session
 import kvtier.tiering.write_back
-import kvtier.upkeep.recovery
+import kvtier.upkeep.arena_recovery
 from kvtier.config import DaemonConfig
 from kvtier.disk import disk_health
 from kvtier.errors import KvtierError
@@ -128,7 +128,7 @@ class LivingService:
             (kvtier.service.cache, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.prompts.pins, "time", types.SimpleNamespace(time=self.clock.time)),
             (kvtier.sessions.session, "POLL_S", 0.001),
-            (kvtier.upkeep.recovery, "POLL_S", 0.001),
+            (kvtier.upkeep.arena_recovery, "POLL_S", 0.001),
             (kvtier.tiering.write_back, "_RETRY_S", 0.001),
             (kvtier.concurrency.turns, "SLICE_KEYS", 2),
             (kvtier.core.chunks.acquire, "SLICE_CHUNKS", 2),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvtier.bundles.importing
-import kvtier.disk.index
+import kvtier.disk.chunk_index
 from kvtier._pb import cache_pb2
 from kvtier.config import DaemonConfig
 from kvtier.disk.packs.pack_tier import PackTier
@@ -27,7 +27,7 @@ STEPS = [
     (Promises, "put_prompt"),
     (Promises, "put_binding"),
     (PackRows, "commit_pack"),
-    (kvtier.disk.index, "_commit"),
+    (kvtier.disk.chunk_index, "_commit"),
     (PackTier, "delete_pack"),
 ]
 

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.core.chunks.acquire import Planning
+from kvtier.core.chunks.acquire import AcquirePlanner
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
@@ -94,9 +94,9 @@ class ChunkTableMachine(RuleBasedStateMachine):
     @rule(keys=st.lists(any_key, unique=True, max_size=6))
     def acquire(self, keys: list[bytes]) -> None:
         held_before = {key for key in keys if self.table.holds(key)}
-        planning = Planning(self.table, LAYOUT, keys)
-        assert not list(planning.steps()), "so few are leased in one step"
-        plan = planning.plan
+        planner = AcquirePlanner(self.table, LAYOUT, keys)
+        assert not list(planner.steps()), "so few are leased in one step"
+        plan = planner.plan
         assert {chunk.key for chunk in plan.leased.values()} <= held_before
         assert len(plan.leased) + plan.num_missed == len(keys)
         assert plan.promoting == [index for index, chunk in plan.leased.items() if chunk.promoting]

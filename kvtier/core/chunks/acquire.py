@@ -37,7 +37,7 @@ class AcquirePlan(Generic[L]):
     lost: list[ChunkKey] = field(default_factory=list)
 
 
-class Planning(Generic[L]):
+class AcquirePlanner(Generic[L]):
     """Leases what is host-resident of `keys`, each of which comes once, and reserves slots for what is only on disk.
 
     A full-attention group is cut at its first chunk that is not held; other groups name every held chunk, because their

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import pytest
 
-from kvtier.core.chunks.acquire import Planning
+from kvtier.core.chunks.acquire import AcquirePlanner
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
@@ -144,9 +144,9 @@ def test_an_acquire_makes_the_head_outlive_the_tail_and_windows_outlive_both() -
     table, layout = table_of(), layout_of()
     keys = [key_of(n) for n in range(3)] + [key_of(n, 1) for n in range(1, 3)]
     store(table, keys)
-    planning = Planning(table, layout, keys)
-    assert not list(planning.steps())
-    for chunk in planning.plan.leased.values():
+    planner = AcquirePlanner(table, layout, keys)
+    assert not list(planner.steps())
+    for chunk in planner.plan.leased.values():
         table.host.unlease(chunk)
     assert table.host.evict_cheapest(5).lost == [keys[2], keys[1], keys[0], keys[4], keys[3]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import kvtier
 
 ROOT = Path(kvtier.__file__).parent
-OWNER = ROOT / "disk" / "index.py"
+OWNER = ROOT / "disk" / "chunk_index.py"
 LEDGER_OPERATIONS = {"commit_pack", "move_chunks", "drop_chunks"}
 WITHOUT_A_DAEMON = {ROOT / "maintenance" / "offline.py"}
 """fsck on a stopped daemon's folder, where there is no table."""

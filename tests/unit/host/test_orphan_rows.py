@@ -7,7 +7,7 @@ import pytest
 from kvtier.core.arena_format import SlotEntry, key_tag_of, mark_of
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
-from kvtier.upkeep.recovery import OrphanRow, index_by_tag, read_orphan_rows
+from kvtier.upkeep.arena_recovery import OrphanRow, index_by_tag, read_orphan_rows
 from tests.fakes.chunks import key_of, layout_of, table_over
 
 LAYOUT = layout_of(useful_bytes=1000)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import kvtier.upkeep.recovery
+import kvtier.upkeep.arena_recovery
 from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of, mark_of, num_slots_within
@@ -24,7 +24,7 @@ from kvtier.pages import PageOps
 from kvtier.service.cache import Cache
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.tiering.namespace import Namespace
-from kvtier.upkeep.recovery import Recovery
+from kvtier.upkeep.arena_recovery import ArenaRecovery
 from tests.fakes.chunks import layout_of
 from tests.fakes.clocks import JumpingLoop, at_rest, run_with_jumps
 from tests.fakes.gates import Gate, gated
@@ -86,7 +86,7 @@ def cleared_up(monkeypatch: pytest.MonkeyPatch) -> list[Cache]:
     caches: list[Cache] = []
     recover = Cache._recover_memory
 
-    async def noted(cache: Cache, recovery: Recovery) -> None:
+    async def noted(cache: Cache, recovery: ArenaRecovery) -> None:
         await recover(cache, recovery)
         caches.append(cache)
 
@@ -477,13 +477,13 @@ def test_a_free_row_whose_pages_the_system_refuses_is_unbacked(
     async def scenario() -> None:
         config = kept(config_in(tmp_path, preallocated_bytes=16 * ROW_BYTES))
         await life_with_preallocated_rows(config, 16)
-        verify = Recovery.verify
+        verify = ArenaRecovery.verify
 
-        async def verify_first(self: Recovery) -> None:
+        async def verify_first(self: ArenaRecovery) -> None:
             await verify(self)
             monkeypatch.setattr(PageOps, "allocate", staticmethod(refused))
 
-        monkeypatch.setattr(Recovery, "verify", verify_first)
+        monkeypatch.setattr(ArenaRecovery, "verify", verify_first)
         async with running(config) as stub:
             await verified(stub, recovered=5)
             namespace = await cleared(cleared_up, 1)
@@ -554,12 +554,12 @@ def test_an_evicted_chunk_does_not_come_back(tmp_path: Path) -> None:
 @contextmanager
 def held_verification(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Rows are not verified until the gate is opened."""
-    original = kvtier.upkeep.recovery._intact
+    original = kvtier.upkeep.arena_recovery._intact
 
     class Verifier:
         intact = staticmethod(original)
 
-    monkeypatch.setattr(kvtier.upkeep.recovery, "_intact", lambda batch: Verifier.intact(batch))
+    monkeypatch.setattr(kvtier.upkeep.arena_recovery, "_intact", lambda batch: Verifier.intact(batch))
     with gated(monkeypatch, Verifier, "intact") as gate:
         yield gate
 

@@ -9,7 +9,7 @@ import pytest
 
 import kvtier.tiering.write_back
 from kvtier.core.stored import PackRecord
-from kvtier.disk.index import ChunkIndex
+from kvtier.disk.chunk_index import ChunkIndex
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.service.cache import Cache

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.bundles import importing
-from kvtier.disk import index
+from kvtier.disk import chunk_index
 from kvtier.ledger.pack_rows import PackRows
 from kvtier.maintenance.online import _ServiceRows
 from kvtier.prompts.book import RequestedPin
@@ -136,7 +136,7 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop cancels what runs. The import took that for its failure, and unlinked packs whose rows were durable."""
-    original = index._commit
+    original = chunk_index._commit
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
@@ -155,7 +155,7 @@ def test_an_import_that_a_stop_ends_after_its_transaction_keeps_its_packs(
                 assert cancelled.wait(DEADLINE_S)
                 return emptied
 
-            monkeypatch.setattr(index, "_commit", recorded_in_a_stop)
+            monkeypatch.setattr(chunk_index, "_commit", recorded_in_a_stop)
             bundle: Any = SimpleNamespace(keys=tuple(keys_of([0])), covered_tokens=16, stored={})
             no_spool: Any = None
             change = importing._Import(r.cache, r.namespace, bundle, RequestedPin(name="p", tokens=(1,)), no_spool)

@@ -38,7 +38,7 @@ class OrphanRow(NamedTuple):
     checksum: int
 
 
-class Recovery:
+class ArenaRecovery:
     """Runs once per daemon, on the loop thread: `open` before anything is served, then `verify`, then `release`.
 
     Args:

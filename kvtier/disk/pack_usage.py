@@ -25,7 +25,7 @@ class Live(NamedTuple):
 _NOTHING = Live()
 
 
-class PackIndex:
+class PackUsage:
     """Live chunks and bytes of one namespace's packs. Exact: it sees every change of a chunk's place.
 
     Loop thread only. Keys are not kept: at 100,000 chunks a set of them would double the index, and only a compaction

@@ -13,7 +13,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.base import DiskTier
 from kvtier.disk.disk_usage import DiskUsage
-from kvtier.disk.pack_index import PackIndex
+from kvtier.disk.pack_usage import PackUsage
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
 from kvtier.obs.counters import Counters
@@ -91,7 +91,7 @@ class ChunkIndex:
     Args:
         namespace_id: The namespace of all rows.
         table: Its chunks.
-        packs: Follows the table (`ChunkTable` reports each change to `PackIndex.moved`).
+        packs: Follows the table (`ChunkTable` reports each change to `PackUsage.moved`).
         resources: Ledger, pack files, usage and counters.
         announce: Reports what is held, or not held any longer.
         write_again: Given chunks whose damaged bytes were rejected: those that host memory holds go to disk again.
@@ -101,7 +101,7 @@ class ChunkIndex:
         self,
         namespace_id: str,
         table: ChunkTable[StoredChunk],
-        packs: PackIndex,
+        packs: PackUsage,
         resources: DiskResources,
         announce: Announce,
         write_again: Callable[[Iterable[ChunkKey]], None],
