@@ -209,6 +209,11 @@ def test_kubernetes_runs_where_the_nodes_are_labelled(objects: dict[str, dict[st
     assert daemon["nodeSelector"] == vllm["nodeSelector"] != {}
 
 
+def test_kubernetes_services_set_no_variables_that_are_settings(objects: dict[str, dict[str, Any]]) -> None:
+    """The Service `vllm` set VLLM_PORT to an address, with which vLLM does not start."""
+    assert not any(pod(objects[kind])["enableServiceLinks"] for kind in ("DaemonSet", "Deployment"))
+
+
 def test_kubernetes_metrics_and_vllm_can_be_reached(objects: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     daemon_pod, vllm_pod = pod(objects["DaemonSet"]), pod(objects["Deployment"])
     (daemon,), (vllm,) = daemon_pod["containers"], vllm_pod["containers"]
