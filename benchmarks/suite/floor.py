@@ -1,7 +1,7 @@
 """The floor of a TTFT: what no cache with one thread can beat.
 
-It is vLLM's prefix-cache hit, plus one memcpy of the prompt's KV, plus one O_DIRECT read of its stored bytes if it
-comes from disk; with the rates of `measuring.machine_rates`, which `measure_floor` takes in the same run.
+It is the TTFT of a hit in vLLM's prefix cache, plus one memcpy of the prompt's KV. If the prompt comes from disk, it is
+also one O_DIRECT read of its stored bytes. `measure_floor` measures both rates in the same run.
 """
 
 import statistics

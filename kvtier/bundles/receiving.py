@@ -1,7 +1,7 @@
-"""A bundle on its way in: its header is judged, and disk space for all of it kept, before the rest of it is taken.
+"""A bundle is received: the daemon checks its header and reserves disk space for all of it before it reads the rest.
 
-What cannot be taken in is refused with its first pieces, not after gigabytes. Of imports at once each has space for the
-whole of its bundle and of the packs made of it, or is refused with the numbers.
+A bundle that cannot be imported is refused after its first pieces, not after gigabytes. Each of several imports has
+space for its whole bundle and for the packs made of it, or is refused with the numbers.
 """
 
 import time
@@ -94,7 +94,7 @@ class Reception:
         Raises:
             BundleDamagedError: It is no bundle, or not whole.
             NamespaceMismatchError, PromptExistsError, QuotaExceededError, InvalidArgumentError: See `admit`.
-            DiskSpaceError: The file system has no space for it while it is taken in.
+            DiskSpaceError: The file system has no space for the bundle and its packs.
             TierIOError: The operating system refused.
         """
         async for piece in pieces:
@@ -125,7 +125,7 @@ class Reception:
                 self._bundle = front
 
     async def _judge(self, bundle: Bundle) -> None:
-        """The front is there: refuse what cannot be taken in, and keep disk space for all of it."""
+        """The header has arrived: refuse what cannot be imported, and reserve disk space for all of it."""
         if self._spool.num_bytes > bundle.file_bytes:
             check_length(bundle, self._spool.num_bytes)
         pin, namespace = await admit(self._cache, self._requested, bundle)

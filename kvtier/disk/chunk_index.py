@@ -116,8 +116,8 @@ class ChunkIndex:
     async def load(self, record: PackRecord, file_bytes: int) -> None:
         """At a start, take in the rows of one pack. Rows beyond the end of its file are deleted and count as damaged.
 
-        A pack without chunks is for fsck to judge, and takes its space until then. Load those first: if rows of any
-        pack are deleted here, theirs are too, and they are set aside.
+        fsck decides about a pack without chunks; until then its file counts in the disk's usage. Load such packs first:
+        the call that deletes rows here also deletes the rows of packs without chunks, and quarantines those packs.
 
         Args:
             record: What the ledger has of it.

@@ -75,7 +75,7 @@ class FreedOrphans(NamedTuple):
 
 
 class DetachedArena(NamedTuple):
-    """An arena without a tier: slots that still have pages, and the bytes that it takes in all."""
+    """An arena detached from its tier: the slots that still have pages, and all bytes that it takes."""
 
     arena: Arena
     backed: Sequence[int]

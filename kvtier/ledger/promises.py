@@ -40,7 +40,7 @@ class Restored:
     Attributes:
         prompts: Their names.
         num_bindings: Of these and of other prompts.
-        num_damaged: Copies that were newer than their rows, or had none, and are not what was written: set aside.
+        num_damaged: Copies that were quarantined: newer than their row, or without one, and not as written.
         without_copy: Names of prompts in a database that had lost something, which have no copy: they may have been
             deleted since, and are kept.
     """
@@ -98,8 +98,8 @@ class Promises:
     def restore(self, load_namespaces: Callable[[], Iterable[NamespaceRow]]) -> Restored:
         """Put back every promise whose copy is newer than its row, or has no row, in one transaction.
 
-        Damaged copies are set aside, those of prompts that have ended are removed. `load_namespaces` returns the copies
-        of namespaces; it is called if a binding needs one that is lost too.
+        It quarantines damaged copies and removes copies of prompts that have ended. It calls `load_namespaces`, which
+        returns the copies of namespaces, if a binding needs a namespace that the ledger has lost.
         """
         restored = Restored()
         if self._copies is None:

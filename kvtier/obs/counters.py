@@ -23,7 +23,7 @@ _MISSED_CHUNKS = counter(
     reason=("absent", "no_slot", "disk_off", "over_limit"),
 )
 _STORES_DISCARDED = counter(
-    "stores_discarded", "Chunks that the daemon did not take in, by reason.", reason=("stamp", "aborted")
+    "stores_discarded", "Chunks that the daemon refused to store, by reason.", reason=("stamp", "aborted")
 )
 _PROMOTIONS_ABORTED = counter(
     "promotions_aborted", "Promotions that ended without their chunk, by reason.", reason=("failed", "cancelled")

@@ -68,7 +68,7 @@ class Demand:
         self._holders[request.request_id] = self._prefilling[request.request_id] = request
 
     def stepped(self, num_scheduled: Mapping[str, int], over: Collection[str], preempted: Collection[str]) -> int:
-        """Return how many blocks the requests that have some may take in the next step.
+        """Return how many more blocks vLLM may give, in the next step, to requests that hold blocks now.
 
         A step is scheduled, and vLLM has not yet added its tokens to the requests. Of those that were preempted since
         the last one, some have other blocks by now.

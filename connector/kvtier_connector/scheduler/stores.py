@@ -53,7 +53,7 @@ class StorePlanner:
         self._orphaned.clear()
 
     def add_credits(self, slots: Iterable[pb.SlotRef]) -> None:
-        """Take in slots that the daemon gave ahead."""
+        """Add slots that the daemon granted before they were needed."""
         self._credits.extend(slots)
         self._num_standing = max(self._num_standing, len(self._credits))
 

@@ -95,8 +95,8 @@ def compile_kernels() -> WordKernels:
     """Return kernels compiled by numba: one pass over the block instead of numpy's six.
 
     vLLM's environment has numba; elsewhere the extra `fast` brings it. Importing it takes a quarter of a second and 130
-    MiB, compiling half a second, most of it with Python's lock released often. Nothing is cached on disk: that second
-    is not worth code that somebody else could write.
+    MiB, compiling half a second, most of it with Python's lock released often. Nothing is cached on disk: one second
+    per start costs less than the risk of running code from a file that another user could write.
 
     Raises:
         ImportError: There is no numba, or none for this numpy.

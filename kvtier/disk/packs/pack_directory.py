@@ -64,7 +64,7 @@ class PackDirectory:
         return {name.removesuffix(PACK_SUFFIX): facts.file_bytes for name, facts in self._listing(PACK_SUFFIX).items()}
 
     def quarantined_packs(self) -> dict[str, int]:
-        """Return the length in bytes of every pack that was set aside, by pack id; raises TierIOError."""
+        """Return the length of every quarantined pack in bytes, by pack id; raises TierIOError."""
         found = self._listing(QUARANTINE_SUFFIX)
         return {name.removesuffix(QUARANTINE_SUFFIX): facts.file_bytes for name, facts in found.items()}
 
@@ -79,7 +79,7 @@ class PackDirectory:
         self._written.discard(pack_id)
 
     def sweep(self, removed: Collection[str]) -> list[str]:
-        """See `DiskTier.sweep`. Files that kvtier did not name are left alone, and so are packs that were set aside."""
+        """See `DiskTier.sweep`. It leaves quarantined packs, and files that kvtier did not name."""
         packs = {pack_id + PACK_SUFFIX for pack_id in removed} & self._listing(PACK_SUFFIX).keys()
         leftovers = sorted(packs | self._listing(TEMP_SUFFIX).keys())
         for name in leftovers:
