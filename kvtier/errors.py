@@ -170,10 +170,13 @@ class AlreadyRunningError(KvtierError):
         self.pid = pid
 
 
+START_DAEMON = "start `kvtier-daemon`, or pass --socket"
+
+
 class DaemonUnreachableError(KvtierError):
     """No daemon answers at the address, a socket's path."""
 
-    def __init__(self, address: str, problem: str, remedy: str = "start `kvtier-daemon`, or pass --socket") -> None:
+    def __init__(self, address: str, problem: str, remedy: str = START_DAEMON) -> None:
         super().__init__(f"no kvtier-daemon answers at {address} ({problem}); {remedy}; `kvtier doctor` says more")
         self.address, self.problem, self.remedy = address, problem, remedy
 

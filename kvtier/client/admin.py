@@ -16,7 +16,7 @@ import grpc
 from kvtier._pb import cache_pb2 as pb
 from kvtier._pb import cache_pb2_grpc
 from kvtier.client.address import ERROR_NAME_KEY, usable_socket_path
-from kvtier.client.trusted_socket import TrustedSocket, explain, is_stopped, listener_pid, open_trusted
+from kvtier.client.trusted_socket import TrustedSocket, is_stopped, listener_pid, open_trusted, unreachable
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError, KvtierError
 
 
@@ -80,7 +80,7 @@ class AdminClient:
                 try:
                     self._socket = self._connection.enter_context(open_trusted(self._socket_path, self._daemon_uid))
                 except OSError as exc:
-                    raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc)) from exc
+                    raise unreachable(self._socket_path, exc) from exc
                 channel = self._connection.enter_context(self._socket.channel())
                 self._connected_stub = cache_pb2_grpc.CacheServiceStub(channel)
             stub: cache_pb2_grpc.CacheServiceStub = self._connected_stub
@@ -192,11 +192,11 @@ class AdminClient:
             pid = listener_pid(self._socket_path)
             return DaemonSilentError(str(self._socket_path), self._timeout_s, pid, is_stopped=is_stopped(pid))
         if code == grpc.StatusCode.UNAVAILABLE and not kind:  # gRPC's own text buries the reason
-            problem = "it closed the connection; it may be starting or stopping"
             try:
                 open_trusted(self._socket_path, self._daemon_uid).close()
             except OSError as error:
-                problem = explain(self._socket_path, error)
+                return unreachable(self._socket_path, error)
+            problem = "it closed the connection; it may be starting or stopping"
             return DaemonUnreachableError(str(self._socket_path), problem)
         return RemoteError(code.name, kind, exc.details() or f"the daemon answered {code.name} without a message")
 

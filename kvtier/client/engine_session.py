@@ -18,14 +18,14 @@ import grpc
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.client.outbox import Outbox
-from kvtier.client.trusted_socket import explain, open_trusted
+from kvtier.client.trusted_socket import open_trusted, unreachable
 from kvtier.concurrency.pauses import RETRY_S
 from kvtier.errors import DaemonUnreachableError, KvtierError, SessionRefusedError, UntrustedSocketError
 
 PROBE_PERIOD_S = 0.25
 _WELCOME_TIMEOUT_S = 30.0
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 0.5
-_REMEDY = (
+_HOW_TO_START = (
     'start `kvtier-daemon`, or name its socket with $KVTIER_SOCKET or "socket" in kv_connector_extra_config '
     "(containers: mount its folder)"
 )
@@ -182,7 +182,7 @@ class EngineSession:
         try:
             socket = open_trusted(self._socket_path, self._daemon_uid)
         except OSError as exc:
-            raise DaemonUnreachableError(str(self._socket_path), explain(self._socket_path, exc), _REMEDY) from exc
+            raise unreachable(self._socket_path, exc, _HOW_TO_START) from exc
         outbox = Outbox()
         with socket, socket.channel() as channel, closing(outbox):
             self._outbox, self._probing = outbox, False

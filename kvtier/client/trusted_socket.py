@@ -17,7 +17,7 @@ from typing import Self
 import grpc
 
 from kvtier.client.address import DAEMON_UID_VARIABLE, SOCKET_VARIABLE
-from kvtier.errors import UntrustedSocketError
+from kvtier.errors import START_DAEMON, DaemonUnreachableError, UntrustedSocketError
 from kvtier.folders import exposure, trusted_uids
 
 _CONNECT_TIMEOUT_S = 1.0
@@ -139,21 +139,24 @@ def _remedy(uid: int) -> str:
     )
 
 
-def explain(path: Path, exc: OSError) -> str:
-    """Return why `open_trusted` raised this for a path."""
+def unreachable(path: Path, exc: OSError, how_to_start: str = START_DAEMON) -> DaemonUnreachableError:
+    """Return the error for what `open_trusted` raised for a path: why no daemon answers there, and what to do."""
     match exc.errno:
         case errno.EACCES | errno.EPERM:
-            return f"permission denied: {_owner(path)}, you are uid {os.geteuid()}; run as that user"
-        case errno.ENOENT | errno.ENOTDIR:
-            return "there is no such socket"
-        case errno.ECONNREFUSED if not path.is_socket():
-            return "that is not a socket"
-        case errno.ECONNREFUSED:
-            return "no process listens on that socket; the daemon has died or is starting"
+            problem = f"permission denied: {_owner(path)}, you are uid {os.geteuid()}"
+            return DaemonUnreachableError(str(path), problem, "run as that user")
         case errno.EMFILE | errno.ENFILE:
-            return "this process may open no more files; raise its limit: ulimit -n"
+            problem = "this process may open no more files"
+            return DaemonUnreachableError(str(path), problem, "raise its limit: ulimit -n")
+        case errno.ENOENT | errno.ENOTDIR:
+            problem = "there is no such socket"
+        case errno.ECONNREFUSED if not path.is_socket():
+            problem = "that is not a socket"
+        case errno.ECONNREFUSED:
+            problem = "no process listens on that socket; the daemon has died or is starting"
         case _:
-            return exc.strerror or str(exc)
+            problem = exc.strerror or str(exc)
+    return DaemonUnreachableError(str(path), problem, how_to_start)
 
 
 def _owner(path: Path) -> str:

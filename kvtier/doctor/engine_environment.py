@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier.doctor import engine_probe
 from kvtier.doctor.report import CheckResult, fail, ok, skipped
+from kvtier.printable import cut
 from kvtier.vllm_versions import supports
 
 PROBE_TIMEOUT_S = 120.0
@@ -44,12 +45,12 @@ def probe_environment(python: Path) -> EngineEnvironment:
     except OSError as exc:
         return EngineEnvironment(problem=f"{python} cannot be run: {exc.strerror}")
     try:
-        facts = json.loads(done.stdout.splitlines()[-1])
-        return EngineEnvironment(**facts)
+        found = EngineEnvironment(**json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
         # The last line of a traceback says what happened.
         said = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
-        return EngineEnvironment(problem=said[-1])
+        found = EngineEnvironment(problem=said[-1])
+    return replace(found, problem=cut(str(found.problem)))
 
 
 def check_environment_of_vllm(environment: EngineEnvironment, python: Path | None) -> list[CheckResult]:

@@ -3,8 +3,10 @@
 `tests/contract/test_host_tier.py` has a test of each promise; `kvtier/core/slots.py` draws the states of a slot.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 ORPHAN_BATCH_BYTES = 32 * 1024**2
 """Some milliseconds of work; what it frees is of use at once."""
+_PREALLOCATION_TIMEOUT_S = 0.1
+"""Ten times what a slice of preallocated rows takes: threads may be held up by a disk that hangs."""
 
 
 class RunInThread(Protocol):
@@ -123,6 +127,7 @@ class ArenaTier:
         self.counts, self.check = slots.counts, slots.check
         self._arena: Arena | None = None
         self._overhead_bytes = 0  # of the arena, as far as it is counted
+        self._preallocating = asyncio.Lock()  # held while free rows get their pages ahead of need, and look taken
         self._pages_stay = False  # the file system refused the last time that it was to drop pages
         self.recovering = False
         """A previous daemon's engine may be copying from any row: all keep their pages."""
@@ -251,6 +256,11 @@ class ArenaTier:
             refs += new
             if problem is not None:
                 log_event(logger, "arena_allocation_failed", level=logging.ERROR, problem=str(problem))
+        if len(refs) < num_slots:  # rows that are being preallocated are free in a moment
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PREALLOCATION_TIMEOUT_S), self._preallocating:
+                    pass
+            refs += self._take_free(num_slots - len(refs))
         if len(refs) < num_slots:
             self._evict(num_slots - len(refs))
             refs += self._take_free(num_slots - len(refs))
@@ -282,7 +292,8 @@ class ArenaTier:
             self.arena.set_generation(ref.slot, ref.generation)
         for ref in refs[len(backed) :]:
             self.slots.release(ref)
-        self._counters.io_errors_host_back += len(refs) - len(backed)
+        if state is SlotState.GRANTED:  # a refusal counts when a row is needed
+            self._counters.io_errors_host_back += len(refs) - len(backed)
         return backed, problem
 
     def verify(self, ref: SlotRef, key: ChunkKey) -> int | None:
@@ -357,9 +368,10 @@ class ArenaTier:
         Returns:
             False when memory ran out.
         """
-        refs, problem = await self._take_new(num_slots, SlotState.BACKING, back)
-        for ref in refs:
-            self.slots.release(ref)
+        async with self._preallocating:
+            refs, problem = await self._take_new(num_slots, SlotState.BACKING, back)
+            for ref in refs:
+                self.slots.release(ref)
         return problem is None
 
     def reclaim(self, num_bytes: int, *, evict: bool = True) -> None:
@@ -381,9 +393,10 @@ class ArenaTier:
             num_short = -(-num_bytes // row_bytes) - self.slots.num_free
             if num_short > 0:
                 self._evict(num_short)
+        may_release = num_bytes > 0 and self.slots.num_free > 0
         try:
             self.slots.unback_free(-(-num_bytes // row_bytes), lambda slot: self.arena.unback([slot]))
-            self._pages_stay = False
+            self._pages_stay = self._pages_stay and not may_release
         except ArenaError as error:  # it and the others keep their pages, and serve on
             self._counters.io_errors_host_release += 1
             if not self._pages_stay:

@@ -63,7 +63,7 @@ class MetricsServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}"
 
     def close(self) -> None:
-        """Stop listening. Blocks for at most 50 ms; does not wait for a scrape in progress."""
+        """Stop listening. Blocks for at most a tenth of a second; does not wait for a scrape in progress."""
         self.shutdown()
         self.server_close()
         self._thread.join()
@@ -86,6 +86,10 @@ class _Handler(BaseHTTPRequestHandler):
             text = encode(self.server.registry)
         except TimeoutError:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the daemon's event loop does not answer\n")
+            return
+        except Exception:
+            logger.exception("the metrics cannot be read")  # a defect: the traceback is of use
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"a defect of kvtier: the daemon's log has its traceback\n")
             return
         if gzip_accepted(self.headers.get("Accept-Encoding", "")):
             self._answer(HTTPStatus.OK, gzip.compress(text), content_type, "gzip")

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier.concurrency.turns import slices
 from kvtier.ledger import PromptRow
 from kvtier.obs.histogram import Histogram
 from kvtier.prompts.book import PromptBook
@@ -86,15 +87,18 @@ class PinWatch:
     async def look(self) -> None:
         """Look at each prompt whose time has come."""
         began_s = self._turn_began_s = self._now_s()
-        for pin_id in [prompt.pin_id for prompt in self._prompts.pinned()]:
-            seen, prompt = self._seen.get(pin_id), self._prompts.by_pin_id(pin_id)
-            if (seen is None or seen.due_s <= began_s) and prompt is not None and prompt.pinned:
-                self._look_at(prompt)
+        for pins in slices([prompt.pin_id for prompt in self._prompts.pinned()]):
+            for pin_id in [each for each in pins if each not in self._seen or self._seen[each].due_s <= began_s]:
+                prompt = self._prompts.by_pin_id(pin_id)
+                if prompt is not None and prompt.pinned:  # still, after the last turn of the loop
+                    self._look_at(prompt)
+                await self._pause()
             await self._pause()
-        for pin_id in list(self._seen):
-            prompt = self._prompts.by_pin_id(pin_id)
-            if prompt is None or not prompt.pinned:
-                self._seen.pop(pin_id, None)
+        for pins in slices(list(self._seen)):
+            for pin_id in pins:
+                prompt = self._prompts.by_pin_id(pin_id)
+                if prompt is None or not prompt.pinned:
+                    self._seen.pop(pin_id, None)
             await self._pause()
 
     async def _pause(self) -> None:

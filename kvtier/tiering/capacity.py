@@ -9,7 +9,8 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 from kvtier.errors import LedgerError
 from kvtier.obs.log import log_event
@@ -89,14 +90,18 @@ class Capacity:
         Several packs of a namespace at once, as many as free `num_bytes`: to find their chunks takes a walk through its
         table.
         """
-        file_bytes = self._resources.disk_usage.file_bytes
-        holders = [namespace for namespace in self._namespaces.values() if namespace.table.disk.num_unpinned]
-        for namespace in sorted(holders, key=self._disk_rank):
-            packs = namespace.index.packs
-            pack_ids = sorted(packs, key=lambda pack_id: packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)))
+        file_bytes, namespaces = self._resources.disk_usage.file_bytes, self._namespaces
+        packs = sorted(
+            (self._is_in_use(each), each.index.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)), pack_id, name)
+            for name, each in namespaces.items()
+            if each.table.disk.num_unpinned
+            for pack_id in each.index.packs
+        )
+        for namespace_id, neighbours in groupby(packs, key=itemgetter(3)):
+            pack_ids = [pack_id for _, _, pack_id, _ in neighbours]
             while pack_ids:
                 num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), num_bytes)
-                if dropped_bytes := await namespace.index.drop_packs(pack_ids[:num_packs]):
+                if dropped_bytes := await namespaces[namespace_id].index.drop_packs(pack_ids[:num_packs]):
                     return dropped_bytes
                 del pack_ids[:num_packs]
         return 0

@@ -126,6 +126,7 @@ class WriteBack:
     async def close(self) -> None:
         """End the writer; what is queued and not yet written is lost to the disk tier."""
         await self._tasks.close()
+        self._retrying = False  # a task that never began does not say so
         self.queue.num_bytes = 0
         self._count_bytes()
 

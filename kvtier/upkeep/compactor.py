@@ -94,10 +94,10 @@ class Compactor:
         evicted chunk would have its pack rewritten.
         """
         config, usage = self._resources.config.disk, self._resources.disk_usage
-        preallocated_bytes = int((1 - config.high_watermark) * usage.limit_bytes)
+        headroom_bytes = int((1 - config.high_watermark) * usage.limit_bytes)
         if usage.used_bytes > config.high_watermark * usage.limit_bytes:
             return True
-        return not usage.fits(min(config.pack_bytes, preallocated_bytes)) or self._is_any_refused()
+        return not usage.fits(min(config.pack_bytes, headroom_bytes)) or self._is_any_refused()
 
     async def _group(self, tiers: Tiers, ratio: float) -> Job | None:
         """Return packs with holes whose live chunks make one pack, emptiest first."""
@@ -174,7 +174,7 @@ class Compactor:
                 self._failed(error)
                 # One bad sector must not stop all others, nor switch off the tier again and again.
                 refused = [pack_id for pack_id in job.pack_ids if pack_id in error.path.name]
-                until_s = self._now_s() + 3600
+                until_s = self._now_s() + (3600 if refused else RETRY_S)  # it may be the new pack that was refused
                 self._retry_at_s |= dict.fromkeys(refused or job.pack_ids, until_s)
                 self._resources.disk_health.failed("write", error)
                 return False

@@ -73,7 +73,7 @@ class Preallocator:
         host = namespace.host
         # At most an eighth of what could be taken: an acquire, which waits for no one, is to find the rest.
         num_rows = max(1, min(BATCH_BYTES // namespace.layout.row_bytes, host.num_takable // 8))
-        num_rows = min(num_rows, self._num_short(namespace))
+        num_rows = min(num_rows, 256, self._num_short(namespace))  # of small rows: a millisecond of the loop
 
         def back(refs: Sequence[SlotRef]) -> int:
             with trace.span("make pages", chunks=len(refs), background=True):

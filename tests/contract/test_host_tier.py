@@ -283,6 +283,17 @@ def test_rows_whose_pages_the_system_does_not_take_stay_free(rig: HostRig, num_t
     check(rig)
 
 
+def test_evictions_for_pages_that_stay_are_one_a_try_until_some_go(rig: HostRig) -> None:
+    """A try that had no row to release does not say that pages go again."""
+    rig.evictable = [ref for ref, _ in stored(rig, KEYS[:3]).values()]
+    rig.system_takes(0)
+    rig.tier.reclaim(ROW_BYTES)
+    rig.tier.reclaim(0)
+    rig.tier.reclaim(3 * ROW_BYTES)
+    assert len(rig.evictable) == 2, "the row of the first try is free still"
+    check(rig)
+
+
 def test_a_reclaimed_slot_goes_on_from_its_generation(rig: HostRig) -> None:
     (ref,) = allocated(rig)
     rig.tier.release(ref)

@@ -95,7 +95,7 @@ class Promoter:
         """Forecast when the last chunk of an acquire is readable: what is read before it counts. 0 while unknown."""
         if not self._rate.per_s:
             return 0.0
-        being_read = sum(batch.unread_bytes for batch in self._batches if not batch.background)
+        being_read = sum(batch.unread_bytes for batch in self._batches if not batch.background or batch.wanted)
         return (being_read + self._queue.bytes_until_done(waiter)) / self._rate.per_s
 
     # Prefetching

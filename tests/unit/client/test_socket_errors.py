@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.client.address import channel_target, default_socket_path
-from kvtier.client.trusted_socket import explain, open_trusted
+from kvtier.client.trusted_socket import open_trusted, unreachable
 
 
 def problem_at(path: Path) -> str:
     with pytest.raises(OSError) as caught:
         open_trusted(path, None)
-    return explain(path, caught.value)
+    return unreachable(path, caught.value).problem
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -27,12 +27,19 @@ def test_no_listener(tmp_path: Path) -> None:
 
 
 def test_permission_denied_names_both_users(tmp_path: Path) -> None:
-    problem = explain(tmp_path / "d.sock", PermissionError(errno.EACCES, "denied"))
-    assert problem.startswith(f"permission denied: {tmp_path} belongs to uid {os.getuid()}, you are uid {os.geteuid()}")
+    error = unreachable(tmp_path / "d.sock", PermissionError(errno.EACCES, "denied"), "start it")
+    assert error.problem == f"permission denied: {tmp_path} belongs to uid {os.getuid()}, you are uid {os.geteuid()}"
+    assert error.remedy == "run as that user"
 
 
 def test_no_more_descriptors() -> None:
-    assert "ulimit -n" in explain(Path("/d.sock"), OSError(errno.EMFILE, "Too many open files"))
+    error = unreachable(Path("/d.sock"), OSError(errno.EMFILE, "Too many open files"), "start it")
+    assert "ulimit -n" in error.remedy
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED])
+def test_only_a_daemon_that_does_not_run_is_to_be_started(number: int) -> None:
+    assert unreachable(Path("/d.sock"), OSError(number, "x"), "start it").remedy == "start it"
 
 
 def test_default_socket_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

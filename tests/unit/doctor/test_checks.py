@@ -19,7 +19,7 @@ from kvtier.doctor.memory_and_disk import Mount, mount_of
 from kvtier.doctor.report import CheckResult, Status
 from kvtier.errors import RenderError
 from kvtier.folders import LOCK_NAME
-from kvtier.printable import MAX_LISTED
+from kvtier.printable import MAX_LISTED, SHOWN_CHARS
 from kvtier.version import __version__
 
 MIB, GIB, TIB = 1024**2, 1024**3, 1024**4
@@ -325,6 +325,8 @@ def test_what_is_no_python_is_a_finding_and_no_traceback(script: Callable[[str],
     assert "cannot be run" in probe_environment(tmp_path / "none").problem
     assert probe_environment(script("echo nonsense >&2; exit 3")).problem == "nonsense"
     assert probe_environment(script("exit 3")).problem == "it ended with status 3"
+    assert len(probe_environment(script("printf '%9999s' x >&2")).problem) <= SHOWN_CHARS
+    assert len(probe_environment(script("""printf '{"problem": "%9999s"}' x""")).problem) <= SHOWN_CHARS
     for strange in ("5", "[]", '{"problem": "", "more": 2}'):
         assert probe_environment(script(f"echo '{strange}'")).problem == "it ended with status 0"
 

@@ -83,6 +83,17 @@ def test_an_event_loop_that_does_not_answer_fails_the_scrape() -> None:
     assert (answer.status_code, answer.text) == (503, "the daemon's event loop does not answer\n")
 
 
+def test_a_defect_answers_the_scrape_and_logs_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> Reading:
+        raise KeyError("host")
+
+    with served(read=broken) as url:
+        answer = httpx.get(url)
+    assert (answer.status_code, answer.text) == (500, "a defect of kvtier: the daemon's log has its traceback\n")
+    assert caplog.records[-1].levelname == "ERROR"
+    assert caplog.records[-1].exc_info is not None
+
+
 def test_a_client_that_says_nothing_delays_no_other() -> None:
     with served() as url:
         port = httpx.URL(url).port
