@@ -10,7 +10,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from itertools import accumulate, groupby
-from operator import itemgetter
 
 from kvtier.errors import LedgerError
 from kvtier.obs.log import log_event
@@ -90,18 +89,20 @@ class Capacity:
         Several packs of a namespace at once, as many as free `num_bytes`: to find their chunks takes a walk through its
         table.
         """
-        file_bytes, namespaces = self._resources.disk_usage.file_bytes, self._namespaces
-        packs = sorted(
-            (self._is_in_use(each), each.index.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)), pack_id, name)
-            for name, each in namespaces.items()
+        file_bytes = self._resources.disk_usage.file_bytes
+        packs = [
+            (self._is_in_use(each), each.index.packs.live_bytes(pack_id) / max(1, file_bytes(pack_id)), pack_id, each)
+            for each in self._namespaces.values()
             if each.table.disk.num_unpinned
             for pack_id in each.index.packs
-        )
-        for namespace_id, neighbours in groupby(packs, key=itemgetter(3)):
+        ]
+        packs.sort(key=lambda each: each[:3])
+        # The namespaces themselves, not their ids: one of them may be forgotten while another's chunks are dropped.
+        for namespace, neighbours in groupby(packs, key=_namespace_of):
             pack_ids = [pack_id for _, _, pack_id, _ in neighbours]
             while pack_ids:
                 num_packs = 1 + bisect_left(list(accumulate(map(file_bytes, pack_ids))), num_bytes)
-                if dropped_bytes := await namespaces[namespace_id].index.drop_packs(pack_ids[:num_packs]):
+                if dropped_bytes := await namespace.index.drop_packs(pack_ids[:num_packs]):
                     return dropped_bytes
                 del pack_ids[:num_packs]
         return 0
@@ -173,3 +174,7 @@ def _host_rank(namespace: Namespace) -> tuple[bool, float]:
     if unpinned is not None:
         return False, unpinned
     return True, float("inf") if pinned is None else pinned
+
+
+def _namespace_of(ranked: tuple[bool, float, str, Namespace]) -> Namespace:
+    return ranked[3]

@@ -81,6 +81,38 @@ def test_an_engine_that_has_been_attached_for_long_is_not_stale() -> None:
     assert (old.num_chunks, cheap.num_chunks) == (4, 2)
 
 
+@dataclass(eq=False)
+class HoleyNamespace(FakeNamespace):
+    """Its chunks can be dropped as whole packs only; its first drop ends another namespace and frees nothing."""
+
+    ended: dict[str, Any] = field(default_factory=dict)
+    freed_bytes: int = 0
+
+    @property
+    def packs(self) -> Any:
+        packs: Any = type("Packs", (list,), {"live_bytes": lambda self, pack_id: 1})
+        return packs([f"{self.namespace_id}-0"])
+
+    async def drop_cheapest(self, num_bytes: int) -> int:
+        return 0
+
+    async def drop_packs(self, pack_ids: list[str]) -> int:
+        self.ended.clear()
+        self.dropped.append(len(pack_ids))
+        self.num_chunks = 0
+        return self.freed_bytes
+
+
+def test_a_namespace_that_ends_while_another_s_packs_are_dropped_is_no_error() -> None:
+    usage = DiskUsage(limit_bytes=80)
+    first = HoleyNamespace("a", usage, value=1.0)
+    second = HoleyNamespace("b", usage, value=1.0)
+    capacity = capacity_of(usage, first, second)
+    first.ended = capacity._namespaces  # type: ignore[assignment]
+    asyncio.run(capacity.find_disk_capacity(50))
+    assert (first.dropped, second.dropped) == ([1], [1])
+
+
 def test_when_nothing_is_left_to_drop_it_stops() -> None:
     usage = DiskUsage(limit_bytes=80)
     only = FakeNamespace("only", usage, value=1.0)
