@@ -141,13 +141,14 @@ def _remedy(uid: int) -> str:
 
 def unreachable(path: Path, exc: OSError, how_to_start: str = START_DAEMON) -> DaemonUnreachableError:
     """Return the error for what `open_trusted` raised for a path: why no daemon answers there, and what to do."""
+    remedy = how_to_start
     match exc.errno:
         case errno.EACCES | errno.EPERM:
             problem = f"permission denied: {_owner(path)}, you are uid {os.geteuid()}"
-            return DaemonUnreachableError(str(path), problem, "run as that user")
+            remedy = "run as that user"
         case errno.EMFILE | errno.ENFILE:
             problem = "this process may open no more files"
-            return DaemonUnreachableError(str(path), problem, "raise its limit: ulimit -n")
+            remedy = "raise its limit: ulimit -n"
         case errno.ENOENT | errno.ENOTDIR:
             problem = "there is no such socket"
         case errno.ECONNREFUSED if not path.is_socket():
@@ -156,7 +157,7 @@ def unreachable(path: Path, exc: OSError, how_to_start: str = START_DAEMON) -> D
             problem = "no process listens on that socket; the daemon has died or is starting"
         case _:
             problem = exc.strerror or str(exc)
-    return DaemonUnreachableError(str(path), problem, how_to_start)
+    return DaemonUnreachableError(str(path), problem, remedy)
 
 
 def _owner(path: Path) -> str:
