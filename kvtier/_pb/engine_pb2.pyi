@@ -15,7 +15,7 @@ STORE_PINNED: StoreMode
 STORE_ALL: StoreMode
 
 class EngineMessage(_message.Message):
-    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye")
+    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,9 @@ class EngineMessage(_message.Message):
     PING_FIELD_NUMBER: _ClassVar[int]
     ENGINE_RATES_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_SEEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHANGING_MIDDLE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     acquire: Acquire
     release: Release
@@ -38,10 +41,13 @@ class EngineMessage(_message.Message):
     ping: Ping
     engine_rates: EngineRates
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    requests_seen: RequestsSeen
+    prefix_tokens: PrefixTokens
+    changing_middle: ChangingMiddle
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong")
+    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +55,7 @@ class DaemonMessage(_message.Message):
     PIN_REMOVED_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_HELD_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_WANTED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     acquire_update: AcquireUpdate
     store_credits: StoreCredits
@@ -56,7 +63,8 @@ class DaemonMessage(_message.Message):
     pin_removed: PinRemoved
     chunks_held: ChunksHeld
     pong: Pong
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+    prefixes_wanted: PrefixesWanted
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
@@ -118,7 +126,7 @@ class KVGroup(_message.Message):
     def __init__(self, group_idx: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., useful_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "arena", "lock_path", "pins", "other_namespaces", "store_mode", "pin_ids")
+    __slots__ = ("session_id", "namespace_id", "arena", "lock_path", "pins", "other_namespaces", "store_mode", "pin_ids", "report_requests")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +135,7 @@ class Welcome(_message.Message):
     OTHER_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     STORE_MODE_FIELD_NUMBER: _ClassVar[int]
     PIN_IDS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: str
     arena: ArenaInfo
@@ -135,7 +144,8 @@ class Welcome(_message.Message):
     other_namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceDifference]
     store_mode: StoreMode
     pin_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[str] = ..., arena: _Optional[_Union[ArenaInfo, _Mapping]] = ..., lock_path: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., other_namespaces: _Optional[_Iterable[_Union[NamespaceDifference, _Mapping]]] = ..., store_mode: _Optional[_Union[StoreMode, str]] = ..., pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    report_requests: bool
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[str] = ..., arena: _Optional[_Union[ArenaInfo, _Mapping]] = ..., lock_path: _Optional[str] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., other_namespaces: _Optional[_Iterable[_Union[NamespaceDifference, _Mapping]]] = ..., store_mode: _Optional[_Union[StoreMode, str]] = ..., pin_ids: _Optional[_Iterable[str]] = ..., report_requests: bool = ...) -> None: ...
 
 class ArenaInfo(_message.Message):
     __slots__ = ("arena_id", "path", "num_slots", "row_bytes")
@@ -314,6 +324,70 @@ class ChunksHeld(_message.Message):
     held: bool
     complete: bool
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., held: bool = ..., complete: bool = ...) -> None: ...
+
+class RequestsSeen(_message.Message):
+    __slots__ = ("requests", "num_skipped")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[SeenRequest]
+    num_skipped: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[SeenRequest, _Mapping]]] = ..., num_skipped: _Optional[int] = ...) -> None: ...
+
+class SeenRequest(_message.Message):
+    __slots__ = ("prefixes", "prompt_digest", "num_tokens")
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prefixes: _containers.RepeatedCompositeFieldContainer[SeenPrefix]
+    prompt_digest: int
+    num_tokens: int
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[SeenPrefix, _Mapping]]] = ..., prompt_digest: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class SeenPrefix(_message.Message):
+    __slots__ = ("digest", "num_tokens", "is_system_prompt")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    num_tokens: int
+    is_system_prompt: bool
+    def __init__(self, digest: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., is_system_prompt: bool = ...) -> None: ...
+
+class PrefixesWanted(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PrefixTokens(_message.Message):
+    __slots__ = ("digest", "tokens", "lora_name", "lora_path", "cache_salt")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    lora_name: str
+    lora_path: str
+    cache_salt: str
+    def __init__(self, digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class ChangingMiddle(_message.Message):
+    __slots__ = ("digest", "num_stable_tokens", "num_tokens", "num_prompts", "before", "examples")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_STABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    num_stable_tokens: int
+    num_tokens: int
+    num_prompts: int
+    before: str
+    examples: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digest: _Optional[bytes] = ..., num_stable_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prompts: _Optional[int] = ..., before: _Optional[str] = ..., examples: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EngineRates(_message.Message):
     __slots__ = ("prefill_tokens_per_s",)
