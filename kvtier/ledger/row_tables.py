@@ -48,6 +48,7 @@ def write_prompt(sql: sqlite3.Connection, row: PromptRow) -> None:
         "created_unix_s": float(row.created_unix_s),
         "expires_unix_s": float(row.expires_unix_s),
         "priority": int(row.priority),
+        "public": int(row.public),
     }
     _write(sql, "prompts", "name", vars(row) | coded)
 
@@ -97,7 +98,8 @@ def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
 def load_prompts(sql: sqlite3.Connection, clause: str = "", *values: str) -> Iterator[PromptRow]:
     """Yield all prompts, or those of a WHERE clause; raises as `load_snapshot` does."""
     for row in _load(sql, f"prompts {clause}", *values):
-        yield PromptRow(**row | {"pinned": bool(row["pinned"]), "tokens": TokenIds.from_bytes(row["tokens"])})
+        decoded = {"tokens": TokenIds.from_bytes(row["tokens"]), "pinned": bool(row["pinned"])}
+        yield PromptRow(**row | decoded | {"public": bool(row["public"])})
 
 
 def load_bindings(sql: sqlite3.Connection, clause: str = "", *values: str) -> Iterator[BindingRow]:

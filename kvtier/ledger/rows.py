@@ -4,11 +4,14 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.stored import PackRecord
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
+
+Origin = Literal["named", "auto", "request"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,9 @@ class PromptRow:
         expires_unix_s: When the pin ends by itself; 0: never.
         priority: The higher, the more important; 0 for one that is not pinned.
         revision: As the ledger gave it when it wrote the row; 0 for a row that was not read from it.
+        origin: Where the pin comes from: an operator (`named`), found in requests (`auto`), a request (`request`).
+        owner: Whose request it was, a digest; empty: the operator's.
+        public: Requests with any cache salt may be restored its chunks; it has none itself.
     """
 
     name: str
@@ -60,6 +66,9 @@ class PromptRow:
     expires_unix_s: float
     priority: int = 0
     revision: int = field(default=0, compare=False)
+    origin: Origin = "named"
+    owner: str = ""
+    public: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _token_ids(self.tokens))

@@ -11,16 +11,19 @@ from kvtier.ledger.sql.row_checksums import CHECKED_TABLES, checked_rows, row_ch
 
 APPLICATION_ID = 0x4B565452
 """`KVTR`: says in the file's header whose database it is."""
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """PRAGMA user_version. Older ledgers are brought up to date when they are opened."""
 FIRST_CHECKED_VERSION = 2
 _ADDED_COLUMNS = [
-    *((FIRST_CHECKED_VERSION, table, "checksum") for table in CHECKED_TABLES),
-    (3, "prompts", "priority"),
-    (4, "prompts", "revision"),
-    (4, "bindings", "revision"),
+    *((FIRST_CHECKED_VERSION, table, "checksum INTEGER NOT NULL DEFAULT 0") for table in CHECKED_TABLES),
+    (3, "prompts", "priority INTEGER NOT NULL DEFAULT 0"),
+    (4, "prompts", "revision INTEGER NOT NULL DEFAULT 0"),
+    (4, "bindings", "revision INTEGER NOT NULL DEFAULT 0"),
+    (5, "prompts", "origin TEXT NOT NULL DEFAULT 'named'"),
+    (5, "prompts", "owner TEXT NOT NULL DEFAULT ''"),
+    (5, "prompts", "public INTEGER NOT NULL DEFAULT 0"),
 ]
-"""Since which version which table has which column: integers that are 0 in older rows."""
+"""Since which version which table has which column."""
 SIDE_FILES = ("-wal", "-shm")
 """What SQLite keeps beside a database."""
 BUSY_TIMEOUT_S = 5.0
@@ -54,7 +57,10 @@ CREATE TABLE prompts (
     expires_unix_s  REAL NOT NULL,      -- 0: never
     checksum        INTEGER NOT NULL,
     priority        INTEGER NOT NULL,   -- the higher, the more important
-    revision        INTEGER NOT NULL    -- of the ledger when the row was written; its copy has the same
+    revision        INTEGER NOT NULL,   -- of the ledger when the row was written; its copy has the same
+    origin          TEXT NOT NULL,      -- named, auto or request
+    owner           TEXT NOT NULL,      -- empty: the operator
+    public          INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE bindings (
     pin_id          TEXT NOT NULL REFERENCES prompts (pin_id) ON DELETE CASCADE,
@@ -163,7 +169,8 @@ def update_schema(connection: sqlite3.Connection, version: int) -> None:
             connection.execute("BEGIN IMMEDIATE")
             for table in CHECKED_TABLES:
                 _add_columns(connection, table, version)
-            connection.execute(_REMOVED_PACKS_TABLE)
+            if version < 4:
+                connection.execute(_REMOVED_PACKS_TABLE)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
@@ -172,7 +179,7 @@ def _add_columns(connection: sqlite3.Connection, table: str, version: int) -> No
     altered = {row.rowid for row in checked_rows(connection, table) if not row.is_intact} if is_checked else set()
     for since, of_table, column in _ADDED_COLUMNS:
         if since > version and of_table == table:
-            connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
     for row in list(checked_rows(connection, table)):
         if row.rowid not in altered:
             checksum = row_checksum(row.columns)

@@ -71,7 +71,9 @@ def test_delete_namespace_takes_all_of_it_and_nothing_else(ledger: Ledger) -> No
 
 def test_put_prompt_with_its_pin_id_keeps_the_bindings(ledger: Ledger) -> None:
     ledger.promises.put_binding(binding_row())
-    changed = replace(prompt_row(pinned=False, expires_unix_s=77.0), priority=3)
+    changed = replace(
+        prompt_row(pinned=False, expires_unix_s=77.0), priority=3, origin="request", owner="0f" * 8, public=True
+    )
     ledger.promises.put_prompt(changed)
     assert ledger.load().prompts == (changed,)
     assert ledger.load().bindings == (binding_row(),)

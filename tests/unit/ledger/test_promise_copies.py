@@ -46,7 +46,7 @@ def reopened(ledger: Ledger) -> Ledger:
 
 def test_each_promise_has_a_copy_that_says_what_the_row_says(ledger: Ledger, path: Path) -> None:
     assert copies_beside(path) == {SUPPORT: prompt_row(), BOUND: binding_row()}
-    changed = replace(prompt_row(pinned=False), priority=-3, recipe_json='{"text": "ä\\ud800"}')
+    changed = replace(prompt_row(pinned=False), priority=-3, recipe_json='{"text": "ä\\ud800"}', origin="auto")
     ledger.promises.put_prompt(changed)
     ledger.promises.put_binding(binding_row(numbers=()))
     assert copies_beside(path) == {SUPPORT: changed, BOUND: binding_row(numbers=())}
