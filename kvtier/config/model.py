@@ -13,6 +13,7 @@ MIB = 1024 * 1024
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 StoreMode = Literal["pinned", "all"]
+AutoPinMode = Literal["off", "observe", "pin"]
 
 OFF = "off"
 
@@ -92,6 +93,19 @@ class CacheConfig:
 
     store: StoreMode = "pinned"
     """`pinned`: chunks of pinned prompts only. `all`: every whole prompt chunk, as evictable cache."""
+    auto_pin: AutoPinMode = "pin"
+    """System prompts that many requests begin with: `pin` pins them, `observe` finds them and leaves it at that, `off`
+    looks at no request."""
+    auto_pin_max_bytes: int = 0
+    """Bytes on disk of all automatic pins together; above it the least valuable ones end."""
+    auto_pin_ttl_s: int = 30 * 86400
+    """Seconds without a request after which an automatic pin ends; 0: never."""
+    auto_pin_min_tokens: int = 1024
+    """Shorter prompts are computed quickly."""
+    auto_pin_min_requests: int = 3
+    """Requests within a day, of at least two different prompts."""
+    auto_pin_public: bool = False
+    """Automatic pins are public: requests with any cache salt are restored them."""
 
 
 @dataclass(frozen=True, kw_only=True)

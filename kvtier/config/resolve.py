@@ -10,7 +10,7 @@ import platformdirs
 from kvtier.client.address import default_socket_path, usable_socket_path
 from kvtier.config import model
 from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
-from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
+from kvtier.config.units import available_bytes, filesystem_bytes, format_size, parse_duration, physical_memory_bytes
 
 AUTO_DISK_CAP_BYTES = 256 * 1024 * model.MIB
 
@@ -40,13 +40,15 @@ def resolve(
             report(key, str(exc))
             return otherwise
 
-    server, host, disk, trace_folder = settings.server, settings.host, settings.disk, settings.trace.folder
+    server, host, disk, cache = settings.server, settings.host, settings.disk, settings.cache
+    trace_folder = settings.trace.folder
     socket = place("server.socket", server.socket, default_socket_path())
     arena_dir = place("host.arena_dir", host.arena_dir, Path(f"/dev/shm/kvtier-{os.getuid()}"))
     disk_dir = place("disk.dir", disk.dir, platformdirs.user_state_path("kvtier"))
     is_traced = trace_folder.lower() != model.OFF
     host_bytes = possible("host.bytes", lambda: _host_bytes(host.bytes, arena_dir), MIN_TIER_BYTES)
     reserve_bytes = min(model.DiskConfig.reserve_bytes, filesystem_bytes(disk_dir) // 20)
+    disk_bytes = possible("disk.bytes", lambda: _disk_bytes(disk.bytes, disk_dir), MIN_TIER_BYTES)
     return model.DaemonConfig(
         server=model.ServerConfig(socket=possible("server.socket", lambda: usable_socket_path(socket), socket)),
         host=model.HostConfig(
@@ -57,10 +59,18 @@ def resolve(
         ),
         disk=model.DiskConfig(
             disk_dir=disk_dir,
-            disk_bytes=possible("disk.bytes", lambda: _disk_bytes(disk.bytes, disk_dir), MIN_TIER_BYTES),
+            disk_bytes=disk_bytes,
             reserve_bytes=reserve_bytes,
         ),
-        cache=model.CacheConfig(store=settings.cache.store),
+        cache=model.CacheConfig(
+            store=cache.store,
+            auto_pin=cache.auto_pin,
+            auto_pin_max_bytes=_auto_pin_bytes(cache.auto_pin_max_bytes, disk_bytes),
+            auto_pin_ttl_s=parse_duration(cache.auto_pin_ttl),
+            auto_pin_min_tokens=cache.auto_pin_min_tokens,
+            auto_pin_min_requests=cache.auto_pin_min_requests,
+            auto_pin_public=cache.auto_pin_public,
+        ),
         metrics=model.MetricsConfig(listen=settings.metrics.listen),
         trace=model.TraceConfig(folder=place("trace.folder", trace_folder) if is_traced else None),
         log=model.LogConfig(level=settings.log.level, format=settings.log.format),
@@ -84,6 +94,10 @@ def _disk_bytes(size: int | float | str, disk_dir: Path) -> int:
     if size == AUTO:
         return max(MIN_TIER_BYTES, min(available_bytes(disk_dir) // 2, AUTO_DISK_CAP_BYTES))
     return _bytes_of(size, filesystem_bytes(disk_dir))
+
+
+def _auto_pin_bytes(size: int | float | str, disk_bytes: int) -> int:
+    return disk_bytes // 2 if size == AUTO else min(disk_bytes, _bytes_of(size, disk_bytes))
 
 
 def _bytes_of(size: int | float | str, whole: int) -> int:

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, Strict
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.client.address import SOCKET_VARIABLE
-from kvtier.config.model import MIB, OFF, LogFormat, LogLevel, StoreMode
-from kvtier.config.units import format_size, parse_address, parse_percent, parse_size
+from kvtier.config.model import MIB, OFF, AutoPinMode, LogFormat, LogLevel, StoreMode
+from kvtier.config.units import format_size, parse_address, parse_duration, parse_percent, parse_size
+from kvtier.core.limits import MAX_TOKENS
 
 AUTO = "auto"
 MIN_TIER_BYTES = MIB
@@ -49,6 +50,15 @@ def _address(text: str) -> str:
     return text
 
 
+def _duration(text: str) -> str:
+    parse_duration(text)
+    return text
+
+
+def _number(value: object) -> object:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -83,6 +93,12 @@ class _Disk(_Table):
 
 class _Cache(_Table):
     store: Annotated[StoreMode, BeforeValidator(_lower)] = "pinned"
+    auto_pin: Annotated[AutoPinMode, BeforeValidator(_lower)] = "pin"
+    auto_pin_max_bytes: Size = AUTO
+    auto_pin_ttl: Annotated[str, AfterValidator(_duration)] = "30d"
+    auto_pin_min_tokens: Annotated[int, BeforeValidator(_number), Field(ge=1, le=MAX_TOKENS)] = 1024
+    auto_pin_min_requests: Annotated[int, BeforeValidator(_number), Field(ge=2, le=1_000_000)] = 3
+    auto_pin_public: Annotated[bool, Strict(), BeforeValidator(_switch)] = False
 
 
 class _Metrics(_Table):

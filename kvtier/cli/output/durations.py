@@ -1,28 +1,22 @@
 """Durations and points in time, as operators write and read them."""
 
-import re
 import time
 
-from kvtier.core.limits import TTL_S
+from kvtier.config import units
 from kvtier.errors import InvalidArgumentError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 # For values out of range, which no clock of kvtier writes.
 UNKNOWN = "?"
 _MAX_SECONDS = 1e11
-_DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])\s*")
 
 
 def parse_duration(field: str, text: str) -> int:
-    """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never". InvalidArgumentError: none of these."""
-    if text.strip().lower() == "never":
-        return 0
-    match = _DURATION.fullmatch(text.lower())
-    seconds = int(float(match[1]) * _SECONDS[match[2]]) if match else 0
-    if not 1 <= seconds <= TTL_S.most:
-        problem = 'must be a duration like "90s", "30m", "12h", "7d" or "2w", at most 36500d, or "never"'
-        raise InvalidArgumentError(field, text, problem)
-    return seconds
+    """Return the seconds of a duration as in settings, 0 for "never"; InvalidArgumentError names the field."""
+    try:
+        return units.parse_duration(text)
+    except ValueError as exc:
+        raise InvalidArgumentError(field, text, str(exc)) from exc
 
 
 def format_duration(seconds: float) -> str:

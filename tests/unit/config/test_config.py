@@ -273,7 +273,11 @@ def test_unreadable_files(write: Callable[[str], Path], tmp_path: Path) -> None:
 
 def test_each_field_is_a_setting_or_a_constant_that_says_so() -> None:
     config = load_config(environ={}).config
-    declared = {(t.name, f.name) for t in fields(DaemonConfig) for f in fields(getattr(config, t.name))}
+    declared = {
+        (t.name, f.name.removesuffix("_s") if t.name == "cache" else f.name)
+        for t in fields(DaemonConfig)
+        for f in fields(getattr(config, t.name))
+    }
     constants = Counter(re.findall(r'^    (\w+): .*\n    """No setting\. ', MODEL.read_text(), flags=re.MULTILINE))
     written = {tuple(key.split(".")) for key in KEYS}
     fixed = [name for table, name in declared if not {(table, name), (table, name.removeprefix(f"{table}_"))} & written]
@@ -284,7 +288,7 @@ def test_each_field_is_a_setting_or_a_constant_that_says_so() -> None:
 def test_dataclass_defaults_are_the_settings_defaults() -> None:
     config = load_config(environ={}).config
     assert config.log == LogConfig()
-    assert config.cache == CacheConfig()
+    assert config.cache == CacheConfig(auto_pin_max_bytes=config.disk.disk_bytes // 2)
     assert config.metrics == MetricsConfig()
     assert config.server == ServerConfig(socket=config.server.socket)
     assert config.host == HostConfig(arena_dir=config.host.arena_dir, host_bytes=config.host.host_bytes)
@@ -325,6 +329,27 @@ def test_addresses(text: str, address: tuple[str, int]) -> None:
 
 def test_metrics_may_be_switched_off() -> None:
     assert load_config(environ={"KVTIER_METRICS_LISTEN": "OFF"}).config.metrics.listen == "off"
+
+
+def test_automatic_pins(write: Callable[[str], Path]) -> None:
+    text = """
+    [disk]
+    bytes = "8GiB"
+    [cache]
+    auto_pin = "OBSERVE"
+    auto_pin_max_bytes = "25%"
+    auto_pin_ttl = "never"
+    auto_pin_min_tokens = 512
+    auto_pin_public = true
+    """
+    config = load_config(path=write(text), environ={"KVTIER_CACHE_AUTO_PIN_MIN_REQUESTS": "7"}).config.cache
+    assert (config.auto_pin, config.auto_pin_max_bytes, config.auto_pin_ttl_s) == ("observe", 2 * 1024**3, 0)
+    assert (config.auto_pin_min_tokens, config.auto_pin_min_requests, config.auto_pin_public) == (512, 7, True)
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(
+            path=write('[cache]\nauto_pin = "on"\nauto_pin_ttl = "5 years"\nauto_pin_min_requests = 1\n'), environ={}
+        )
+    assert all(key in str(caught.value) for key in ("cache.auto_pin ", "cache.auto_pin_ttl", "auto_pin_min_requests"))
 
 
 def test_the_store_mode(write: Callable[[str], Path]) -> None:
