@@ -130,3 +130,18 @@ class Selection:
     def chosen(self) -> tuple[PrefixChoice, ...]:
         """What shall be pinned."""
         return tuple(choice for choice in self.choices if choice.verdict is Verdict.CHOSEN)
+
+    @property
+    def superfluous(self) -> tuple[PrefixChoice, ...]:
+        """Pins that can end now: longer pins hold their chunks, or the rules forbid them."""
+        return tuple(
+            choice
+            for choice in self.choices
+            if choice.is_pinned and choice.verdict not in (Verdict.CHOSEN, Verdict.OVER_BUDGET)
+        )
+
+    @property
+    def displaced(self) -> tuple[PrefixChoice, ...]:
+        """Pins that end when a chosen prefix gets its tokens and needs their bytes; the least valuable first."""
+        displaced = [choice for choice in self.choices if choice.is_pinned and choice.verdict is Verdict.OVER_BUDGET]
+        return tuple(sorted(displaced, key=lambda choice: (choice.requests_per_hour, choice.digest)))

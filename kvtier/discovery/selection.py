@@ -201,7 +201,7 @@ class SelectionRun:
         for node in self._nodes:
             node.explained = 0.0
         for number, node in enumerate(reversed(self._nodes)):
-            if node.verdict is Verdict.CHOSEN and node.heir is not None and not self._has_own_requests(node):
+            if node.verdict is Verdict.CHOSEN and node.heir is not None and not self._stays(node, node.heir):
                 node.verdict = Verdict.CONTAINED
                 self._used_bytes -= self.costs.bytes_per_pin
             if node.verdict is Verdict.CHOSEN:
@@ -213,7 +213,10 @@ class SelectionRun:
             if number % (2 * _SLICE) == 0:
                 yield
 
-    def _has_own_requests(self, node: _Node) -> bool:
+    def _stays(self, node: _Node, longer: _Node) -> bool:
+        """Say whether a chosen prefix has requests of its own, or is the pin that holds the chunks until now."""
+        if node.is_pinned and not longer.is_pinned:
+            return True
         own = node.requests - node.explained
         least = 0.5 if node.is_pinned else self.rules.min_requests - 0.5
         share = _OWN_SHARE_PINNED if node.is_pinned else _OWN_SHARE

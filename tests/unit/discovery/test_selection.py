@@ -99,6 +99,15 @@ def test_a_system_prompt_takes_over_the_fixed_lengths_below_it() -> None:
     assert selection.saved_s_per_hour == pytest.approx(saved_tokens / 1000)
 
 
+def test_a_pin_stays_until_the_longer_one_that_takes_over_its_chunks_is_pinned() -> None:
+    shorter, longer = seen("4k", 4096, 100), seen("system", 5000, 98, "4k", system=True)
+    selection = select(traffic(shorter, longer), pinned(shorter), RULES, COSTS)
+    assert (chosen(selection), selection.superfluous) == ({"4k", "system"}, ())
+    selection = select(traffic(shorter, longer), pinned(shorter, longer), RULES, COSTS)
+    assert chosen(selection) == {"system"}
+    assert [each.digest for each in selection.superfluous] == [shorter.digest]
+
+
 def test_a_beginning_that_many_prompts_share_is_counted_once() -> None:
     shared = seen("shared", 2048, 90, system=False)
     systems = [seen(f"s{number}", 6000, 30, "shared", system=True) for number in range(3)]
@@ -162,7 +171,8 @@ def test_what_is_pinned_stays_without_use_while_there_is_space() -> None:
     assert chosen(selection) == {"gone", "rare", "new"}
     tight = replace(RULES, max_bytes=2 * 4096)
     selection = select(traffic(rare, new), pinned(gone, rare), tight, COSTS)
-    assert verdicts(selection)["gone"] is Verdict.OVER_BUDGET
+    assert [each.digest for each in selection.displaced] == [digest("gone")]
+    assert selection.superfluous == ()
 
 
 def test_pins_do_not_flap_while_counts_vary_by_a_tenth() -> None:
