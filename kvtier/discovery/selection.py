@@ -101,7 +101,7 @@ class SelectionRun:
         yield from self._rank()
 
     def _build_tree(self) -> Iterator[None]:
-        pinned = {each.digest: each for each in self.pinned}
+        pinned = {each.digest for each in self.pinned}
         counts = list(self.traffic.prefixes)
         seen = {each.digest for each in counts}
         counts += [
@@ -193,7 +193,7 @@ class SelectionRun:
         for shorter in node.ancestors():
             shorter.is_held = True
             if is_below_chosen:
-                shorter.explained += own
+                shorter.explained += max(own, 0.0)
                 is_below_chosen = shorter.verdict is not Verdict.CHOSEN
 
     def _drop_contained(self) -> Iterator[None]:

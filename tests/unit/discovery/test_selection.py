@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -199,6 +200,37 @@ def test_parents_that_are_unknown_longer_or_in_a_circle_are_none() -> None:
     selection = select(traffic(*prefixes), (), RULES, COSTS)
     assert {"b", "c", "d"} <= chosen(selection)
     assert selection.total_bytes <= RULES.max_bytes
+
+
+@pytest.mark.parametrize("costs", [COSTS, HYBRID], ids=["full attention", "hybrid"])
+@pytest.mark.parametrize("seed", range(40))
+def test_any_tree_is_accounted_for_to_the_token(seed: int, costs: PinCosts) -> None:
+    random, prefixes = Random(seed), list[PrefixCount]()
+    for number in range(60):
+        parent = random.choice(prefixes) if prefixes and random.random() < 0.7 else None
+        length = random.choice((500, 1500, 4000)) + (parent.num_tokens if parent else 0)
+        requests = random.uniform(0, parent.requests if parent else 40)
+        name = None if parent is None else parent.digest.decode().rstrip(".")
+        prefixes.append(seen(f"{number}", length, requests, name, system=random.random() < 0.3))
+    pins, rules = pinned(*random.sample(prefixes, 10)), replace(RULES, max_bytes=random.choice((5_000, 40_000)))
+    selection = select(traffic(*prefixes), pins, rules, costs)
+    known = {each.digest: each for each in prefixes}
+    held: set[bytes] = set()
+    for choice in selection.chosen:
+        digest: bytes | None = choice.digest
+        while digest is not None:
+            held.add(digest)
+            digest = known[digest].parent
+    tokens = {digest: known[digest].num_tokens for digest in held}
+    added = sum(tokens[digest] - tokens.get(known[digest].parent or b"", 0) for digest in held)
+    num_chosen = len(selection.chosen)
+    assert sum(choice.added_tokens for choice in selection.chosen) == added
+    assert selection.total_bytes == added + num_chosen * costs.bytes_per_pin <= rules.max_bytes
+    ended = {each.digest for each in (*selection.superfluous, *selection.displaced)}
+    assert ended == {each.digest for each in pins} - {each.digest for each in selection.chosen}
+    for choice in selection.choices:
+        if choice.verdict is Verdict.CONTAINED:
+            assert choice.contained_in in {each.digest for each in selection.chosen}
 
 
 def test_the_order_of_the_counts_does_not_matter() -> None:
