@@ -81,6 +81,7 @@ def exact_counts(requests: Sequence[TracedRequest], half_life_s: float = math.in
                 requests=known.requests + math.exp2((request.time_s - end_s) / half_life_s),
                 is_system_prompt=known.is_system_prompt or is_system_prompt,
                 parent=parent,
+                last_seen_s=request.time_s,
             )
             parent = digest
     return {digest: count._replace(num_prompts=len(prompts[digest])) for digest, count in counts.items()}
@@ -97,8 +98,9 @@ def best_pins(requests: Sequence[TracedRequest], rules: PinRules, costs: PinCost
         if each.requests > num_lost
     ]
     num_tokens = float(sum(request.num_tokens for request in requests))
+    # A reading before the trace, with a window that is longer than any gap: all uses are still expected.
     traffic = SeenTraffic(
-        prefixes=counts, requests=float(len(requests)), skipped=0.0, tokens=num_tokens, window_s=3600.0
+        now_s=0.0, prefixes=counts, requests=float(len(requests)), skipped=0.0, tokens=num_tokens, window_s=1e12
     )
     chosen = {each.digest for each in select(traffic, (), replace(rules, min_requests=1), costs).chosen}
     kept: set[bytes] = set()

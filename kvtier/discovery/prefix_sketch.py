@@ -6,8 +6,8 @@ a counter has at most the lowest count.
 
 Most prefixes come once. So when all counters are in use, a prefix gets one when it comes for the second time: a table
 of what came last (`recent_prefixes.py`) remembers the first time. What it forgets is counted too, and belongs to the
-error of what is counted later. Of the prefixes in an hour of a public trace 69 % come once; of the 50 that come most
-often 47 were found with the table, 33 without it.
+error of what is counted later. Of the prefixes in an hour of a public trace 69 % come once; of those worth a pin 80 %
+were found with the table, 39 % without it.
 
 Counts age by a half-life. Instead of lowering all counts as time goes, a later request weighs more (forward decay):
 counts keep their order, so the heap of the lowest stays valid, and a reading divides by the weight of its moment.
@@ -197,6 +197,7 @@ class PrefixSketch:
         ]
         aged_s = self._half_life_s / math.log(2) * -math.expm1(-math.log(2) * self._observed_s / self._half_life_s)
         return SeenTraffic(
+            now_s=self._now_s or 0.0,
             prefixes=prefixes,
             requests=self._requests * share,
             skipped=self._skipped * share,

@@ -68,6 +68,7 @@ class SeenTraffic:
     """A reading of the sketch.
 
     Attributes:
+        now_s: When it was taken.
         prefixes: In no order.
         requests: All requests that were looked at, aged.
         skipped: Requests that engines did not look at, aged.
@@ -75,6 +76,7 @@ class SeenTraffic:
         window_s: An aged number divided by this is a rate per second.
     """
 
+    now_s: float
     prefixes: Sequence[PrefixCount]
     requests: float
     skipped: float

@@ -14,6 +14,7 @@ from tests.unit.discovery.requests import digest
 
 RULES = PinRules(min_tokens=1024, min_requests=3, max_bytes=10**9)
 COSTS = PinCosts(bytes_per_token=1.0, bytes_per_pin=0.0, prefill_tokens_per_s=1000.0)
+NOW_S = 1000.0
 HYBRID = replace(COSTS, bytes_per_pin=500.0)
 
 
@@ -26,13 +27,14 @@ def seen(
     system: bool = False,
     prompts: int = 5,
     error: float = 0.0,
+    last_s: float = 1000.0,
 ) -> PrefixCount:
     known_parent = None if parent is None else digest(parent)
-    return PrefixCount(digest(name), num_tokens, system, known_parent, requests + error, error, prompts, 1.0, 2.0)
+    return PrefixCount(digest(name), num_tokens, system, known_parent, requests + error, error, prompts, 1.0, last_s)
 
 
 def traffic(*prefixes: PrefixCount, tokens: float = 1e6) -> SeenTraffic:
-    return SeenTraffic(prefixes=prefixes, requests=1000.0, skipped=0.0, tokens=tokens, window_s=3600.0)
+    return SeenTraffic(now_s=NOW_S, prefixes=prefixes, requests=1000.0, skipped=0.0, tokens=tokens, window_s=3600.0)
 
 
 def pinned(*prefixes: PrefixCount) -> list[PinnedPrefix]:
@@ -163,6 +165,18 @@ def test_what_is_pinned_yields_to_what_is_worth_much_more_only() -> None:
     assert chosen(select(traffic(old, new), pinned(old), rules, COSTS)) == {"old"}
     assert chosen(select(traffic(old, new), pinned(new), rules, COSTS)) == {"new"}
     assert chosen(select(traffic(old, new._replace(requests=26.0)), pinned(old), rules, COSTS)) == {"new"}
+
+
+def test_what_has_not_come_for_long_yields_to_what_comes_now() -> None:
+    rules = replace(RULES, max_bytes=4096)
+    # 30 requests in the window of an hour; then none for half an hour, in which 15 were expected.
+    ended = seen("ended", 4096, 30, last_s=NOW_S - 1800)
+    assert chosen(select(traffic(ended, seen("new", 4096, 6)), pinned(ended), rules, COSTS)) == {"new"}
+    pausing = ended._replace(last_seen_s=NOW_S - 200)
+    assert chosen(select(traffic(pausing, seen("new", 4096, 6)), pinned(pausing), rules, COSTS)) == {"ended"}
+    shorter = seen("shorter", 2048, 30, last_s=0.0)
+    longer = pausing._replace(parent=digest("shorter"))
+    assert named(select(traffic(shorter, longer), (), rules, COSTS), "shorter").last_seen_s == NOW_S - 200
 
 
 def test_what_is_pinned_stays_without_use_while_there_is_space() -> None:
