@@ -11,13 +11,15 @@ system prompt where the trace says where it ends. Nothing is computed and nothin
               hit only after they were chosen, named by a next request and computed by the one after it; and three
               that know the whole trace and never change: the best pins of the prefixes that engines report, late
               (they hit from the same use on as pins chosen online can) and from their second use on, and the best
-              blocks, an upper bound for all pins that stay
+              blocks, an upper bound for all pins that stay. Of a generated trace it is known which system prompts
+              many chats share; other pins are those of a chat of several turns, and fixed lengths
   cost        microseconds that counting takes per request; a reading and a selection
   memory      bytes of the sketch after a million requests that have nothing in common
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -139,7 +141,7 @@ def text_of(report: TraceReport) -> str:
     ]
     header = [
         "bytes", "no pins", "LRU", "pins", "late best pins", "best pins", "best blocks", "pins / late best pins",
-        "pins / best pins", "pinned / unpinned", "known prompts among them",
+        "pins / best pins", "pinned / unpinned", "known system prompts among the pins",
     ]  # fmt: skip
     return "\n\n".join(
         [
@@ -169,18 +171,38 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="default: a generated one")
     parser.add_argument("--seed", type=int, default=1, help="of the generated trace")
     parser.add_argument("--budgets", type=_sizes, default=_sizes("8GiB,32GiB,128GiB,512GiB,2TiB"))
-    parser.add_argument("--bytes-per-token", type=int, default=128 * 1024, help="default: those of Llama 3 8B, bf16")
-    parser.add_argument("--half-life-s", type=float, default=6 * 3600.0)
-    parser.add_argument("--interval-s", type=float, default=10.0, help="between two selections")
-    parser.add_argument("--min-tokens", type=int, default=1024)
-    parser.add_argument("--min-requests", type=int, default=3)
-    parser.add_argument("--flood", type=int, default=1_000_000, help="requests without anything in common; 0: none")
+    parser.add_argument(
+        "--bytes-per-token", type=_positive, default=128 * 1024.0, help="default: those of Llama 3 8B, bf16"
+    )
+    parser.add_argument("--half-life-s", type=_positive, default=6 * 3600.0)
+    parser.add_argument("--interval-s", type=_positive, default=10.0, help="between two selections")
+    parser.add_argument("--min-tokens", type=_count, default=1024)
+    parser.add_argument("--min-requests", type=_count, default=3)
+    parser.add_argument("--flood", type=_count, default=1_000_000, help="requests without anything in common; 0: none")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args(arguments)
 
 
 def _sizes(text: str) -> list[int]:
-    return [parse_size(each) for each in text.split(",")]
+    try:
+        return [parse_size(each) for each in text.split(",")]
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r}: {exc}") from exc
+
+
+def _positive(text: str) -> float:
+    try:
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number below a billion")
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from random import Random
 
 from benchmarks.detect.request_trace import TracedRequest
 from benchmarks.detect.simulated_caches import exact_counts
+from kvtier.collector import freeze_index, thaw_index
 from kvtier.discovery.choices import PinCosts, PinRules, Verdict
 from kvtier.discovery.prefix_sketch import PrefixSketch
 from kvtier.discovery.seen import MAX_PREFIXES, PrefixCount, SeenPrefix, SeenRequest, SeenTraffic
@@ -55,6 +56,7 @@ def count_trace(requests: Sequence[TracedRequest], half_life_s: float, rules: Pi
     """Count a trace and compare with its exact counts, aged in the same way."""
     sketch = PrefixSketch(half_life_s)
     seen = [(request.seen(), request.time_s) for request in requests]
+    freeze_index()  # as the daemon does: what lives long is not walked through by the cyclic collector
     request_us = tuple(_timed_batches(sketch, seen))
     end_s = requests[-1].time_s
     began_s = time.thread_time()
@@ -67,6 +69,7 @@ def count_trace(requests: Sequence[TracedRequest], half_life_s: float, rules: Pi
         began_s = time.thread_time()
         running = next(steps, False) is None
         steps_ms.append(1e3 * (time.thread_time() - began_s))
+    thaw_index()
     exact = exact_counts(requests, half_life_s)
     found = [top_found(reading.prefixes, exact.values(), number) for number in (20, 50)]
     return Counted(
@@ -91,7 +94,9 @@ def top_found(counted: Iterable[PrefixCount], exact: Iterable[PrefixCount], numb
     """Compare the most used prefixes that the sketch names with the true ones; of equal counts each is right."""
     truth = {each.digest: each.requests for each in exact if each.requests >= CERTAIN}
     ranked = sorted(truth.values(), reverse=True)[:number]
-    named = sorted((each for each in counted if each.requests_at_least >= CERTAIN), key=lambda each: -each.requests)
+    named = sorted(
+        (each for each in counted if each.requests_at_least >= CERTAIN), key=lambda each: -each.requests_at_least
+    )
     right = sum(truth.get(each.digest, 0.0) >= ranked[-1] * (1 - 1e-9) for each in named[:number]) if ranked else 0
     return Found(
         what=f"top {number}",

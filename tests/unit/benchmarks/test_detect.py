@@ -117,3 +117,13 @@ def test_a_generated_trace_is_the_same_for_a_seed_and_gives_a_report() -> None:
     assert large.known_share is not None
     assert large.known_share > 0.5
     assert "top 20" in text_of(report)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--budgets", "8XB"], ["--half-life-s", "0"], ["--interval-s", "nan"], ["--flood", "-1"], ["--min-requests", "x"]],
+)
+def test_a_bad_option_is_refused_by_name(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options_of(arguments)
+    assert f"{arguments[0]}: {arguments[1]!r}" in capsys.readouterr().err
