@@ -17,7 +17,7 @@ TIER_HOST: Tier
 TIER_DISK: Tier
 
 class PinRequest(_message.Message):
-    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority")
+    __slots__ = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json", "ttl_s", "replace", "priority", "adopt")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class PinRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     model: str
@@ -38,7 +39,108 @@ class PinRequest(_message.Message):
     ttl_s: int
     replace: bool
     priority: int
-    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ...) -> None: ...
+    adopt: str
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., recipe_json: _Optional[str] = ..., ttl_s: _Optional[int] = ..., replace: bool = ..., priority: _Optional[int] = ..., adopt: _Optional[str] = ...) -> None: ...
+
+class GetAdviceRequest(_message.Message):
+    __slots__ = ("max_bytes",)
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    max_bytes: int
+    def __init__(self, max_bytes: _Optional[int] = ...) -> None: ...
+
+class Advice(_message.Message):
+    __slots__ = ("mode", "max_bytes", "namespaces")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    max_bytes: int
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceAdvice]
+    def __init__(self, mode: _Optional[str] = ..., max_bytes: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceAdvice, _Mapping]]] = ...) -> None: ...
+
+class NamespaceAdvice(_message.Message):
+    __slots__ = ("namespace_id", "model", "requests_per_hour", "prompt_tokens_per_hour", "chosen_bytes", "saved_s_per_hour", "saved_share", "prefixes", "places")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_S_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    model: str
+    requests_per_hour: float
+    prompt_tokens_per_hour: float
+    chosen_bytes: int
+    saved_s_per_hour: float
+    saved_share: float
+    prefixes: _containers.RepeatedCompositeFieldContainer[AdvisedPrefix]
+    places: _containers.RepeatedCompositeFieldContainer[ChangingPlace]
+    def __init__(self, namespace_id: _Optional[str] = ..., model: _Optional[str] = ..., requests_per_hour: _Optional[float] = ..., prompt_tokens_per_hour: _Optional[float] = ..., chosen_bytes: _Optional[int] = ..., saved_s_per_hour: _Optional[float] = ..., saved_share: _Optional[float] = ..., prefixes: _Optional[_Iterable[_Union[AdvisedPrefix, _Mapping]]] = ..., places: _Optional[_Iterable[_Union[ChangingPlace, _Mapping]]] = ...) -> None: ...
+
+class AdvisedPrefix(_message.Message):
+    __slots__ = ("digest", "num_tokens", "is_system_prompt", "verdict", "pin_name", "requests_per_hour", "num_prompts", "last_seen_unix_s", "added_tokens", "added_bytes", "saved_s_per_hour", "saved_share")
+    class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        VERDICT_UNSPECIFIED: _ClassVar[AdvisedPrefix.Verdict]
+        CHOSEN: _ClassVar[AdvisedPrefix.Verdict]
+        CONTAINED: _ClassVar[AdvisedPrefix.Verdict]
+        TOO_SHORT: _ClassVar[AdvisedPrefix.Verdict]
+        TOO_FEW_REQUESTS: _ClassVar[AdvisedPrefix.Verdict]
+        ONE_PROMPT: _ClassVar[AdvisedPrefix.Verdict]
+        OVER_BUDGET: _ClassVar[AdvisedPrefix.Verdict]
+        NAMED: _ClassVar[AdvisedPrefix.Verdict]
+    VERDICT_UNSPECIFIED: AdvisedPrefix.Verdict
+    CHOSEN: AdvisedPrefix.Verdict
+    CONTAINED: AdvisedPrefix.Verdict
+    TOO_SHORT: AdvisedPrefix.Verdict
+    TOO_FEW_REQUESTS: AdvisedPrefix.Verdict
+    ONE_PROMPT: AdvisedPrefix.Verdict
+    OVER_BUDGET: AdvisedPrefix.Verdict
+    NAMED: AdvisedPrefix.Verdict
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    PIN_NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    ADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_S_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    num_tokens: int
+    is_system_prompt: bool
+    verdict: AdvisedPrefix.Verdict
+    pin_name: str
+    requests_per_hour: float
+    num_prompts: int
+    last_seen_unix_s: float
+    added_tokens: int
+    added_bytes: int
+    saved_s_per_hour: float
+    saved_share: float
+    def __init__(self, digest: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., is_system_prompt: bool = ..., verdict: _Optional[_Union[AdvisedPrefix.Verdict, str]] = ..., pin_name: _Optional[str] = ..., requests_per_hour: _Optional[float] = ..., num_prompts: _Optional[int] = ..., last_seen_unix_s: _Optional[float] = ..., added_tokens: _Optional[int] = ..., added_bytes: _Optional[int] = ..., saved_s_per_hour: _Optional[float] = ..., saved_share: _Optional[float] = ...) -> None: ...
+
+class ChangingPlace(_message.Message):
+    __slots__ = ("num_stable_tokens", "num_tokens", "num_prompts", "before", "examples", "seen_unix_s")
+    NUM_STABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SEEN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    num_stable_tokens: int
+    num_tokens: int
+    num_prompts: int
+    before: str
+    examples: _containers.RepeatedScalarFieldContainer[str]
+    seen_unix_s: float
+    def __init__(self, num_stable_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prompts: _Optional[int] = ..., before: _Optional[str] = ..., examples: _Optional[_Iterable[str]] = ..., seen_unix_s: _Optional[float] = ...) -> None: ...
 
 class GetPromptRequest(_message.Message):
     __slots__ = ("name",)
@@ -191,7 +293,7 @@ class EvictResponse(_message.Message):
     def __init__(self, num_chunks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_shared_chunks: _Optional[int] = ...) -> None: ...
 
 class PromptStatus(_message.Message):
-    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority")
+    __slots__ = ("name", "pin_id", "pinned", "state", "model", "lora_name", "cache_salt", "num_tokens", "created_unix_s", "expires_unix_s", "bindings", "recipe_json", "num_engines", "num_confirmed", "tokens_digest", "error", "priority", "origin", "owner", "use")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[PromptStatus.State]
@@ -223,6 +325,9 @@ class PromptStatus(_message.Message):
     TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    USE_FIELD_NUMBER: _ClassVar[int]
     name: str
     pin_id: str
     pinned: bool
@@ -240,7 +345,22 @@ class PromptStatus(_message.Message):
     tokens_digest: str
     error: str
     priority: int
-    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    origin: str
+    owner: str
+    use: PinUse
+    def __init__(self, name: _Optional[str] = ..., pin_id: _Optional[str] = ..., pinned: bool = ..., state: _Optional[_Union[PromptStatus.State, str]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., bindings: _Optional[_Iterable[_Union[PromptBinding, _Mapping]]] = ..., recipe_json: _Optional[str] = ..., num_engines: _Optional[int] = ..., num_confirmed: _Optional[int] = ..., tokens_digest: _Optional[str] = ..., error: _Optional[str] = ..., priority: _Optional[int] = ..., origin: _Optional[str] = ..., owner: _Optional[str] = ..., use: _Optional[_Union[PinUse, _Mapping]] = ...) -> None: ...
+
+class PinUse(_message.Message):
+    __slots__ = ("num_requests", "saved_tokens", "saved_s", "last_used_unix_s")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_USED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    saved_tokens: int
+    saved_s: float
+    last_used_unix_s: float
+    def __init__(self, num_requests: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., saved_s: _Optional[float] = ..., last_used_unix_s: _Optional[float] = ...) -> None: ...
 
 class PromptBinding(_message.Message):
     __slots__ = ("namespace_id", "model", "covered_tokens", "num_chunks", "num_host_chunks", "num_durable_chunks", "raw_bytes", "disk_bytes", "live", "durable_raw_bytes", "num_shared_chunks", "disk_share_bytes")

@@ -69,6 +69,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.EvictRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.GetAdvice = channel.unary_unary(
+                '/kvtier.v1.CacheService/GetAdvice',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.GetAdviceRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.Advice.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/kvtier.v1.CacheService/GetStatus',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.GetStatusRequest.SerializeToString,
@@ -166,6 +171,14 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetAdvice(self, request, context):
+        """What is worth a pin, by what requests began with lately, in each namespace; and where prompts change. Nothing in it
+        when automatic pins are off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Its namespaces have no fingerprint; ListNamespaces names them with it.
         """
@@ -249,6 +262,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.EvictRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.EvictResponse.SerializeToString,
+            ),
+            'GetAdvice': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAdvice,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.GetAdviceRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.Advice.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -465,6 +483,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/Evict',
             kvtier_dot_v1_dot_cache__pb2.EvictRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAdvice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/GetAdvice',
+            kvtier_dot_v1_dot_cache__pb2.GetAdviceRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.Advice.FromString,
             options,
             channel_credentials,
             insecure,

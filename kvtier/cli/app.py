@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.commands.advise import advise
 from kvtier.cli.commands.daemon_status import status
 from kvtier.cli.commands.doctor import doctor
 from kvtier.cli.commands.export_import import export, import_
@@ -76,6 +77,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "show": show,
     "unpin": unpin,
     "evict": evict,
+    "advise": advise,
     "status": status,
     "warm": warm,
     "doctor": doctor,

@@ -138,6 +138,11 @@ class AdminClient:
         reply: pb.DaemonStatus = self._call(self._stub.GetStatus, pb.GetStatusRequest())
         return reply
 
+    def advise(self, max_bytes: int = 0) -> pb.Advice:
+        """Return what is worth a pin under a budget; 0: that of automatic pins."""
+        reply: pb.Advice = self._call(self._stub.GetAdvice, pb.GetAdviceRequest(max_bytes=max_bytes))
+        return reply
+
     def fsck(self, request: pb.FsckRequest) -> pb.FsckReport:
         """Let the daemon check itself, and wait as long as that takes: a deep check reads every byte."""
         self.status()  # within the deadline: shows whether a daemon answers at all

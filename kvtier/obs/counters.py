@@ -165,6 +165,17 @@ class Counters:
     )
     disk_probes: int = counted("disk_probes", "Probes of the disk while the circuit breaker is open.")
 
+    requests_observed: int = counted(
+        "requests_observed", "Requests that engines reported, to find prompts that repeat."
+    )
+    requests_skipped: int = counted(
+        "requests_skipped", "Requests that engines did not look at for that, because too many came at once."
+    )
+    auto_pins_made: int = counted("auto_pins_made", "Prompts that were found in requests, and pinned.")
+    auto_pins_ended: int = counted(
+        "auto_pins_ended", "Automatic pins that ended for better ones, or for a pin with a name."
+    )
+
     chunks_damaged: int = series(
         _DAMAGED_CHUNKS, "disk", meaning="Stored bytes were short or failed their checksum: a miss."
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError
 from kvtier.ledger import BindingRow, PromptRow
+from kvtier.ledger.rows import Origin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,9 @@ class RequestedPin:
     ttl_s: int = 0
     replace: bool = False
     priority: int = 0
+    origin: Origin = "named"
+    owner: str = ""
+    public: bool = False
 
     def __post_init__(self) -> None:
         limits.check_name(self.name)
@@ -131,6 +135,7 @@ class PromptBook:
                 expires_unix_s=expires_unix_s,
                 priority=requested.priority,
                 recipe_json=requested.recipe_json or old.recipe_json,
+                public=requested.public,
             ), old
         if old is not None and old.tokens and not requested.replace:
             raise PromptExistsError(requested.name, differs_in or "content")
@@ -147,6 +152,9 @@ class PromptBook:
             created_unix_s=now_unix_s,
             expires_unix_s=expires_unix_s,
             priority=requested.priority,
+            origin=requested.origin,
+            owner=requested.owner,
+            public=requested.public,
         ), old
 
     def put(self, prompt: PromptRow) -> None:

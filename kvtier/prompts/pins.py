@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
-from kvtier.errors import LedgerError, PromptPinnedError
+from kvtier.errors import LedgerError, PromptPinnedError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin
@@ -36,6 +36,7 @@ class Pins:
 
     Attributes:
         watch: How far each pin is durable, known ahead.
+        end_automatic_pins: Ends automatic pins in favour of one with a name that did not fit; says whether it fits now.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Pins:
         verified: asyncio.Event,
         retry_refused: Callable[[], None],
     ) -> None:
+        self.end_automatic_pins: Callable[[QuotaExceededError], Awaitable[bool]] | None = None
         self.watch = PinWatch(prompts, self.state_of, resources.timings.durable)
         self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
         self._live_sessions, self._changes = live_sessions, changes
@@ -60,7 +62,16 @@ class Pins:
             PromptExistsError: The name is taken.
             QuotaExceededError: It would not fit on disk.
         """
-        await self._changes.exclusively("pin", lambda: self._pin(requested))
+        try:
+            await self._changes.exclusively("pin", lambda: self._pin(requested))
+        except QuotaExceededError as error:
+            if (
+                requested.origin != "named"
+                or self.end_automatic_pins is None
+                or not await self.end_automatic_pins(error)
+            ):
+                raise
+            await self._changes.exclusively("pin", lambda: self._pin(requested))
         return await self.view(requested.name)
 
     async def _pin(self, requested: RequestedPin) -> None:
@@ -100,6 +111,19 @@ class Pins:
             self._retry_refused()
             log_event(logger, "pin_ended", name=prompt.name)
 
+    async def drop(self, name: str) -> None:
+        """End the promise and forget the prompt; its chunks stay as evictable cache.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+            LedgerError: The ledger refused.
+        """
+        await self._changes.exclusively("drop", lambda: self._drop(self._prompts.get(name)))
+
+    async def _drop(self, prompt: PromptRow) -> None:
+        await self._unpin(prompt)
+        await self._forget_prompt(self._prompts.get(prompt.name))
+
     async def expire(self) -> None:
         """End pins whose time is over, for ever."""
         while True:
@@ -112,7 +136,8 @@ class Pins:
                 if self._prompts.by_pin_id(prompt.pin_id) != prompt:
                     continue
                 try:
-                    await self._unpin(prompt)
+                    # What has no name of its own is not listed when it is over.
+                    await (self._unpin(prompt) if prompt.origin == "named" else self._drop(prompt))
                 except LedgerError as error:  # the next turn tries again
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
 

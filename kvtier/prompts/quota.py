@@ -26,17 +26,17 @@ async def check_quota(
         serving = [session for session in namespace.sessions if session.serves(prompt)]
         if not serving:
             continue
-        needed_bytes = estimate_bytes(namespace, prompt)
+        needed_bytes = estimate_bytes(namespace, len(prompt.tokens))
         used_bytes = await pinned_bytes(namespace, book, besides=prompt.name, applies=serving[0].serves)
         if needed_bytes + used_bytes > limit_bytes:
             raise QuotaExceededError(prompt.name, needed_bytes, used_bytes, limit_bytes)
 
 
-def estimate_bytes(namespace: Namespace, prompt: PromptRow) -> int:
-    """Return about how many uncompressed bytes the prompt's reachable chunks take in a namespace."""
+def estimate_bytes(namespace: Namespace, num_tokens: int) -> int:
+    """Return about how many uncompressed bytes the reachable chunks of a prompt take in a namespace."""
     total = 0
     for group in namespace.layout.groups:
-        num_chunks = len(prompt.tokens) // group.chunk_tokens
+        num_chunks = num_tokens // group.chunk_tokens
         if group.window_chunks:
             num_chunks = min(num_chunks, group.window_chunks)
         total += num_chunks * namespace.layout.payload_bytes(group.group_idx)
@@ -55,7 +55,7 @@ async def pinned_bytes(
     for part in slices(book.pinned()):
         for prompt in part:
             if prompt.name != besides and book.binding(prompt.pin_id, own_id) is None and applies(prompt):
-                num_bytes += estimate_bytes(namespace, prompt)
+                num_bytes += estimate_bytes(namespace, len(prompt.tokens))
         await asyncio.sleep(0)
     besides_bytes = await _bound_bytes(namespace, book, besides)
     return num_bytes + namespace.table.disk.promised_bytes - besides_bytes

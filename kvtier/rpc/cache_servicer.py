@@ -15,6 +15,7 @@ from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
+from kvtier.discovery.auto_pins import NAME_PREFIX
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.prompts.book import RequestedPin
@@ -25,6 +26,7 @@ from kvtier.rpc.convert import (
     fsck_report,
     in_turns_of,
     message_of,
+    namespace_advice,
     namespace_status,
     parse_import_start,
     prompt_status,
@@ -53,11 +55,32 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
+        if request.adopt:
+            return await self._adopt(request)
+        if request.name.startswith(NAME_PREFIX):
+            remedy = f"names that begin with {NAME_PREFIX} are those of automatic pins; choose another"
+            raise InvalidArgumentError("name", request.name, remedy)
         ids = array("I")
         async for part in in_turns_of(request.tokens):
             ids.extend(part)
-        requested = RequestedPin(**fields_of(request, without="tokens"), tokens=TokenIds(ids))
-        return prompt_status(await self._cache.pins.pin(requested))
+        fields = {name: value for name, value in fields_of(request, without="tokens").items() if name != "adopt"}
+        return prompt_status(await self._cache.pins.pin(RequestedPin(**fields, tokens=TokenIds(ids))))
+
+    async def _adopt(self, request: pb.PinRequest) -> pb.PromptStatus:
+        for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt", "recipe_json"):
+            if getattr(request, field):
+                raise InvalidArgumentError(field, getattr(request, field), "comes from the pin that is adopted")
+        limits.check_name(request.adopt)
+        how = {field: getattr(request, field) for field in ("ttl_s", "priority", "replace")}
+        return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how))
+
+    async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:
+        config = self._cache.config.cache
+        return pb.Advice(
+            mode=config.auto_pin,
+            max_bytes=request.max_bytes or config.auto_pin_max_bytes,
+            namespaces=[namespace_advice(each) for each in await self._cache.auto_pins.advise(request.max_bytes)],
+        )
 
     async def ListPrompts(self, request: pb.ListPromptsRequest, context: Context) -> pb.ListPromptsResponse:
         if request.page_token and not limits.is_name(request.page_token):
@@ -74,7 +97,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             yield prompt.name, prompt_status(view, with_recipe=False)
 
     async def GetPrompt(self, request: pb.GetPromptRequest, context: Context) -> pb.PromptStatus:
-        return prompt_status(await self._cache.pins.view(request.name))
+        status = prompt_status(await self._cache.pins.view(request.name))
+        if (use := self._cache.auto_pins.use_of(request.name)) is not None:
+            status.use.CopyFrom(message_of(pb.PinUse, use))
+        return status
 
     async def GetTokens(self, request: pb.GetTokensRequest, context: Context) -> pb.PromptTokens:
         prompt = self._cache.prompts.get(request.name)

@@ -5,6 +5,8 @@ Lists are refused for their length before they are copied, and long ones are cop
 
 import asyncio
 import os
+import time
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -18,6 +20,11 @@ from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.concurrency.turns import slices
 from kvtier.core import limits
 from kvtier.core.layout import KVLayout
+from kvtier.core.tokens import TokenIds
+from kvtier.discovery.auto_pins import NamespaceAdvice, PrefixTokens
+from kvtier.discovery.choices import PrefixChoice
+from kvtier.discovery.namespace_traffic import ChangingPlace
+from kvtier.discovery.seen import MAX_PREFIXES, SeenPrefix, SeenRequest
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import PromptRow
 from kvtier.maintenance import Report
@@ -30,6 +37,8 @@ from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.version import __version__
 
+MAX_ADVISED = 256
+"""Prefixes of a namespace that advice names."""
 ITEMS_PER_TURN = 32_768
 """Keys or tokens of a message that are copied in one turn of the loop: some milliseconds."""
 
@@ -113,9 +122,75 @@ def _layout(message: engine_pb2.KVLayout) -> KVLayout:
     return limits.read_layout("hello.layout", fields_of(message, without="groups"), groups)
 
 
+def seen_request(message: engine_pb2.SeenRequest) -> SeenRequest:
+    """Return what a request began with; InvalidArgumentError if that cannot be."""
+    limits.check_count("requests_seen.prefixes", len(message.prefixes), MAX_PREFIXES)
+    prefixes = []
+    for prefix in message.prefixes:
+        limits.PREFIX_DIGEST_BYTES.check("length of requests_seen.digest", len(prefix.digest))
+        prefixes.append(SeenPrefix(prefix.digest, prefix.num_tokens, prefix.is_system_prompt))
+    return SeenRequest(prefixes, message.prompt_digest, message.num_tokens)
+
+
+async def prefix_of(message: engine_pb2.PrefixTokens) -> PrefixTokens:
+    """Return a prefix that an engine sends, its tokens copied in turns of the loop; InvalidArgumentError as above."""
+    limits.PREFIX_DIGEST_BYTES.check("length of prefix_tokens.digest", len(message.digest))
+    texts = {name: getattr(message, name) for name in ("lora_name", "lora_path", "cache_salt")}
+    for name, text in texts.items():
+        limits.TEXT.check(f"prefix_tokens.{name}", text)
+    ids = array("I")
+    async for part in in_turns_of(message.tokens):
+        ids.extend(part)
+    return PrefixTokens(digest=message.digest, tokens=TokenIds(ids), **texts)
+
+
+def changing_place(message: engine_pb2.ChangingMiddle) -> ChangingPlace:
+    """Return where prompts begin to differ; InvalidArgumentError if that cannot be."""
+    if message.digest:
+        limits.PREFIX_DIGEST_BYTES.check("length of changing_middle.digest", len(message.digest))
+    tokens = limits.Whole(0, limits.MAX_TOKENS)
+    limits.check_count("changing_middle.examples", len(message.examples), limits.MAX_PLACE_EXAMPLES)
+    return ChangingPlace(
+        digest=message.digest,
+        num_stable_tokens=tokens.check("changing_middle.num_stable_tokens", message.num_stable_tokens),
+        num_tokens=tokens.check("changing_middle.num_tokens", message.num_tokens),
+        num_prompts=limits.NUM_PROMPTS.check("changing_middle.num_prompts", message.num_prompts),
+        before=limits.PLACE_TEXT.check("changing_middle.before", message.before),
+        examples=tuple(limits.PLACE_EXAMPLE.check("changing_middle.examples", each) for each in message.examples),
+        seen_unix_s=time.time(),
+    )
+
+
 def pin_message(prompt: PromptRow) -> engine_pb2.Pin:
     """Return a prompt as engines receive it."""
     return message_of(engine_pb2.Pin, prompt, tokens=prompt.token_ids.to_list())
+
+
+def namespace_advice(advice: NamespaceAdvice) -> cache_pb2.NamespaceAdvice:
+    """Return what is worth a pin in a namespace as operators receive it."""
+    selection, namespace = advice.selection, advice.namespace
+    return cache_pb2.NamespaceAdvice(
+        namespace_id=namespace.namespace_id,
+        model=namespace.model,
+        requests_per_hour=advice.requests_per_hour,
+        prompt_tokens_per_hour=advice.prompt_tokens_per_hour,
+        chosen_bytes=selection.total_bytes,
+        saved_s_per_hour=selection.saved_s_per_hour,
+        saved_share=selection.saved_share,
+        prefixes=[_advised_prefix(choice, advice) for choice in selection.choices[:MAX_ADVISED]],
+        places=[message_of(cache_pb2.ChangingPlace, place) for place in advice.places],
+    )
+
+
+def _advised_prefix(choice: PrefixChoice, advice: NamespaceAdvice) -> cache_pb2.AdvisedPrefix:
+    verdict = "NAMED" if choice.digest in advice.covered else choice.verdict.name
+    return message_of(
+        cache_pb2.AdvisedPrefix,
+        choice,
+        verdict=cache_pb2.AdvisedPrefix.Verdict.Value(verdict),
+        pin_name=advice.pin_names.get(choice.digest, ""),
+        last_seen_unix_s=choice.last_seen_s,
+    )
 
 
 def prompt_status(view: PromptView, *, with_recipe: bool = True) -> cache_pb2.PromptStatus:
@@ -132,6 +207,7 @@ def prompt_status(view: PromptView, *, with_recipe: bool = True) -> cache_pb2.Pr
         num_confirmed=view.num_confirmed,
         tokens_digest=prompt.token_ids.digest,
         error=view.error,
+        use=None,
     )
 
 

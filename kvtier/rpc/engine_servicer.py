@@ -19,7 +19,16 @@ from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.printable import shortened
-from kvtier.rpc.convert import in_turns_of, listed, message_of, parse_hello, pin_message
+from kvtier.rpc.convert import (
+    changing_place,
+    in_turns_of,
+    listed,
+    message_of,
+    parse_hello,
+    pin_message,
+    prefix_of,
+    seen_request,
+)
 from kvtier.rpc.error_statuses import Context
 from kvtier.service import Cache
 from kvtier.sessions.engine_peer import EnginePeer, PromotionForecast
@@ -138,6 +147,9 @@ class StreamPeer(EnginePeer):
         message = pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete))
         self.send(message, _about_bytes(num_chunks=len(keys)))
 
+    def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
+        self.send(pb.DaemonMessage(prefixes_wanted=pb.PrefixesWanted(digests=digests)))
+
     def ponged(self, ping_id: int) -> None:
         self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
 
@@ -228,6 +240,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 await self._cache.bind(session, bind.pin_id, keys, bind.covered_tokens, shortened(bind.error))
             case "engine_rates":
                 session.measured(message.engine_rates.prefill_tokens_per_s)
+            case "requests_seen":
+                seen = message.requests_seen
+                limits.check_count("requests_seen.requests", len(seen.requests), limits.MAX_SEEN_REQUESTS)
+                await self._cache.auto_pins.observe(session, map(seen_request, seen.requests), seen.num_skipped)
+            case "prefix_tokens":
+                prefix = message.prefix_tokens
+                limits.check_count("prefix_tokens.tokens", len(prefix.tokens), limits.MAX_TOKENS)
+                await self._cache.auto_pins.take_tokens(session, await prefix_of(prefix))
+            case "changing_middle":
+                await self._cache.auto_pins.report_place(session, changing_place(message.changing_middle))
             case "ping":
                 session.peer.ponged(message.ping.id)
             case kind:
@@ -259,6 +281,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             other_namespaces=differences,
             store_mode=pb.STORE_ALL if self._cache.resources.stores_all else pb.STORE_PINNED,
             pin_ids=[prompt.pin_id for prompt in prompts],
+            report_requests=self._cache.auto_pins.is_on and not session.namespace.ephemeral,
         )
         return pb.DaemonMessage(welcome=welcome), len(pins)
 

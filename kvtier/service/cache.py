@@ -15,6 +15,7 @@ from kvtier.config import DaemonConfig
 from kvtier.core import limits
 from kvtier.core.fingerprint import differing_fields, namespace_id
 from kvtier.core.layout import ChunkKey
+from kvtier.discovery.auto_pins import AutoPins
 from kvtier.disk.files.observed_ops import ObservedFileOps
 from kvtier.disk.packs.pack_tier import PackTier
 from kvtier.errors import ArenaError, DrainingError, KvtierError, StuckError
@@ -80,6 +81,8 @@ class Cache:
             self._verified,
             self.registry.retry_refused,
         )
+        self.auto_pins = AutoPins(resources, self.prompts, self.pins, self.namespaces, lambda: self.live_sessions)
+        self.pins.end_automatic_pins = self.auto_pins.end_automatic_pins
 
     @classmethod
     async def open(cls, config: DaemonConfig) -> "Cache":
@@ -110,6 +113,7 @@ class Cache:
         cache._tasks.start("ledger-upkeep", keep_ledger(resources))
         cache._tasks.start("probe", resources.disk_health.run())
         cache._tasks.start("pin-watch", cache.pins.watch.run())
+        cache._tasks.start("auto-pins", cache.auto_pins.run())
         cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))
         if config.disk.compact_bytes_per_s:
             resources.holes.set()  # an earlier run may have left packs with holes
@@ -350,6 +354,7 @@ class Cache:
 
     async def _end(self) -> None:
         await self._tasks.close()
+        await self.auto_pins.save()
         for namespace in [*self.namespaces.values(), *self.registry.ending]:
             await namespace.close(keep_arena=self.config.host.keep_arena)
         await self.resources.close()

@@ -74,6 +74,9 @@ class EnginePeer(Protocol):
     def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
         """What is held of bound keys (storing all: of any) changed; `complete`: all that is held has been named."""
 
+    def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
+        """Prefixes whose tokens the engine shall send when a request begins with them."""
+
     def ponged(self, ping_id: int) -> None:
         """Answer to a ping."""
 

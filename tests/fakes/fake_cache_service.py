@@ -15,9 +15,11 @@ import grpc
 from kvtier._pb import cache_pb2_grpc
 from kvtier._pb.cache_pb2 import (
     TIER_ANY,
+    Advice,
     DaemonStatus,
     EvictRequest,
     EvictResponse,
+    GetAdviceRequest,
     GetPromptRequest,
     GetTokensRequest,
     ListNamespacesResponse,
@@ -62,6 +64,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         counters: For the status.
         breaker_open_reason: Why the disk tier is off.
         evictions: Every EvictRequest.
+        advice: What is answered to GetAdvice.
+        budgets: Of every GetAdviceRequest.
     """
 
     def __init__(self) -> None:
@@ -73,6 +77,8 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
         self.counters: dict[str, int] = {}
         self.breaker_open_reason = ""
         self.evictions: list[EvictRequest] = []
+        self.advice = Advice(mode="off")
+        self.budgets: list[int] = []
         self._changed = threading.Condition()
 
     def capture(self, num_chunks: int | None = None) -> None:
@@ -102,6 +108,10 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             self.prompts[request.name] = status
             self._changed.notify_all()
         return status
+
+    def GetAdvice(self, request: GetAdviceRequest, context: Any) -> Advice:
+        self.budgets.append(request.max_bytes)
+        return self.advice
 
     def ListPrompts(self, request: Any, context: Any) -> ListPromptsResponse:
         return ListPromptsResponse(prompts=self.prompts.values())

@@ -221,6 +221,9 @@ class InProcessEngine:
         self.pinned.pop(pin_id, None)  # or one that it does not know
         self.mirror.remove(pin_id)
 
+    def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
+        """See EnginePeer."""
+
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""
 

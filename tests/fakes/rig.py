@@ -95,6 +95,9 @@ class ListPeer:
     def pin_removed(self, pin_id: str) -> None:
         """See EnginePeer."""
 
+    def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
+        """See EnginePeer."""
+
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""
 

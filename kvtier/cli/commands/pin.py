@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from kvtier._pb.cache_pb2 import PromptStatus
+from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
 from kvtier.cli.commands.pin_flow import PinFlow, PinJob
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import DEFAULT_URL, PromptName, api_key_option, checked_text, seconds, url_option
 from kvtier.cli.output.durations import parse_duration
-from kvtier.cli.output.streams import Output
+from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.prompt_text import sources
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
 from kvtier.cli.vllm_client import VllmClient
@@ -34,6 +34,9 @@ def pin(
     messages: Annotated[str | None, _source(help="Chat messages, JSON as in the OpenAI API")] = None,
     text: Annotated[str | None, _source(help="Text for the completions API")] = None,
     tokens: Annotated[str | None, _source(help="Token ids, a JSON list; works before vLLM runs")] = None,
+    adopt: Annotated[
+        str | None, _source(metavar="AUTO", help="An automatic pin, by its name: it gets this name and stays")
+    ] = None,
     tools: Annotated[str | None, _source(help="OpenAI tools, JSON; with --system or --messages")] = None,
     chat_template_kwargs: Annotated[
         str | None,
@@ -68,6 +71,9 @@ def pin(
     vLLM turns the source into tokens and computes them once; the daemon keeps the result. FILE may be - for stdin.
     Without a source, a known prompt is rendered and warmed again from its stored source.
     """
+    if adopt is not None:
+        _adopt(context, name, adopt, ttl, priority, replace=replace, as_json=as_json)
+        return
     source = _read_source(
         {
             SourceKind.SYSTEM: system,
@@ -102,6 +108,28 @@ def pin(
             done = PinFlow(client, vllm, output).run(job)
     if not done:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _adopt(
+    context: typer.Context,
+    name: str,
+    adopted: str,
+    ttl: str | None,
+    priority: int | None,
+    *,
+    replace: bool,
+    as_json: bool,
+) -> None:
+    request = PinRequest(
+        name=name,
+        adopt=adopted,
+        ttl_s=0 if ttl is None else parse_duration("--ttl", ttl),
+        priority=priority or 0,
+        replace=replace,
+    )
+    with connect(context) as client:
+        status = client.pin(request)
+    Output(json=as_json).answer(to_jsonable(status), f"pinned: {name}, which was {adopted}")
 
 
 def _read_source(

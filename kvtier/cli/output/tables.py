@@ -55,6 +55,8 @@ def prompt_details(status: PromptStatus) -> Iterator[Part]:
         "name": status.name,
         "state": f"{state_name(status)}: {state_meaning(status)}",
         "pinned": _pinned(status),
+        "origin": _ORIGINS.get(status.origin, ""),
+        "used": _used(status),
         "priority": str(status.priority) if status.priority else "",
         "model": status.model or "any",
         "LoRA": status.lora_name,
@@ -77,6 +79,17 @@ def _pinned(status: PromptStatus) -> str:
     if not status.expires_unix_s:
         return "yes, until unpinned"
     return f"yes, until {format_moment(status.expires_unix_s)} (in {format_expiry(status.expires_unix_s)})"
+
+
+_ORIGINS = {"auto": "found in requests; `kvtier pin NAME --adopt` makes it a pin with a name", "request": "a request"}
+
+
+def _used(status: PromptStatus) -> str:
+    use = status.use
+    if not use.num_requests:
+        return ""
+    saved = f"{use.saved_tokens:,} tokens, {use.saved_s:,.0f} s of prefill"
+    return f"by {use.num_requests:,} requests, the last {format_age(use.last_used_unix_s)} ago; {saved}"
 
 
 def _bindings(bindings: Iterable[PromptBinding]) -> Grid:

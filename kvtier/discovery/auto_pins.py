@@ -1,0 +1,405 @@
+"""Prompts that many requests begin with are pinned by themselves, within a budget (ADR 22).
+
+    engine: RequestsSeen -> sketch -> selection -> PrefixesWanted -> engine: PrefixTokens -> a pin as any other
+
+A pin that has a name comes first: it is never refused for the sake of automatic ones, and what it begins with needs
+none. The tokens of a prefix come with the next request that begins with it; nothing keeps those of others.
+"""
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from kvtier.concurrency.pauses import SLOW_POLL_S
+from kvtier.concurrency.turns import Breather, in_turns
+from kvtier.config.model import CacheConfig
+from kvtier.core.tokens import TokenIds
+from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, PrefixChoice, Selection
+from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
+from kvtier.discovery.seen import SeenRequest
+from kvtier.discovery.selection import SelectionRun
+from kvtier.discovery.traffic_book import TrafficBook, recipe_of
+from kvtier.errors import (
+    DrainingError,
+    InvalidArgumentError,
+    KvtierError,
+    LedgerError,
+    PromptNotFoundError,
+    QuotaExceededError,
+)
+from kvtier.ledger import PromptRow
+from kvtier.obs.log import log_event
+from kvtier.prompts.book import PromptBook, RequestedPin
+from kvtier.prompts.pins import Pins
+from kvtier.prompts.quota import estimate_bytes
+from kvtier.prompts.status import PromptView
+from kvtier.sessions.session import Session
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
+
+logger = logging.getLogger(__name__)
+
+MAX_WANTED = 64
+"""Prefixes that engines are asked for at once; the others follow."""
+SAVE_INTERVAL_S = 300.0
+"""What a crash forgets of the counts; pins themselves are in the ledger."""
+_SAMPLED_PACKS = 64
+_REFUSED_S = 3600.0
+_REFRESH_SHARE = 0.1  # of the ttl: a pin's end is written again after so long, not at every request
+NAME_PREFIX = "auto-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixTokens:
+    """PrefixTokens of proto/kvtier/v1/engine.proto, checked."""
+
+    digest: bytes
+    tokens: TokenIds
+    lora_name: str
+    lora_path: str
+    cache_salt: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamespaceAdvice:
+    """What is worth a pin in a namespace.
+
+    Attributes:
+        pin_names: Of the pins that keep prefixes, by digest; those of `covered` are not automatic.
+        places: Where prompts change, the last one reported first.
+    """
+
+    namespace: Namespace
+    requests_per_hour: float
+    prompt_tokens_per_hour: float
+    selection: Selection
+    pin_names: Mapping[bytes, str]
+    covered: frozenset[bytes]
+    places: Sequence[ChangingPlace]
+
+
+class AutoPins:
+    """Counts, chooses and pins, for all namespaces. Loop thread only.
+
+    Args:
+        resources: Configuration, counters, threads.
+        prompts: All prompts.
+        pins: Makes and ends pins.
+        namespaces: By id; they come and go.
+        live_sessions: Returns the engines attached now.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        prompts: PromptBook,
+        pins: Pins,
+        namespaces: Mapping[str, Namespace],
+        live_sessions: Callable[[], Sequence[Session]],
+    ) -> None:
+        self._resources, self._prompts, self._pins = resources, prompts, pins
+        self._namespaces, self._live_sessions = namespaces, live_sessions
+        self._config: CacheConfig = resources.config.cache
+        self._traffic = TrafficBook(resources, prompts, namespaces)
+
+    @property
+    def is_on(self) -> bool:
+        """Engines shall report what requests begin with."""
+        return self._config.auto_pin != "off"
+
+    # What engines report
+
+    async def observe(self, session: Session, requests: Iterator[SeenRequest], num_skipped: int) -> None:
+        """Count what requests began with, with turns of the loop in between."""
+        if not self.is_on or session.namespace.ephemeral:
+            return
+        traffic, now_unix_s = await self._traffic.of(session.namespace), time.time()
+        breather, rate = Breather(), session.namespace.cost.prefill_tokens_per_s
+        num_requests = 0
+        for request in requests:
+            traffic.observe(request, rate, now_unix_s)
+            num_requests += 1
+            await breather.pause()
+        traffic.sketch.skip(num_skipped, now_unix_s)
+        self._resources.counters.requests_observed += num_requests
+        self._resources.counters.requests_skipped += num_skipped
+
+    async def report_place(self, session: Session, place: ChangingPlace) -> None:
+        """Keep where prompts of a namespace begin to differ."""
+        if self.is_on and not session.namespace.ephemeral:
+            (await self._traffic.of(session.namespace)).put_place(place)
+            log_event(
+                logger,
+                "changing_place_found",
+                namespace=session.namespace_id,
+                stable_tokens=place.num_stable_tokens,
+                tokens=place.num_tokens,
+                prompts=place.num_prompts,
+            )
+
+    async def take_tokens(self, session: Session, found: PrefixTokens) -> None:
+        """Pin a prefix that was wanted; what was not, or is no longer, is left alone."""
+        traffic, digest = await self._traffic.of(session.namespace), found.digest
+        choice = self._wanted_choice(traffic, digest)
+        if choice is None or choice.num_tokens != len(found.tokens):
+            return
+        model = session.hello.model_names[0]
+        prefix = PinnedPrefix(digest, choice.num_tokens, choice.is_system_prompt, _parent_of(traffic, digest))
+        requested = RequestedPin(
+            name=_name_of(digest, model),
+            tokens=found.tokens,
+            model=model,
+            lora_name=found.lora_name,
+            lora_path=found.lora_path,
+            cache_salt=found.cache_salt,
+            recipe_json=recipe_of(session.namespace_id, prefix),
+            ttl_s=self._config.auto_pin_ttl_s,
+            origin="auto",
+            public=self._config.auto_pin_public and not found.cache_salt,
+        )
+        traffic.wanted -= {digest}
+        covering = self._covering_pin(requested)
+        if covering is not None:
+            traffic.covered[digest] = covering
+            return
+        await self._make_space(session.namespace, traffic, len(found.tokens))
+        try:
+            await self._pins.pin(requested)
+        except DrainingError:
+            return
+        except KvtierError as error:  # no place on disk, or the name is taken: not again at once
+            traffic.refused_until_s[digest] = time.monotonic() + _REFUSED_S
+            log_event(logger, "auto_pin_refused", level=logging.WARNING, name=requested.name, problem=str(error))
+            return
+        traffic.uses[digest] = PinUse(name=requested.name, prefix=prefix, last_used_unix_s=time.time())
+        self._resources.counters.auto_pins_made += 1
+        log_event(
+            logger,
+            "auto_pin_made",
+            name=requested.name,
+            num_tokens=choice.num_tokens,
+            requests_per_hour=round(choice.requests_per_hour, 1),
+            saved_s_per_hour=round(choice.saved_s_per_hour, 1),
+        )
+
+    def _wanted_choice(self, traffic: NamespaceTraffic, digest: bytes) -> PrefixChoice | None:
+        if digest not in traffic.wanted or traffic.selection is None:
+            return None
+        return next((choice for choice in traffic.selection.chosen if choice.digest == digest), None)
+
+    def _covering_pin(self, wanted: RequestedPin) -> str | None:
+        """Return the name of a pin that an operator or a client made, and that begins with these tokens."""
+        head, end = wanted.tokens[:64], len(wanted.tokens)
+        for prompt in self._prompts.pinned():
+            if prompt.origin == "auto" or prompt.tokens[:64] != head or prompt.tokens[:end] != wanted.tokens:
+                continue
+            same_text = (prompt.lora_path, prompt.cache_salt) == (wanted.lora_path, wanted.cache_salt)
+            if same_text and prompt.model in ("", wanted.model):
+                return prompt.name
+        return None
+
+    # Choosing
+
+    async def run(self) -> None:
+        """Choose again when something came, and save what was counted, until cancelled."""
+        for namespace in list(self._namespaces.values()):
+            await self._traffic.take_over_pins(namespace)
+        saved_at_s = time.monotonic()
+        while self.is_on:
+            await asyncio.sleep(SLOW_POLL_S)
+            for namespace, traffic in self._traffic.current():
+                if traffic.is_changed:
+                    traffic.is_changed = False
+                    await self._choose(namespace, traffic)
+            if time.monotonic() - saved_at_s > SAVE_INTERVAL_S:
+                saved_at_s = time.monotonic()
+                await self._traffic.save()
+
+    async def save(self) -> None:
+        """Write what was counted to disk: the daemon stops."""
+        await self._traffic.save()
+
+    async def _choose(self, namespace: Namespace, traffic: NamespaceTraffic) -> None:
+        traffic.forget_refusals(time.monotonic())
+        traffic.covered = {digest: name for digest, name in traffic.covered.items() if self._is_pinned(name)}
+        traffic.uses = {digest: use for digest, use in traffic.uses.items() if self._is_pinned(use.name)}
+        traffic.selection = await self.select(namespace, traffic, self._budget_of(traffic))
+        if self._config.auto_pin != "pin":
+            return
+        for choice in traffic.selection.superfluous:
+            if choice.digest in traffic.uses:
+                await self._end(traffic, choice.digest, choice.verdict.value)
+        await self._make_space(namespace, traffic, 0)
+        await self._refresh(traffic)
+        self._ask(namespace, traffic)
+
+    async def select(self, namespace: Namespace, traffic: NamespaceTraffic, max_bytes: int) -> Selection:
+        """Weigh what was seen in a namespace, under a budget; in turns of the loop."""
+        config = self._config
+        rules = PinRules(
+            min_tokens=config.auto_pin_min_tokens, min_requests=config.auto_pin_min_requests, max_bytes=max_bytes
+        )
+        costs = PinCosts.of(namespace.layout, _stored_ratio(namespace), namespace.cost.prefill_tokens_per_s)
+        reading = traffic.sketch.reading(time.time(), at_least=1.5)
+        run = SelectionRun(reading, [use.prefix for use in traffic.uses.values()], rules, costs)
+        await in_turns(run.steps())
+        assert run.selection is not None
+        return run.selection
+
+    def _budget_of(self, traffic: NamespaceTraffic) -> int:
+        """Return what is left of the budget for a namespace when the others have theirs."""
+        others = (other.selection for _, other in self._traffic.current() if other is not traffic)
+        return max(0, self._config.auto_pin_max_bytes - sum(each.total_bytes for each in others if each is not None))
+
+    async def _make_space(self, namespace: Namespace, traffic: NamespaceTraffic, num_tokens: int) -> None:
+        """End displaced pins, the least valuable first, until a pin of this many tokens fits into the budget."""
+        assert traffic.selection is not None
+        ratio, limit_bytes = _stored_ratio(namespace), self._budget_of(traffic)
+        for choice in traffic.selection.displaced:
+            lengths = [num_tokens, *(use.prefix.num_tokens for use in traffic.uses.values())]
+            if ratio * sum(estimate_bytes(namespace, each) for each in lengths) <= limit_bytes:
+                return
+            if choice.digest in traffic.uses:
+                await self._end(traffic, choice.digest, "others are worth more")
+
+    def _ask(self, namespace: Namespace, traffic: NamespaceTraffic) -> None:
+        """Ask engines for the tokens of what is chosen and not pinned yet, the most valuable first."""
+        assert traffic.selection is not None
+        known = traffic.uses.keys() | traffic.covered.keys() | traffic.refused_until_s.keys()
+        digests = [choice.digest for choice in traffic.selection.chosen if choice.digest not in known][:MAX_WANTED]
+        if traffic.wanted != (wanted := frozenset(digests)):
+            traffic.wanted = wanted
+            for session in self._live_sessions():
+                if session.namespace is namespace:
+                    session.peer.prefixes_wanted(digests)
+
+    async def _refresh(self, traffic: NamespaceTraffic) -> None:
+        """Move the end of pins that were used since it was written, now and then."""
+        ttl_s = self._config.auto_pin_ttl_s
+        for use in list(traffic.uses.values()):
+            prompt = self._prompts.find(use.name)
+            if prompt is None or not prompt.expires_unix_s:
+                continue
+            if use.last_used_unix_s + ttl_s > prompt.expires_unix_s + _REFRESH_SHARE * ttl_s:
+                await self._pin_again(prompt, ttl_s)
+
+    async def _pin_again(self, prompt: PromptRow, ttl_s: int) -> None:
+        fields = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "priority", "origin", "public")
+        requested = RequestedPin(**{name: getattr(prompt, name) for name in fields}, ttl_s=ttl_s)
+        try:
+            await self._pins.pin(requested)
+        except (KvtierError, PromptNotFoundError) as error:  # it keeps the end that it has
+            log_event(logger, "auto_pin_refused", level=logging.WARNING, name=prompt.name, problem=str(error))
+
+    async def _end(self, traffic: NamespaceTraffic, digest: bytes, why: str) -> bool:
+        use = traffic.uses.pop(digest)
+        try:
+            await self._pins.drop(use.name)
+        except (PromptNotFoundError, DrainingError):
+            return False
+        except LedgerError as error:  # the next choice tries again
+            traffic.uses[digest] = use
+            log_event(logger, "pin_not_ended", level=logging.ERROR, name=use.name, problem=str(error))
+            return False
+        self._resources.counters.auto_pins_ended += 1
+        log_event(logger, "auto_pin_ended", name=use.name, why=why, requests=use.num_requests)
+        return True
+
+    def _is_pinned(self, name: str) -> bool:
+        prompt = self._prompts.find(name)
+        return prompt is not None and prompt.pinned
+
+    # Pins with a name come first
+
+    async def end_automatic_pins(self, error: QuotaExceededError) -> bool:
+        """End the least valuable automatic pins, as many as a pin with a name is short of; False if it cannot fit."""
+        short_bytes = error.needed_bytes + error.used_bytes - self._resources.config.disk.disk_bytes
+        uses = ((each, traffic, use) for each, traffic in self._traffic.current() for use in traffic.uses.values())
+        ranked = sorted(uses, key=lambda each: each[2].last_used_unix_s)
+        victims, freed_bytes = [], 0
+        for namespace, traffic, use in ranked:
+            if freed_bytes >= short_bytes:
+                break
+            victims.append((traffic, use.prefix.digest))
+            freed_bytes += estimate_bytes(namespace, use.prefix.num_tokens)
+        if freed_bytes < short_bytes:
+            return False
+        for traffic, digest in victims:
+            await self._end(traffic, digest, "a pin with a name needs the space")
+        return True
+
+    # What operators ask
+
+    async def adopt(self, adopted: str, name: str, *, ttl_s: int, priority: int, replace: bool) -> PromptView:
+        """Give an automatic pin a name of its own: it is a pin like those of operators from then on.
+
+        Raises:
+            PromptNotFoundError: There is no such prompt.
+            InvalidArgumentError: It is no automatic pin, or the name is one of an automatic pin.
+            KvtierError: As `Pins.pin`.
+        """
+        prompt = self._prompts.get(adopted)
+        if prompt.origin != "auto":
+            remedy = "is no automatic pin; name one that `kvtier list` shows as auto"
+            raise InvalidArgumentError("adopt", adopted, remedy)
+        fields = ("tokens", "model", "lora_name", "lora_path", "cache_salt", "public")
+        view = await self._pins.pin(
+            RequestedPin(
+                **{field: getattr(prompt, field) for field in fields},
+                name=name,
+                ttl_s=ttl_s,
+                priority=priority,
+                replace=replace,
+            )
+        )
+        with suppress(PromptNotFoundError):  # it ended meanwhile
+            await self._pins.drop(adopted)
+        return view
+
+    def use_of(self, name: str) -> PinUse | None:
+        """Return what an automatic pin was good for; None for another prompt."""
+        uses = (use for _, traffic in self._traffic.current() for use in traffic.uses.values())
+        return next((use for use in uses if use.name == name), None)
+
+    async def advise(self, max_bytes: int) -> list[NamespaceAdvice]:
+        """Return what is worth a pin in each namespace, under a budget for each; 0: that of automatic pins."""
+        advice = []
+        for namespace, traffic in self._traffic.current():
+            selection = await self.select(namespace, traffic, max_bytes or self._budget_of(traffic))
+            reading = traffic.sketch.reading(time.time(), at_least=math.inf)
+            advice.append(
+                NamespaceAdvice(
+                    namespace=namespace,
+                    requests_per_hour=reading.requests * reading.per_hour,
+                    prompt_tokens_per_hour=reading.tokens * reading.per_hour,
+                    selection=selection,
+                    pin_names={digest: use.name for digest, use in traffic.uses.items()} | traffic.covered,
+                    covered=frozenset(traffic.covered),
+                    places=tuple(reversed(traffic.places.values())),
+                )
+            )
+        return advice
+
+
+def _stored_ratio(namespace: Namespace) -> float:
+    """Return stored bytes / payload bytes of some packs on disk, 1 while there is none."""
+    packs = namespace.index.packs
+    lives = [packs.live(pack_id) for pack_id in islice(packs, _SAMPLED_PACKS)]
+    raw_bytes = sum(live.raw_bytes for live in lives)
+    return min(1.0, sum(live.stored_bytes for live in lives) / raw_bytes) if raw_bytes else 1.0
+
+
+def _parent_of(traffic: NamespaceTraffic, digest: bytes) -> bytes | None:
+    counted = (each for each in traffic.sketch.reading(time.time()).prefixes if each.digest == digest)
+    return next((each.parent for each in counted), None)
+
+
+def _name_of(digest: bytes, model: str) -> str:
+    """Return the prompt's name: models and adapters of one daemon may have the same tokens, and so block hashes."""
+    return NAME_PREFIX + hashlib.sha256(digest + model.encode()).hexdigest()[:12]

@@ -1,0 +1,97 @@
+"""What requests of all namespaces begin with: in memory for those in use, on disk for those that were."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+from kvtier.discovery.choices import PinnedPrefix
+from kvtier.discovery.namespace_traffic import NamespaceTraffic, PinUse
+from kvtier.discovery.saved_traffic import SavedTraffic
+from kvtier.ledger import PromptRow
+from kvtier.obs.log import log_event
+from kvtier.prompts.book import PromptBook
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMESPACES = 16
+"""In memory, 2 MB each at most; counts of others are on disk until their engines report again."""
+
+
+class TrafficBook:
+    """Loop thread only.
+
+    Args:
+        resources: The disk, and a thread for it.
+        prompts: All prompts; automatic pins say in their recipe which prefix they are.
+        namespaces: By id; they come and go.
+    """
+
+    def __init__(self, resources: Resources, prompts: PromptBook, namespaces: Mapping[str, Namespace]) -> None:
+        self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
+        self._saved = SavedTraffic(resources.config.disk.disk_dir)
+        self._traffic: dict[str, NamespaceTraffic] = {}  # the one that was used last at the end
+
+    async def of(self, namespace: Namespace) -> NamespaceTraffic:
+        """Return what is known of a namespace."""
+        namespace_id = namespace.namespace_id
+        if namespace_id not in self._traffic:
+            saved = await self._resources.in_background(self._saved.load, namespace_id)
+            traffic = self._traffic.setdefault(namespace_id, saved)
+            for use in self._uses_in_ledger(namespace_id):
+                traffic.uses.setdefault(use.prefix.digest, use)
+        traffic = self._traffic[namespace_id] = self._traffic.pop(namespace_id)
+        if len(self._traffic) > MAX_NAMESPACES:
+            oldest = next(iter(self._traffic))
+            await self._save(oldest, self._traffic.pop(oldest))
+        return traffic
+
+    async def take_over_pins(self, namespace: Namespace) -> None:
+        """Know the automatic pins of a previous daemon before any request comes."""
+        if any(self._uses_in_ledger(namespace.namespace_id)):
+            await self.of(namespace)
+
+    def current(self) -> list[tuple[Namespace, NamespaceTraffic]]:
+        """Return what is in memory, of namespaces that there still are."""
+        known = ((self._namespaces.get(namespace_id), traffic) for namespace_id, traffic in self._traffic.items())
+        return [(namespace, traffic) for namespace, traffic in known if namespace is not None]
+
+    async def save(self) -> None:
+        """Write what was counted since the last time to disk; a failure is logged, and costs the counts."""
+        for namespace_id, traffic in list(self._traffic.items()):
+            if not traffic.is_saved:
+                await self._save(namespace_id, traffic)
+
+    async def _save(self, namespace_id: str, traffic: NamespaceTraffic) -> None:
+        traffic.is_saved = True
+        files = self._saved.encode(traffic)
+        try:
+            await self._resources.in_background(self._saved.write, namespace_id, files)
+        except OSError as error:
+            log_event(logger, "traffic_not_saved", level=logging.WARNING, problem=str(error))
+
+    def _uses_in_ledger(self, namespace_id: str) -> Iterator[PinUse]:
+        for prompt in self._prompts.pinned():
+            if prompt.origin == "auto" and (prefix := _prefix_of(prompt, namespace_id)) is not None:
+                yield PinUse(name=prompt.name, prefix=prefix, last_used_unix_s=time.time())
+
+
+def recipe_of(namespace_id: str, prefix: PinnedPrefix) -> str:
+    """Return where an automatic pin comes from; the prompt keeps it, so that a restart knows it again."""
+    parent = prefix.parent.hex() if prefix.parent is not None else ""
+    found = {"digest": prefix.digest.hex(), "parent": parent, "is_system_prompt": prefix.is_system_prompt}
+    return json.dumps({"source": "auto", "namespace": namespace_id, **found})
+
+
+def _prefix_of(prompt: PromptRow, namespace_id: str) -> PinnedPrefix | None:
+    """Return the prefix that an automatic pin of this namespace is; None for another's."""
+    try:
+        recipe = json.loads(prompt.recipe_json)
+        if recipe["namespace"] != namespace_id:
+            return None
+        digest, parent = bytes.fromhex(recipe["digest"]), bytes.fromhex(recipe["parent"]) or None
+        return PinnedPrefix(digest, len(prompt.tokens), bool(recipe["is_system_prompt"]), parent)
+    except (ValueError, KeyError, TypeError):  # an operator has changed it
+        return None

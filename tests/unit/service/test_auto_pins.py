@@ -1,0 +1,342 @@
+"""Prompts that many requests begin with: found, pinned within a budget, kept over a start, and given up again."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvtier._pb import cache_pb2
+from kvtier._pb import engine_pb2 as pb
+from kvtier.config import DaemonConfig
+from kvtier.discovery import auto_pins
+from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
+
+SYSTEM_TOKENS = 64
+BUDGET = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_pins, "SLOW_POLL_S", 0.02)
+
+
+def auto_config(folder: Path, *, disk_bytes: int = 1 << 30, **cache: object) -> DaemonConfig:
+    config = config_in(folder, disk_bytes=disk_bytes)
+    usual: dict[str, object] = {"auto_pin_max_bytes": BUDGET, "auto_pin_min_tokens": 32}
+    return replace(config, cache=replace(config.cache, **usual | cache))  # type: ignore[arg-type]
+
+
+def digest_of(name: str, num_tokens: int) -> bytes:
+    return chunk_key((name, num_tokens))[:16]
+
+
+def tokens_of(name: str, num_tokens: int = SYSTEM_TOKENS) -> list[int]:
+    first = int.from_bytes(name.encode()[:3].ljust(3), "big")
+    return list(range(first, first + num_tokens))
+
+
+def request(system: str, question: object, num_tokens: int = SYSTEM_TOKENS) -> pb.SeenRequest:
+    """A request with a system prompt, as an engine reports it."""
+    prefixes = [pb.SeenPrefix(digest=digest_of(system, num_tokens), num_tokens=num_tokens, is_system_prompt=True)]
+    return pb.SeenRequest(prefixes=prefixes, prompt_digest=hash((system, question)) % 2**64, num_tokens=num_tokens + 20)
+
+
+async def ask(engine: ScriptedEngine, system: str, num_requests: int, first: int = 0) -> None:
+    requests = [request(system, question) for question in range(first, first + num_requests)]
+    await engine.send(requests_seen=pb.RequestsSeen(requests=requests))
+
+
+async def send_tokens(engine: ScriptedEngine, system: str, **fields: str) -> None:
+    """Send the tokens of a prefix as soon as they are wanted."""
+    wanted: Sequence[bytes] = ()
+    while digest_of(system, SYSTEM_TOKENS) not in wanted:
+        wanted = (await engine.receive("prefixes_wanted")).prefixes_wanted.digests
+    await engine.send(
+        prefix_tokens=pb.PrefixTokens(digest=digest_of(system, SYSTEM_TOKENS), tokens=tokens_of(system), **fields)
+    )
+
+
+async def found(engine: ScriptedEngine, system: str, num_requests: int = 4) -> pb.Pin:
+    """Ask so often that the prompt is found; return the pin as the engine gets it."""
+    await ask(engine, system, num_requests)
+    await send_tokens(engine, system)
+    return (await engine.receive("pin_added")).pin_added.pin
+
+
+async def names(stub: Stub) -> set[str]:
+    listed = await stub.ListPrompts(cache_pb2.ListPromptsRequest())
+    return {prompt.name for prompt in listed.prompts}
+
+
+@asynccontextmanager
+async def attached(config: DaemonConfig) -> AsyncIterator[tuple[Stub, ScriptedEngine]]:
+    async with running(config) as stub, ScriptedEngine(config) as engine:
+        yield stub, engine
+
+
+def test_a_prompt_that_repeats_is_pinned_and_survives_a_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = auto_config(tmp_path)
+        async with attached(config) as (stub, engine):
+            assert engine.welcome.report_requests
+            bound = await found(engine, "support")
+            assert (list(bound.tokens), bound.model, bound.pinned) == (tokens_of("support"), "model", True)
+            keys = [chunk_key(("support", n)) for n in range(SYSTEM_TOKENS // 16)]
+            await engine.bind(bound.pin_id, keys)
+            await engine.store(keys)
+            await wait_durable(stub, bound.name)
+            prompt = await prompt_of(stub, bound.name)
+            assert prompt.expires_unix_s == pytest.approx(time.time() + config.cache.auto_pin_ttl_s, abs=60)
+        async with running(config) as stub:
+            assert await names(stub) == {bound.name}
+            async with ScriptedEngine(config) as engine:
+                await ask(engine, "support", 10, first=100)
+                await ask(engine, "other", 4)
+                wanted = (await engine.receive("prefixes_wanted")).prefixes_wanted.digests
+                assert list(wanted) == [digest_of("other", SYSTEM_TOKENS)], "it has its pin"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_repeated_is_no_system_prompt(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (_, engine):
+            await engine.send(requests_seen=pb.RequestsSeen(requests=[request("cron", 1)] * 50))
+            await ask(engine, "rare", 2)
+            await ask(engine, "short", 0)
+            await ask(engine, "good", 4)
+            wanted = (await engine.receive("prefixes_wanted")).prefixes_wanted.digests
+            assert list(wanted) == [digest_of("good", SYSTEM_TOKENS)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_nothing_is_pinned_when_it_is_only_observed_or_off(tmp_path: Path, mode: str) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, auto_pin=mode)) as (stub, engine):
+            assert engine.welcome.report_requests == (mode == "observe")
+            await ask(engine, "support", 50)
+            await engine.send(
+                prefix_tokens=pb.PrefixTokens(digest=digest_of("support", SYSTEM_TOKENS), tokens=tokens_of("support"))
+            )
+            await engine.send(ping=pb.Ping(id=1))
+            await engine.receive("pong")
+            assert not await names(stub)
+            assert (await status_of(stub)).counters["requests_observed"] == (50 if mode == "observe" else 0)
+
+    asyncio.run(scenario())
+
+
+def test_tokens_that_were_not_asked_for_are_not_pinned(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            await ask(engine, "support", 4)
+            await engine.receive("prefixes_wanted")
+            digest = digest_of("support", SYSTEM_TOKENS)
+            await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest, tokens=tokens_of("support")[:-1]))
+            await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest_of("x", 1), tokens=tokens_of("x")))
+            await engine.send(ping=pb.Ping(id=1))
+            await engine.receive("pong")
+            assert not await names(stub)
+
+    asyncio.run(scenario())
+
+
+def test_what_a_pin_with_a_name_begins_with_needs_no_other(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            request = cache_pb2.PinRequest(name="policy", tokens=tokens_of("support", 200))
+            await stub.Pin(request)
+            await ask(engine, "support", 4)
+            await send_tokens(engine, "support")
+            await ask(engine, "other", 4)
+            await send_tokens(engine, "other")
+
+            async def both() -> bool:
+                return len(await names(stub)) == 2
+
+            await until(both)
+            assert {name.partition("-")[0] for name in await names(stub)} == {"policy", "auto"}
+            await unpin(stub, "policy")
+            await ask(engine, "support", 1, first=77)
+            await send_tokens(engine, "support")
+
+            async def again() -> bool:
+                return len(await names(stub)) == 3
+
+            await until(again)
+
+    asyncio.run(scenario())
+
+
+def test_better_prompts_displace_those_that_are_used_less(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        budget = 6000 * SYSTEM_TOKENS // 16  # one prompt
+        async with attached(auto_config(tmp_path, auto_pin_max_bytes=budget)) as (stub, engine):
+            first = await found(engine, "first", 4)
+            await ask(engine, "second", 40)
+            await send_tokens(engine, "second")
+
+            async def displaced() -> bool:
+                return first.name not in await names(stub) and len(await names(stub)) == 1
+
+            await until(displaced)
+            assert (await status_of(stub)).counters["auto_pins_ended"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_automatic_pins_give_way_to_a_pin_with_a_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, disk_bytes=1 << 20)) as (stub, engine):
+            old = await found(engine, "support")
+            pages = (1 << 20) // 6000
+            await pin(stub, "long", tokens=16 * (pages - 1))
+            assert await names(stub) == {"long"}, f"{old.name} gave way"
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_that_no_request_uses_ends_and_is_forgotten(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = auto_config(tmp_path, auto_pin_ttl_s=1)
+        async with attached(config) as (stub, engine):
+            await found(engine, "support")
+
+            async def gone() -> bool:
+                return not await names(stub)
+
+            await until(gone)
+
+    asyncio.run(scenario())
+
+
+def test_an_automatic_pin_is_adopted_under_a_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            found_pin = await found(engine, "support")
+            request = cache_pb2.PinRequest(name="support", adopt=found_pin.name, ttl_s=3600, priority=7)
+            status = await stub.Pin(request)
+            assert (status.name, status.origin, status.num_tokens, status.priority) == ("support", "named", 64, 7)
+            assert await names(stub) == {"support"}
+            for adopted, code in (("support", grpc.StatusCode.INVALID_ARGUMENT), ("x", grpc.StatusCode.NOT_FOUND)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.Pin(cache_pb2.PinRequest(name="again", adopt=adopted))
+                assert caught.value.code() == code
+            with pytest.raises(grpc.aio.AioRpcError, match="comes from the pin that is adopted"):
+                await stub.Pin(cache_pb2.PinRequest(name="again", adopt="x", tokens=[1]))
+            with pytest.raises(grpc.aio.AioRpcError, match="those of automatic pins; choose another"):
+                await stub.Pin(cache_pb2.PinRequest(name="auto-mine", tokens=[1]))
+
+    asyncio.run(scenario())
+
+
+def test_what_a_pin_was_good_for_survives_a_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = auto_config(tmp_path)
+        async with attached(config) as (stub, engine):
+            name = (await found(engine, "support")).name
+            await ask(engine, "support", 5, first=10)
+
+            async def used() -> bool:
+                return (await prompt_of(stub, name)).use.num_requests == 5
+
+            await until(used)
+        async with running(config) as stub:
+            await until(lambda: _num_requests(stub, name, 5))
+            assert (await prompt_of(stub, name)).use.saved_tokens == 5 * SYSTEM_TOKENS
+            assert (await prompt_of(stub, name)).origin == "auto"
+
+    asyncio.run(scenario())
+
+
+async def _num_requests(stub: Stub, name: str, expected: int) -> bool:
+    return (await prompt_of(stub, name)).use.num_requests == expected
+
+
+def test_advice_names_what_is_worth_a_pin_and_why_the_rest_is_not(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, auto_pin="observe")) as (stub, engine):
+            assert not (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
+            await ask(engine, "support", 8)
+            await ask(engine, "rare", 2)
+            await engine.send(requests_seen=pb.RequestsSeen(requests=[request("cron", 1)] * 9))
+            place = pb.ChangingMiddle(
+                num_stable_tokens=40, num_tokens=64, num_prompts=9, before="Today is", examples=["1"]
+            )
+            await engine.send(changing_middle=place)
+            await engine.send(ping=pb.Ping(id=1))
+            await engine.receive("pong")
+            advice = await stub.GetAdvice(cache_pb2.GetAdviceRequest())
+            (namespace,) = advice.namespaces
+            verdicts = {each.digest: cache_pb2.AdvisedPrefix.Verdict.Name(each.verdict) for each in namespace.prefixes}
+            expected = {"support": "CHOSEN", "rare": "TOO_FEW_REQUESTS", "cron": "ONE_PROMPT"}
+            assert verdicts == {digest_of(name, SYSTEM_TOKENS): verdict for name, verdict in expected.items()}
+            assert (advice.mode, advice.max_bytes) == ("observe", BUDGET)
+            assert [(each.num_stable_tokens, each.before) for each in namespace.places] == [(40, "Today is")]
+            assert namespace.prefixes[0].saved_share == pytest.approx(8 * 64 / (19 * 84))
+            small = await stub.GetAdvice(cache_pb2.GetAdviceRequest(max_bytes=1))
+            verdicts_of_small = {each.digest: each.verdict for each in small.namespaces[0].prefixes}
+            assert verdicts_of_small[digest_of("support", SYSTEM_TOKENS)] == cache_pb2.AdvisedPrefix.OVER_BUDGET
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        ({"requests_seen": pb.RequestsSeen(requests=[pb.SeenRequest()] * 1025)}, "requests_seen.requests"),
+        (
+            {"requests_seen": pb.RequestsSeen(requests=[pb.SeenRequest(prefixes=[pb.SeenPrefix()] * 8)])},
+            "requests_seen.prefixes",
+        ),
+        (
+            {"requests_seen": pb.RequestsSeen(requests=[pb.SeenRequest(prefixes=[pb.SeenPrefix(digest=b"x")])])},
+            "requests_seen.digest",
+        ),
+        ({"prefix_tokens": pb.PrefixTokens(digest=b"x")}, "prefix_tokens.digest"),
+        ({"prefix_tokens": pb.PrefixTokens(digest=bytes(16), lora_name="x" * 5000)}, "prefix_tokens.lora_name"),
+        ({"changing_middle": pb.ChangingMiddle(num_tokens=1 << 21, num_prompts=1)}, "changing_middle.num_tokens"),
+        ({"changing_middle": pb.ChangingMiddle(num_prompts=0)}, "changing_middle.num_prompts"),
+        ({"changing_middle": pb.ChangingMiddle(num_prompts=1, examples=["x"] * 4)}, "changing_middle.examples"),
+        ({"changing_middle": pb.ChangingMiddle(num_prompts=1, before="x" * 2000)}, "changing_middle.before"),
+    ],
+)
+def test_messages_out_of_bounds_end_the_session_by_field(
+    tmp_path: Path, message: dict[str, object], match: str
+) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (_, engine):
+            await engine.send(**message)
+            with pytest.raises((EOFError, grpc.aio.AioRpcError), match=match):
+                await engine.receive("pong")
+
+    asyncio.run(scenario())
+
+
+def test_a_flood_of_single_prompts_pins_nothing_and_stays_within_bounds(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            for batch in range(20):
+                requests = [request(f"{batch}-{number}", 0) for number in range(1000)]
+                await engine.send(requests_seen=pb.RequestsSeen(requests=requests, num_skipped=1))
+            for number in range(200):
+                place = pb.ChangingMiddle(num_stable_tokens=number, num_tokens=500, num_prompts=9)
+                await engine.send(changing_middle=place)
+            await engine.send(ping=pb.Ping(id=1))
+            await engine.receive("pong")
+            (namespace,) = (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
+            assert not namespace.prefixes
+            assert len(namespace.places) == 64
+            counters = (await status_of(stub)).counters
+            assert (counters["requests_observed"], counters["requests_skipped"]) == (20_000, 20)
+            assert not await names(stub)
+
+    asyncio.run(scenario())
