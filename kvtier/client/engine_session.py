@@ -68,6 +68,11 @@ class Attachment:
         """Enqueue a message that may wait for others, see `Outbox`; never blocks."""
         self._outbox.put_later(message)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the daemon does not read what is sent. Then what it can do without is better not sent."""
+        return self._outbox.is_behind()
+
     def flush(self) -> None:
         """Send waiting messages now; never blocks."""
         self._outbox.flush()

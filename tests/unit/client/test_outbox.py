@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.outbox import Outbox
+from kvtier.client.outbox import MAX_UNSENT_BATCHES, Outbox
 
 
 def store(kind: str, slot: int) -> pb.EngineMessage:
@@ -68,6 +68,17 @@ def test_a_flush_sends_what_waits_and_wakes_no_thread_without_one() -> None:
     outbox.flush()
     assert said(outbox.take(timeout_s=60)) == ["begin [4]"]
     assert outbox.take(timeout_s=0) == []
+
+
+def test_it_is_behind_while_much_of_it_is_not_taken() -> None:
+    outbox = Outbox()
+    for number in range(MAX_UNSENT_BATCHES):
+        outbox.put(acquire(number))
+    assert not outbox.is_behind()
+    outbox.put(acquire(MAX_UNSENT_BATCHES))
+    assert outbox.is_behind()
+    outbox.take(timeout_s=60)
+    assert not outbox.is_behind()
 
 
 def test_the_end_comes_after_everything() -> None:
