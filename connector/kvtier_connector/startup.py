@@ -2,6 +2,8 @@
 
 import os
 
+from kvtier_connector.discovery import PromptObserver
+from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
@@ -22,11 +24,12 @@ def start_session(facts: EngineFacts) -> EngineParts:
     warm_start = None
     if (url := facts.settings.warm_url) is not None:
         warm_start = WarmStart(facts, EngineApiClient(url, os.environ.get("VLLM_API_KEY", "")))
-    max_model_len = facts.vllm_config.model_config.max_model_len
+    model_config = facts.vllm_config.model_config
+    observer = PromptObserver(facts.shapes, digests.digest, lambda: load_chat_renderer(model_config, None))
     events = DaemonEvents(
         facts.settings.socket,
         hello.make,
-        PinBinder(facts.shapes, facts.block_hasher, digests, max_model_len),
+        PinBinder(facts.shapes, facts.block_hasher, digests, model_config.max_model_len),
         background,
         warm_start.bound if warm_start is not None else lambda attachment: None,
         facts.settings.daemon_uid,
@@ -41,6 +44,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
         lookup_timeout_s=facts.settings.lookup_timeout_s,
         prefill_tokens_per_s=facts.settings.prefill_tokens_per_s,
         warm_start=warm_start,
+        observer=observer,
     )
 
 

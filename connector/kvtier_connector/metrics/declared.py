@@ -60,6 +60,17 @@ WARM_FAILURES = counter(
 )
 ATTACHED = gauge("connector_attached", "1 while the engine has a session with the daemon; as of its last step.")
 
+OBSERVED_REQUESTS = counter(
+    "connector_observed_requests", "Requests whose beginnings were reported to the daemon, which finds what repeats."
+)
+SKIPPED_REQUESTS = counter(
+    "connector_skipped_requests", "Requests whose beginnings were not: more came than the engine looks at, a sample."
+)
+KNOWS_USER_TURN = gauge(
+    "connector_knows_user_turn",
+    "1 when the end of a system prompt is known from the chat template; 0: fixed lengths stand in.",
+)
+
 GPU_PINNED_BLOCKS = gauge(
     "connector_gpu_pinned_blocks",
     "Blocks of pinned prompts that `gpu_pin` keeps in vLLM's prefix cache, if they get there.",
@@ -87,6 +98,9 @@ METRICS = (
     WARMED_TOKENS,
     WARM_FAILURES,
     ATTACHED,
+    OBSERVED_REQUESTS,
+    SKIPPED_REQUESTS,
+    KNOWS_USER_TURN,
     GPU_PINNED_BLOCKS,
     GPU_RESIDENT_BLOCKS,
     GPU_HELD_BLOCKS,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.engine_session import Attachment
+from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.metrics.declared import ATTACHED
@@ -33,6 +34,7 @@ class CurrentSession:
     touches: Touches
     stores: StorePlanner  # get slots
     missing: MissingStates  # forgets what it knew of the last session
+    observer: PromptObserver | None  # reports what requests begin with; gets the session
     stats: ConnectorStats  # reports whether there is a session
     attachment: Attachment | None = None  # the session; None while there is none
     _prepared: Attachment | None = None  # whose arena the workers prepare
@@ -67,6 +69,9 @@ class CurrentSession:
                 self.mirror.set_held(message.chunks_held.keys, message.chunks_held.held)
                 self.stores.commit_answered(message.chunks_held.keys)
                 self.mirror.is_complete |= message.chunks_held.complete
+            case "prefixes_wanted":
+                if self.observer is not None:
+                    self.observer.set_wanted(message.prefixes_wanted.digests)
             case "pong":
                 self._close_breaker()
 
@@ -91,6 +96,8 @@ class CurrentSession:
         self.stats.set(ATTACHED, int(attachment is not None))
         for each in (self.lookups, self.touches, self.stores):
             each.attach(attachment)
+        if self.observer is not None:
+            self.observer.attach(attachment)
 
     def probe_daemon(self) -> None:
         """The breaker has opened: ping the daemon until it answers."""

@@ -29,12 +29,22 @@ from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.obs import trace
+from kvtier_connector.discovery import ObserverCounts, PromptObserver
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.engine.vllm_compat import CacheHitSource, attach, attached
 from kvtier_connector.gpu_pins import PinnedBlocks
-from kvtier_connector.metrics.declared import FAILED_LOADS, LOADED_CHUNKS, WARM_FAILURES, WARM_REQUESTS, WARMED_TOKENS
+from kvtier_connector.metrics.declared import (
+    FAILED_LOADS,
+    KNOWS_USER_TURN,
+    LOADED_CHUNKS,
+    OBSERVED_REQUESTS,
+    SKIPPED_REQUESTS,
+    WARM_FAILURES,
+    WARM_REQUESTS,
+    WARMED_TOKENS,
+)
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.current_session import CurrentSession
@@ -62,6 +72,7 @@ class EngineParts:
     lookup_timeout_s: float  # how long a first answer may take
     prefill_tokens_per_s: float | None = None  # as configured; None: measure
     warm_start: WarmStart | None = None  # if one is configured
+    observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
 
 
 class KVTierOffloadingManager(OffloadingManager):
@@ -71,11 +82,12 @@ class KVTierOffloadingManager(OffloadingManager):
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
         self.pinned_blocks = PinnedBlocks()  # kept up to date here; `GpuPins` reads it
+        self._knows_template: bool | None = None  # as last counted
         self.stats = ConnectorStats()  # the whole scheduler half adds to it
 
     def start(self, parts: EngineParts) -> None:
         """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""
-        self._digests, self._warm_start = parts.digests, parts.warm_start
+        self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
         mirror = ChunkMirror()
         planner = LookupPlanner(parts.groups, mirror)
         self._breaker = CircuitBreaker(parts.lookup_timeout_s)
@@ -94,6 +106,7 @@ class KVTierOffloadingManager(OffloadingManager):
             touches=self._touches,
             stores=self._stores,
             missing=self._missing,
+            observer=self._observer,
             stats=self.stats,
         )
         self._idle = IdleWait(self._requests, parts.events.wait_for_events, lambda: self._clock())
@@ -108,7 +121,10 @@ class KVTierOffloadingManager(OffloadingManager):
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
         self._requests[state.req_id] = state
-        self.stats.count(WARM_REQUESTS, num=int(is_warm_request(state.req_id)))
+        is_warm = is_warm_request(state.req_id)
+        self.stats.count(WARM_REQUESTS, num=int(is_warm))
+        if self._observer is not None and state.cacheable and not is_warm:
+            self._observer.observe(request, state.adapter)
         if self._missing.can_be and self._must_compute(state, request):
             request.skip_reading_prefix_cache = True
 
@@ -261,7 +277,16 @@ class KVTierOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._warm_start is not None:
             self.stats.count(WARM_FAILURES, num=self._warm_start.take_failures())
+        if self._observer is not None:
+            self._count_observed(self._observer.take_counts())
         return self.stats.take()
+
+    def _count_observed(self, counts: ObserverCounts) -> None:
+        self.stats.count(OBSERVED_REQUESTS, num=counts.num_observed)
+        self.stats.count(SKIPPED_REQUESTS, num=counts.num_skipped)
+        if counts.knows_template != self._knows_template:
+            self._knows_template = counts.knows_template
+            self.stats.set(KNOWS_USER_TURN, int(counts.knows_template))
 
     @override
     def reset_cache(self) -> None:
@@ -277,6 +302,8 @@ class KVTierOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         if self._warm_start is not None:
             self._warm_start.close()
+        if self._observer is not None:
+            self._observer.close()
         self._session.events.close()
 
 
