@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SPEC_NAME, SPEC_MODULE = "KVTierOffloadingSpec", "kvtier_connector.spec"
 _SOURCE = "kv_connector_extra_config"
 _OUR_KEYS = (
+    "chat_template",
     "daemon_uid",
     "gpu_pin",
     "lookup_timeout_ms",
@@ -80,6 +81,8 @@ class ConnectorSettings:
     """Whether every byte of the weights is hashed, or a sample of each tensor."""
     trace_folder: Path | None = None
     """From the environment. Where spans for a trace viewer go, one file for each process; None: nowhere."""
+    chat_template: Path | None = None
+    """The file that vLLM got by `--chat-template`, which the engine is not given; None: the model's own is used."""
     warm_url: str | None = None
     """vLLM's own API server, which is asked for pinned prompts after a start; None: it is not."""
 
@@ -103,6 +106,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         else None,
         weights_fingerprint=_choice(WeightsFingerprint, extra, "weights_fingerprint", WeightsFingerprint.SAMPLED),
         trace_folder=_trace_folder(os.environ.get(_TRACE_VARIABLE, "off")),
+        chat_template=_chat_template(extra.get("chat_template")),
         warm_url=_warm_url(extra.get("warm_url")),
     )
 
@@ -179,6 +183,21 @@ def _trace_folder(text: str) -> Path | None:
         return Path(text).expanduser().absolute()
     except RuntimeError as exc:
         raise ConfigError(_TRACE_VARIABLE, text, "environment", "~ names no user here; write it out") from exc
+
+
+def _chat_template(value: object) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | Path) or not value:
+        remedy = "must be the path of the file that vLLM got by --chat-template"
+        raise ConfigError("chat_template", value, _SOURCE, remedy)
+    try:
+        path = Path(value).expanduser().absolute()
+        path.read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as exc:
+        remedy = f"cannot be read as text ({exc}); name the file that vLLM got by --chat-template"
+        raise ConfigError("chat_template", value, _SOURCE, remedy) from exc
+    return path
 
 
 def _positive_int(extra: Mapping[str, Any], key: str, default: int) -> int:

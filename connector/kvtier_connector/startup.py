@@ -24,8 +24,8 @@ def start_session(facts: EngineFacts) -> EngineParts:
     warm_start = None
     if (url := facts.settings.warm_url) is not None:
         warm_start = WarmStart(facts, EngineApiClient(url, os.environ.get("VLLM_API_KEY", "")))
-    model_config = facts.vllm_config.model_config
-    observer = PromptObserver(facts.shapes, digests.digest, lambda: load_chat_renderer(model_config, None))
+    model_config, template_path = facts.vllm_config.model_config, facts.settings.chat_template
+    observer = PromptObserver(facts.shapes, digests.digest, lambda: load_chat_renderer(model_config, template_path))
     events = DaemonEvents(
         facts.settings.socket,
         hello.make,

@@ -23,6 +23,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.gpu_pin is GpuPin.SOFT
     assert settings.weights_fingerprint is WeightsFingerprint.SAMPLED
     assert settings.warm_url is None
+    assert settings.chat_template is None
     assert settings.daemon_uid is None
 
 
@@ -33,6 +34,22 @@ def test_as_whom_the_daemon_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_DAEMON_UID", "kvtier")
     with pytest.raises(ConfigError, match="environment: KVTIER_DAEMON_UID = 'kvtier': must be a uid"):
         parse_settings({})
+
+
+def test_a_chat_template_is_a_file_that_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    assert parse_settings({"chat_template": "chat.jinja"}).chat_template == tmp_path / "chat.jinja"
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for value, message in (
+        ("{{ messages }}", r"chat_template = '{{ messages }}': cannot be read as text .*name the file"),
+        ("bytes", "chat_template = 'bytes': cannot be read as text"),
+        (str(tmp_path), "cannot be read as text"),
+        (7, "chat_template = 7: must be the path of the file that vLLM got by --chat-template"),
+        ("", "must be the path"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_settings({"chat_template": value})
 
 
 def test_one_variable_traces_daemon_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +90,7 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
         (
             "cpu_bytes_to_use",
             1,
-            r"cpu_bytes_to_use = 1: unknown key; allowed are blocks_per_chunk, daemon_uid, ",
+            r"cpu_bytes_to_use = 1: unknown key; allowed are blocks_per_chunk, chat_template, daemon_uid, ",
         ),
         ("blocks_per_chunk", 0, "blocks_per_chunk = 0: must be a positive whole number"),
         ("blocks_per_chunk", True, "must be a positive whole number"),
