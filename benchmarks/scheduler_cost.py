@@ -6,11 +6,15 @@ vLLM's OffloadingConnectorScheduler runs underneath in both columns, driven thro
 the scheduler makes them (stand-ins for requests and blocks: tests/unit/connector/harness.py). `vLLM` has a manager that
 holds no chunk and answers MISS; `kvtier` is the real one. The benchmark plays its session, so no I/O is counted. Thread
 CPU time; the two take turns in one run.
+
+The last lines are of prompts that are found by themselves: what the scheduler's thread pays to have a request of
+100,000 tokens looked at, and what looking at it costs the thread that does.
 """
 
 import argparse
 import itertools
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection
@@ -31,6 +35,13 @@ import pytest
 
 from benchmarks.measuring.machine import machine_line
 from kvtier._pb import engine_pb2 as pb
+from kvtier.client.engine_session import Attachment
+from kvtier.client.outbox import Outbox
+from kvtier_connector.discovery import PromptObserver
+from kvtier_connector.discovery.chat_rendering import ChatRenderer, NoUserTurnError
+from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest, RequestQueue
+from kvtier_connector.discovery.request_reader import RequestReader, TemplateKnowledge
+from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.engine.transfer_job import ArenaSpec
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, hashes_of
 
@@ -38,6 +49,9 @@ PROMPT_CHUNKS = 94
 QUESTION_CHUNKS = 6
 NUM_RUNNING = 16
 STEPS_PER_ROUND = 20
+LONG_PROMPT_TOKENS = 100_000
+SYSTEM_TOKENS = 4000
+NUM_LONG = 32
 HOST = pb.ChunkResidency.HOST
 
 
@@ -173,6 +187,8 @@ def main() -> None:
             _print(title + "nothing matches, no slots", _requests(sides, rounds, "other"))
             _print(title + "94 chunks restored", _requests({"kvtier": sides["kvtier"]}, rounds, "held", hit=True))
             _print(title + "nothing matches, all 100 stored", _requests(storing, rounds, "", store=True))
+    _print("request of 100,000 tokens: in the scheduler", _observed_in_scheduler(rounds))
+    _print("request of 100,000 tokens: in its own thread", _observed_in_thread(rounds))
 
 
 def _requests(
@@ -213,12 +229,94 @@ def _steps(sides: dict[str, ConnectorSide], rounds: int) -> dict[str, list[float
     return samples
 
 
+GROUPS = (GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0),)
+OPENING = (900_000, 900_001)
+
+
+def _long_request(system: int, user: int, *, has_turn: bool = True) -> Any:
+    """Return as much of vLLM's request as is read; its tokens are objects of their own, as vLLM's are."""
+    from types import SimpleNamespace
+
+    opening = OPENING if has_turn else (1, 1)
+    tokens = [*range(system, system + SYSTEM_TOKENS), *opening]
+    tokens += range(user, user + LONG_PROMPT_TOKENS - len(tokens))
+    hashes = hashes_of(f"s{system}-", SYSTEM_TOKENS // 16) + hashes_of(f"{system}-{user}-", len(tokens) // 16)
+    hashes = hashes[: len(tokens) // 16]
+    return SimpleNamespace(
+        prompt_token_ids=tokens, prompt_embeds=None, block_hashes=hashes, mm_features=[], cache_salt=None
+    )
+
+
+def _observed_in_scheduler(rounds: int) -> dict[str, list[float]]:
+    """Time the call that each request makes: with a place in the queue, without one, and without reports."""
+    end = threading.Event()
+
+    def load() -> ChatRenderer:
+        end.wait()
+        raise NoUserTurnError("the benchmark is over")
+
+    observer = PromptObserver(GROUPS, lambda adapter: None, load)
+    attachment = Attachment(Outbox(), 0, pb.Welcome(report_requests=True))
+    requests = [_long_request(1000, 10_000 * number) for number in range(NUM_LONG)]
+    samples: dict[str, list[float]] = {"queued": [], "skipped": [], "no reports": []}
+    for _ in range(rounds):
+        observer.attach(attachment)
+        for label in samples:
+            if label == "skipped":
+                for _ in range(2):  # more tokens than the queue takes
+                    _time_observed(observer, requests)
+            elif label == "no reports":
+                observer.attach(None)
+            samples[label].append(_time_observed(observer, requests))
+    observer.close()
+    end.set()
+    return samples
+
+
+def _time_observed(observer: PromptObserver, requests: list[Any]) -> float:
+    began_s = time.thread_time()
+    for request in requests:
+        observer.observe(request, None)
+    return (time.thread_time() - began_s) / len(requests)
+
+
+def _observed_in_thread(rounds: int) -> dict[str, list[float]]:
+    """Time the reading of requests: of a system prompt seen before, of one that changes, and without any turn."""
+    template = TemplateKnowledge(OPENING, 0, str)
+    samples: dict[str, list[float]] = {"seen before": [], "changing": [], "no turn": []}
+    readers = {label: RequestReader(ChunkShape.of(GROUPS), lambda adapter: None, template) for label in samples}
+    for number in range(rounds + 1):
+        changed = _long_request(1000, 10_000)
+        changed.prompt_token_ids[2000] = 10_000_000 + number
+        changed.block_hashes[125:] = hashes_of(f"changed{number}-", len(changed.block_hashes) - 125)
+        of_round = {
+            "seen before": _long_request(1000, 7 * number),
+            "changing": changed,
+            "no turn": _long_request(1000, 7 * number, has_turn=False),
+        }
+        for label, request in of_round.items():
+            observed = _queued(request)
+            began_s = time.thread_time()
+            assert readers[label].read(observed) is not None
+            if number:  # the first of each is not known
+                samples[label].append(time.thread_time() - began_s)
+    return samples
+
+
+def _queued(request: Any) -> ObservedRequest:
+    queue = RequestQueue()
+    queue.put(request, None)
+    taken = queue.take()
+    assert taken is not None
+    return taken
+
+
 def _print(title: str, samples: dict[str, list[float]]) -> None:
     parts = []
     for label, values in samples.items():
         low, high = statistics.quantiles(values, n=10)[0], statistics.quantiles(values, n=10)[-1]
         parts.append(f"{label} {statistics.median(values) * 1e6:7.1f} us (p10..p90 {low * 1e6:.1f}..{high * 1e6:.1f})")
-    if len(samples) == 2:
+    if {"vLLM", "kvtier"} == set(samples):
         difference = statistics.median(samples["kvtier"]) - statistics.median(samples["vLLM"])
         parts.append(f"difference {difference * 1e6:+.1f} us")
     print(f"{title:46} " + "  ".join(parts))
