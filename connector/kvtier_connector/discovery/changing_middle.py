@@ -34,18 +34,19 @@ class ChangingPlace:
 
     Attributes:
         num_stable_tokens: Tokens before it.
+        identity: Of these tokens, see `ChunkShape.identity`.
         num_tokens: Of the last system prompt seen.
         before: The last tokens before it.
         examples: What stood there in up to three prompts.
     """
 
     num_stable_tokens: int
+    identity: tuple[bytes, tuple[int, ...]]
     num_tokens: int = 0
     before: Sequence[int] = ()
     examples: list[Sequence[int]] = field(default_factory=list)
-    _identity: tuple[bytes, tuple[int, ...]]
     _prompts: DistinctCounter = field(default_factory=DistinctCounter)
-    _num_reported: int = MIN_PROMPTS // 2
+    _num_reported: int = MIN_PROMPTS // 2  # so that twice as many are the fewest that count
     _has_text_behind: bool = False
 
     def num_prompts(self) -> int:
@@ -54,7 +55,7 @@ class ChangingPlace:
 
     def is_of(self, shape: ChunkShape, request: ObservedRequest) -> bool:
         """Return whether a request begins with the tokens before it."""
-        return shape.identity(request, self.num_stable_tokens) == self._identity
+        return shape.identity(request, self.num_stable_tokens) == self.identity
 
     def add(self, digest: int, prompt: _Prompt, other_digest: int, other: _Prompt) -> None:
         """Count a prompt that differs from another one here."""
@@ -100,7 +101,7 @@ class _Head:
                 return place
         if len(self.places) == _MAX_PLACES:
             self.places.remove(min(self.places, key=ChangingPlace.num_prompts))
-        self.places.append(ChangingPlace(num_stable_tokens=at, _identity=shape.identity(request, at)))
+        self.places.append(ChangingPlace(num_stable_tokens=at, identity=shape.identity(request, at)))
         return self.places[-1]
 
 

@@ -48,18 +48,17 @@ class RequestQueue:
             self.num_skipped += 1
             return
         images = request.mm_features  # in the order of their positions
-        self._tokens_put += num_tokens
-        self._requests.append(
-            ObservedRequest(
-                tokens,
-                num_tokens,
-                request.block_hashes,
-                len(request.block_hashes),
-                images[0].mm_position.offset if images else num_tokens,
-                adapter,
-                request.cache_salt or "",
-            )
+        observed = ObservedRequest(
+            tokens,
+            num_tokens,
+            request.block_hashes,
+            len(request.block_hashes),
+            images[0].mm_position.offset if images else num_tokens,
+            adapter,
+            request.cache_salt or "",
         )
+        self._tokens_put += num_tokens
+        self._requests.append(observed)
 
     def take(self) -> ObservedRequest | None:
         """Return the oldest request; None when there is none."""

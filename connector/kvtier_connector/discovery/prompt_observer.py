@@ -95,8 +95,12 @@ class PromptObserver:
         session = self._session
         if session is None or request.prompt_embeds is not None or request.prompt_token_ids is None:
             return
-        if len(request.prompt_token_ids) >= self._shape.chunk_tokens:
+        if len(request.prompt_token_ids) < self._shape.chunk_tokens:
+            return
+        try:
             session.queue.put(request, adapter)
+        except Exception:  # whatever another version of vLLM has there: its request goes on
+            session.queue.num_skipped += 1
 
     def take_counts(self) -> ObserverCounts:
         """Return what was counted since the last call."""

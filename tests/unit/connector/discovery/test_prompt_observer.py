@@ -200,9 +200,13 @@ def test_what_is_not_a_users_prompt_is_not_reported(daemon: ReportingDaemon, eng
     embeds: Any = request_of([1] * 100)
     embeds.prompt_embeds = object()
     engine.manager.register(embeds)
+    strange: Any = request_of([1] * 100)
+    strange.mm_features = [object()]
+    engine.manager.register(strange)
     engine.put([1] * CHUNK_TOKENS)
     wait_for(lambda: bool(daemon.seen()))
     assert [request.num_tokens for request in daemon.seen()] == [CHUNK_TOKENS]
+    assert sum(report.num_skipped for report in daemon.received("requests_seen")) == 1, "vLLM's request goes on"
 
 
 def test_a_daemon_that_wants_no_reports_gets_none_and_costs_nothing(daemon: ReportingDaemon, engine: Engine) -> None:
