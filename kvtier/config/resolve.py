@@ -10,7 +10,7 @@ import platformdirs
 from kvtier.client.address import default_socket_path, usable_socket_path
 from kvtier.config import model
 from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
-from kvtier.config.units import available_bytes, filesystem_bytes, format_size, parse_duration, physical_memory_bytes
+from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
 
 AUTO_DISK_CAP_BYTES = 256 * 1024 * model.MIB
 

@@ -1,4 +1,4 @@
-"""Sizes, durations and addresses as people write them, and what this machine has."""
+"""Sizes and addresses as people write them, and what this machine has."""
 
 import os
 import re
@@ -6,7 +6,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier.core.limits import TTL_S
 from kvtier.folders import existing_parent
 
 _UNITS = {
@@ -16,8 +15,6 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%\s*")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])\s*")
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s\[\]]+)):([0-9]{1,5})")
 # Both cgroup versions; a container's memory is the smaller of this and the machine's.
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -31,17 +28,6 @@ def parse_size(text: str) -> int:
         raise ValueError('not a size; write bytes, or a number with a unit like "64GiB" or "512MiB"')
     # Not through a float, which has no odd number beyond 2**53.
     return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
-
-
-def parse_duration(text: str) -> int:
-    """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never". ValueError: how durations are written."""
-    if text.strip().lower() == "never":
-        return 0
-    match = _DURATION.fullmatch(text.lower())
-    seconds = int(float(match[1]) * _SECONDS[match[2]]) if match else 0
-    if not 1 <= seconds <= TTL_S.most:
-        raise ValueError('must be a duration like "90s", "30m", "12h", "7d" or "2w", at most 36500d, or "never"')
-    return seconds
 
 
 def parse_percent(text: str) -> float | None:

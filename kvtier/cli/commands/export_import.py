@@ -14,13 +14,13 @@ import typer
 from kvtier._pb.cache_pb2 import ExportRequest, ImportStart
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import AsJsonWithProgress, PromptName, checked_text
-from kvtier.cli.output.durations import parse_duration
 from kvtier.cli.output.progress import byte_progress
 from kvtier.cli.output.prompt_summary import summarize
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import pin_result
 from kvtier.config.units import format_size
 from kvtier.core.limits import PIECE_BYTES
+from kvtier.core.ttl import parse_duration
 from kvtier.errors import InvalidArgumentError
 from kvtier.fsync import fsync_directory
 

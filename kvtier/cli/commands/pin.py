@@ -11,12 +11,12 @@ from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
 from kvtier.cli.commands.pin_flow import PinFlow, PinJob
 from kvtier.cli.context import connect, interruptible
 from kvtier.cli.options import DEFAULT_URL, PromptName, api_key_option, checked_text, seconds, url_option
-from kvtier.cli.output.durations import parse_duration
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.prompt_text import sources
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
 from kvtier.cli.vllm_client import VllmClient
 from kvtier.client.admin import AdminClient, RemoteError
+from kvtier.core.ttl import parse_duration
 from kvtier.errors import InvalidArgumentError
 from kvtier.printable import shown_url
 from kvtier.process import ExitCode

@@ -1,22 +1,12 @@
-"""Durations and points in time, as operators write and read them."""
+"""Durations and points in time, as operators read them."""
 
 import time
 
-from kvtier.config import units
-from kvtier.errors import InvalidArgumentError
+from kvtier.core.ttl import SECONDS
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 # For values out of range, which no clock of kvtier writes.
 UNKNOWN = "?"
 _MAX_SECONDS = 1e11
-
-
-def parse_duration(field: str, text: str) -> int:
-    """Return the seconds of a duration as in settings, 0 for "never"; InvalidArgumentError names the field."""
-    try:
-        return units.parse_duration(text)
-    except ValueError as exc:
-        raise InvalidArgumentError(field, text, str(exc)) from exc
 
 
 def format_duration(seconds: float) -> str:
@@ -26,7 +16,7 @@ def format_duration(seconds: float) -> str:
     left = max(0, int(seconds))
     parts = []
     for unit in "dhms":
-        number, left = divmod(left, _SECONDS[unit])
+        number, left = divmod(left, SECONDS[unit])
         if number:
             parts.append(f"{number}{unit}")
         if len(parts) == 2:

@@ -23,12 +23,13 @@ from kvtier._pb.cache_pb2 import (
     SessionStatus,
     Tier,
 )
-from kvtier.cli.output.durations import format_duration, format_expiry, parse_duration
+from kvtier.cli.output.durations import format_duration, format_expiry
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.output.tables import daemon_details
 from kvtier.cli.vllm_client import VllmClient
 from kvtier.client.admin import AdminClient
 from kvtier.client.trusted_socket import is_stopped, listener_pid
+from kvtier.core.ttl import parse_duration
 from kvtier.doctor import daemon as doctor_daemon
 from kvtier.doctor.report import Status
 from kvtier.errors import DaemonSilentError, DaemonUnreachableError, InvalidArgumentError
