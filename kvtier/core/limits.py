@@ -114,6 +114,15 @@ _GROUP_FIELDS = {
     "window_chunks": WINDOW_CHUNKS,
 }
 
+# Requests that ask for pins
+NUM_REQUESTED_PREFIXES = Whole(1, 4)
+"""As many breakpoints as hosted APIs take."""
+PREFIX_TOKENS = Whole(1, MAX_TOKENS)
+PREFIX_DIGEST_BYTES = 16
+_OWNER = re.compile(r"[0-9a-f]{16}")
+MAX_PREFETCHED_KEYS = 2**16
+"""Chunks of a namespace that may wait for a prefetch that an engine has asked for: 2.4 MB of keys."""
+
 # Files
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
 """Source: safetensors 0.8.0, tensor.rs, MAX_HEADER_SIZE."""
@@ -135,6 +144,20 @@ def check_name(value: object) -> str:
     if not isinstance(value, str) or not is_name(value):
         remedy = "use 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
         raise InvalidArgumentError("name", value, remedy)
+    return value
+
+
+def check_owner(field: str, value: object) -> str:
+    """Return who asks for a pin; raise InvalidArgumentError if it is neither a digest nor empty."""
+    if not isinstance(value, str) or (value and not _OWNER.fullmatch(value)):
+        raise InvalidArgumentError(field, value, "use 16 hex digits in lower case, or leave it out")
+    return value
+
+
+def check_digest(field: str, value: bytes) -> bytes:
+    """Return the digest of a prefix; raise InvalidArgumentError if it has another length."""
+    if len(value) != PREFIX_DIGEST_BYTES:
+        raise InvalidArgumentError(field, f"{len(value)} bytes", f"a prefix has a digest of {PREFIX_DIGEST_BYTES}")
     return value
 
 
