@@ -96,6 +96,10 @@ class QuotaExceededError(KvtierError):
         self.needed_bytes, self.used_bytes = needed_bytes, used_bytes
 
 
+class RequestLimitError(KvtierError):
+    """Requests of an owner, or of all, have as many pins as they may have, or make too many at once."""
+
+
 class DiskSpaceError(KvtierError):
     """The file system has no space for a file that exists for the length of one call.
 

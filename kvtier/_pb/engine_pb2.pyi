@@ -15,7 +15,7 @@ STORE_PINNED: StoreMode
 STORE_ALL: StoreMode
 
 class EngineMessage(_message.Message):
-    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle")
+    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,9 @@ class EngineMessage(_message.Message):
     REQUESTS_SEEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHANGING_MIDDLE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_PINS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    DEMOTE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     acquire: Acquire
     release: Release
@@ -44,10 +47,13 @@ class EngineMessage(_message.Message):
     requests_seen: RequestsSeen
     prefix_tokens: PrefixTokens
     changing_middle: ChangingMiddle
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ...) -> None: ...
+    request_pins: RequestPins
+    prefetch: Prefetch
+    demote: Demote
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ..., request_pins: _Optional[_Union[RequestPins, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., demote: _Optional[_Union[Demote, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted")
+    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted", "request_pins_answer")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +62,7 @@ class DaemonMessage(_message.Message):
     CHUNKS_HELD_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_WANTED_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_PINS_ANSWER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     acquire_update: AcquireUpdate
     store_credits: StoreCredits
@@ -64,7 +71,8 @@ class DaemonMessage(_message.Message):
     chunks_held: ChunksHeld
     pong: Pong
     prefixes_wanted: PrefixesWanted
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ...) -> None: ...
+    request_pins_answer: RequestPinsAnswer
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ..., request_pins_answer: _Optional[_Union[RequestPinsAnswer, _Mapping]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
@@ -244,12 +252,14 @@ class StoreCredits(_message.Message):
     def __init__(self, slots: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
 
 class StoreSlot(_message.Message):
-    __slots__ = ("key", "slot")
+    __slots__ = ("key", "slot", "requested")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     slot: SlotRef
-    def __init__(self, key: _Optional[bytes] = ..., slot: _Optional[_Union[SlotRef, _Mapping]] = ...) -> None: ...
+    requested: bool
+    def __init__(self, key: _Optional[bytes] = ..., slot: _Optional[_Union[SlotRef, _Mapping]] = ..., requested: bool = ...) -> None: ...
 
 class StoreBegin(_message.Message):
     __slots__ = ("stores",)
@@ -388,6 +398,80 @@ class ChangingMiddle(_message.Message):
     before: str
     examples: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, digest: _Optional[bytes] = ..., num_stable_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prompts: _Optional[int] = ..., before: _Optional[str] = ..., examples: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RequestPins(_message.Message):
+    __slots__ = ("id", "prefixes", "tokens", "priority", "name", "owner", "lora_name", "lora_path", "cache_salt")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    prefixes: _containers.RepeatedCompositeFieldContainer[RequestedPrefix]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    priority: int
+    name: str
+    owner: str
+    lora_name: str
+    lora_path: str
+    cache_salt: str
+    def __init__(self, id: _Optional[int] = ..., prefixes: _Optional[_Iterable[_Union[RequestedPrefix, _Mapping]]] = ..., tokens: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., name: _Optional[str] = ..., owner: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class RequestedPrefix(_message.Message):
+    __slots__ = ("digest", "num_tokens", "ttl_s")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    num_tokens: int
+    ttl_s: int
+    def __init__(self, digest: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[int] = ...) -> None: ...
+
+class RequestPinsAnswer(_message.Message):
+    __slots__ = ("id", "results", "problem")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    results: _containers.RepeatedCompositeFieldContainer[RequestPinResult]
+    problem: str
+    def __init__(self, id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[RequestPinResult, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class RequestPinResult(_message.Message):
+    __slots__ = ("state", "ends_in_s")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN: _ClassVar[RequestPinResult.State]
+        PINNED: _ClassVar[RequestPinResult.State]
+        REFUSED: _ClassVar[RequestPinResult.State]
+    UNKNOWN: RequestPinResult.State
+    PINNED: RequestPinResult.State
+    REFUSED: RequestPinResult.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ENDS_IN_S_FIELD_NUMBER: _ClassVar[int]
+    state: RequestPinResult.State
+    ends_in_s: float
+    def __init__(self, state: _Optional[_Union[RequestPinResult.State, str]] = ..., ends_in_s: _Optional[float] = ...) -> None: ...
+
+class Prefetch(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Demote(_message.Message):
+    __slots__ = ("keys", "digest", "owner")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    digest: bytes
+    owner: str
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., digest: _Optional[bytes] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class EngineRates(_message.Message):
     __slots__ = ("prefill_tokens_per_s",)

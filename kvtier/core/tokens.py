@@ -45,6 +45,11 @@ class TokenIds(Sequence[int]):
         """Memory that they take."""
         return len(self._ids) * self._ids.itemsize
 
+    def begins_with(self, other: "TokenIds") -> bool:
+        """Return whether these ids begin with all of the other ones; copies nothing."""
+        mine, its = memoryview(self._ids).cast("B"), memoryview(other._ids).cast("B")
+        return mine[: len(its)] == its
+
     @cached_property
     def digest(self) -> str:
         """Return a short digest, empty for no ids."""

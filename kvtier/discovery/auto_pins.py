@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -30,14 +29,12 @@ from kvtier.errors import (
     InvalidArgumentError,
     KvtierError,
     LedgerError,
-    PromptNotFoundError,
     QuotaExceededError,
 )
-from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin
 from kvtier.prompts.pins import Pins
-from kvtier.prompts.quota import estimate_bytes
+from kvtier.prompts.quota import bytes_of_tokens
 from kvtier.prompts.status import PromptView
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
@@ -263,7 +260,7 @@ class AutoPins:
         ratio, limit_bytes = _stored_ratio(namespace), self._budget_of(traffic)
         for choice in traffic.selection.displaced:
             lengths = [num_tokens, *(use.prefix.num_tokens for use in traffic.uses.values())]
-            if ratio * sum(estimate_bytes(namespace, each) for each in lengths) <= limit_bytes:
+            if ratio * sum(bytes_of_tokens(namespace.layout, each) for each in lengths) <= limit_bytes:
                 return
             if choice.digest in traffic.uses:
                 await self._end(traffic, choice.digest, "others are worth more")
@@ -287,21 +284,19 @@ class AutoPins:
             if prompt is None or not prompt.expires_unix_s:
                 continue
             if use.last_used_unix_s + ttl_s > prompt.expires_unix_s + _REFRESH_SHARE * ttl_s:
-                await self._pin_again(prompt, ttl_s)
-
-    async def _pin_again(self, prompt: PromptRow, ttl_s: int) -> None:
-        fields = ("name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "priority", "origin", "public")
-        requested = RequestedPin(**{name: getattr(prompt, name) for name in fields}, ttl_s=ttl_s)
-        try:
-            await self._pins.pin(requested)
-        except (KvtierError, PromptNotFoundError) as error:  # it keeps the end that it has
-            log_event(logger, "auto_pin_refused", level=logging.WARNING, name=prompt.name, problem=str(error))
+                try:
+                    await self._pins.extend(prompt, use.last_used_unix_s + ttl_s, prompt.priority)
+                except LedgerError as error:  # the next choice tries again
+                    log_event(logger, "pin_not_ended", level=logging.ERROR, name=use.name, problem=str(error))
 
     async def _end(self, traffic: NamespaceTraffic, digest: bytes, why: str) -> bool:
         use = traffic.uses.pop(digest)
+        prompt = self._prompts.find(use.name)
+        if prompt is None:
+            return False
         try:
-            await self._pins.drop(use.name)
-        except (PromptNotFoundError, DrainingError):
+            await self._pins.forget(prompt)
+        except DrainingError:
             return False
         except LedgerError as error:  # the next choice tries again
             traffic.uses[digest] = use
@@ -327,7 +322,7 @@ class AutoPins:
             if freed_bytes >= short_bytes:
                 break
             victims.append((traffic, use.prefix.digest))
-            freed_bytes += estimate_bytes(namespace, use.prefix.num_tokens)
+            freed_bytes += bytes_of_tokens(namespace.layout, use.prefix.num_tokens)
         if freed_bytes < short_bytes:
             return False
         for traffic, digest in victims:
@@ -358,8 +353,7 @@ class AutoPins:
                 replace=replace,
             )
         )
-        with suppress(PromptNotFoundError):  # it ended meanwhile
-            await self._pins.drop(adopted)
+        await self._pins.forget(prompt)
         return view
 
     def use_of(self, name: str) -> PinUse | None:

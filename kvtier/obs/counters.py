@@ -38,6 +38,9 @@ _ORPHAN_SLOTS = counter(
     "Arena rows of a previous daemon that name a chunk, by outcome of their check.",
     outcome=("recovered", "rejected"),
 )
+_REQUEST_PINS = counter(
+    "request_pins", "Prefixes that requests asked to pin, by outcome.", result=("made", "extended", "refused")
+)
 _IO_ERRORS = counter(
     "io_errors",
     "Calls that the operating system or SQLite refused, by tier and operation. To open or unlink a pack that does not "
@@ -191,6 +194,12 @@ class Counters:
     )
     slots_quarantined: int = counted(
         "slots_quarantined", "Arena slots set aside because a process of a lost session may still write them."
+    )
+
+    request_pins_made: int = series(_REQUEST_PINS, "made", meaning="A new pin.")
+    request_pins_extended: int = series(_REQUEST_PINS, "extended", meaning="A pin that stood ends later now.")
+    request_pins_refused: int = series(
+        _REQUEST_PINS, "refused", meaning="A limit of the owner or of all owners is reached, or the name is taken."
     )
 
     io_errors_host_back: int = series(_IO_ERRORS, "host", "populate")

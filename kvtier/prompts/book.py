@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.core import limits
 from kvtier.errors import InvalidArgumentError, PromptExistsError, PromptNotFoundError
-from kvtier.ledger import BindingRow, PromptRow
-from kvtier.ledger.rows import Origin
+from kvtier.ledger import BindingRow, Origin, PromptRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ class PromptBook:
         """
         old = self._by_name.get(requested.name)
         expires_unix_s = now_unix_s + requested.ttl_s if requested.ttl_s else 0.0
-        if old is not None and (differs_in := _difference(old, requested)) is None:
+        if old is not None and (differs_in := difference(old, requested)) is None:
             return replace(
                 old,
                 pinned=True,
@@ -136,6 +135,8 @@ class PromptBook:
                 priority=requested.priority,
                 recipe_json=requested.recipe_json or old.recipe_json,
                 public=requested.public,
+                origin=requested.origin,
+                owner=requested.owner,
             ), old
         if old is not None and old.tokens and not requested.replace:
             raise PromptExistsError(requested.name, differs_in or "content")
@@ -207,7 +208,8 @@ def _importance(prompt: PromptRow) -> tuple[int, float]:
     return prompt.priority, prompt.created_unix_s
 
 
-def _difference(old: PromptRow, requested: RequestedPin) -> str | None:
+def difference(old: PromptRow, requested: RequestedPin) -> str | None:
+    """Return the first field in which a prompt is another one than that asked for; None: it is the same."""
     for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt"):
         if getattr(old, field) != getattr(requested, field):
             return field

@@ -92,6 +92,39 @@ class Pins:
         if old != prompt:
             self._announce(prompt)
 
+    async def extend(self, prompt: PromptRow, expires_unix_s: float, priority: int) -> PromptRow:
+        """Change when a pin ends, and its priority; durable on return. Returns it as it stands then.
+
+        Raises:
+            LedgerError: The ledger refused; nothing has changed.
+        """
+        return await self._changes.exclusively("extend", lambda: self._extend(prompt, expires_unix_s, priority))
+
+    async def _extend(self, prompt: PromptRow, expires_unix_s: float, priority: int) -> PromptRow:
+        known = self._prompts.by_pin_id(prompt.pin_id)
+        if known is None or not known.pinned:  # it has ended meanwhile
+            return prompt
+        extended = replace(known, expires_unix_s=expires_unix_s, priority=priority)
+        await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, extended)
+        self._prompts.put(extended)
+        if known.priority != priority:  # engines know it; of its end they know nothing
+            self._announce(extended)
+        return extended
+
+    async def forget(self, prompt: PromptRow) -> None:
+        """End a pin and forget its prompt; the chunks stay as evictable cache.
+
+        Raises:
+            LedgerError: The ledger refused; the pin stands.
+        """
+        await self._changes.exclusively("forget", lambda: self._end(prompt))
+
+    async def _end(self, prompt: PromptRow) -> None:
+        if self._prompts.by_pin_id(prompt.pin_id) is not None:
+            await self._forget_prompt(prompt)
+            self._retry_refused()
+            log_event(logger, "pin_ended", name=prompt.name)
+
     async def unpin(self, name: str) -> PromptView:
         """End the promise; the chunks stay as evictable cache.
 
@@ -111,19 +144,6 @@ class Pins:
             self._retry_refused()
             log_event(logger, "pin_ended", name=prompt.name)
 
-    async def drop(self, name: str) -> None:
-        """End the promise and forget the prompt; its chunks stay as evictable cache.
-
-        Raises:
-            PromptNotFoundError: There is no such prompt.
-            LedgerError: The ledger refused.
-        """
-        await self._changes.exclusively("drop", lambda: self._drop(self._prompts.get(name)))
-
-    async def _drop(self, prompt: PromptRow) -> None:
-        await self._unpin(prompt)
-        await self._forget_prompt(self._prompts.get(prompt.name))
-
     async def expire(self) -> None:
         """End pins whose time is over, for ever."""
         while True:
@@ -136,8 +156,8 @@ class Pins:
                 if self._prompts.by_pin_id(prompt.pin_id) != prompt:
                     continue
                 try:
-                    # What has no name of its own is not listed when it is over.
-                    await (self._unpin(prompt) if prompt.origin == "named" else self._drop(prompt))
+                    # A prompt that no one named is known by its pin only: kept, such prompts would grow for ever.
+                    await (self._unpin(prompt) if prompt.origin == "named" else self._end(prompt))
                 except LedgerError as error:  # the next turn tries again
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=prompt.name, problem=str(error))
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from kvtier.concurrency.turns import slices
+from kvtier.core.layout import KVLayout
 from kvtier.errors import QuotaExceededError
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import PromptBook
@@ -26,20 +27,20 @@ async def check_quota(
         serving = [session for session in namespace.sessions if session.serves(prompt)]
         if not serving:
             continue
-        needed_bytes = estimate_bytes(namespace, len(prompt.tokens))
+        needed_bytes = bytes_of_tokens(namespace.layout, len(prompt.tokens))
         used_bytes = await pinned_bytes(namespace, book, besides=prompt.name, applies=serving[0].serves)
         if needed_bytes + used_bytes > limit_bytes:
             raise QuotaExceededError(prompt.name, needed_bytes, used_bytes, limit_bytes)
 
 
-def estimate_bytes(namespace: Namespace, num_tokens: int) -> int:
-    """Return about how many uncompressed bytes the reachable chunks of a prompt take in a namespace."""
+def bytes_of_tokens(layout: KVLayout, num_tokens: int) -> int:
+    """Return how many uncompressed bytes the reachable chunks of a prompt of this length take."""
     total = 0
-    for group in namespace.layout.groups:
+    for group in layout.groups:
         num_chunks = num_tokens // group.chunk_tokens
         if group.window_chunks:
             num_chunks = min(num_chunks, group.window_chunks)
-        total += num_chunks * namespace.layout.payload_bytes(group.group_idx)
+        total += num_chunks * layout.payload_bytes(group.group_idx)
     return total
 
 
@@ -55,7 +56,7 @@ async def pinned_bytes(
     for part in slices(book.pinned()):
         for prompt in part:
             if prompt.name != besides and book.binding(prompt.pin_id, own_id) is None and applies(prompt):
-                num_bytes += estimate_bytes(namespace, len(prompt.tokens))
+                num_bytes += bytes_of_tokens(namespace.layout, len(prompt.tokens))
         await asyncio.sleep(0)
     besides_bytes = await _bound_bytes(namespace, book, besides)
     return num_bytes + namespace.table.disk.promised_bytes - besides_bytes

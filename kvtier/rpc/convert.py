@@ -28,6 +28,7 @@ from kvtier.discovery.seen import MAX_PREFIXES, SeenPrefix, SeenRequest
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import PromptRow
 from kvtier.maintenance import Report
+from kvtier.prompts.request_pins import AskedPins, AskedPrefix
 from kvtier.prompts.status import PromptView
 from kvtier.rpc.metrics import MetricsState
 from kvtier.service import Cache
@@ -113,6 +114,26 @@ def parse_hello(message: engine_pb2.EngineMessage | None) -> EngineHello:
         layout=_layout(hello.layout),
         store_credits=limits.STORE_CREDITS.check("hello.store_credits", hello.store_credits),
         ephemeral=hello.ephemeral,
+    )
+
+
+async def parse_request_pins(message: engine_pb2.RequestPins) -> AskedPins:
+    """Check what a request asks to pin; InvalidArgumentError if it cannot be used."""
+    limits.check_count("request_pins.prefixes", len(message.prefixes), limits.NUM_REQUESTED_PREFIXES.most)
+    limits.check_count("request_pins.tokens", len(message.tokens), limits.MAX_TOKENS)
+    ids = array("I")
+    async for part in in_turns_of(message.tokens):
+        ids.extend(part)
+    return AskedPins(
+        ask_id=message.id,
+        prefixes=tuple(AskedPrefix(**fields_of(prefix)) for prefix in message.prefixes),
+        tokens=TokenIds(ids),
+        priority=message.priority,
+        name=message.name,
+        owner=message.owner,
+        lora_name=message.lora_name,
+        lora_path=message.lora_path,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -25,13 +25,14 @@ from kvtier.rpc.convert import (
     listed,
     message_of,
     parse_hello,
+    parse_request_pins,
     pin_message,
     prefix_of,
     seen_request,
 )
 from kvtier.rpc.error_statuses import Context
 from kvtier.service import Cache
-from kvtier.sessions.engine_peer import EnginePeer, PromotionForecast
+from kvtier.sessions.engine_peer import EnginePeer, PinResult, PromotionForecast
 from kvtier.sessions.session import Session, SessionEnd
 from kvtier.sessions.stores import StoreList
 
@@ -150,6 +151,14 @@ class StreamPeer(EnginePeer):
     def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
         self.send(pb.DaemonMessage(prefixes_wanted=pb.PrefixesWanted(digests=digests)))
 
+    def request_pins_answered(self, ask_id: int, results: Sequence[PinResult], problem: str) -> None:
+        answer = pb.RequestPinsAnswer(
+            id=ask_id,
+            results=[pb.RequestPinResult(state=result.outcome.name, ends_in_s=result.ends_in_s) for result in results],
+            problem=problem,
+        )
+        self.send(pb.DaemonMessage(request_pins_answer=answer))
+
     def ponged(self, ping_id: int) -> None:
         self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
 
@@ -229,6 +238,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 keys = await listed("touch.keys", message.touch.keys)
                 await turns.in_turns(session.stores.touch(keys, stored=message.touch.stored))
             case "store_begin":
+                session.stores.expect(store.key for store in message.store_begin.stores if store.requested)
                 await _change_stores(session, session.stores.begin, "store_begin.stores", message.store_begin.stores)
             case "store_done":
                 await _change_stores(session, session.stores.done, "store_done.stores", message.store_done.stores)
@@ -250,6 +260,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 await self._cache.auto_pins.take_tokens(session, await prefix_of(prefix))
             case "changing_middle":
                 await self._cache.auto_pins.report_place(session, changing_place(message.changing_middle))
+            case "request_pins":
+                self._cache.request_pins.ask(session, await parse_request_pins(message.request_pins))
+            case "prefetch":
+                session.namespace.prefetch(await listed("prefetch.keys", message.prefetch.keys))
+            case "demote":
+                demote = message.demote
+                keys = await listed("demote.keys", demote.keys)
+                digest = limits.check_digest("demote.digest", demote.digest)
+                owner = limits.check_owner("demote.owner", demote.owner)
+                await self._cache.request_pins.demote(session, keys, digest, owner)
             case "ping":
                 session.peer.ponged(message.ping.id)
             case kind:

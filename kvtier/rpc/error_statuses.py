@@ -35,7 +35,12 @@ _ERRORS_OF: dict[grpc.StatusCode, tuple[type[errors.KvtierError], ...]] = {
         errors.FormatVersionError,
         errors.AlreadyRunningError,
     ),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (errors.QuotaExceededError, errors.DiskSpaceError, errors.ArenaFullError),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (
+        errors.QuotaExceededError,
+        errors.RequestLimitError,
+        errors.DiskSpaceError,
+        errors.ArenaFullError,
+    ),
     grpc.StatusCode.INTERNAL: (errors.ArenaError, errors.TierIOError, errors.LedgerError),
     grpc.StatusCode.DATA_LOSS: (errors.ChunkDamagedError,),
     grpc.StatusCode.UNAVAILABLE: (errors.DrainingError,),

@@ -28,6 +28,7 @@ from kvtier.obs.timings import Timings, watch_loop_lag
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.pins import Pins
 from kvtier.prompts.prefetch import Prefetcher
+from kvtier.prompts.request_pins import RequestPins
 from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.startup import load_from_disk
@@ -83,6 +84,8 @@ class Cache:
         )
         self.auto_pins = AutoPins(resources, self.prompts, self.pins, self.namespaces, lambda: self.live_sessions)
         self.pins.end_automatic_pins = self.auto_pins.end_automatic_pins
+
+        self.request_pins = RequestPins(self.pins, self.prompts, self.namespaces, resources)
 
     @classmethod
     async def open(cls, config: DaemonConfig) -> "Cache":

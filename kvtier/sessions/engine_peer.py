@@ -2,7 +2,8 @@
 
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol
 
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
@@ -41,6 +42,21 @@ class PromotionForecast:
     ready_in_s: float = 0.0
 
 
+class PinOutcome(Enum):
+    """RequestPinResult.State of proto/kvtier/v1/engine.proto; the meanings stand there."""
+
+    UNKNOWN = auto()
+    PINNED = auto()
+    REFUSED = auto()
+
+
+class PinResult(NamedTuple):
+    """What became of a pin that a request asked for, and when the pin ends, in seconds from now; 0: never."""
+
+    outcome: PinOutcome
+    ends_in_s: float = 0.0
+
+
 class EnginePeer(Protocol):
     """The outgoing half of a session's stream. Never blocks: it queues. gRPC implements it; in tests it is a list."""
 
@@ -76,6 +92,9 @@ class EnginePeer(Protocol):
 
     def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
         """Prefixes whose tokens the engine shall send when a request begins with them."""
+
+    def request_pins_answered(self, ask_id: int, results: Sequence[PinResult], problem: str) -> None:
+        """What became of each prefix that a request asked to pin."""
 
     def ponged(self, ping_id: int) -> None:
         """Answer to a ping."""

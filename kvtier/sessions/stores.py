@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtier.concurrency.turns import in_turns
 from kvtier.core import limits
@@ -27,6 +27,7 @@ class Stores:
         self._write_back = session.namespace.write_back
         self._credits: dict[int, SlotRef] = {}
         self._writing: dict[SlotRef, ChunkKey] = {}
+        self._expected: set[ChunkKey] = set()  # of those being written: requests have asked to pin them
         self._topping_up = False
         self._seals: set[asyncio.Event] = set()  # of those that have not ended yet
 
@@ -70,6 +71,10 @@ class Stores:
             self._credits |= {ref.slot: ref for ref in refs}
             self._session.peer.credits_granted(refs)
 
+    def expect(self, keys: Iterable[ChunkKey]) -> None:
+        """Of what is begun next, these are kept though no pin may have them yet: it is on its way."""
+        self._expected.update(keys)
+
     def begin(self, stores: StoreList) -> None:
         """Credits are being written.
 
@@ -104,6 +109,7 @@ class Stores:
         for key, ref in stores:
             if self._writing.get(ref) == key:
                 del self._writing[ref]
+                self._expected.discard(key)
                 self._tiers.host.release(ref)
                 self._tiers.counters.stores_aborted += 1
         self._session.namespace.top_up_all()
@@ -127,7 +133,8 @@ class Stores:
     def _commit(self, key: ChunkKey, ref: SlotRef, checksum: int | None) -> bool:
         """Take a verified slot in, or free it; say whether the chunk is held now."""
         tiers, counters = self._tiers, self._tiers.counters
-        is_wanted = self._session.resources.stores_all or tiers.table.get(key) is not None
+        is_wanted = self._session.resources.stores_all or key in self._expected or tiers.table.get(key) is not None
+        self._expected.discard(key)
         if checksum is None or not is_wanted:  # not stamped as granted, or no one wants it any longer
             tiers.host.release(ref)
             counters.stores_refused_stamp += checksum is None

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.limits import MAX_PREFETCHED_KEYS
 from kvtier.disk.base import StoredChunk
 from kvtier.disk.chunk_index import ChunkIndex
 from kvtier.disk.pack_usage import PackUsage
@@ -174,6 +175,11 @@ class Namespace:
         while self.is_idle and self.tiers.evict_rows(_EVICTED_AT_ONCE):  # noqa: ASYNC110 - no waiting: turns for others
             await asyncio.sleep(0)
         return not self.table.host.num_chunks
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Promote chunks that no request waits for, as far as the queue of such chunks has a place."""
+        num_more = max(0, MAX_PREFETCHED_KEYS - self.promoter.num_to_prefetch)
+        self.promoter.prefetch(keys[:num_more])
 
     def arena_changed(self) -> None:
         """Its arena was opened, or closed: what could not be read for want of one is read, or is left on disk."""

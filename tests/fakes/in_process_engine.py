@@ -14,7 +14,7 @@ from kvtier.core.slots import SlotRef
 from kvtier.core.stored import StoredChunk
 from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache
-from kvtier.sessions.engine_peer import EngineHello, PromotionForecast
+from kvtier.sessions.engine_peer import EngineHello, PinResult, PromotionForecast
 from kvtier.sessions.session import Session
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.session.pin_binder import BoundPin
@@ -222,6 +222,9 @@ class InProcessEngine:
         self.mirror.remove(pin_id)
 
     def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
+        """See EnginePeer."""
+
+    def request_pins_answered(self, ask_id: int, results: Sequence[PinResult], problem: str) -> None:
         """See EnginePeer."""
 
     def ponged(self, ping_id: int) -> None:

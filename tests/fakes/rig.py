@@ -13,7 +13,7 @@ from kvtier.core.slots import SlotRef, SlotState
 from kvtier.disk.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from kvtier.ledger import Ledger, PromptRow
 from kvtier.service.cache import Cache
-from kvtier.sessions.engine_peer import EngineHello, PromotionForecast
+from kvtier.sessions.engine_peer import EngineHello, PinResult, PromotionForecast
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -45,6 +45,7 @@ class ListPeer:
         missed: Indexes that will not, by acquire.
         forecasts: Of the updates, in order.
         held: Last word on each key.
+        pin_answers: Results and problem of each request for pins.
     """
 
     answers: dict[int, tuple[Sequence[LeasedChunk], PromotionForecast]] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class ListPeer:
     missed: dict[int, list[int]] = field(default_factory=dict)
     forecasts: list[PromotionForecast] = field(default_factory=list)
     held: dict[ChunkKey, bool] = field(default_factory=dict)
+    pin_answers: dict[int, tuple[Sequence[PinResult], str]] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
     _part: list[LeasedChunk] = field(default_factory=list)
 
@@ -97,6 +99,10 @@ class ListPeer:
 
     def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
         """See EnginePeer."""
+
+    def request_pins_answered(self, ask_id: int, results: Sequence[PinResult], problem: str) -> None:
+        """See EnginePeer."""
+        self.pin_answers[ask_id] = (results, problem)
 
     def ponged(self, ping_id: int) -> None:
         """See EnginePeer."""

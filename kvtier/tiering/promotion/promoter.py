@@ -109,6 +109,11 @@ class Promoter:
         self._planner.add_prefetch(keys, has_capacity)
         self._start_batches()
 
+    @property
+    def num_to_prefetch(self) -> int:
+        """Chunks that wait to be prefetched."""
+        return len(self._planner.prefetch)
+
     def cancel_prefetch(self) -> None:
         """The arena is closed: chunks that were to be prefetched, and were not read yet, are left on disk."""
         self._planner.prefetch.clear()

@@ -1,0 +1,362 @@
+"""Pins that requests ask for, through their engine: each is one owner's, has a TTL that use extends, and has limits."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.concurrency.turns import slices
+from kvtier.core import limits
+from kvtier.core.layout import ChunkKey
+from kvtier.core.tokens import TokenIds
+from kvtier.errors import (
+    DrainingError,
+    InvalidArgumentError,
+    LedgerError,
+    PromptExistsError,
+    QuotaExceededError,
+    RequestLimitError,
+)
+from kvtier.ledger import PromptRow
+from kvtier.obs.log import log_event
+from kvtier.prompts.book import PromptBook, RequestedPin, difference
+from kvtier.prompts.pins import Pins
+from kvtier.prompts.quota import bytes_of_tokens
+from kvtier.prompts.request_limits import RequestGate, RequestLimits, Usage
+from kvtier.sessions.engine_peer import PinOutcome, PinResult
+from kvtier.sessions.session import Session
+from kvtier.tiering.command_eviction import Evicted, EvictTier, evict_chunks
+from kvtier.tiering.namespace import Namespace
+from kvtier.tiering.resources import Resources
+
+logger = logging.getLogger(__name__)
+
+AUTO_NAME = "request-"
+MAX_OPEN_ASKS = 64
+"""Of one session: what waits holds its tokens, and an engine asks again."""
+_LEAST_PRIORITY = limits.PRIORITY.least
+_EXTENSION_SHARE, _EXTENSION_S = 4, 60.0
+"""A pin is extended by a quarter of its TTL, or a minute, more than was asked for: a use within that writes nothing."""
+_MAX_DIGESTS = 16_384
+_LOG_PERIOD_S = 10.0
+_Refusal = (DrainingError, InvalidArgumentError, LedgerError, PromptExistsError, QuotaExceededError, RequestLimitError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedPrefix:
+    """RequestedPrefix of proto/kvtier/v1/engine.proto."""
+
+    digest: bytes
+    num_tokens: int
+    ttl_s: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedPins:
+    """RequestPins of proto/kvtier/v1/engine.proto, checked.
+
+    Raises:
+        InvalidArgumentError: A field cannot be used.
+    """
+
+    ask_id: int
+    prefixes: tuple[AskedPrefix, ...]
+    tokens: TokenIds
+    priority: int
+    name: str
+    owner: str
+    lora_name: str
+    lora_path: str
+    cache_salt: str
+
+    def __post_init__(self) -> None:
+        limits.NUM_REQUESTED_PREFIXES.check("number of request_pins.prefixes", len(self.prefixes))
+        lengths = [prefix.num_tokens for prefix in self.prefixes]
+        if lengths != sorted(set(lengths)):
+            raise InvalidArgumentError("request_pins.prefixes", lengths, "must be in ascending order of num_tokens")
+        for prefix in self.prefixes:
+            limits.check_digest("request_pins.prefixes.digest", prefix.digest)
+            limits.PREFIX_TOKENS.check("request_pins.prefixes.num_tokens", prefix.num_tokens)
+            limits.TTL_S.check("request_pins.prefixes.ttl_s", prefix.ttl_s)
+        if len(self.tokens) not in (0, lengths[-1]):
+            remedy = f"must be those of the longest prefix, {lengths[-1]}, or none"
+            raise InvalidArgumentError("request_pins.tokens", f"{len(self.tokens)} tokens", remedy)
+        if self.name:
+            limits.check_name(self.name)
+        limits.PRIORITY.check("request_pins.priority", self.priority)
+        limits.check_owner("request_pins.owner", self.owner)
+        for field in ("lora_name", "lora_path", "cache_salt"):
+            limits.TEXT.check(f"request_pins.{field}", getattr(self, field))
+        if bool(self.lora_name) != bool(self.lora_path):
+            raise InvalidArgumentError("request_pins.lora_path", self.lora_path, "lora_name and lora_path go together")
+
+
+class _Key(NamedTuple):
+    """By which an asking engine knows a pin. The digest covers LoRA adapter and salt."""
+
+    model: str
+    owner: str
+    name: str
+    digest: bytes
+
+
+class RequestPins:
+    """Makes, extends and ends them, within the limits. Loop thread only.
+
+    What engines call a prefix by (its digest) is only remembered: a pin's name comes from its tokens, so that a daemon
+    that has started again finds it when an engine sends them.
+
+    A prompt that begins with another one of the same owner, of the same TTL or longer, takes its place when it is
+    bound: a conversation has one pin, not one for each of its turns.
+    """
+
+    def __init__(
+        self,
+        pins: Pins,
+        prompts: PromptBook,
+        namespaces: Mapping[str, Namespace],
+        resources: Resources,
+        request_limits: RequestLimits | None = None,
+    ) -> None:
+        self._pins, self._prompts, self._namespaces = pins, prompts, namespaces
+        self._counters = resources.counters
+        self._gate = RequestGate(request_limits or RequestLimits.of_disk(resources.config.disk.disk_bytes))
+        self._by_key: OrderedDict[_Key, str] = OrderedDict()  # ids of pins
+        self._longer: dict[str, str] = {}  # pins whose place another takes when it is bound, by pin id
+        self._num_open: Counter[str] = Counter()  # asks by session
+        self._one_at_a_time = asyncio.Lock()  # between a limit's check and the pin
+        self._log_due_s, self._num_unlogged = 0.0, 0
+
+    def ask(self, session: Session, asked: AskedPins) -> None:
+        """Answer the session soon, in the background."""
+        if self._num_open[session.session_id] >= MAX_OPEN_ASKS:
+            problem = f"{MAX_OPEN_ASKS} requests for pins of this engine wait already; ask again later"
+            self._refused(asked, problem)
+            refused = [PinResult(PinOutcome.REFUSED)] * len(asked.prefixes)
+            session.peer.request_pins_answered(asked.ask_id, refused, problem)
+            return
+        self._num_open[session.session_id] += 1
+        session.start_task("request-pins", self._answer(session, asked))
+
+    async def _answer(self, session: Session, asked: AskedPins) -> None:
+        try:
+            async with self._one_at_a_time:
+                await self._end_replaced()
+                results, problem = await self._results(session, asked)
+        finally:
+            self._num_open[session.session_id] -= 1
+            if not self._num_open[session.session_id]:
+                del self._num_open[session.session_id]
+        if not session.ended:
+            session.peer.request_pins_answered(asked.ask_id, results, problem)
+
+    async def _results(self, session: Session, asked: AskedPins) -> tuple[list[PinResult], str]:
+        """The longest prefix first: it may cover the others."""
+        results, problem = list[PinResult](), ""
+        for prefix in reversed(asked.prefixes):
+            name = asked.name if prefix is asked.prefixes[-1] else ""
+            try:
+                results.append(await self._pin(session, asked, prefix, name))
+            except _Refusal as error:
+                problem = str(error)
+                self._refused(asked, problem)
+                results.append(PinResult(PinOutcome.REFUSED))
+        results.reverse()
+        return results, problem
+
+    def _refused(self, asked: AskedPins, problem: str) -> None:
+        """Count it, and log the first in ten seconds."""
+        self._counters.request_pins_refused += 1
+        self._num_unlogged += 1
+        if (now_s := time.monotonic()) >= self._log_due_s:
+            log_event(
+                logger,
+                "request_pins_refused",
+                level=logging.WARNING,
+                owner=asked.owner,
+                problem=problem,
+                since_last_line=self._num_unlogged,
+            )
+            self._log_due_s, self._num_unlogged = now_s + _LOG_PERIOD_S, 0
+
+    async def _pin(self, session: Session, asked: AskedPins, prefix: AskedPrefix, name: str) -> PinResult:
+        key = _Key(session.hello.model_names[0], asked.owner, name, prefix.digest)
+        prompt = self._standing(key)
+        if prompt is None:
+            self._gate.check_rate(asked.owner, time.monotonic())
+            if not asked.tokens:
+                return PinResult(PinOutcome.UNKNOWN)
+            prompt = await self._find_or_make(session, asked, prefix, name)
+            self._remember(key, prompt.pin_id)
+        prompt = await self._extended(prompt, prefix.ttl_s, asked.priority)
+        ends_in_s = max(0.001, prompt.expires_unix_s - time.time()) if prompt.expires_unix_s else 0.0
+        return PinResult(PinOutcome.PINNED, ends_in_s)
+
+    def _standing(self, key: _Key) -> PromptRow | None:
+        pin_id = self._by_key.get(key)
+        prompt = self._prompts.by_pin_id(pin_id) if pin_id is not None else None
+        if prompt is None or not prompt.pinned:
+            self._by_key.pop(key, None)
+            return None
+        return prompt
+
+    def _remember(self, key: _Key, pin_id: str) -> None:
+        self._by_key[key] = pin_id
+        if len(self._by_key) > _MAX_DIGESTS:
+            self._by_key.popitem(last=False)
+
+    async def _extended(self, prompt: PromptRow, ttl_s: int, priority: int) -> PromptRow:
+        """Return the pin, which ends no earlier than the TTL says."""
+        ends_s, needed_s = prompt.expires_unix_s, time.time() + ttl_s
+        if ends_s and not ttl_s:
+            ends_s = 0.0
+        elif ends_s and ends_s < needed_s:
+            ends_s = needed_s + _beyond(ttl_s)
+        if (ends_s, priority) == (prompt.expires_unix_s, prompt.priority):
+            return prompt
+        self._counters.request_pins_extended += 1
+        return await self._pins.extend(prompt, ends_s, priority)
+
+    async def _find_or_make(self, session: Session, asked: AskedPins, prefix: AskedPrefix, name: str) -> PromptRow:
+        """Return the pin of this prefix, or one that covers it, or a new one.
+
+        Raises:
+            InvalidArgumentError: The name is taken.
+            RequestLimitError: It would be too much for its owner, or for all.
+            QuotaExceededError: It would not fit on disk.
+        """
+        wanted = _wanted(session, asked, prefix, name)
+        found = self._prompts.find(wanted.name)
+        if found is not None and (field := _foreign(found, wanted)) is not None:
+            problem = f"is the name of another pin, which differs in {field}; use another name"
+            raise InvalidArgumentError("kv_transfer_params.kvtier.pin", wanted.name, problem)
+        if found is not None and found.pinned:
+            return found
+        own = self._pins_of(asked.owner)
+        is_windowed = any(group.window_chunks for group in session.namespace.layout.groups)
+        if not name and not is_windowed and (covering := _covering(own, wanted)) is not None:
+            return covering
+        self._check_usage(session, wanted)
+        await self._pins.pin(wanted)
+        self._gate.count_new(asked.owner, time.monotonic())
+        self._counters.request_pins_made += 1
+        made = self._prompts.get(wanted.name)
+        if not is_windowed:  # else each has a window of its own, without which a hit cannot end there
+            self._longer.update((prompt.pin_id, made.pin_id) for prompt in own if _replaces(made, prompt))
+        return made
+
+    def _pins_of(self, owner: str) -> list[PromptRow]:
+        return [prompt for prompt in self._prompts.pinned() if prompt.origin == "request" and prompt.owner == owner]
+
+    def _check_usage(self, session: Session, wanted: RequestedPin) -> None:
+        layouts = {namespace.model: namespace.layout for namespace in self._namespaces.values()}
+        own, total = Usage(), Usage()
+        for prompt in self._prompts.pinned():
+            if prompt.origin != "request":
+                continue
+            num_tokens = len(prompt.tokens)
+            num_bytes = bytes_of_tokens(layouts.get(prompt.model, session.namespace.layout), num_tokens)
+            total.add(num_tokens, num_bytes)
+            if prompt.owner == wanted.owner:
+                own.add(num_tokens, num_bytes)
+        needed_bytes = bytes_of_tokens(session.namespace.layout, len(wanted.tokens))
+        self._gate.check_usage(wanted.owner, own, total, len(wanted.tokens), needed_bytes)
+
+    async def _end_replaced(self) -> None:
+        """End pins whose longer ones are bound by now wherever they are."""
+        for shorter_id, longer_id in list(self._longer.items()):
+            shorter, longer = self._prompts.by_pin_id(shorter_id), self._prompts.by_pin_id(longer_id)
+            if shorter is None or longer is None or not longer.pinned:
+                del self._longer[shorter_id]
+                continue
+            where = [row.namespace_id for row in self._prompts.bindings_of(shorter_id)]
+            if not all(self._prompts.binding(longer_id, namespace_id) for namespace_id in where):
+                continue
+            del self._longer[shorter_id]
+            if not _replaces(longer, shorter):  # it was extended meanwhile
+                continue
+            with _logged_failure(shorter):
+                await self._pins.forget(shorter)
+            for key, pin_id in self._by_key.items():
+                if pin_id == shorter_id:
+                    self._by_key[key] = longer_id
+
+    # Hints
+
+    async def demote(self, session: Session, keys: Sequence[ChunkKey], digest: bytes, owner: str) -> None:
+        """Move what no pin has out of host memory where it is on disk, and make the owner's pin the least important."""
+        namespace = session.namespace
+        for part in slices(keys):
+            unpinned = [chunk.key for chunk in namespace.table.known(part) if chunk.held and not chunk.num_pins]
+            await evict_chunks(namespace.tiers, namespace.write_back, unpinned, EvictTier.HOST, Evicted())
+            await asyncio.sleep(0)
+        prompt = self._standing(_Key(session.hello.model_names[0], owner, "", digest))
+        if prompt is not None and prompt.priority != _LEAST_PRIORITY:
+            with _logged_failure(prompt):
+                await self._pins.extend(prompt, prompt.expires_unix_s, _LEAST_PRIORITY)
+
+
+@contextmanager
+def _logged_failure(prompt: PromptRow) -> Iterator[None]:
+    """Log that a pin could not be changed; it stands as before, until its TTL."""
+    try:
+        yield
+    except (DrainingError, LedgerError) as error:
+        log_event(logger, "request_pin_not_changed", level=logging.ERROR, name=prompt.name, problem=str(error))
+
+
+def _beyond(ttl_s: int) -> float:
+    return max(_EXTENSION_S, ttl_s / _EXTENSION_SHARE)
+
+
+def _wanted(session: Session, asked: AskedPins, prefix: AskedPrefix, name: str) -> RequestedPin:
+    """Return the pin that an owner asks for; without a name it gets one from what it is."""
+    tokens = asked.tokens[: prefix.num_tokens]
+    model = session.hello.model_names[0]
+    if not name:
+        parts = (model, asked.owner, asked.lora_name, asked.lora_path, asked.cache_salt)
+        digest = hashlib.sha256("\0".join(parts).encode() + b"\0" + tokens.to_bytes())
+        name = AUTO_NAME + digest.hexdigest()[:16]
+    return RequestedPin(
+        name=name,
+        tokens=tokens,
+        model=model,
+        lora_name=asked.lora_name,
+        lora_path=asked.lora_path,
+        cache_salt=asked.cache_salt,
+        ttl_s=min(limits.TTL_S.most, prefix.ttl_s + round(_beyond(prefix.ttl_s))) if prefix.ttl_s else 0,
+        priority=asked.priority,
+        origin="request",
+        owner=asked.owner,
+    )
+
+
+def _foreign(found: PromptRow, wanted: RequestedPin) -> str | None:
+    """Return in what a prompt of this name is not the one that a request may extend; None: it is that."""
+    if (found.origin, found.owner) != (wanted.origin, wanted.owner):
+        return "owner"
+    return difference(found, wanted)
+
+
+def _covering(own: Sequence[PromptRow], wanted: RequestedPin) -> PromptRow | None:
+    """Return a pin of the owner that begins with the tokens that are wanted."""
+    tokens = TokenIds(wanted.tokens)
+    scope = (wanted.model, wanted.lora_name, wanted.lora_path, wanted.cache_salt)
+    return next((each for each in own if _scope(each) == scope and each.token_ids.begins_with(tokens)), None)
+
+
+def _replaces(longer: PromptRow, shorter: PromptRow) -> bool:
+    """Return whether a pin promises all that another does, which has no name of a user's choice."""
+    if shorter.pin_id == longer.pin_id or not shorter.name.startswith(AUTO_NAME) or _scope(shorter) != _scope(longer):
+        return False
+    lasts = not longer.expires_unix_s or 0 < shorter.expires_unix_s <= longer.expires_unix_s
+    return lasts and longer.token_ids.begins_with(shorter.token_ids)
+
+
+def _scope(prompt: PromptRow) -> tuple[str, str, str, str]:
+    return prompt.model, prompt.lora_name, prompt.lora_path, prompt.cache_salt
