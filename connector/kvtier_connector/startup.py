@@ -45,6 +45,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
         prefill_tokens_per_s=facts.settings.prefill_tokens_per_s,
         warm_start=warm_start,
         observer=observer,
+        submit=background.submit,
     )
 
 

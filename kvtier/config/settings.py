@@ -8,8 +8,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.client.address import SOCKET_VARIABLE
 from kvtier.config.model import MIB, OFF, AutoPinMode, LogFormat, LogLevel, StoreMode
-from kvtier.config.units import format_size, parse_address, parse_duration, parse_percent, parse_size
+from kvtier.config.units import format_size, parse_address, parse_percent, parse_size
 from kvtier.core.limits import MAX_TOKENS
+from kvtier.core.ttl import seconds_of
 
 AUTO = "auto"
 MIN_TIER_BYTES = MIB
@@ -51,7 +52,7 @@ def _address(text: str) -> str:
 
 
 def _duration(text: str) -> str:
-    parse_duration(text)
+    seconds_of(text)
     return text
 
 

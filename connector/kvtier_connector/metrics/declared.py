@@ -38,6 +38,17 @@ class LookupEnd(StrEnum):
     )
 
 
+class InstructionEnd(StrEnum):
+    """What became of what a request asked of kvtier (`kv_transfer_params`)."""
+
+    PINNED = "pinned"
+    REFUSED = "refused"
+    UNANSWERED = "unanswered"
+    TOO_SHORT = "too_short"
+    NO_STORE = "no_store"
+    INVALID = "invalid"
+
+
 LOOKUPS = counter("connector_lookups", "Lookup rounds of requests, by how they ended.", result=tuple(LookupEnd))
 ANSWER_SECONDS = histogram(
     "connector_answer_seconds", "From an Acquire sent to the daemon's first answer in the scheduler.", _WAIT_S
@@ -57,6 +68,18 @@ WARM_REQUESTS = counter(
 WARMED_TOKENS = counter("connector_warmed_tokens", "Tokens that were given to the workers to load for them.")
 WARM_FAILURES = counter(
     "connector_warm_failures", "Prompts that the warm start could not warm: its request was refused, or not answered."
+)
+REQUEST_INSTRUCTIONS = counter(
+    "connector_request_instructions",
+    "Requests with instructions for kvtier, by what became of them: pinned; refused by the daemon; unanswered, because "
+    "there is no daemon or too many wait; too short for a chunk; nothing stored, as asked; invalid, and ignored.",
+    result=tuple(InstructionEnd),
+)
+KV_HINTS = counter(
+    "connector_kv_hints",
+    "KV hints of orchestrators, by action and by what became of them. `deferred` was not done and may be sent again.",
+    action=("pin", "retain", "prefetch", "demote", "other"),
+    outcome=("accepted", "clipped", "deferred", "rejected", "missing"),
 )
 ATTACHED = gauge("connector_attached", "1 while the engine has a session with the daemon; as of its last step.")
 
@@ -97,6 +120,8 @@ METRICS = (
     WARM_REQUESTS,
     WARMED_TOKENS,
     WARM_FAILURES,
+    REQUEST_INSTRUCTIONS,
+    KV_HINTS,
     ATTACHED,
     OBSERVED_REQUESTS,
     SKIPPED_REQUESTS,

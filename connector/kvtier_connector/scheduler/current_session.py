@@ -11,6 +11,7 @@ from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.metrics.declared import ATTACHED
 from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.requests.instructions import Instructions
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
@@ -30,9 +31,10 @@ class CurrentSession:
     breaker: CircuitBreaker  # opened by lookups; a probe that the daemon answers closes it here
     mirror: ChunkMirror  # records which chunks are pinned and held
     pinned_blocks: PinnedBlocks  # records which of vLLM's blocks are pinned
-    lookups: Lookups  # get answers; this one and the next two have the session to send in
+    lookups: Lookups  # get answers; this one and the next three have the session to send in
     touches: Touches
     stores: StorePlanner  # get slots
+    instructions: Instructions  # ask for pins in it
     missing: MissingStates  # forgets what it knew of the last session
     observer: PromptObserver | None  # reports what requests begin with; gets the session
     stats: ConnectorStats  # reports whether there is a session
@@ -72,6 +74,8 @@ class CurrentSession:
             case "prefixes_wanted":
                 if self.observer is not None:
                     self.observer.set_wanted(message.prefixes_wanted.digests)
+            case "request_pins_answer":
+                self.instructions.asks.answered(message.request_pins_answer, now_s)
             case "pong":
                 self._close_breaker()
 
@@ -94,7 +98,7 @@ class CurrentSession:
     def _attach(self, attachment: Attachment | None) -> None:
         self.attachment = attachment
         self.stats.set(ATTACHED, int(attachment is not None))
-        for each in (self.lookups, self.touches, self.stores):
+        for each in (self.lookups, self.touches, self.stores, self.instructions):
             each.attach(attachment)
         if self.observer is not None:
             self.observer.attach(attachment)

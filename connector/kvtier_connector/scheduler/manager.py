@@ -46,6 +46,8 @@ from kvtier_connector.metrics.declared import (
     WARMED_TOKENS,
 )
 from kvtier_connector.metrics.engine_stats import ConnectorStats
+from kvtier_connector.requests.instructions import Instructions
+from kvtier_connector.requests.pin_asks import PinAsks
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.current_session import CurrentSession
 from kvtier_connector.scheduler.forecasts import PrefillRate
@@ -73,6 +75,7 @@ class EngineParts:
     prefill_tokens_per_s: float | None = None  # as configured; None: measure
     warm_start: WarmStart | None = None  # if one is configured
     observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
+    submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
 
 
 class KVTierOffloadingManager(OffloadingManager):
@@ -96,6 +99,7 @@ class KVTierOffloadingManager(OffloadingManager):
         self._lookups = Lookups(planner, self._touches, self._breaker, self._rate, self.stats)
         self._stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats)
         self._missing = MissingStates(parts.groups, mirror)
+        self._instructions = Instructions(parts.groups, PinAsks(parts.submit), self.stats, mirror.may_be_held)
         self._session = CurrentSession(
             events=parts.events,
             useful_bytes=parts.useful_bytes,
@@ -105,6 +109,7 @@ class KVTierOffloadingManager(OffloadingManager):
             lookups=self._lookups,
             touches=self._touches,
             stores=self._stores,
+            instructions=self._instructions,
             missing=self._missing,
             observer=self._observer,
             stats=self.stats,
@@ -121,12 +126,26 @@ class KVTierOffloadingManager(OffloadingManager):
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
         self._requests[state.req_id] = state
+        if (
+            instructed := self._instructions.read(request, state.adapter, self._clock())
+        ) is not None and state.cacheable:
+            state.instructed = instructed
+            self._session.take_events(self._clock())
+            self._begin_instructions(state)
         is_warm = is_warm_request(state.req_id)
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
         if self._observer is not None and state.cacheable and not is_warm:
             self._observer.observe(request, state.adapter)
         if self._missing.can_be and self._must_compute(state, request):
             request.skip_reading_prefix_cache = True
+
+    def _begin_instructions(self, state: RequestState) -> None:
+        """Carry out what the request asks, as soon as the content of its adapter is known."""
+        if state.instructed is None or state.instructed.begun:
+            return
+        state.read_adapter(self._digests)
+        if not state.lacks_digest:
+            self._instructions.begin(state.instructed, state.adapter_digest, self._clock())
 
     def _must_compute(self, state: RequestState, request: Any) -> bool:
         now_s = self._clock()
@@ -232,6 +251,7 @@ class KVTierOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         state = attached(req_context, RequestState)
         state.read_adapter(self._digests)
+        self._begin_instructions(state)
         stores = self._stores.begin(keys, state, self._clock())
         if stores is None:
             return None
@@ -257,6 +277,8 @@ class KVTierOffloadingManager(OffloadingManager):
         self._lookups.finish(state)
         self._requests.pop(req_context.req_id, None)
         self._stores.finish(state)
+        if state.instructed is not None:
+            self._instructions.finish(state.instructed)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

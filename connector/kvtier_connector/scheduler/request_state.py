@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.requests.instructions import Instructed
 from kvtier_connector.scheduler.lease import Lease
 
 
@@ -46,12 +47,18 @@ class RequestState:
     num_store_jobs: int = 0  # store jobs begun; `num_open_stores` of their chunks are with the workers
     num_open_stores: int = 0
     has_hole: bool = False  # one of its unpinned chunks found no slot: chunks behind it could not be hit
+    instructed: Instructed | None = None  # what it asks of kvtier
     is_over: bool = False  # vLLM has forgotten it, but for its jobs
 
     @property
     def lacks_digest(self) -> bool:
         """Whether its chunk keys are unknown: the content of its adapter has not been read yet."""
         return self.adapter is not None and self.adapter_digest is None
+
+    @property
+    def no_store(self) -> bool:
+        """Whether the request asks that nothing of it is stored."""
+        return self.instructed is not None and self.instructed.no_store
 
     def read_adapter(self, digests: AdapterDigests) -> None:
         """Take the adapter's digest if it is known by now; the first call has it computed in the background."""

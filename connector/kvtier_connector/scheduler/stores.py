@@ -1,7 +1,7 @@
 """Stores: which of a request's blocks are stored, into which arena slots, and what the daemon is sent."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -74,62 +74,80 @@ class StorePlanner:
         attachment = self._attachment
         begun: list[tuple[ChunkKey, pb.SlotRef]] = []
         if wanted and attachment is not None:
-            if self._awaits_slots(wanted, state, now_s):
+            promised = {key for key in wanted if self._is_promised(key, state)}
+            if self._awaits_slots(len(promised), state, now_s):
                 attachment.flush()
                 return None
-            begun = self._take_slots(list(wanted), attachment)
+            begun = self._take_slots(list(wanted), promised, attachment)
             state.has_hole |= len(begun) < len(wanted)
             self._stats.count(UNSTORED_CHUNKS, num=len(wanted) - len(begun))
             state.num_store_jobs += bool(begun)
             state.num_open_stores += len(begun)
-        if state.cacheable and self._mirror.stores_all:
+        if state.cacheable and not state.no_store and self._mirror.stores_all:
             state.offered.extend(state.chunk_keys(keys))
         return [(wanted[key], key, slot) for key, slot in begun]
 
     def _wanted(self, keys: Collection[OffloadKey], state: RequestState, now_s: float) -> dict[ChunkKey, OffloadKey]:
         """Decide which of the offered chunks are stored; return them by chunk key, in the order offered.
 
-        Those that the mirror wants and that are not in flight. Behind a hole only pinned ones: an unpinned chunk there
-        could not be hit, a pinned one can once the hole is filled.
+        Those that the mirror wants, or that the request asks to pin, and that are not in flight. Behind a hole only
+        these and pinned ones: another chunk there could not be hit, a pinned one can once the hole is filled.
         """
-        if not state.cacheable or state.lacks_digest:
+        if not state.cacheable or state.lacks_digest or state.no_store:
             return {}
         wanted: dict[ChunkKey, OffloadKey] = {}
+        is_asking = state.instructed is not None
         for offload_key in keys:
             key = chunk_key(offload_key, state.adapter_digest)
-            if not self._mirror.wants(key) or self._is_in_flight(key, now_s):
+            is_wanted = self._mirror.wants(key) or (is_asking and self._is_requested(key, state))
+            if not is_wanted or self._is_in_flight(key, now_s):
                 continue
-            if not state.has_hole or self._mirror.is_pinned(key):
+            if not state.has_hole or self._is_promised(key, state):
                 wanted[key] = offload_key
         return wanted
+
+    def _is_requested(self, key: ChunkKey, state: RequestState) -> bool:
+        """Return whether the request has asked to pin the chunk, and the daemon does not hold it."""
+        if state.instructed is None or self._mirror.may_be_held(key):
+            return False
+        return state.instructed.wants(key, self._mirror.is_pinned)
+
+    def _is_promised(self, key: ChunkKey, state: RequestState) -> bool:
+        return self._mirror.is_pinned(key) or self._is_requested(key, state)
 
     def _is_in_flight(self, key: ChunkKey, now_s: float) -> bool:
         return key in self._writing or key in self._orphaned or self._committing.get(key, now_s) > now_s
 
-    def _awaits_slots(self, keys: Iterable[ChunkKey], state: RequestState, now_s: float) -> bool:
-        """Return whether the request's stores wait for slots; only pinned chunks are worth that."""
-        num_needed = min(sum(map(self._mirror.is_pinned, keys)), self._num_credits)
+    def _awaits_slots(self, num_promised: int, state: RequestState, now_s: float) -> bool:
+        """Return whether the request's stores wait for slots; only promised chunks are worth that."""
+        num_needed = min(num_promised, self._num_credits)
         # What a finished request offers it offers for the last time.
         if state.is_finished() or len(self._credits) >= num_needed:
             return False
         state.store_deadline_s = state.store_deadline_s or now_s + _WAIT_FOR_SLOTS_S
         return now_s < state.store_deadline_s
 
-    def _take_slots(self, keys: Sequence[ChunkKey], attachment: Attachment) -> list[tuple[ChunkKey, pb.SlotRef]]:
+    def _take_slots(
+        self, keys: Sequence[ChunkKey], promised: Set[ChunkKey], attachment: Attachment
+    ) -> list[tuple[ChunkKey, pb.SlotRef]]:
         """Take slots for as many of these as there are credits, and send a StoreBegin; return them in the order given.
 
         That order is vLLM's: it pairs its blocks with our slots by it. Which chunks get a slot is another matter:
-        pinned chunks first, and unpinned ones leave a quarter of the credits to pinned ones that come before the next
-        credits do.
+        promised chunks (pinned, or soon) first, and others leave a quarter of the credits to promised ones that come
+        before the next credits do.
         """
-        pinned = [key for key in keys if self._mirror.is_pinned(key)][: len(self._credits)]
-        unpinned = [key for key in keys if not self._mirror.is_pinned(key)]
+        pinned = [key for key in keys if key in promised][: len(self._credits)]
+        unpinned = [key for key in keys if key not in promised]
         num_unpinned = max(0, len(self._credits) - len(pinned) - self._num_standing // 4)
         chosen = {*pinned, *unpinned[:num_unpinned]}
         begun = [(key, self._credits.popleft()) for key in keys if key in chosen]
         if begun:
             self._writing.update(begun)
-            message = pb.EngineMessage(store_begin=pb.StoreBegin(stores=_store_slots(begun)))
+            stores = [
+                pb.StoreSlot(key=key, slot=slot, requested=key in promised and not self._mirror.is_pinned(key))
+                for key, slot in begun
+            ]
+            message = pb.EngineMessage(store_begin=pb.StoreBegin(stores=stores))
             self._send(attachment, message, is_urgent=bool(pinned))
         if len(begun) < len(keys):
             attachment.flush()

@@ -140,13 +140,18 @@ class FakeRequest:
     lora_request: Any = None
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None
-    kv_hints: None = None
+    kv_hints: Any = None
+    prompt_embeds: None = None
+    mm_features: Sequence[Any] = ()
+    cache_salt: str | None = None
     status: RequestStatus = RequestStatus.WAITING
     shared_prefix_boundary: int = 0
     num_prompt_tokens: int = field(init=False)
+    prompt_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens
+        self.prompt_token_ids = list(range(self.num_tokens))
 
     def is_finished(self) -> bool:
         return bool(RequestStatus.is_finished(self.status))
@@ -337,9 +342,12 @@ class Scheduler:
 
     # vLLM's side.
 
-    def new_request(self, name: str, num_blocks: int, req_id: str = "r", tail_tokens: int = 1) -> FakeRequest:
+    def new_request(
+        self, name: str, num_blocks: int, req_id: str = "r", tail_tokens: int = 1, **fields: Any
+    ) -> FakeRequest:
         """A request arrives whose first `num_blocks` blocks are hashed."""
-        request: Any = FakeRequest(req_id, hashes_of(name, num_blocks), num_blocks * BLOCK_TOKENS + tail_tokens)
+        num_tokens = num_blocks * BLOCK_TOKENS + tail_tokens
+        request: Any = FakeRequest(req_id, hashes_of(name, num_blocks), num_tokens, **fields)
         self.connector.on_new_request(request)
         fake: FakeRequest = request
         return fake

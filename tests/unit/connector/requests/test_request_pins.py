@@ -1,0 +1,272 @@
+"""Parameters of requests: asked of the daemon once, stored at once, refused by name, and nothing for other requests."""
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from kvtier._pb import engine_pb2 as pb
+from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.requests import pin_asks
+from tests.fakes.waiting import wait_for
+from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, sliding_spec
+from tests.unit.connector.scheduler.test_lookups import keys_of
+
+UNKNOWN, PINNED, REFUSED = pb.RequestPinResult.UNKNOWN, pb.RequestPinResult.PINNED, pb.RequestPinResult.REFUSED
+TTL_S = 300
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    made = Scheduler(monkeypatch)
+    made.attach()
+    return made
+
+
+def asking(
+    scheduler: Scheduler, name: str = "sys", num_blocks: int = 8, req_id: str = "r", **instructions: Any
+) -> FakeRequest:
+    params = {"kvtier": instructions or {"pin": True, "ttl": TTL_S}}
+    return scheduler.new_request(name, num_blocks, req_id, kv_transfer_params=params)
+
+
+def computed(scheduler: Scheduler, request: FakeRequest) -> Any:
+    assert scheduler.ask(request) == 0
+    return scheduler.step(new=[(request, scheduler.allocate(request, 0, 0))])
+
+
+def answer(scheduler: Scheduler, asked: pb.RequestPins, *states: Any, ends_in_s: float = 2 * TTL_S) -> None:
+    results = [pb.RequestPinResult(state=state, ends_in_s=ends_in_s) for state in states]
+    scheduler.say(pb.DaemonMessage(request_pins_answer=pb.RequestPinsAnswer(id=asked.id, results=results)))
+    scheduler.step()
+
+
+def kinds(messages: Sequence[pb.EngineMessage]) -> list[str | None]:
+    return [message.WhichOneof("kind") for message in messages]
+
+
+def ends(scheduler: Scheduler) -> dict[str, int]:
+    """Return how requests' instructions ended, since the last call."""
+    stats = scheduler.manager.get_stats()
+    counted = stats.data["data"].get("kvtier_connector_request_instructions", {}) if stats is not None else {}
+    return {labels[0]: num for labels, num in counted.items()}
+
+
+# What is asked of the daemon
+
+
+def test_a_request_without_instructions_costs_no_message(scheduler: Scheduler) -> None:
+    computed(scheduler, scheduler.new_request("sys", 8))
+    computed(scheduler, scheduler.new_request("sys", 8, "r2", kv_transfer_params={"do_remote_decode": True}))
+    assert scheduler.sent() == []
+    assert ends(scheduler) == {}
+
+
+def test_tokens_are_sent_only_when_the_daemon_lacks_them(scheduler: Scheduler) -> None:
+    request = asking(scheduler)
+    first = scheduler.sent_one("request_pins")
+    assert not first.tokens
+    (prefix,) = first.prefixes
+    assert prefix == pb.RequestedPrefix(digest=keys_of("sys", 8)[7][:16], num_tokens=8 * BLOCK_TOKENS, ttl_s=TTL_S)
+    answer(scheduler, first, UNKNOWN)
+    second = scheduler.sent_one("request_pins")
+    assert list(second.tokens) == request.prompt_token_ids[: 8 * BLOCK_TOKENS]
+    assert second.id != first.id
+    answer(scheduler, second, PINNED)
+    assert ends(scheduler) == {"pinned": 1}
+
+
+def test_nothing_is_asked_again_until_less_than_the_ttl_is_left(scheduler: Scheduler) -> None:
+    asking(scheduler)
+    answer(scheduler, scheduler.sent_one("request_pins"), PINNED)
+    for number in range(100):
+        asking(scheduler, req_id=f"again-{number}")
+    assert scheduler.sent() == []
+    asking(scheduler, req_id="longer", pin=True, ttl=3 * TTL_S)
+    answer(scheduler, scheduler.sent_one("request_pins"), PINNED, ends_in_s=0)
+    asking(scheduler, req_id="never", pin=True, ttl="never")
+    scheduler.clock.now_s += 1e9
+    asking(scheduler, req_id="late")
+    assert scheduler.sent() == [], "that pin has no end"
+
+
+def test_a_pin_whose_ttl_runs_out_is_asked_for_again_without_tokens(scheduler: Scheduler) -> None:
+    asking(scheduler)
+    answer(scheduler, scheduler.sent_one("request_pins"), PINNED)
+    scheduler.clock.now_s += TTL_S + 1
+    asking(scheduler, req_id="r2")
+    assert not scheduler.sent_one("request_pins").tokens
+
+
+def test_equal_requests_at_once_ask_once(scheduler: Scheduler) -> None:
+    for number in range(10):
+        asking(scheduler, req_id=f"r{number}")
+    answer(scheduler, scheduler.sent_one("request_pins"), PINNED)
+    assert ends(scheduler) == {"pinned": 10}
+
+
+def test_breakpoints_become_prefixes_of_whole_chunks(scheduler: Scheduler) -> None:
+    breakpoints = [{"num_tokens": 30, "ttl_s": 60}, {"num_tokens": 9, "ttl_s": 3600}, {"num_tokens": 3}]
+    asking(scheduler, breakpoints=breakpoints, owner="a" * 16, priority=3)
+    asked = scheduler.sent_one("request_pins")
+    assert [(prefix.num_tokens, prefix.ttl_s) for prefix in asked.prefixes] == [(8, 3600), (28, 60)]
+    assert [prefix.digest for prefix in asked.prefixes] == [keys_of("sys", 8)[idx][:16] for idx in (1, 6)]
+    assert (asked.owner, asked.priority, asked.name) == ("a" * 16, 3, "")
+
+
+def test_a_name_salt_and_adapter_are_sent(scheduler: Scheduler, tmp_path: Any) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    lora = LoRARequest("sql", 1, str(tmp_path))
+    fields: dict[str, Any] = {"lora_request": lora, "cache_salt": "t", "kv_transfer_params": {"kvtier": {"pin": "p"}}}
+    first = scheduler.new_request("sys", 8, **fields)
+    assert scheduler.sent() == [], "the adapter's content is not known yet"
+    wait_for(lambda: scheduler.digests.digest(Adapter("sql", str(tmp_path), 1)) is not None)
+    scheduler.finish(first)
+    assert ends(scheduler) == {"unanswered": 1}
+    scheduler.new_request("sys", 8, "r2", **fields)
+    asked = scheduler.sent_one("request_pins")
+    assert (asked.name, asked.cache_salt, asked.lora_name, asked.lora_path) == ("p", "t", "sql", str(tmp_path))
+    assert asked.prefixes[0].digest != keys_of("sys", 8)[7][:16], "the adapter's content is in it"
+
+
+def test_a_prompt_with_an_image_is_pinned_up_to_it(scheduler: Scheduler) -> None:
+    """Behind it tokens alone do not say what the prompt is."""
+    image = SimpleNamespace(mm_position=SimpleNamespace(offset=18))
+    scheduler.new_request("sys", 8, mm_features=[image], kv_transfer_params={"kvtier": {"pin": True}})
+    assert scheduler.sent_one("request_pins").prefixes[0].num_tokens == 16
+
+
+def test_with_windows_the_pin_covers_the_last_whole_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin of exactly those tokens would lack it: a repeat of it could not resume there."""
+    scheduler = Scheduler(monkeypatch, [full_spec(), sliding_spec(8)])
+    scheduler.attach()
+    asking(scheduler, breakpoints=[{"num_tokens": 18}])
+    (prefix,) = scheduler.sent_one("request_pins").prefixes
+    assert (prefix.num_tokens, prefix.digest) == (17, keys_of("sys", 8)[3][:16])
+
+
+def test_a_prompt_shorter_than_a_chunk_is_counted(scheduler: Scheduler) -> None:
+    asking(scheduler, num_blocks=0)
+    assert scheduler.sent() == []
+    assert ends(scheduler) == {"too_short": 1}
+
+
+def test_without_a_daemon_nothing_is_kept_of_it(scheduler: Scheduler) -> None:
+    scheduler.detach()
+    request = asking(scheduler)
+    assert ends(scheduler)["unanswered"] == 1
+    scheduler.finish(request)
+    scheduler.attach()
+    asking(scheduler, req_id="r2")
+    assert scheduler.sent_one("request_pins")
+
+
+def test_a_lost_session_leaves_no_ask_unanswered(scheduler: Scheduler) -> None:
+    asking(scheduler)
+    scheduler.detach()
+    scheduler.attach()
+    scheduler.step()
+    assert ends(scheduler)["unanswered"] == 1
+    asking(scheduler, req_id="r2")
+    assert len(scheduler.sent()) == 1
+
+
+def test_a_flood_of_asks_waits_within_a_bound(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin_asks, "MAX_OPEN", 2)
+    monkeypatch.setattr(pin_asks, "MAX_WAITING", 3)
+    for number in range(10):
+        asking(scheduler, f"prompt-{number}", req_id=f"r{number}")
+    asked = [message.request_pins for message in scheduler.sent()]
+    assert len(asked) == 2
+    assert ends(scheduler) == {"unanswered": 5}
+    while asked:
+        answer(scheduler, asked.pop(0), PINNED)
+        asked += [message.request_pins for message in scheduler.sent()]
+    assert ends(scheduler) == {"pinned": 5}
+    assert scheduler.manager._instructions.asks._num_tokens == 0
+
+
+# What is stored
+
+
+def test_the_first_request_stores_its_chunks_before_any_pin_is_bound(scheduler: Scheduler) -> None:
+    request = asking(scheduler, breakpoints=[{"num_tokens": 17}])
+    meta = computed(scheduler, request)
+    begin = next(message.store_begin for message in scheduler.sent() if message.HasField("store_begin"))
+    assert [store.key for store in begin.stores] == keys_of("sys", 4)
+    assert all(store.requested for store in begin.stores)
+    scheduler.workers_report(list(meta.store_jobs))
+    assert len(scheduler.sent_one("store_done").stores) == 4
+
+
+def test_chunks_of_a_bound_pin_are_stored_as_any_pins(scheduler: Scheduler) -> None:
+    scheduler.pin(keys_of("sys", 4), held=False)
+    computed(scheduler, asking(scheduler, breakpoints=[{"num_tokens": 16}]))
+    begin = next(message.store_begin for message in scheduler.sent() if message.HasField("store_begin"))
+    assert [store.requested for store in begin.stores] == [False] * 4
+
+
+def test_after_a_refusal_nothing_is_stored_for_the_owner_until_it_is_agreed(scheduler: Scheduler) -> None:
+    request = asking(scheduler)
+    answer(scheduler, scheduler.sent_one("request_pins"), REFUSED)
+    assert not computed(scheduler, request).store_jobs
+    other = asking(scheduler, "other", req_id="r2")
+    asked = scheduler.sent_one("request_pins")
+    assert not computed(scheduler, other).store_jobs
+    answer(scheduler, asked, PINNED)
+    assert computed(scheduler, asking(scheduler, "other", req_id="r3")).store_jobs
+    assert ends(scheduler)["refused"] == 1
+
+
+def test_no_store_stores_nothing_of_the_request(scheduler: Scheduler) -> None:
+    scheduler.pin(keys_of("sys", 6), held=False)
+    request = asking(scheduler, no_store=True)
+    assert not computed(scheduler, request).store_jobs
+    scheduler.finish(request)
+    assert scheduler.sent() == []
+    assert computed(scheduler, scheduler.new_request("sys", 8, "r2")).store_jobs
+    assert ends(scheduler)["no_store"] == 1
+
+
+def test_no_store_holds_where_everything_is_stored(scheduler: Scheduler) -> None:
+    scheduler.attach(store_mode=pb.STORE_ALL)
+    scheduler.hold([], complete=True)
+    assert not computed(scheduler, asking(scheduler, no_store=True)).store_jobs
+    assert computed(scheduler, scheduler.new_request("sys", 8, "r2")).store_jobs
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("instructions", "named"),
+    [
+        ({"pin": True, "tttl": 5}, "tttl"),
+        ({"pin": True, "ttl": "soon"}, "kv_transfer_params.kvtier.ttl = 'soon'"),
+        ({"breakpoints": [{"num_tokens": 34}]}, "num_tokens = 34: the prompt has 33 tokens"),
+    ],
+)
+def test_wrong_instructions_are_ignored_as_a_whole_and_named(
+    scheduler: Scheduler, caplog: pytest.LogCaptureFixture, instructions: dict[str, Any], named: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for number in range(1000):
+            request = asking(scheduler, req_id=f"r{number}", **instructions)
+            scheduler.finish(request)
+    assert scheduler.sent() == []
+    assert ends(scheduler)["invalid"] == 1000
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert named in line
+    scheduler.clock.now_s += 60
+    asking(scheduler, req_id="later", **instructions)
+    assert "1000 such requests" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("params", [{"kvtier": None}, {"kvtier": []}, {"kvtier": {}}])
+def test_whatever_is_there_instead_of_instructions_the_request_goes_on(scheduler: Scheduler, params: Any) -> None:
+    request = scheduler.new_request("sys", 8, kv_transfer_params=params)
+    assert not computed(scheduler, request).store_jobs
+    assert scheduler.sent() == []
