@@ -14,14 +14,7 @@ from kvtier.concurrency.turns import slices
 from kvtier.core import limits
 from kvtier.core.layout import ChunkKey
 from kvtier.core.tokens import TokenIds
-from kvtier.errors import (
-    DrainingError,
-    InvalidArgumentError,
-    LedgerError,
-    PromptExistsError,
-    QuotaExceededError,
-    RequestLimitError,
-)
+from kvtier.errors import DrainingError, InvalidArgumentError, KvtierError, LedgerError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin, difference
@@ -44,7 +37,6 @@ _EXTENSION_SHARE, _EXTENSION_S = 4, 60.0
 """A pin is extended by a quarter of its TTL, or a minute, more than was asked for: a use within that writes nothing."""
 _MAX_DIGESTS = 16_384
 _LOG_PERIOD_S = 10.0
-_Refusal = (DrainingError, InvalidArgumentError, LedgerError, PromptExistsError, QuotaExceededError, RequestLimitError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +154,7 @@ class RequestPins:
             name = asked.name if prefix is asked.prefixes[-1] else ""
             try:
                 results.append(await self._pin(session, asked, prefix, name))
-            except _Refusal as error:
+            except KvtierError as error:  # whatever it is, the engine waits for an answer
                 problem = str(error)
                 self._refused(asked, problem)
                 results.append(PinResult(PinOutcome.REFUSED))
