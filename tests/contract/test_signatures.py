@@ -96,9 +96,14 @@ USES: dict[str, dict[str, str]] = {
         "DISK": "0.32",
         "EXTERNAL_UNSPECIFIED": "0.32",
     },
-    "v1.request:Request": dict.fromkeys(
-        ("request_id", "lora_request", "skip_reading_prefix_cache", "is_finished", "block_hashes"), ALWAYS
-    ),
+    "v1.request:Request": {
+        **dict.fromkeys(
+            ("request_id", "lora_request", "skip_reading_prefix_cache", "is_finished", "block_hashes"), ALWAYS
+        ),
+        **dict.fromkeys(("kv_transfer_params", "prompt_token_ids", "prompt_embeds", "mm_features"), ALWAYS),
+        **dict.fromkeys(("num_prompt_tokens", "cache_salt"), ALWAYS),
+        "kv_hints": "0.31",
+    },
     "v1.kv_cache_interface:KVCacheConfig": {
         **dict.fromkeys(("num_blocks", "kv_cache_tensors", "kv_cache_groups"), ALWAYS),
         "prefix_cacheable_groups": "0.30",
