@@ -9,13 +9,20 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])\s*")
 
 
-def parse_duration(field: str, text: str) -> int:
-    """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never". InvalidArgumentError: none of these."""
+def seconds_of(text: str) -> int:
+    """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never". ValueError: how durations are written."""
     if text.strip().lower() == "never":
         return 0
     match = _DURATION.fullmatch(text.lower())
     seconds = int(float(match[1]) * SECONDS[match[2]]) if match else 0
     if not 1 <= seconds <= TTL_S.most:
-        problem = 'must be a duration like "90s", "30m", "12h", "7d" or "2w", at most 36500d, or "never"'
-        raise InvalidArgumentError(field, text, problem)
+        raise ValueError('must be a duration like "90s", "30m", "12h", "7d" or "2w", at most 36500d, or "never"')
     return seconds
+
+
+def parse_duration(field: str, text: str) -> int:
+    """Return the seconds of a duration, 0 for "never"; InvalidArgumentError names the field."""
+    try:
+        return seconds_of(text)
+    except ValueError as exc:
+        raise InvalidArgumentError(field, text, str(exc)) from exc

@@ -131,21 +131,13 @@ class KVTierOffloadingManager(OffloadingManager):
         ) is not None and state.cacheable:
             state.instructed = instructed
             self._session.take_events(self._clock())
-            self._begin_instructions(state)
+            _begin_instructions(state, self._instructions, self._digests, self._clock())
         is_warm = is_warm_request(state.req_id)
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
         if self._observer is not None and state.cacheable and not is_warm:
             self._observer.observe(request, state.adapter)
         if self._missing.can_be and self._must_compute(state, request):
             request.skip_reading_prefix_cache = True
-
-    def _begin_instructions(self, state: RequestState) -> None:
-        """Carry out what the request asks, as soon as the content of its adapter is known."""
-        if state.instructed is None or state.instructed.begun:
-            return
-        state.read_adapter(self._digests)
-        if not state.lacks_digest:
-            self._instructions.begin(state.instructed, state.adapter_digest, self._clock())
 
     def _must_compute(self, state: RequestState, request: Any) -> bool:
         now_s = self._clock()
@@ -251,7 +243,7 @@ class KVTierOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         state = attached(req_context, RequestState)
         state.read_adapter(self._digests)
-        self._begin_instructions(state)
+        _begin_instructions(state, self._instructions, self._digests, self._clock())
         stores = self._stores.begin(keys, state, self._clock())
         if stores is None:
             return None
@@ -327,6 +319,15 @@ class KVTierOffloadingManager(OffloadingManager):
         if self._observer is not None:
             self._observer.close()
         self._session.events.close()
+
+
+def _begin_instructions(state: RequestState, instructions: Instructions, digests: AdapterDigests, now_s: float) -> None:
+    """Carry out what the request asks, as soon as the content of its adapter is known."""
+    if state.instructed is None or state.instructed.begun:
+        return
+    state.read_adapter(digests)
+    if not state.lacks_digest:
+        instructions.begin(state.instructed, state.adapter_digest, now_s)
 
 
 def _arena_chunk(key: ChunkKey, slot: pb.SlotRef) -> ArenaChunk:
