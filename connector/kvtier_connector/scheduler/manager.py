@@ -126,9 +126,8 @@ class KVTierOffloadingManager(OffloadingManager):
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
         self._requests[state.req_id] = state
-        if (
-            instructed := self._instructions.read(request, state.adapter, self._clock())
-        ) is not None and state.cacheable:
+        instructed = self._instructions.read(request, state.adapter, self._clock())
+        if instructed is not None and state.cacheable:
             state.instructed = instructed
             self._session.take_events(self._clock())
             _begin_instructions(state, self._instructions, self._digests, self._clock())
