@@ -107,8 +107,8 @@ class CacheServiceServicer(object):
     def Pin(self, request, context):
         """Makes a prompt a pinned prompt. Returns after the ledger's fsync: from then on the pin survives kill -9 and reboot.
         Whether its chunks are durable too is another matter, see PromptStatus.
-        Pinning an existing name with the same tokens, model, LoRA and salt again succeeds and changes its ttl and priority
-        only; with others it replaces the prompt if `replace` is set, else ALREADY_EXISTS.
+        Pinning an existing name with the same tokens, model, LoRA and salt again succeeds and changes ttl, priority and
+        public only; with others it replaces the prompt if `replace` is set, else ALREADY_EXISTS.
         Fails with INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED (would not fit into disk.bytes; the message has the
         numbers).
         """

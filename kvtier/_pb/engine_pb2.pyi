@@ -280,7 +280,7 @@ class StoreAbort(_message.Message):
     def __init__(self, stores: _Optional[_Iterable[_Union[StoreSlot, _Mapping]]] = ...) -> None: ...
 
 class Pin(_message.Message):
-    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned", "priority")
+    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned", "priority", "public")
     PIN_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +290,7 @@ class Pin(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_FIELD_NUMBER: _ClassVar[int]
     pin_id: str
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -299,7 +300,8 @@ class Pin(_message.Message):
     cache_salt: str
     pinned: bool
     priority: int
-    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ..., priority: _Optional[int] = ...) -> None: ...
+    public: bool
+    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ..., priority: _Optional[int] = ..., public: bool = ...) -> None: ...
 
 class PinAdded(_message.Message):
     __slots__ = ("pin",)

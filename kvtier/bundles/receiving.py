@@ -40,11 +40,13 @@ class RequestedImport:
         name: Empty: the bundle's.
         replace: Take the place of another prompt of this name.
         ttl_s: 0: the pin does not end by itself.
+        public: Requests with any cache salt may be restored its chunks; a bundle does not say so.
     """
 
     name: str = ""
     replace: bool = False
     ttl_s: int = 0
+    public: bool = False
 
 
 async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tuple[RequestedPin, Namespace]:
@@ -54,10 +56,10 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
         NamespaceMismatchError: No namespace here has its fingerprint and layout.
         PromptExistsError: The name is taken.
         QuotaExceededError: It would not fit on disk.
-        InvalidArgumentError: The name cannot be used.
+        InvalidArgumentError: The name cannot be used, or the prompt is to be public and has a cache salt.
     """
     name = requested.name or bundle.prompt.name
-    pin = replace(bundle.prompt, name=name, ttl_s=requested.ttl_s, replace=requested.replace)
+    pin = replace(bundle.prompt, name=name, ttl_s=requested.ttl_s, replace=requested.replace, public=requested.public)
     namespace = _find_namespace(cache, bundle)
     cache.prompts.draft(pin, time.time())
     limit_bytes = cache.config.disk.disk_bytes

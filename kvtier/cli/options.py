@@ -56,6 +56,7 @@ NAME = typer.Argument(
     callback=checked_text,
 )
 PromptName = Annotated[str, NAME]
+PUBLIC_HELP = "Restore it for requests with any cache_salt, not only for those without one"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 AsJsonWithProgress = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr")]
 

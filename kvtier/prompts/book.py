@@ -44,6 +44,8 @@ class RequestedPin:
             raise InvalidArgumentError("tokens", [], "give the prompt's token ids, or a recipe to render later")
         if bool(self.lora_name) != bool(self.lora_path):
             raise InvalidArgumentError("lora_path", self.lora_path, "lora_name and lora_path go together")
+        if self.public and self.cache_salt:
+            raise InvalidArgumentError("public", True, "a public prompt has no cache_salt; pin it without one")
 
 
 class PromptBook:

@@ -136,7 +136,7 @@ class Pins:
 
     async def _unpin(self, prompt: PromptRow) -> None:
         if prompt.pinned:
-            unpinned = replace(prompt, pinned=False, expires_unix_s=0.0, priority=0)
+            unpinned = replace(prompt, pinned=False, expires_unix_s=0.0, priority=0, public=False)
             await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, unpinned)
             self._prompts.put(unpinned)
             await self._count_pins(unpinned, pinned=False)

@@ -94,7 +94,12 @@ def parse_import_start(message: cache_pb2.ImportMessage | None) -> RequestedImpo
     start: cache_pb2.ImportStart = _first(message, "start", "an import is ImportStart")
     if start.name:
         limits.check_name(start.name)
-    return RequestedImport(name=start.name, replace=start.replace, ttl_s=limits.TTL_S.check("ttl_s", start.ttl_s))
+    return RequestedImport(
+        name=start.name,
+        replace=start.replace,
+        ttl_s=limits.TTL_S.check("ttl_s", start.ttl_s),
+        public=start.public,
+    )
 
 
 def parse_hello(message: engine_pb2.EngineMessage | None) -> EngineHello:

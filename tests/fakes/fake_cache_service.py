@@ -193,6 +193,7 @@ class FakeCacheService(cache_pb2_grpc.CacheServiceServicer):
             recipe_json=request.recipe_json,
             num_engines=self.num_engines if request.tokens else 0,
             priority=request.priority,
+            public=request.public,
             error=self.bind_error if self.num_engines else "",
             tokens_digest=hashlib.sha256(str(list(request.tokens)).encode()).hexdigest()[:12],
         )

@@ -13,7 +13,7 @@ import typer
 
 from kvtier._pb.cache_pb2 import ExportRequest, ImportStart
 from kvtier.cli.context import connect, interruptible
-from kvtier.cli.options import AsJsonWithProgress, PromptName, checked_text
+from kvtier.cli.options import PUBLIC_HELP, AsJsonWithProgress, PromptName, checked_text
 from kvtier.cli.output.progress import byte_progress
 from kvtier.cli.output.prompt_summary import summarize
 from kvtier.cli.output.streams import Output, to_jsonable
@@ -93,6 +93,7 @@ def import_(
     ttl: Annotated[
         str, typer.Option(metavar="DURATION", help="End the pin after 90s, 30m, 12h, 7d, 2w", show_default=False)
     ] = "never",
+    public: Annotated[bool, typer.Option("--public", help=PUBLIC_HELP)] = False,
     as_json: AsJsonWithProgress = False,
 ) -> None:
     """Pin a prompt from a bundle of `kvtier export`; vLLM computes nothing.
@@ -100,7 +101,7 @@ def import_(
     Needs a namespace with the fingerprint of the bundle: a vLLM with the same model and settings has attached once.
     """
     output = Output(json=as_json)
-    start = ImportStart(name=name, replace=replace, ttl_s=parse_duration("--ttl", ttl))
+    start = ImportStart(name=name, replace=replace, ttl_s=parse_duration("--ttl", ttl), public=public)
     with (
         _opened(file) as source,
         connect(context) as client,

@@ -10,7 +10,15 @@ import typer
 from kvtier._pb.cache_pb2 import PinRequest, PromptStatus
 from kvtier.cli.commands.pin_flow import PinFlow, PinJob
 from kvtier.cli.context import connect, interruptible
-from kvtier.cli.options import DEFAULT_URL, PromptName, api_key_option, checked_text, seconds, url_option
+from kvtier.cli.options import (
+    DEFAULT_URL,
+    PUBLIC_HELP,
+    PromptName,
+    api_key_option,
+    checked_text,
+    seconds,
+    url_option,
+)
 from kvtier.cli.output.streams import Output, to_jsonable
 from kvtier.cli.prompt_text import sources
 from kvtier.cli.prompt_text.sources import Recipe, SourceKind
@@ -59,6 +67,7 @@ def pin(
             show_default=False,
         ),
     ] = None,
+    public: Annotated[bool | None, _how("--public/--no-public", help=PUBLIC_HELP, show_default=False)] = None,
     replace: Annotated[bool, _how("--replace", help="Replace another prompt of that name")] = False,
     no_warm: Annotated[
         bool, _how("--no-warm", help="Register only; chunks are captured when vLLM next computes them")
@@ -85,6 +94,8 @@ def pin(
         chat_template_kwargs,
     )
     ttl_s = None if ttl is None else parse_duration("--ttl", ttl)
+    if public and cache_salt:
+        raise InvalidArgumentError("--public", True, "a public prompt has no salt; leave out --cache-salt")
     output = Output(json=as_json)
     with connect(context) as client, VllmClient(url, api_key) as vllm:
         # Options that are not given keep the values of a known prompt; without one they are empty.
@@ -98,6 +109,7 @@ def pin(
             cache_salt=cache_salt or known.cache_salt,
             ttl_s=_remaining_s(known) if ttl_s is None else ttl_s,
             priority=known.priority if priority is None else priority,
+            public=known.public if public is None else public,
             # The template may have changed since then, and the new rendering follows it.
             replace=replace or source is None,
             warm=not no_warm,

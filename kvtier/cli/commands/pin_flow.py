@@ -38,6 +38,7 @@ class PinJob:
     cache_salt: str = ""
     ttl_s: int = 0
     priority: int = 0
+    public: bool = False
     replace: bool = False
     warm: bool = True
     timeout_s: float = 600.0
@@ -108,6 +109,7 @@ class PinFlow:
             recipe_json=job.recipe.to_json(),
             ttl_s=job.ttl_s,
             priority=job.priority,
+            public=job.public,
             replace=job.replace,
         )
         status = self._client.pin(request)

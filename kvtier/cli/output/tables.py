@@ -22,7 +22,7 @@ def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Iterator[Part]:
     has_priorities = any(status.priority for status in prompts)
     summaries = [summarize(status) for status in prompts]
     # Name and model get the width that the other columns leave.
-    numbers_width = 62 if has_priorities else 57
+    numbers_width = (62 if has_priorities else 57) + 3 * any(status.public for status in prompts)
     model_chars = max(12, (width - numbers_width) // 2)
     priority_header = ["PRIO>"] if has_priorities else []
     table = _table(
@@ -33,7 +33,7 @@ def prompts_list(prompts: Sequence[PromptStatus], width: int) -> Iterator[Part]:
         table.row(
             status.name,
             state_name(status),
-            _yes(status.pinned),
+            "public" if status.public else _yes(status.pinned),
             *([str(status.priority)] if has_priorities else []),
             str(status.num_tokens or "-"),
             f"{numbers.num_durable_chunks}/{numbers.num_chunks}" if numbers.num_chunks else "-",
@@ -60,7 +60,7 @@ def prompt_details(status: PromptStatus) -> Iterator[Part]:
         "priority": str(status.priority) if status.priority else "",
         "model": status.model or "any",
         "LoRA": status.lora_name,
-        "cache salt": "set" if status.cache_salt else "",
+        "cache salt": "set" if status.cache_salt else _any_salt(status),
         "tokens": f"{status.num_tokens} (digest {status.tokens_digest[:_SHORT_ID]})" if status.num_tokens else "",
         "created": format_moment(status.created_unix_s),
         "engines": f"{status.num_engines} attached, {status.num_confirmed} confirmed",
@@ -119,9 +119,14 @@ def pin_result(status: PromptStatus) -> Grid:
         "shared": _shared(numbers),
         "in host memory": f"{numbers.num_host_chunks}/{numbers.num_chunks} chunks",
         "on disk": f"{numbers.num_durable_chunks}/{numbers.num_chunks} chunks",
+        "cache salt": _any_salt(status),
         "ends": format_expiry(status.expires_unix_s),
     }
     return _pairs(rows)
+
+
+def _any_salt(status: PromptStatus) -> str:
+    return "any: the prompt is public" if status.public else ""
 
 
 _STORE_MODES = {"pinned": "pinned prompts only", "all": "every prompt; what is not pinned is evictable"}

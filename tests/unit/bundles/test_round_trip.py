@@ -114,6 +114,29 @@ def test_a_bundle_travels(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_who_shares_a_prompt_is_decided_where_it_is_imported(tmp_path: Path) -> None:
+    """A file that someone made does not open a prompt to all tenants."""
+
+    async def scenario() -> None:
+        here, there = home(tmp_path, "a"), home(tmp_path, "b")
+        async with running(here) as stub, ScriptedEngine(here) as engine:
+            await engine.bind(await pin(stub, public=True), KEYS)
+            await store_last_apart(stub, engine, KEYS)
+            assert (await prompt_of(stub)).public
+            data = await export(stub)
+        await attach_once(there)
+        async with running(there) as stub:
+            assert not (await import_(stub, data)).public
+            assert (await import_(stub, data, public=True)).public
+        async with running(there), ScriptedEngine(there) as engine:
+            assert [(one.name, one.public) for one in engine.welcome.pins] == [("p", True)]
+        async with running(here) as stub:
+            salted = await bundle_of(home(tmp_path, "c"))
+            await refused(stub, salted, Status.INVALID_ARGUMENT, "a public prompt has no cache_salt", public=True)
+
+    asyncio.run(scenario())
+
+
 def test_a_bundle_may_come_in_small_pieces_and_must_come_whole(tmp_path: Path) -> None:
     async def scenario() -> None:
         there = home(tmp_path, "b")

@@ -88,7 +88,7 @@ def test_a_pin_expires_when_it_is_due_and_engines_are_notified(tmp_path: Path, m
         async with rig(tmp_path) as r:
             peer = await attached(r)
             expiring = asyncio.create_task(r.cache.pins.expire())
-            await r.cache.pins.pin(RequestedPin(name="p", tokens=(1,), ttl_s=60, priority=3))
+            await r.cache.pins.pin(RequestedPin(name="p", tokens=(1,), ttl_s=60, priority=3, public=True))
             await r.cache.pins.pin(RequestedPin(name="for-ever", tokens=(2,)))
             for seconds, is_pinned in ((0, True), (59, True), (1, False), (3600, False)):
                 clock.unix_s += seconds
@@ -97,7 +97,7 @@ def test_a_pin_expires_when_it_is_due_and_engines_are_notified(tmp_path: Path, m
                 assert r.cache.prompts.get("p").pinned is is_pinned
                 assert peer.pinned == true_pins(r)
             ended = r.cache.prompts.get("p")
-            assert (ended.expires_unix_s, ended.priority) == (0.0, 0)
+            assert (ended.expires_unix_s, ended.priority, ended.public) == (0.0, 0, False)
             assert r.cache.prompts.get("for-ever").pinned
             assert {row.name: row.pinned for row in r.resources.ledger.load().prompts} == {"p": False, "for-ever": True}
             expiring.cancel()

@@ -22,6 +22,7 @@ RECIPE = '{"kind": "text"}'
         {"lora_name": "sql", "lora_path": "/loras/sql"},
         {"priority": 100},
         {"priority": -100},
+        {"public": True},
     ],
 )
 def test_what_lies_within_the_bounds_is_accepted(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
@@ -44,6 +45,7 @@ def test_what_lies_within_the_bounds_is_accepted(monkeypatch: pytest.MonkeyPatch
         ({"lora_path": "/loras/sql"}, "lora_path"),
         ({"priority": 101}, "priority"),
         ({"priority": -101}, "priority"),
+        ({"public": True, "cache_salt": "s"}, "public"),
     ],
 )
 def test_what_lies_beyond_is_refused_by_field(

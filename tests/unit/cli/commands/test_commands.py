@@ -106,6 +106,16 @@ def test_priorities_are_shown_when_there_are_any(prompt: PromptStatus, kvtier: K
     assert "-42" in kvtier("show", "support-bot").output
 
 
+def test_a_public_prompt_is_shown_as_one(prompt: PromptStatus, kvtier: Kvtier) -> None:
+    assert "public" not in kvtier("list").output + kvtier("show", "support-bot").output
+    prompt.public = True
+    listed = kvtier("list").output
+    assert_narrow(listed)
+    assert "public" in listed
+    assert "cache salt any: the prompt is public" in " ".join(kvtier("show", "support-bot").output.split())
+    assert json.loads(kvtier("list", "--json").output)[0]["public"] is True
+
+
 def test_list_json(prompt: PromptStatus, kvtier: Kvtier) -> None:
     (entry,) = json.loads(kvtier("list", "--json").output)
     assert (entry["name"], entry["state"]) == ("support-bot", "CAPTURING")

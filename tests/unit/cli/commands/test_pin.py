@@ -111,6 +111,23 @@ def test_a_source_without_vllm_is_kept_and_rendered_later(
     assert kvtier("pin", "bot", "--url", vllm.url, "--priority", "101").exit_code == 2
 
 
+def test_a_public_prompt_stays_public_until_it_is_said_otherwise(
+    attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier
+) -> None:
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--public")
+    assert "cache salt any: the prompt is public" in " ".join(result.output.split())
+    for arguments, is_public in (([], True), (["--no-public"], False), ([], False), (["--public"], True)):
+        assert kvtier("pin", "bot", "--url", vllm.url, *arguments).exit_code == 0
+        assert attached.pins[-1].public is is_public
+
+
+def test_a_prompt_with_a_salt_is_not_public(attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier) -> None:
+    result = kvtier("pin", "bot", "--system", "s.txt", "--url", vllm.url, "--public", "--cache-salt", "pepper")
+    assert result.exit_code != 0
+    assert "a public prompt has no salt; leave out --cache-salt" in " ".join(result.stderr.split())
+    assert not attached.pins
+
+
 @pytest.mark.parametrize("arguments", [[], ["--system", "s.txt"], ["--system", "s.txt", "--replace"]])
 def test_a_rendered_prompt_is_never_replaced_by_an_unrendered_one(
     attached: FakeCacheService, vllm: FakeVllm, kvtier: Kvtier, arguments: list[str]
