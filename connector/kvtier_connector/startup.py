@@ -7,6 +7,7 @@ from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
 from kvtier_connector.scheduler.manager import EngineParts
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
@@ -29,7 +30,13 @@ def start_session(facts: EngineFacts) -> EngineParts:
     events = DaemonEvents(
         facts.settings.socket,
         hello.make,
-        PinBinder(facts.shapes, facts.block_hasher, digests, model_config.max_model_len),
+        PinBinder(
+            facts.shapes,
+            facts.block_hasher,
+            digests,
+            model_config.max_model_len,
+            hash_lookahead_tokens(facts.vllm_config),
+        ),
         background,
         warm_start.bound if warm_start is not None else lambda attachment: None,
         facts.settings.daemon_uid,

@@ -101,7 +101,7 @@ USES: dict[str, dict[str, str]] = {
             ("request_id", "lora_request", "skip_reading_prefix_cache", "is_finished", "block_hashes"), ALWAYS
         ),
         **dict.fromkeys(("kv_transfer_params", "prompt_token_ids", "prompt_embeds", "mm_features"), ALWAYS),
-        **dict.fromkeys(("num_prompt_tokens", "cache_salt"), ALWAYS),
+        **dict.fromkeys(("num_prompt_tokens", "cache_salt", "all_token_ids"), ALWAYS),
         "kv_hints": "0.31",
     },
     "v1.kv_cache_interface:KVCacheConfig": {

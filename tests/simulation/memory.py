@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 Digests = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 FIRST_TOKEN, LAST_TOKEN = 50, 900
 
@@ -34,6 +35,17 @@ class TokenSequence:
         """Return the KV of these positions: of each a digest of all tokens up to it."""
         self._grow(end)
         return np.array(self._digests[begin:end], np.int64)
+
+    def without_salt(self, num_tokens: int) -> "TokenSequence":
+        """Return its first tokens as one without a salt has them."""
+        self._grow(num_tokens)
+        return TokenSequence(self._tokens[:num_tokens])
+
+    def num_shared(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens it has in common with a prompt."""
+        self._grow(len(prompt))
+        pairs = enumerate(zip(self._tokens, prompt, strict=False))
+        return next((index for index, (token, other) in pairs if token != other), len(prompt))
 
     def _grow(self, length: int) -> None:
         while len(self._tokens) < length:

@@ -63,6 +63,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     is_async = False
     stores_all = False
     gpu_pin = "off"
+    is_public = False  # pins without a salt are
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize()
@@ -117,6 +118,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         if self.daemon.session_id is None and not alone:
             self.attach()
         self.forget(running=False)
+        if self.is_public and question % 2:
+            salt = "pepper"  # most requests have a salt
         prompt = PREFIXES[prefix] + [600 + question * 50 + number for number in range(tail)]
         for _ in range(count):
             self.num_requests += 1
@@ -155,6 +158,9 @@ class LifecycleMachine(RuleBasedStateMachine):
     def pin(self, prefix: int, salt: str, pinned: bool) -> None:
         self.num_pins += 1
         pin = pb.Pin(pin_id=f"p{self.num_pins}", name="p", tokens=PREFIXES[prefix], cache_salt=salt, pinned=pinned)
+        if self.is_public and pinned and not salt:
+            pin.public = True
+            self.engine.public.append(PREFIXES[prefix])
         self.daemon.pins[pin.pin_id] = pin
         self.engine.link.bind(pin)
 
@@ -291,6 +297,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         seen["loads failed"] += self.engine.copier.num_failed
         seen["chunks stored"] += self.daemon.num_stored
         seen["preemptions"] += self.engine.num_preemptions
+        seen["public tokens read with a salt"] += self.engine.num_read_public
 
 
 class AsyncMachine(LifecycleMachine):
@@ -366,6 +373,34 @@ class HardPinsAsyncMachine(HardPinsMachine):
     num_blocks = 10
 
 
+class PublicMachine(LifecycleMachine):
+    """Tenants with salts beside public prompts."""
+
+    is_public = True
+
+
+class PublicStoreAllMachine(PublicMachine):
+    """The same with unpinned chunks, a small pool and async scheduling."""
+
+    stores_all = True
+    is_async = True
+    num_blocks = 12
+
+
+class PublicHybridMachine(PublicMachine):
+    """The same with full attention and a sliding window."""
+
+    specs = (FULL, WINDOW)
+    num_blocks = 30
+    stores_all = True
+
+
+class PublicLongChunksMachine(PublicMachine):
+    """The same with chunks of two blocks."""
+
+    blocks_per_chunk = 2
+
+
 MACHINES = (
     LifecycleMachine,
     AsyncMachine,
@@ -379,6 +414,10 @@ MACHINES = (
     SoftPinsAsyncMachine,
     HardPinsMachine,
     HardPinsAsyncMachine,
+    PublicMachine,
+    PublicStoreAllMachine,
+    PublicHybridMachine,
+    PublicLongChunksMachine,
 )
 
 
@@ -389,3 +428,4 @@ def test_lifecycles(machine: type[LifecycleMachine], record_property: Callable[[
     run_state_machine_as_test(machine, settings=SETTINGS)
     record_property("note", ", ".join(f"{count} {what}" for what, count in machine.seen.items()))
     assert machine.seen["chunks loaded"]
+    assert bool(machine.seen["public tokens read with a salt"]) is machine.is_public

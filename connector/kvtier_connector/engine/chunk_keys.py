@@ -41,6 +41,15 @@ def chunk_key(offload_key: bytes, adapter_digest: bytes | None) -> ChunkKey:
     return hashlib.sha256(block_hash + (adapter_digest or b"")).digest() + suffix
 
 
+class PromptHashes(NamedTuple):
+    """What names the chunks of a request's prompt."""
+
+    own: Sequence[bytes]  # vLLM's block hashes
+    adapter_digest: bytes | None = None
+    # of the blocks that it shares with a public prompt, the hashes there; none for a request without a salt
+    public: Sequence[bytes] = ()
+
+
 class ReachableKeys(NamedTuple):
     """The chunks by which a prompt is recognized and restored."""
 

@@ -151,6 +151,11 @@ def prefix_cacheable_groups(kv_cache_config: "KVCacheConfig") -> Iterable[Any]:
     return groups
 
 
+def hash_lookahead_tokens(config: "VllmConfig") -> int:
+    """Return how many tokens after its block a hash covers: none before 0.33."""
+    return int(getattr(config, "num_hash_lookahead_tokens", None) or 0)
+
+
 def block_hasher(
     config: "VllmConfig", tokens_per_hash: int, hash_fn: Callable[[Any], bytes]
 ) -> Callable[[Any], list[bytes]]:

@@ -59,6 +59,10 @@ PROMOTION_WAIT_SECONDS = histogram(
 LOADED_CHUNKS = counter(
     "connector_loaded_chunks", "Chunks given to the workers to load, by the tier they came from.", tier=("host", "disk")
 )
+PUBLIC_CHUNKS = counter(
+    "connector_public_chunks",
+    "Of the loaded chunks those of public prompts that were for requests with a cache salt.",
+)
 FAILED_LOADS = counter("connector_failed_loads", "Requests of which a load failed; vLLM computed their tokens.")
 STORED_CHUNKS = counter("connector_stored_chunks", "Chunks that all workers were done with writing for the daemon.")
 UNSTORED_CHUNKS = counter("connector_unstored_chunks", "Chunks not stored because no arena slot was granted in time.")
@@ -114,6 +118,7 @@ METRICS = (
     ANSWER_SECONDS,
     PROMOTION_WAIT_SECONDS,
     LOADED_CHUNKS,
+    PUBLIC_CHUNKS,
     FAILED_LOADS,
     STORED_CHUNKS,
     UNSTORED_CHUNKS,

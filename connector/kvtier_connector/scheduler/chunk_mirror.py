@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvtier.core.layout import ChunkKey
+from kvtier_connector.engine.public_prompts import PublicPrompts
 from kvtier_connector.session.daemon_events import MAX_HELD_CHUNKS
 from kvtier_connector.session.pin_binder import BoundPin
 
@@ -23,6 +24,7 @@ class ChunkMirror:
     """
 
     def __init__(self) -> None:
+        self.public = PublicPrompts()  # of these pins
         self._pins: dict[str, BoundPin] = {}
         self._known: Counter[ChunkKey] = Counter()
         self._wanted: Counter[ChunkKey] = Counter()
@@ -67,12 +69,15 @@ class ChunkMirror:
         self._known.update(pin.keys)
         if pin.pinned:
             self._wanted.update(pin.keys)
+        if pin.public is not None:
+            self.public.add(pin.pin_id, pin.public)
 
     def remove(self, pin_id: str) -> None:
         """Forget a pin and the chunks that only it had."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return
+        self.public.remove(pin_id)
         _discount(self._known, pin.keys)
         if pin.pinned:
             _discount(self._wanted, pin.keys)
@@ -107,6 +112,7 @@ class ChunkMirror:
     def clear(self) -> None:
         """Forget everything: the session is over."""
         self._pins.clear()
+        self.public.clear()
         self._known.clear()
         self._wanted.clear()
         self._held.clear()

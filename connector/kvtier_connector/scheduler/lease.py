@@ -86,6 +86,11 @@ class Lease:
         residency = self.residencies.get(key)
         return residency is not None and residency.state == HOST
 
+    def leased_keys(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Return the keys that were asked for in place of the request's own."""
+        aliases = self.query.aliases
+        return [aliases.get(key, key) for key in keys] if aliases else list(keys)
+
     def release(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Release these chunks, or all."""
         release = pb.Release(acquire_id=self.acquire_id, all=keys is None)

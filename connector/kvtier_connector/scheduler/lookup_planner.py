@@ -1,11 +1,12 @@
 """Which chunks of a request are worth asking the daemon for. Dict lookups only; most requests cost one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import islice, takewhile
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.core.layout import ChunkKey
-from kvtier_connector.engine.chunk_keys import GroupShape
+from kvtier_connector.engine.chunk_keys import GroupShape, PromptHashes
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 
 
@@ -17,12 +18,16 @@ class LookupQuery(NamedTuple):
     chunk_tokens: int  # tokens of one chunk of that run
     first_token: int  # where the run begins
     end_token: int  # where it ends
+    # by the request's own key, that of a public prompt which is asked for in its place
+    aliases: Mapping[ChunkKey, ChunkKey] = MappingProxyType({})
 
 
 class LookupPlanner:
     """Chooses the keys of an Acquire from vLLM's block hashes and the mirror of what is held.
 
     It may ask for too much or too little, never wrongly: vLLM's own lookup decides over the answer, chunk by chunk.
+    Where a request with a salt begins with a public prompt, chunks of that go before the request's own: all requests
+    use them, so they are the more likely in host memory.
     """
 
     def __init__(self, groups: Sequence[GroupShape], mirror: ChunkMirror) -> None:
@@ -30,25 +35,25 @@ class LookupPlanner:
         self._windowed = tuple(group for group in groups if group.window_chunks)
         self._mirror = mirror
 
-    def first_key(self, hashes: Sequence[bytes], digest: bytes | None) -> ChunkKey | None:
+    def first_key(self, prompt: PromptHashes) -> ChunkKey | None:
         """Return the known key by which the request is recognized, or None when it begins like nothing that is known.
 
         With full attention that is its first chunk. Without, pins consist of last windows only: every chunk is tried.
         """
         group = self._full[0] if self._full else self._windowed[0]
-        for chunk_idx in range(min(1, group.num_chunks(hashes)) if self._full else group.num_chunks(hashes)):
-            key = group.key(hashes, chunk_idx, digest)
-            if self._mirror.knows(key):
-                return key
-        return None
+        num_chunks = group.num_chunks(prompt.own)
+        chunks = range(min(1, num_chunks) if self._full else num_chunks)
+        return next(filter(self._mirror.knows, _keys(group, chunks, prompt, self._mirror.knows)), None)
 
-    def plan(self, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int) -> LookupQuery | None:
+    def plan(self, prompt: PromptHashes, num_computed_tokens: int) -> LookupQuery | None:
         """Return what to ask beyond vLLM's prefix-cache hit, or None when nothing that may be held could extend it."""
-        end_token = max(group.num_chunks(hashes) * group.chunk_tokens for group in self._full + self._windowed)
+        aliases: dict[ChunkKey, ChunkKey] = {}
+        end_token = max(group.num_chunks(prompt.own) * group.chunk_tokens for group in self._full + self._windowed)
         runs: list[list[ChunkKey]] = []
         for group in self._full:
             first = num_computed_tokens // group.chunk_tokens
-            candidates = (group.key(hashes, idx, digest) for idx in range(first, group.num_chunks(hashes)))
+            chunks = range(first, group.num_chunks(prompt.own))
+            candidates = _keys(group, chunks, prompt, self._mirror.may_be_held, aliases)
             run = list(takewhile(self._mirror.may_be_held, candidates))
             if not run:
                 return None
@@ -56,13 +61,13 @@ class LookupPlanner:
             runs.append(run)
         windows: list[dict[int, ChunkKey]] = []
         for group in self._windowed:
-            held = self._held_chunks(group, hashes, digest, num_computed_tokens, end_token)
+            held = self._held_chunks(group, prompt, aliases, num_computed_tokens, end_token)
             if not held:
                 return None
             # No hit ends behind the last chunk that a window needs: what lies there is not worth a lease.
             end_token = min(end_token, (max(held) + 1) * group.chunk_tokens)
             windows.append(held)
-        return self._cut(runs, windows, num_computed_tokens, end_token)
+        return self._cut(runs, windows, num_computed_tokens, end_token)._replace(aliases=aliases)
 
     def _cut(
         self,
@@ -86,25 +91,55 @@ class LookupPlanner:
         first_token = num_computed_tokens // chunk_tokens * chunk_tokens
         return LookupQuery(tuple(keys), num_prefix_keys, chunk_tokens, first_token, end_token)
 
-    def known_prefix(self, hashes: Sequence[bytes], digest: bytes | None, num_tokens: int) -> list[ChunkKey]:
+    def known_prefix(self, prompt: PromptHashes, num_tokens: int) -> list[ChunkKey]:
         """Return the known chunks within the first `num_tokens` tokens."""
         keys: list[ChunkKey] = []
         for group in self._full + self._windowed:
-            num_chunks = min(num_tokens // group.chunk_tokens, group.num_chunks(hashes))
-            candidates = (group.key(hashes, chunk_idx, digest) for chunk_idx in range(num_chunks))
-            keys.extend(key for key in candidates if self._mirror.knows(key))
+            chunks = range(min(num_tokens // group.chunk_tokens, group.num_chunks(prompt.own)))
+            keys.extend(filter(self._mirror.knows, _keys(group, chunks, prompt, self._mirror.knows)))
         return keys
 
     def _held_chunks(
-        self, group: GroupShape, hashes: Sequence[bytes], digest: bytes | None, num_computed_tokens: int, end_token: int
+        self,
+        group: GroupShape,
+        prompt: PromptHashes,
+        aliases: MutableMapping[ChunkKey, ChunkKey],
+        num_computed_tokens: int,
+        end_token: int,
     ) -> dict[int, ChunkKey]:
         """Return held chunks by index, the last ones: vLLM looks for a whole window from the end.
 
         A pinned prompt has one window or few. An unpinned prompt may have thousands of chunks, and asking for
         any but those of the last windows gains nothing.
         """
-        end = min(-(-end_token // group.chunk_tokens), group.num_chunks(hashes))
-        first = num_computed_tokens // group.chunk_tokens
-        candidates = ((idx, group.key(hashes, idx, digest)) for idx in range(end - 1, first - 1, -1))
+        end = min(-(-end_token // group.chunk_tokens), group.num_chunks(prompt.own))
+        chunks = range(end - 1, num_computed_tokens // group.chunk_tokens - 1, -1)
+        candidates = zip(chunks, _keys(group, chunks, prompt, self._mirror.may_be_held, aliases), strict=True)
         held = ((idx, key) for idx, key in candidates if self._mirror.may_be_held(key))
         return dict(islice(held, max(256, 4 * (group.window_chunks + 1))))
+
+
+def _keys(
+    group: GroupShape,
+    chunks: Iterable[int],
+    prompt: PromptHashes,
+    is_preferred: Callable[[ChunkKey], bool],
+    aliases: MutableMapping[ChunkKey, ChunkKey] | None = None,
+) -> Iterator[ChunkKey]:
+    """Yield the key by which to ask for each chunk: the public prompt's if it has one that is preferred, else its own.
+
+    Args:
+        group: Of the chunks.
+        chunks: Their indexes.
+        prompt: What names them.
+        is_preferred: Asked of keys of the public prompt.
+        aliases: Gets the keys of the public prompt that are yielded, by the request's own.
+    """
+    digest, num_public = prompt.adapter_digest, group.num_chunks(prompt.public)
+    for chunk_idx in chunks:
+        key = group.key(prompt.own, chunk_idx, digest)
+        if chunk_idx < num_public and is_preferred(public := group.key(prompt.public, chunk_idx, digest)):
+            if aliases is not None:
+                aliases[key] = public
+            key = public
+        yield key

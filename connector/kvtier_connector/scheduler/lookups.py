@@ -75,12 +75,13 @@ class Lookups:
         """Decide whether a chunk is a hit: return its place in the arena, or None for a miss.
 
         A hit is what the daemon reported as resident in host memory, under this request's lease, in the session that
-        stands now. vLLM asks this for each chunk, and loads what was a hit in the same step.
+        stands now. vLLM asks this for each chunk, and loads what was a hit in the same step. A chunk of a public prompt
+        is found by the request's own key too, if it was asked for in that one's place.
         """
         lease = state.lease
         if lease is None or lease.attachment is not self._attachment:
             return None
-        residency = lease.residencies.get(key)
+        residency = lease.residencies.get(lease.query.aliases.get(key, key))
         return residency if residency is not None and residency.state == HOST else None
 
     def take(self, state: RequestState) -> None:
@@ -94,7 +95,7 @@ class Lookups:
         state.phase = Phase.TAKEN
 
     def loading(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
-        """A load job of these chunks begins; each was a `hit`."""
+        """A load job of these chunks, by their keys in the lease, begins; each was a `hit`."""
         lease = self._live(state)
         if lease is None:
             return
@@ -162,17 +163,17 @@ class Lookups:
             return LookupEnd.FAILED
         if not state.cacheable:
             return LookupEnd.NOT_CACHEABLE
-        hashes, digest = request.block_hashes, state.adapter_digest
-        first_key = self._planner.first_key(hashes, digest)
+        prompt = state.prompt_hashes(request)
+        first_key = self._planner.first_key(prompt)
         if first_key is None:
             return LookupEnd.UNKNOWN
-        self._touches.note(first_key, hashes, digest, num_computed_tokens, now_s)
-        query = self._planner.plan(hashes, digest, num_computed_tokens)
+        self._touches.note(first_key, prompt, num_computed_tokens, now_s)
+        query = self._planner.plan(prompt, num_computed_tokens)
         if query is None:
             return LookupEnd.PREFIX_CACHE
         if is_shrinking:
             # vLLM may evict the rest, too: ask for everything, and only this once.
-            whole = self._planner.plan(hashes, digest, 0)
+            whole = self._planner.plan(prompt, 0)
             query = whole if whole is not None and whole.end_token >= query.end_token else query
         if len(query.keys) > MAX_KEYS:  # the daemon would end the session
             return LookupEnd.NOT_CACHEABLE

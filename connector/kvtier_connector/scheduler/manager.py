@@ -40,6 +40,7 @@ from kvtier_connector.metrics.declared import (
     KNOWS_USER_TURN,
     LOADED_CHUNKS,
     OBSERVED_REQUESTS,
+    PUBLIC_CHUNKS,
     SKIPPED_REQUESTS,
     WARM_FAILURES,
     WARM_REQUESTS,
@@ -92,6 +93,7 @@ class KVTierOffloadingManager(OffloadingManager):
         """Begin to work with the daemon; the connector does so at once. Without a session everything is MISS."""
         self._digests, self._warm_start, self._observer = parts.digests, parts.warm_start, parts.observer
         mirror = ChunkMirror()
+        self._public = mirror.public
         planner = LookupPlanner(parts.groups, mirror)
         self._breaker = CircuitBreaker(parts.lookup_timeout_s)
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
@@ -125,6 +127,7 @@ class KVTierOffloadingManager(OffloadingManager):
             state.adapter = Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)
             # An adapter reloaded in place keeps name, path and keys, but not its content.
             state.cacheable = not lora.load_inplace
+        state.find_public(self._public, request)  # `advance` looks again; not all requests come there
         self._requests[state.req_id] = state
         instructed = self._instructions.read(request, state.adapter, self._clock())
         if instructed is not None and state.cacheable:
@@ -153,6 +156,7 @@ class KVTierOffloadingManager(OffloadingManager):
             return True
         now_s = self._clock()
         self._session.take_events(now_s)
+        state.find_public(self._public, request)
         state.read_adapter(self._digests)
         if state.adapter is not None and state.adapter_digest is None:
             return not self._awaits_adapter(state, state.adapter, now_s)
@@ -221,7 +225,7 @@ class KVTierOffloadingManager(OffloadingManager):
         chunks: list[ArenaChunk] = []
         found: list[ChunkKey] = []
         num_from_disk = 0
-        for key in state.chunk_keys(keys):
+        for key in state.leased_keys(keys):
             hit = self._lookups.hit(state, key)
             # vLLM loads what lookup called HIT in this very step. Should it ever not, the job lacks a chunk and fails.
             if hit is not None:
@@ -229,6 +233,7 @@ class KVTierOffloadingManager(OffloadingManager):
                 num_from_disk += hit.from_disk
                 chunks.append(_arena_chunk(key, hit.slot))
         self._lookups.loading(state, found, self._clock())
+        self.stats.count(PUBLIC_CHUNKS, num=state.num_public(found))
         self.stats.count(LOADED_CHUNKS, "host", num=len(chunks) - num_from_disk)
         self.stats.count(LOADED_CHUNKS, "disk", num=num_from_disk)
         return self._session.arena_spec(state.req_id, chunks)
@@ -236,7 +241,7 @@ class KVTierOffloadingManager(OffloadingManager):
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         state = attached(req_context, RequestState)
-        self._lookups.loaded(state, state.chunk_keys(keys), self._clock())
+        self._lookups.loaded(state, state.leased_keys(keys), self._clock())
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:

@@ -3,10 +3,12 @@
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier.core.layout import ChunkKey
-from kvtier_connector.engine.chunk_keys import chunk_key
+from kvtier_connector.engine.chunk_keys import PromptHashes, chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.engine.public_prompts import NOTHING_PUBLIC, PublicPrefix, PublicPrompts
 from kvtier_connector.requests.instructions import Instructed
 from kvtier_connector.scheduler.lease import Lease
 
@@ -37,6 +39,8 @@ class RequestState:
     # until when the request waits for that digest; None before the first question
     adapter_deadline_s: float | None = None
     cacheable: bool = True  # False when chunk keys could not distinguish its KV: nothing is looked up or stored
+    public: PublicPrefix = NOTHING_PUBLIC  # what it shares with a public prompt, if it has a salt
+    public_version: int = -1  # of the public prompts that were looked through for it
     phase: Phase = Phase.NEW  # where its lookup round is
     asked_tokens: int = 0  # where the query of this round begins; without a query, vLLM's prefix-cache hit at that time
     lease: Lease | None = None  # of this round
@@ -65,6 +69,26 @@ class RequestState:
         if self.adapter is not None and self.adapter_digest is None and self.cacheable:
             self.adapter_digest = digests.digest(self.adapter)
 
+    def find_public(self, prompts: PublicPrompts, request: Any) -> None:
+        """Take what vLLM's request shares with a public prompt now. One without a salt needs none of it."""
+        if request.cache_salt and self.public_version != prompts.version:
+            self.public_version = prompts.version
+            self.public = prompts.find(request)
+
+    def prompt_hashes(self, request: Any) -> PromptHashes:
+        """Return what names the chunks that vLLM's request may be restored."""
+        return PromptHashes(request.block_hashes, self.adapter_digest, self.public.unsalted)
+
     def chunk_keys(self, offload_keys: Iterable[bytes]) -> list[ChunkKey]:
-        """Return the chunk keys of vLLM's offload keys."""
+        """Return the request's own chunk keys of vLLM's offload keys: those that it stores under."""
         return [chunk_key(key, self.adapter_digest) for key in offload_keys]
+
+    def leased_keys(self, offload_keys: Iterable[bytes]) -> list[ChunkKey]:
+        """Return the keys by which its lease has these chunks: another one where a public prompt has the chunk."""
+        keys = self.chunk_keys(offload_keys)
+        return keys if self.lease is None else self.lease.leased_keys(keys)
+
+    def num_public(self, leased_keys: Iterable[ChunkKey]) -> int:
+        """Return how many of these, as in its lease, are a public prompt's."""
+        aliases = self.lease.query.aliases if self.lease is not None else None
+        return len(set(aliases.values()).intersection(leased_keys)) if aliases else 0

@@ -91,7 +91,8 @@ class StorePlanner:
         """Decide which of the offered chunks are stored; return them by chunk key, in the order offered.
 
         Those that the mirror wants, or that the request asks to pin, and that are not in flight. Behind a hole only
-        these and pinned ones: another chunk there could not be hit, a pinned one can once the hole is filled.
+        these and pinned ones: another chunk there could not be hit, a pinned one can once the hole is filled. Of what a
+        request with a salt shares with a public prompt only these, too, or each salt would keep a copy of that prompt.
         """
         if not state.cacheable or state.lacks_digest or state.no_store:
             return {}
@@ -102,7 +103,7 @@ class StorePlanner:
             is_wanted = self._mirror.wants(key) or (is_asking and self._is_requested(key, state))
             if not is_wanted or self._is_in_flight(key, now_s):
                 continue
-            if not state.has_hole or self._is_promised(key, state):
+            if not (state.has_hole or state.public.covers(offload_key)) or self._is_promised(key, state):
                 wanted[key] = offload_key
         return wanted
 

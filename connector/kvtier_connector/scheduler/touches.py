@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
+from kvtier_connector.engine.chunk_keys import PromptHashes
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 
 MAX_TOUCHED_KEYS = 65_536
@@ -27,14 +28,12 @@ class Touches:
         self._pending.clear()
         self._touched.clear()
 
-    def note(
-        self, first_key: ChunkKey, hashes: Sequence[bytes], digest: bytes | None, num_tokens: int, now_s: float
-    ) -> None:
+    def note(self, first_key: ChunkKey, prompt: PromptHashes, num_tokens: int, now_s: float) -> None:
         """Note a prefix-cache hit of a known prompt, at most once a second per prompt."""
         if now_s >= self._period_end_s:
             self._touched.clear()
             self._period_end_s = now_s + 1.0
-        if first_key not in self._touched and (keys := self._planner.known_prefix(hashes, digest, num_tokens)):
+        if first_key not in self._touched and (keys := self._planner.known_prefix(prompt, num_tokens)):
             self._touched.add(first_key)
             self._pending.extend(keys)
 

@@ -11,6 +11,7 @@ from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import MAX_KEYS
 from kvtier_connector.engine.chunk_keys import GroupShape, gpu_keys, reachable_keys
 from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.engine.public_prompts import PublicPrompt, pack_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class BoundPin:
     # by which vLLM caches the blocks of these chunks; empty where that does not suffice for a hit
     gpu_keys: tuple[bytes, ...] = ()
     priority: int = 0  # the higher, the longer it stays in vLLM's cache
+    public: PublicPrompt | None = None  # as requests with a salt recognize it, if they may be restored its chunks
 
 
 class Binding(NamedTuple):
@@ -46,9 +48,11 @@ class PinBinder:
         hasher: Callable[[], BlockHasher],
         digests: AdapterDigests,
         max_model_len: int,
+        num_lookahead_tokens: int = 0,
     ) -> None:
+        """`num_lookahead_tokens`: see `hash_lookahead_tokens`."""
         self._groups, self._hasher, self._digests = groups, hasher, digests
-        self._max_model_len = max_model_len
+        self._max_model_len, self._num_lookahead_tokens = max_model_len, num_lookahead_tokens
 
     def bind(self, pin: pb.Pin) -> Binding:
         """Compute the pin's reachable keys, or the reason why it cannot be bound."""
@@ -81,7 +85,21 @@ class PinBinder:
                 pinned=pin.pinned,
                 gpu_keys=gpu_keys(self._groups, block_hashes, reachable.covered_tokens),
                 priority=pin.priority,
+                public=self._public_prompt(pin, block_hashes, reachable.covered_tokens),
             ),
+        )
+
+    def _public_prompt(self, pin: pb.Pin, block_hashes: Sequence[bytes], covered_tokens: int) -> PublicPrompt | None:
+        """Return what a request with a salt may share; nothing of a pin that has a salt, whatever it says."""
+        if not (pin.pinned and pin.public) or pin.cache_salt:
+            return None
+        tokens_per_hash = self._groups[0].chunk_tokens // self._groups[0].hashes_per_chunk
+        return PublicPrompt(
+            adapter=(pin.lora_name, pin.lora_path),
+            tokens=pack_tokens(pin.tokens[: covered_tokens + self._num_lookahead_tokens]),
+            hashes=tuple(block_hashes[: covered_tokens // tokens_per_hash]),
+            tokens_per_hash=tokens_per_hash,
+            num_lookahead_tokens=self._num_lookahead_tokens,
         )
 
     def _block_hashes(self, pin: pb.Pin) -> list[bytes]:

@@ -138,6 +138,10 @@ class FakeRequest:
     num_tokens: int
     num_computed_tokens: int = 0
     lora_request: Any = None
+    cache_salt: str | None = None
+    all_token_ids: Sequence[int] = ()
+    mm_features: Sequence[Any] = ()
+    prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     kv_hints: Any = None

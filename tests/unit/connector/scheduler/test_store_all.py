@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.engine.chunk_keys import GroupShape
+from kvtier_connector.engine.chunk_keys import GroupShape, PromptHashes
 from kvtier_connector.scheduler import chunk_mirror as pins_module
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
@@ -308,7 +308,7 @@ def test_a_hybrid_plan_of_a_long_prompt_is_bounded_and_cut_where_the_last_window
     mirror.stores_all = True
     mirror.set_held([full.key(hashes, i, None) for i in range(6250)], True)
     mirror.set_held([sliding.key(hashes, i, None) for i in range(6000)], True)
-    plan = LookupPlanner([full, sliding], mirror).plan(hashes, None, 0)
+    plan = LookupPlanner([full, sliding], mirror).plan(PromptHashes(hashes), 0)
     assert plan is not None
     assert (plan.num_prefix_keys, plan.end_token) == (6000, 6000 * 16), "behind the last window no hit can end"
     windows = list(plan.keys[plan.num_prefix_keys :])
@@ -323,7 +323,7 @@ def test_tokens_of_a_plan_are_counted_in_chunks_of_the_group_whose_run_it_is() -
     mirror.stores_all = True
     keys = [short.key(hashes, i, None) for i in range(8)], [long.key(hashes, i, None) for i in range(3)]
     mirror.set_held([*keys[0], *keys[1]], True)
-    plan = LookupPlanner([short, long], mirror).plan(hashes, None, 48)
+    plan = LookupPlanner([short, long], mirror).plan(PromptHashes(hashes), 48)
     assert plan is not None
     assert (plan.chunk_tokens, plan.first_token, plan.end_token) == (16, 48, 96)
     assert (list(plan.keys), plan.num_prefix_keys) == ([*keys[0][3:6], *keys[1][1:]], 3)
