@@ -7,6 +7,9 @@ the scheduler makes them (stand-ins for requests and blocks: tests/unit/connecto
 holds no chunk and answers MISS; `kvtier` is the real one. The benchmark plays its session, so no I/O is counted. Thread
 CPU time; the two take turns in one run.
 
+Last, requests with a salt beside public prompts: what it costs to find out with which one such a request begins, and to
+be restored it.
+
 The last lines are of prompts that are found by themselves: what the scheduler's thread pays to have a request of
 100,000 tokens looked at, and what looking at it costs the thread that does.
 """
@@ -30,6 +33,7 @@ with warnings.catch_warnings():
         PrepareStoreOutput,
         RequestOffloadingContext,
     )
+    from vllm.v1.utils import ConstantList
 
 import pytest
 
@@ -42,9 +46,15 @@ from kvtier_connector.discovery.chat_rendering import ChatRenderer, NoUserTurnEr
 from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest, RequestQueue
 from kvtier_connector.discovery.request_reader import RequestReader, TemplateKnowledge
 from kvtier_connector.engine.chunk_keys import GroupShape
+from kvtier_connector.engine.public_prompts import PublicPrompt, PublicPrompts, pack_tokens
 from kvtier_connector.engine.transfer_job import ArenaSpec
+from kvtier_connector.session.daemon_events import PinBound
+from kvtier_connector.session.pin_binder import BoundPin
 from tests.unit.connector.harness import BLOCK_TOKENS, Scheduler, hashes_of
 
+PUBLIC_PROMPTS = (1, 100, 1000)
+PUBLIC_TOKENS = (2048, 8192, 32_768)
+PUBLIC_BLOCK_TOKENS = 16
 PROMPT_CHUNKS = 94
 QUESTION_CHUNKS = 6
 NUM_RUNNING = 16
@@ -124,6 +134,18 @@ class ConnectorSide:
         self._serial += 1
         return _request(f"r{self._serial}", name)
 
+    def pin_public(self, name: str) -> None:
+        """Pin a public prompt that is held."""
+        hashes = tuple(hashes_of(name, PROMPT_CHUNKS))
+        keys = tuple(key + bytes(4) for key in hashes)
+        prompt = PublicPrompt(
+            adapter=("", ""), tokens=pack_tokens(_tokens(PROMPT_CHUNKS)), hashes=hashes, tokens_per_hash=BLOCK_TOKENS
+        )
+        bound = BoundPin(pin_id=name, keys=keys, pinned=True, public=prompt)
+        self.scheduler.link.events.append(PinBound(self.scheduler.link.live, bound))
+        self.scheduler.hold(keys)
+        self.scheduler.step()
+
     def life(self, request: Any, *, hit: bool = False) -> None:
         """All calls for one request."""
         scheduler, kind, connector = self.scheduler, self.kind, self.connector
@@ -154,6 +176,10 @@ def _request(req_id: str, name: str) -> Any:
 
     hashes = hashes_of(name, PROMPT_CHUNKS) + hashes_of(req_id, QUESTION_CHUNKS)
     return FakeRequest(req_id, hashes, len(hashes) * BLOCK_TOKENS + 1)
+
+
+def _tokens(num_blocks: int) -> list[int]:
+    return [number for number in range(num_blocks) for _ in range(BLOCK_TOKENS)]
 
 
 def main() -> None:
@@ -187,18 +213,60 @@ def main() -> None:
             _print(title + "nothing matches, no slots", _requests(sides, rounds, "other"))
             _print(title + "94 chunks restored", _requests({"kvtier": sides["kvtier"]}, rounds, "held", hit=True))
             _print(title + "nothing matches, all 100 stored", _requests(storing, rounds, "", store=True))
+        side = ConnectorSide(patch, ours=True, num_pins=1)
+        side.pin_public("public")
+        for salt, name in (("", "pin0"), ("tenant", "salted")):
+            title = f"94 chunks restored, {'of a public prompt, with a salt' if salt else 'without a salt'}"
+            _print(title, _requests({"kvtier": side}, rounds, name, hit=True, salt=salt))
+    for num_prompts, num_tokens in itertools.product(PUBLIC_PROMPTS, PUBLIC_TOKENS):
+        _print(f"{num_prompts} public prompts of {num_tokens} tokens", _find_public(rounds, num_prompts, num_tokens))
     _print("request of 100,000 tokens: in the scheduler", _observed_in_scheduler(rounds))
     _print("request of 100,000 tokens: in its own thread", _observed_in_thread(rounds))
 
 
+def _find_public(rounds: int, num_prompts: int, num_tokens: int) -> dict[str, list[float]]:
+    """Time what a request with a salt costs before anything is asked; the prompts differ in their last block only."""
+    tokens = [50_000 + number * 7919 % 60_000 for number in range(num_tokens)]
+    hashes = tuple(hashes_of("public", num_tokens // PUBLIC_BLOCK_TOKENS))
+    public, ids = PublicPrompts(), tokens
+    for number in range(num_prompts):
+        ids = [*tokens[:-PUBLIC_BLOCK_TOKENS], *[number] * PUBLIC_BLOCK_TOKENS]
+        prompt = PublicPrompt(
+            adapter=("", ""), tokens=pack_tokens(ids), hashes=hashes, tokens_per_hash=PUBLIC_BLOCK_TOKENS
+        )
+        public.add(f"p{number}", prompt)
+    half = num_tokens // 2
+    requests = {"nothing of one": [*tokens[1:], 1], "half of one": [*tokens[:half], *tokens[:half]], "a whole one": ids}
+    samples: dict[str, list[float]] = {}
+    for (label, of_request), num_shared in zip(requests.items(), (0, len(hashes) // 2, len(hashes)), strict=True):
+        request = _request("r", "salted")
+        request.block_hashes, request.all_token_ids = list(hashes), ConstantList([*of_request, *tokens[:500]])
+        assert len(public.find(request).unsalted) == num_shared
+        samples[label] = []
+        for _ in range(rounds):
+            began_s = time.thread_time()
+            public.find(request)
+            samples[label].append(time.thread_time() - began_s)
+    return samples
+
+
 def _requests(
-    sides: dict[str, ConnectorSide], rounds: int, name: str, *, hit: bool = False, store: bool = False
+    sides: dict[str, ConnectorSide],
+    rounds: int,
+    name: str,
+    *,
+    hit: bool = False,
+    store: bool = False,
+    salt: str = "",
 ) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds):
         for label, side in sides.items():
             # Each stored prompt is new: a repeated one would find its chunks being stored.
             request = side.request(name or f"new{number}-")
+            if salt:
+                request.cache_salt = salt
+                request.all_token_ids = ConstantList(_tokens(PROMPT_CHUNKS + QUESTION_CHUNKS))
             if store and label == "kvtier":
                 side.give_credits()
             began_s = time.thread_time()
