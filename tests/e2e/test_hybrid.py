@@ -1,5 +1,6 @@
 """A model that mixes sliding-window and full attention: two KV cache groups, and a hit needs both."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from benchmarks.harness.engine import EngineOptions
 from benchmarks.harness.model_specs import TINY_HYBRID
 from benchmarks.harness.models import cached_model
+from benchmarks.harness.process import wait_until
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import PATIENT, Stack, ask, ask_all, flood, forget_gpu, prefix_cache_hit, running_stack, tokens
 
@@ -53,4 +55,13 @@ def test_two_groups_after_flood_and_kill(stack: Stack, compare: Comparisons) -> 
         # Short: a longer request moves the window on, and vLLM gives away blocks that a hit on the prefix needs.
         assert ask(engine, PREFIX + QUESTIONS[0], max_tokens=1).restored_tokens == PREFIX_TOKENS
         stack.store_again("hybrid", PREFIX, engine)
+        compare.same_bytes(stored, stack.stored_checksums())
+        # The prefix of one group and the window of the other, for requests with a salt.
+        assert ask(engine, PREFIX + SHORT, cache_salt="before").cached_tokens == 0
+        stack.pin("hybrid", PREFIX, engine, "--public")
+        salts = itertools.count()
+        wait_until(lambda: ask(engine, PREFIX, cache_salt=f"salt {next(salts)}").restored_tokens > 0, 20, "sharing")
+        forget_gpu(engine)
+        salted = ask(engine, PREFIX + SHORT, cache_salt="tenant")
+        compare.restored_equals_prefix_cache_hit(salted, references["short"], "host")
         compare.same_bytes(stored, stack.stored_checksums())

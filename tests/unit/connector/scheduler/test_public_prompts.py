@@ -4,15 +4,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import RequestStatus
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.arena_format import key_tag_of
+from kvtier_connector.engine.chunk_keys import GroupShape, PromptHashes
+from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
+from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.session.daemon_events import PinBound
-from kvtier_connector.session.pin_binder import PinBinder
-from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, sliding_spec
+from kvtier_connector.session.pin_binder import BoundPin, PinBinder
+from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, hashes_of, sliding_spec
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_TOKENS + 1))
 HOST = pb.ChunkResidency.HOST
@@ -40,9 +45,11 @@ class Tenants:
         self.scheduler.step()
         return list(bound.keys)
 
-    def request(self, req_id: str = "r", salt: str = "tenant", *, skip: bool = False) -> Any:
+    def request(
+        self, req_id: str = "r", salt: str = "tenant", *, skip: bool = False, num_tail_tokens: int = BLOCK_TOKENS
+    ) -> Any:
         source = SimpleNamespace(
-            all_token_ids=[*PROMPT, *[7] * BLOCK_TOKENS], cache_salt=salt, lora_request=None, block_hashes=[]
+            all_token_ids=[*PROMPT, *[7] * num_tail_tokens], cache_salt=salt, lora_request=None, block_hashes=[]
         )
         source.num_tokens, source.mm_features, source.prompt_embeds = len(source.all_token_ids), (), None
         request: Any = FakeRequest(req_id, self.hasher(source), source.num_tokens, skip_reading_prefix_cache=skip)
@@ -92,6 +99,20 @@ def test_the_window_and_the_prefix_of_a_public_prompt_are_loaded_together(monkey
     assert scheduler.ask(request) == 6 * BLOCK_TOKENS
 
 
+def test_a_public_prompts_state_is_loaded_and_never_computed_for_a_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with a salt that could produce the missing state may use vLLM's cache: it would not store the state."""
+    state = MambaSpec(block_size=BLOCK_TOKENS, shapes=((128,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    tenants = Tenants(monkeypatch, [full_spec(), state])
+    request = tenants.request()
+    assert list(tenants.acquired(request).keys) == tenants.keys, "six chunks, and the state at their end"
+    assert len(tenants.keys) == 7
+    tenants.scheduler.hold(tenants.keys[6:], held=False)
+    tenants.scheduler.step()
+    for salt, must_compute in (("tenant", False), ("", True)):
+        request = tenants.request(f"short {salt}", salt, num_tail_tokens=0)
+        assert request.skip_reading_prefix_cache is must_compute
+
+
 def test_a_public_pin_that_ends_while_a_request_waits_is_still_loaded_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was public when it was asked for; the next request computes."""
     tenants = Tenants(monkeypatch)
@@ -127,6 +148,21 @@ def test_of_a_public_prompt_that_is_not_held_a_salted_request_stores_nothing(
     assert scheduler.ask(request) == 0
     scheduler.step(new=[(request, scheduler.allocate(request, 0, 0))])
     assert tenants.stored() == [request.block_hashes[6] + bytes(4)], "what follows is the tenant's"
+
+
+def test_an_adapters_content_is_part_of_the_public_keys_too() -> None:
+    group = GroupShape(group_idx=0, chunk_tokens=BLOCK_TOKENS, hashes_per_chunk=1, window_chunks=0)
+    own, public, digest = hashes_of("salted", 3), hashes_of("plain", 2), b"d" * 32
+    mirror = ChunkMirror()
+    keys = tuple(group.key(public, index, digest) for index in range(2))
+    mirror.add(BoundPin(pin_id="p", keys=keys, pinned=True))
+    mirror.set_held(keys, True)
+    planner = LookupPlanner([group], mirror)
+    plan = planner.plan(PromptHashes(own, digest, public), 0)
+    assert plan is not None
+    assert plan.keys == keys
+    assert plan.aliases == {group.key(own, index, digest): keys[index] for index in range(2)}
+    assert planner.plan(PromptHashes(own, b"e" * 32, public), 0) is None
 
 
 def test_a_tenants_own_pin_of_the_public_prompt_is_stored_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
