@@ -32,20 +32,28 @@ def stack(adapter: Path) -> Iterator[Stack]:
 
 
 def test_adapter_content(stack: Stack, adapter: Path, compare: Comparisons) -> None:
-    """Restored for the adapter; a miss for the base model and for another adapter under the same name and path."""
+    """Restored for the adapter; a miss for the base model and for another adapter under the same name and path.
+
+    The prompt is public: so it is with a salt too.
+    """
     make_lora_adapter(adapter, TINY, seed=1)
     with stack.engine() as engine:
         base = prefix_cache_hit(engine, PREFIX, QUESTION)
         reference = prefix_cache_hit(engine, PREFIX, QUESTION, model="adapter")
         assert reference.logprobs != base.logprobs
-        stack.pin("prompt", PREFIX, engine, "--model", "adapter")
-        forget_gpu(engine)
-        compare.restored_equals_prefix_cache_hit(ask(engine, PREFIX + QUESTION, model="adapter"), reference)
-        forget_gpu(engine)
-        assert ask(engine, PREFIX + QUESTION).cached_tokens == 0
+        stack.pin("prompt", PREFIX, engine, "--model", "adapter", "--public")
+        for salt in ("", "tenant"):
+            forget_gpu(engine)
+            restored = ask(engine, PREFIX + QUESTION, model="adapter", cache_salt=salt)
+            compare.restored_equals_prefix_cache_hit(restored, reference)
+            forget_gpu(engine)
+            assert ask(engine, PREFIX + QUESTION, cache_salt=salt).cached_tokens == 0
     make_lora_adapter(adapter, TINY, seed=2)
     with stack.engine() as engine:
         stack.wait_attached(engine)
-        other = ask(engine, PREFIX + QUESTION, model="adapter")
-        assert other.cached_tokens == 0
-        assert other.logprobs != reference.logprobs
+        for salt in ("tenant", ""):  # the one without a salt stores the prompt for this adapter
+            other = ask(engine, PREFIX + QUESTION, model="adapter", cache_salt=salt)
+            assert other.cached_tokens == 0
+            assert other.logprobs != reference.logprobs
+        stack.wait_durable("prompt")
+        assert ask(engine, PREFIX + QUESTION, model="adapter", cache_salt="later").restored_tokens == PREFIX_TOKENS

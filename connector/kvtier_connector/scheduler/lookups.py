@@ -81,7 +81,8 @@ class Lookups:
         lease = state.lease
         if lease is None or lease.attachment is not self._attachment:
             return None
-        residency = lease.residencies.get(lease.query.aliases.get(key, key))
+        aliases = lease.query.aliases
+        residency = lease.residencies.get(aliases.get(key, key) if aliases else key)
         return residency if residency is not None and residency.state == HOST else None
 
     def take(self, state: RequestState) -> None:
