@@ -1,0 +1,127 @@
+"""ASGI, as far as the gateway needs it: bodies held and sent on, answers of JSON, calls of an app by itself."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = Iterable[tuple[bytes, bytes]]
+
+_JSON = b"application/json"
+
+
+def header(headers: Headers, name: bytes) -> bytes:
+    """Return the first header of a name in lower case, empty when there is none."""
+    return next((value for key, value in headers if key.lower() == name), b"")
+
+
+def replaced(headers: Headers, **values: bytes | None) -> list[tuple[bytes, bytes]]:
+    """Return headers with some set, or taken out by None; `content_length` stands for `content-length`."""
+    named = {name.replace("_", "-").encode(): value for name, value in values.items()}
+    kept = [(key, value) for key, value in headers if key.lower() not in named]
+    return kept + [(name, value) for name, value in named.items() if value is not None]
+
+
+class BodyTooLargeError(Exception):
+    """A body is larger than may be held; `first` are the messages that were read of it."""
+
+    def __init__(self, first: list[Message]) -> None:
+        super().__init__("body too large")
+        self.first = first
+
+
+class DisconnectedError(Exception):
+    """The client went away before its body was complete."""
+
+
+async def read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
+    """Read a request's whole body.
+
+    Raises:
+        BodyTooLargeError: It has, or announces, more than `max_bytes`.
+        DisconnectedError: It does not arrive.
+    """
+    announced = header(headers, b"content-length")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise BodyTooLargeError([])
+    messages: list[Message] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise DisconnectedError
+        messages.append(message)
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise BodyTooLargeError(messages)
+        if not message.get("more_body", False):
+            return b"".join(each.get("body", b"") for each in messages)
+
+
+def replay(messages: Iterable[Message], receive: Receive) -> Receive:
+    """Return a `receive` that gives these messages first."""
+    waiting = list(messages)
+
+    async def receive_again() -> Message:
+        return waiting.pop(0) if waiting else await receive()
+
+    return receive_again
+
+
+def replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a whole body first."""
+    return replay([{"type": "http.request", "body": body, "more_body": False}], receive)
+
+
+async def send_json(send: Send, status: int, value: Any, headers: Headers = ()) -> None:
+    """Answer with JSON."""
+    body = to_json(value)
+    fields = [(b"content-type", _JSON), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def to_json(value: Any) -> bytes:
+    """Return compact JSON in UTF-8. What UTF-8 cannot say (a lone surrogate) is escaped."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+async def post_json(app: App, scope: Scope, path: str, value: Any, max_bytes: int) -> tuple[int, bytes]:
+    """POST to an app, in this process, with the headers of another request; return status and body.
+
+    Raises:
+        BodyTooLargeError: The answer has more than `max_bytes`.
+        Exception: What the app raised.
+    """
+    body = to_json(value)
+    headers = replaced(
+        scope["headers"], content_length=str(len(body)).encode(), content_type=_JSON, transfer_encoding=None,
+        accept_encoding=None, expect=None,
+    )  # fmt: skip
+    inner = dict(scope) | {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
+    status, answer = 0, bytearray()
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            answer.extend(message.get("body", b""))
+            if len(answer) > max_bytes:
+                raise BodyTooLargeError([])
+
+    await app(inner, replay_body(body, _never), send)
+    return status, bytes(answer)
+
+
+async def _never() -> Message:
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError  # it is never done

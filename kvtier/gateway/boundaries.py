@@ -1,0 +1,101 @@
+"""Finds how many tokens of a prompt are before a marker: vLLM renders it with two endings, and their beginning counts.
+
+A boundary is found once: later requests with the same prompt up to the marker find it in a bounded table.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvtier.errors import RenderError
+from kvtier.gateway.asgi import to_json
+from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, Marker
+from kvtier.gateway.usage_numbers import MarkedPlace
+
+Render = Callable[[Api, Json], Awaitable[list[int] | None]]
+"""Returns the token ids of a prompt; None when vLLM refuses the conversation. RenderError: it cannot render now."""
+
+MAX_ENTRIES = 4096
+"""Of a digest and a number each: half a megabyte."""
+MAX_AGE_S = 3600.0
+"""vLLM may be restarted with another template or model behind a gateway that keeps running."""
+REFUSED_AGE_S = 60.0
+"""Of a conversation that vLLM did not render: it may have been the moment."""
+TIMEOUT_S = 10.0
+"""For all markers of a request; then it goes on without a pin."""
+MAX_CONCURRENT = 4
+"""Requests whose boundaries are being rendered; further ones wait. Rendering keeps vLLM's API server busy."""
+
+_log = logging.getLogger(__name__)
+
+
+class Boundaries:
+    """Boundaries of prompts, the most recently used of them kept. One event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._found: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._warned: set[str] = set()
+
+    async def find(self, request: MarkedRequest, render: Render) -> list[MarkedPlace]:
+        """Return the breakpoints of a request in the order of its prompt; those that cannot be found are left out."""
+        keys = [_digest(request.api, marker) for marker in request.markers]
+        known = [self._known(key) for key in keys]
+        if None in known:
+            try:
+                async with asyncio.timeout(TIMEOUT_S), self._slots:
+                    known = [
+                        await self._find(request.api, key, marker, render)
+                        for key, marker in zip(keys, request.markers, strict=True)
+                    ]
+            except TimeoutError:
+                self._warn(f"vLLM did not render a prompt within {TIMEOUT_S:g} s: the request is not pinned")
+            except RenderError as exc:
+                self._warn(f"cache markers have no effect: {exc}")
+        longest_ttl_s: dict[int, int] = {}
+        for num_tokens, marker in zip(known, request.markers, strict=True):
+            if num_tokens:
+                longest_ttl_s[num_tokens] = max(marker.ttl_s, longest_ttl_s.get(num_tokens, 0))
+        return [MarkedPlace(num_tokens, ttl_s) for num_tokens, ttl_s in sorted(longest_ttl_s.items())]
+
+    def _known(self, key: bytes) -> int | None:
+        entry = self._found.get(key)
+        if entry is None or entry[1] < self._clock():
+            return None
+        self._found.move_to_end(key)
+        return entry[0]
+
+    async def _find(self, api: Api, key: bytes, marker: Marker, render: Render) -> int:
+        if (known := self._known(key)) is not None:  # found while this request waited for its turn
+            return known
+        rendered = await asyncio.gather(*(render(api, variant) for variant in marker.variants))
+        complete = [tokens for tokens in rendered if tokens is not None]
+        # With one rendering alone, no one knows where the marker is.
+        num_tokens = len(common_prefix(complete)) if len(complete) == len(rendered) else 0
+        self._found[key] = num_tokens, self._clock() + (MAX_AGE_S if num_tokens else REFUSED_AGE_S)
+        if len(self._found) > MAX_ENTRIES:
+            self._found.popitem(last=False)
+        return num_tokens
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned and len(self._warned) < 100:
+            self._warned.add(text)
+            _log.warning("%s (said once)", text)
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Return the longest common prefix."""
+    columns = zip(*sequences, strict=False)
+    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
+
+
+def _digest(api: Api, marker: Marker) -> bytes:
+    """The first variant holds all before the marker; the kind says how the others differ from it."""
+    digest = hashlib.blake2b(f"{api} {marker.kind} ".encode(), digest_size=16)
+    digest.update(to_json(marker.variants[0]))
+    return digest.digest()

@@ -1,0 +1,165 @@
+"""The ASGI app around vLLM, or around the proxy to it.
+
+A request without markers passes as it is. Of one with markers the app finds the breakpoints, writes them into the
+request's `kv_transfer_params` and lets vLLM answer: whatever vLLM refuses never reaches the connector. On the way back
+it writes the usage.
+"""
+
+import json
+import logging
+from typing import Any
+
+from kvtier.errors import RenderError
+from kvtier.gateway.answers import MAX_BODY_BYTES, RewritingSend
+from kvtier.gateway.asgi import (
+    App,
+    BodyTooLargeError,
+    DisconnectedError,
+    Receive,
+    Scope,
+    Send,
+    header,
+    post_json,
+    read_body,
+    replaced,
+    replay,
+    replay_body,
+    send_json,
+    to_json,
+)
+from kvtier.gateway.boundaries import Boundaries
+from kvtier.gateway.gateway_settings import MarkerSettings
+from kvtier.gateway.markers.api_paths import may_be_marked, read_markers, refusal
+from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, MarkerError
+from kvtier.gateway.owners import owner_of
+from kvtier.gateway.usage_numbers import MarkedPlace, UsageWriter
+from kvtier.gateway.vllm_process import MEASURED, count_cached_tokens, render_app
+
+_APIS = {api.value: api for api in Api}
+_REFUSED = (400, 422)
+_SCALE_OUT = b"--enable-scale-out"
+"""In vLLM's answer where its render endpoints are off."""
+
+_log = logging.getLogger(__name__)
+
+
+class PromptCaching:
+    """Understands the cache markers of Anthropic's and OpenAI's APIs.
+
+    Args:
+        app: vLLM's, or a proxy to one.
+        settings: From the environment by default.
+    """
+
+    def __init__(self, app: App, settings: MarkerSettings | None = None) -> None:
+        self._app = app
+        self._settings = settings or MarkerSettings.from_environment()
+        self._boundaries = Boundaries()
+        self._private_render: App | None = None
+        self._warned = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        api = _api_of(scope)
+        if api is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await read_body(scope["headers"], receive, self._settings.max_body_bytes)
+        except BodyTooLargeError as exc:
+            await self._app(scope, replay(exc.first, receive), send)
+            return
+        except DisconnectedError:
+            return
+        fields = _parsed(body) if may_be_marked(api, body) else None
+        try:
+            request = read_markers(api, fields) if fields is not None else None
+        except MarkerError as exc:
+            await send_json(send, 400, refusal(api, exc))
+            return
+        if request is None:
+            await self._app(scope, replay_body(body, receive), send)
+        else:
+            await self._serve_marked(request, scope, receive, send)
+
+    async def _serve_marked(self, request: MarkedRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        async def render(api: Api, body: Json) -> list[int] | None:
+            return await self._render(scope, api, body)
+
+        points = await self._boundaries.find(request, render)
+        owner = owner_of(scope["headers"], self._settings.owner_header)
+        usage = UsageWriter(
+            api=request.api,
+            points=points,
+            is_kept=bool(owner),
+            has_cache_control=request.has_cache_control,
+            is_prewarm=request.is_prewarm,
+        )
+        body = to_json(with_instruction(request.body, points, owner))
+        headers = replaced(
+            scope["headers"], content_length=str(len(body)).encode(), transfer_encoding=None,
+            accept_encoding=b"identity",
+        )  # fmt: skip
+        # The Responses API reports cached tokens always, and over all turns of its tools.
+        is_counted = request.api is not Api.RESPONSES and count_cached_tokens(scope)
+        token = MEASURED.set(usage if is_counted else None)
+        try:
+            await self._app({**scope, "headers": headers}, replay_body(body, receive), RewritingSend(send, usage))
+        finally:
+            MEASURED.reset(token)
+        if usage.was_unknown and not self._warned:
+            self._warned = True
+            _log.warning("vLLM reports no cached tokens, so usage says 0: start it with --enable-prompt-tokens-details")
+
+    async def _render(self, scope: Scope, api: Api, body: Json) -> list[int] | None:
+        """Ask vLLM with the caller's own headers: a caller that vLLM refuses has nothing rendered."""
+        path = f"{scope.get('root_path', '')}{api}/render"
+        status, answer = await _post(self._app, scope, path, body)
+        if status == 403 and _SCALE_OUT in answer:  # the key is right (else 401), and the endpoints are off
+            self._private_render = self._private_render or render_app(scope)
+            if self._private_render is None:
+                raise RenderError("vLLM's render endpoints are off: start it with --enable-scale-out")
+            status, answer = await _post(self._private_render, scope, path, body)
+        if status in _REFUSED:
+            return None
+        tokens = (_parsed(answer) or {}).get("token_ids")
+        if status != 200 or not isinstance(tokens, list):
+            raise RenderError(f"{path} answered {status}; it must be a vLLM from 0.32 on that takes this API key")
+        return tokens
+
+
+async def _post(app: App, scope: Scope, path: str, body: Json) -> tuple[int, bytes]:
+    try:
+        return await post_json(app, scope, path, body, MAX_BODY_BYTES)
+    except Exception as exc:
+        # vLLM's routes raise what its own app turns into an answer: a template that refuses the conversation.
+        _log.debug("%s raised %s", path, exc)
+        return 400, b""
+
+
+def with_instruction(body: Json, points: list[MarkedPlace], owner: str) -> Json:
+    """Return a request that says what the connector shall pin; unchanged when nothing is, or no one owns it."""
+    params: Any = body.get("kv_transfer_params")
+    own: Any = params.get("kvtier") if isinstance(params, dict) else None
+    # What the client sent in their place is not ours to replace: vLLM or the connector says what is wrong with it.
+    if not points or not owner or not isinstance(params, dict | None) or not isinstance(own, dict | None):
+        return body
+    instruction = {"breakpoints": [point._asdict() for point in points], "owner": owner}
+    return body | {"kv_transfer_params": (params or {}) | {"kvtier": (own or {}) | instruction}}
+
+
+def _api_of(scope: Scope) -> Api | None:
+    """Return the API of a request that may hold markers; a compressed body is vLLM's to read or to refuse."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return None
+    api = _APIS.get(scope["path"].removeprefix(scope.get("root_path", "")))
+    encoding = header(scope["headers"], b"content-encoding").lower() if api else b""
+    return api if encoding in (b"", b"identity") else None
+
+
+def _parsed(body: bytes) -> Json | None:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,1 @@
+"""Tests of `kvtier.gateway`, against an ASGI app that answers as vLLM does."""

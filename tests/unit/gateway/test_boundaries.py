@@ -1,0 +1,116 @@
+"""Boundaries are found once, within bounds of memory, time and concurrency."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvtier.errors import RenderError
+from kvtier.gateway import boundaries
+from kvtier.gateway.boundaries import (
+    MAX_AGE_S,
+    MAX_CONCURRENT,
+    MAX_ENTRIES,
+    REFUSED_AGE_S,
+    Boundaries,
+    common_prefix,
+)
+from kvtier.gateway.markers.marked_request import Api, MarkedRequest, Marker
+
+
+def request(*texts: str, ttl_s: int = 300) -> MarkedRequest:
+    """Return a request with a marker behind each text."""
+    markers = [Marker(ttl_s=ttl_s, kind="k", variants=({"text": f"{text} x"}, {"text": f"{text} y"})) for text in texts]
+    return MarkedRequest(api=Api.CHAT, body={}, markers=tuple(markers))
+
+
+class Renderer:
+    """Renders characters as tokens."""
+
+    def __init__(self) -> None:
+        self.num_calls = self.num_running = self.most_running = 0
+        self.gate: asyncio.Event | None = None
+
+    async def __call__(self, api: Api, body: dict[str, Any]) -> list[int] | None:
+        self.num_calls += 1
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        if self.gate is not None:
+            await self.gate.wait()
+        await asyncio.sleep(0)
+        self.num_running -= 1
+        return None if "refused" in body["text"] else [ord(letter) for letter in body["text"]]
+
+
+def test_the_common_prefix_counts() -> None:
+    assert common_prefix([[1, 2, 3], [1, 2], [1, 2, 4]]) == [1, 2]
+    assert common_prefix([]) == []
+
+
+def test_breakpoints_are_in_order_and_equal_ones_are_one() -> None:
+    found = asyncio.run(Boundaries().find(request("long text", "a", "a"), Renderer()))
+    assert [point.num_tokens for point in found] == [2, 10]
+
+
+def test_a_boundary_is_rendered_once_until_it_is_old() -> None:
+    now_s, renderer = 0.0, Renderer()
+    table = Boundaries(clock=lambda: now_s)
+    for now_s in (0.0, MAX_AGE_S - 1):  # noqa: B007 (the clock reads it)
+        asyncio.run(table.find(request("a"), renderer))
+    assert renderer.num_calls == 2
+    now_s = MAX_AGE_S + 1
+    asyncio.run(table.find(request("a"), renderer))
+    assert renderer.num_calls == 4
+
+
+def test_a_hostile_client_grows_nothing_beyond_the_bound() -> None:
+    async def flood() -> int:
+        table = Boundaries()
+        for number in range(MAX_ENTRIES + 500):
+            await table.find(request(f"prompt {number}"), Renderer())
+        return len(table._found)
+
+    assert asyncio.run(flood()) == MAX_ENTRIES
+
+
+def test_requests_wait_for_one_that_renders_the_same() -> None:
+    async def many() -> Renderer:
+        table, renderer = Boundaries(), Renderer()
+        await asyncio.gather(*(table.find(request("a"), renderer) for _ in range(50)))
+        await asyncio.gather(*(table.find(request(f"b{n}"), renderer) for n in range(50)))
+        return renderer
+
+    renderer = asyncio.run(many())
+    assert renderer.num_calls <= 2 * MAX_CONCURRENT + 100
+    assert renderer.most_running <= 2 * MAX_CONCURRENT
+
+
+def test_what_vllm_refuses_has_no_boundary_and_is_asked_again_later() -> None:
+    now_s, renderer = 0.0, Renderer()
+    table = Boundaries(clock=lambda: now_s)
+    for now_s, num_calls in ((0.0, 4), (REFUSED_AGE_S - 1, 4), (REFUSED_AGE_S + 1, 6)):  # noqa: B007 (the clock reads it)
+        found = asyncio.run(table.find(request("refused", "b"), renderer))
+        assert [point.num_tokens for point in found] == [2]
+        assert renderer.num_calls == num_calls
+
+
+def test_a_vllm_that_cannot_render_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def fails(api: Api, body: Any) -> list[int] | None:
+        raise RenderError("it is off")
+
+    table = Boundaries()
+    for _ in range(3):
+        assert asyncio.run(table.find(request("a"), fails)) == []
+    assert [record.getMessage() for record in caplog.records] == ["cache markers have no effect: it is off (said once)"]
+    assert len(asyncio.run(table.find(request("a"), Renderer()))) == 1
+
+
+def test_a_vllm_that_does_not_answer_in_time_holds_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundaries, "TIMEOUT_S", 0.01)
+
+    async def hangs() -> Any:
+        renderer = Renderer()
+        renderer.gate = asyncio.Event()
+        return await Boundaries().find(request("a"), renderer)
+
+    assert asyncio.run(hangs()) == []

@@ -1,0 +1,258 @@
+"""The app: what passes unchanged, what reaches vLLM of a marked request, and which usage comes back."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from kvtier.gateway import PromptCaching
+from kvtier.gateway.gateway_settings import MarkerSettings
+from kvtier.gateway.owners import owner_of
+from tests.unit.gateway.vllm_app import Client, Response, VllmApp
+
+Json = dict[str, Any]
+EPHEMERAL = {"type": "ephemeral"}
+KEY = {"authorization": "Bearer secret"}
+OWNER = owner_of([(b"authorization", b"Bearer secret")])
+SYSTEM = "you are a helpful clerk of the county"
+NUM_SYSTEM = 1 + len(SYSTEM.split()) + 1  # with the openings of the system's and of the user's turn
+
+
+def messages_request(question: str = "what is open", **more: Any) -> Json:
+    """Return a request whose system prompt is marked."""
+    system = [{"type": "text", "text": SYSTEM, "cache_control": EPHEMERAL}]
+    turns = [{"role": "user", "content": question}]
+    return {"model": "m", "max_tokens": 9, "system": system, "messages": turns, **more}
+
+
+def post(app: Any, path: str, body: Any, headers: Json | None = None, **how: Any) -> Response:
+    """Send one request."""
+    return asyncio.run(Client(app, **(KEY if headers is None else headers)).post(path, body, **how))
+
+
+class TestUnmarked:
+    """Requests without markers."""
+
+    @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_pass_byte_for_byte_in_both_directions(self, path: str, stream: bool) -> None:
+        body = json.dumps({"messages": [], "input": [], "stream": stream}, indent=3).encode() + b" \n"
+        alone, inner = VllmApp(), VllmApp()
+        expected = post(alone, path, body)
+        answer = post(PromptCaching(inner), path, body, parts=3)
+        assert inner.bodies == [body]
+        assert (answer.status, answer.headers, answer.parts) == (expected.status, expected.headers, expected.parts)
+
+    def test_of_other_paths_are_not_even_read(self) -> None:
+        body = b'{"cache_control": broken'
+        inner = VllmApp()
+        assert post(PromptCaching(inner), "/v1/completions", body).json()["num_bytes"] == len(body)
+
+    def test_that_are_no_json_are_left_to_vllm(self) -> None:
+        async def refuses(scope: Any, receive: Any, send: Any) -> None:
+            message = await receive()
+            await send({"type": "http.response.start", "status": 400, "headers": []})
+            await send({"type": "http.response.body", "body": message["body"]})
+
+        body = b'{"cache_control": '
+        answer = post(PromptCaching(refuses), "/v1/messages", body)
+        assert (answer.status, answer.body) == (400, body)
+
+    def test_that_are_compressed_are_left_to_vllm(self) -> None:
+        body = json.dumps(messages_request()).encode()
+        inner = VllmApp()
+        post(PromptCaching(inner), "/v1/messages", body, KEY | {"content_encoding": "gzip"})
+        assert inner.bodies == [body]
+
+    def test_beyond_the_bound_pass_unread(self) -> None:
+        body = json.dumps(messages_request(question="why " * 1000)).encode()
+        inner = VllmApp()
+        app = PromptCaching(inner, MarkerSettings(max_body_bytes=2000))
+        post(app, "/v1/messages", body, parts=5)
+        assert inner.bodies == [body]
+        assert inner.num_renders == 0
+
+    def test_beyond_the_bound_that_announce_no_length_pass_too(self) -> None:
+        inner = VllmApp()
+        app = PromptCaching(inner, MarkerSettings(max_body_bytes=2000))
+        parts: list[Any] = [{"type": "http.request", "body": b'{"messages": [], "x": "', "more_body": True}]
+        parts += [{"type": "http.request", "body": b"y" * 1500, "more_body": True} for _ in range(3)]
+        parts.append({"type": "http.request", "body": b'"}', "more_body": False})
+        asyncio.run(Client(app).send("POST", "/v1/messages", parts))
+        assert len(inner.last["x"]) == 4500
+
+
+class TestInstruction:
+    """What reaches vLLM, and so the connector."""
+
+    def test_names_the_breakpoints_in_tokens_with_their_ttl_and_the_owner(self) -> None:
+        inner = VllmApp()
+        post(PromptCaching(inner), "/v1/messages", messages_request())
+        expected = {"breakpoints": [{"num_tokens": NUM_SYSTEM, "ttl_s": 300}], "owner": OWNER}
+        assert inner.last["kv_transfer_params"] == {"kvtier": expected}
+        assert "cache_control" not in json.dumps(inner.last)
+
+    def test_comes_beside_what_the_client_sent(self) -> None:
+        inner = VllmApp()
+        params = {"kv_load_tiers": ["cpu"], "kvtier": {"priority": 3, "owner": "someone else"}}
+        post(PromptCaching(inner), "/v1/messages", messages_request(kv_transfer_params=params))
+        sent = inner.last["kv_transfer_params"]
+        assert sent["kv_load_tiers"] == ["cpu"]
+        assert sent["kvtier"]["priority"] == 3
+        assert sent["kvtier"]["owner"] == OWNER
+
+    def test_is_not_added_without_a_key(self) -> None:
+        inner = VllmApp()
+        answer = post(PromptCaching(inner), "/v1/messages", messages_request(), {})
+        assert "kv_transfer_params" not in inner.last
+        assert answer.json()["usage"]["cache_creation_input_tokens"] == 0
+
+    def test_has_the_owner_of_a_trusted_header(self) -> None:
+        inner = VllmApp()
+        app = PromptCaching(inner, MarkerSettings(owner_header="x-tenant"))
+        post(app, "/v1/messages", messages_request(), KEY | {"x_tenant": "blue"})
+        assert inner.last["kv_transfer_params"]["kvtier"]["owner"] == owner_of([(b"x-api-key", b"blue")])
+
+    def test_passes_as_the_client_sent_it_without_markers(self) -> None:
+        inner = VllmApp()
+        body = {"messages": [], "kv_transfer_params": {"kvtier": {"pin": "clerk"}}}
+        post(PromptCaching(inner), "/v1/chat/completions", body)
+        assert inner.last == body
+
+    def test_a_refused_boundary_is_left_out_and_the_request_is_answered(self) -> None:
+        inner = VllmApp()
+        inner.refused_text = "quokkas"
+        answer = post(PromptCaching(inner), "/v1/messages", messages_request())
+        assert answer.status == 200
+        assert "kv_transfer_params" not in inner.last
+        assert answer.json()["usage"]["cache_creation_input_tokens"] == 0
+
+    def test_a_caller_that_vllm_refuses_has_nothing_rendered(self) -> None:
+        inner = VllmApp(api_key="right")
+        answer = post(PromptCaching(inner), "/v1/messages", messages_request())
+        assert (answer.status, answer.json()) == (401, {"error": "Unauthorized"})
+        assert inner.num_renders == 0
+
+    def test_without_render_endpoints_requests_pass_and_the_log_names_the_flag(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        inner = VllmApp(has_render=False)
+        app = PromptCaching(inner)
+        assert post(app, "/v1/messages", messages_request()).status == 200
+        assert post(app, "/v1/messages", messages_request()).status == 200
+        assert sum("start it with --enable-scale-out" in record.getMessage() for record in caplog.records) == 1
+
+
+class TestUsage:
+    """What clients see of the cache."""
+
+    def test_is_written_first_and_read_afterwards(self) -> None:
+        app = PromptCaching(VllmApp())
+        first = post(app, "/v1/messages", messages_request()).json()["usage"]
+        second = post(app, "/v1/messages", messages_request("who is there")).json()["usage"]
+        assert first == {
+            "input_tokens": 4,
+            "output_tokens": 3,
+            "cache_creation_input_tokens": NUM_SYSTEM,
+            "cache_read_input_tokens": 0,
+            "cache_creation": {"ephemeral_5m_input_tokens": NUM_SYSTEM, "ephemeral_1h_input_tokens": 0},
+        }
+        assert second["cache_read_input_tokens"] == NUM_SYSTEM
+        assert second["cache_creation_input_tokens"] == 0
+        assert second["input_tokens"] == 4
+
+    def test_a_second_request_with_the_same_prompt_renders_nothing(self) -> None:
+        inner = VllmApp()
+        app = PromptCaching(inner)
+        post(app, "/v1/messages", messages_request())
+        before = inner.num_renders
+        post(app, "/v1/messages", messages_request("who is there", temperature=0.3))
+        assert before == 2
+        assert inner.num_renders == before
+
+    def test_in_a_stream_comes_with_the_last_event_and_no_part_waits_for_another(self) -> None:
+        inner = VllmApp()
+        plain = post(VllmApp(), "/v1/messages", messages_request(stream=True))
+        answer = post(PromptCaching(inner), "/v1/messages", messages_request(stream=True))
+        assert len(answer.parts) == len(plain.parts)
+        delta = next(event for event in answer.events() if event["type"] == "message_delta")
+        assert delta["usage"]["cache_creation_input_tokens"] == NUM_SYSTEM
+        assert delta["usage"]["cache_creation"]["ephemeral_5m_input_tokens"] == NUM_SYSTEM
+        # Not known yet, so not claimed.
+        assert "cache_read_input_tokens" not in answer.events()[0]["message"]["usage"]
+
+    def test_of_chat_has_the_written_tokens_too_and_anthropics_names_where_its_marker_was_used(self) -> None:
+        app = PromptCaching(VllmApp())
+        parts = [{"type": "text", "text": SYSTEM, "cache_control": EPHEMERAL}]
+        turns = [{"role": "system", "content": parts}, {"role": "user", "content": "what is open"}]
+        body = {"model": "m", "messages": turns, "stream": True, "stream_options": {"include_usage": True}}
+        usage = post(app, "/v1/chat/completions", body).events()[-1]["usage"]
+        num_tokens = NUM_SYSTEM + 1  # this template opens the system's turn twice
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": num_tokens}
+        assert usage["cache_creation_input_tokens"] == num_tokens
+        usage = post(app, "/v1/chat/completions", body | {"stream": False}).json()["usage"]
+        assert usage["cache_read_input_tokens"] == num_tokens
+        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+    def test_of_responses_splits_by_its_own_lifetimes(self) -> None:
+        app = PromptCaching(VllmApp())
+        body = {"input": "what is open", "instructions": SYSTEM, "prompt_cache_key": "clerk", "stream": True}
+        usage = post(app, "/v1/responses", body).events()[-1]["response"]["usage"]
+        written = NUM_SYSTEM + 3
+        assert usage["input_tokens_details"] == {
+            "cached_tokens": 0,
+            "cache_write_tokens": written,
+            "cache_write_tokens_details": {"ttl_30m_tokens": written, "ttl_12h_tokens": 0},
+        }
+
+    def test_says_zero_when_vllm_does_not_report_it_and_the_log_names_the_flag(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        app = PromptCaching(VllmApp(has_details=False))
+        for _ in range(2):
+            usage = post(app, "/v1/messages", messages_request()).json()["usage"]
+            assert usage["cache_read_input_tokens"] == usage["cache_creation_input_tokens"] == 0
+            assert usage["input_tokens"] == NUM_SYSTEM + 4
+        assert sum("--enable-prompt-tokens-details" in record.getMessage() for record in caplog.records) == 1
+
+    def test_of_max_tokens_0_is_that_of_a_prompt_without_an_answer(self) -> None:
+        inner = VllmApp()
+        answer = post(PromptCaching(inner), "/v1/messages", messages_request(max_tokens=0)).json()
+        assert inner.last["max_tokens"] == 1
+        assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+        assert answer["usage"]["output_tokens"] == 0
+        assert answer["usage"]["cache_creation_input_tokens"] == NUM_SYSTEM
+
+    def test_of_a_prewarmed_response_likewise(self) -> None:
+        inner = VllmApp()
+        body = {"input": "what is open", "prompt_cache_options": {"prewarm": True}}
+        answer = post(PromptCaching(inner), "/v1/responses", body).json()
+        assert inner.last["max_output_tokens"] == 1
+        assert (answer["output"], answer["status"], answer["usage"]["output_tokens"]) == ([], "completed", 0)
+
+
+class TestWrongMarkers:
+    """They are answered as the hosted APIs do, and never reach vLLM."""
+
+    def test_in_anthropics_shape(self) -> None:
+        inner = VllmApp()
+        system = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "2h"}}]
+        answer = post(PromptCaching(inner), "/v1/messages", messages_request() | {"system": system})
+        problem = "system.0.cache_control.ttl: Input should be '5m' or '1h'"
+        assert answer.status == 400
+        assert answer.json() == {"type": "error", "error": {"type": "invalid_request_error", "message": problem}}
+        assert inner.bodies == []
+
+    def test_in_openais_shape(self) -> None:
+        inner = VllmApp()
+        options = {"ttl": "1h"}
+        answer = post(PromptCaching(inner), "/v1/responses", {"input": "x", "prompt_cache_options": options})
+        assert answer.status == 400
+        assert answer.json()["error"] == {
+            "message": "Invalid value: '1h'. Supported values are: '30m' and '12h'.",
+            "type": "invalid_request_error",
+            "param": "prompt_cache_options.ttl",
+            "code": "invalid_value",
+        }
+        assert inner.bodies == []
