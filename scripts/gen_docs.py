@@ -101,8 +101,12 @@ class Entry:
 
 
 def cli() -> str:
-    """Return the reference of both programs, as typer writes it, and of the doctor's checks."""
-    programs = {"kvtier": "kvtier.cli.app", "kvtier-daemon": "kvtier.daemon.main"}
+    """Return the reference of the programs, as typer writes it, and of the doctor's checks."""
+    programs = {
+        "kvtier": "kvtier.cli.app",
+        "kvtier-daemon": "kvtier.daemon.main",
+        "kvtier-gateway": "kvtier.gateway.proxy.gateway_command",
+    }
     checks = "".join(f"| `{check}` | {good} |\n" for check, good in CHECKS.items())
     return "\n".join(
         [

@@ -1,0 +1,226 @@
+"""The ASGI app that passes requests on to a vLLM, and its answer back as it comes.
+
+The client's pace is vLLM's: the next part of an answer is read when the last one was sent. A client that leaves ends
+its request at vLLM.
+"""
+
+import asyncio
+import json
+import logging
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from kvtier.gateway.asgi import (
+    BodyTooLargeError,
+    DisconnectedError,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    replaced,
+    send_json,
+)
+from kvtier.gateway.markers.api_paths import error_body
+from kvtier.gateway.markers.marked_request import Api
+from kvtier.gateway.proxy.upstreams import Upstreams, under
+from kvtier.obs.log import log_event
+
+_PASSED = ("/v1/", "/v2/", "/inference/", "/cohere/", "/tokenize", "/detokenize", "/version", "/metrics", "/ping")
+"""vLLM's other paths change the server (`/sleep`, `/reset_prefix_cache`), and its API key does not guard them."""
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+        b"trailer", b"transfer-encoding", b"upgrade",
+    }
+)  # fmt: skip
+_RETRY = [(b"retry-after", b"1")]
+
+_log = logging.getLogger(__name__)
+
+
+class ReverseProxy:
+    """Passes requests on.
+
+    Args:
+        upstreams: The vLLMs.
+        transport: Over which they are asked; closed when the server stops.
+        max_requests: That run at a time; a further one is answered 503.
+        max_body_bytes: Of a request; a larger one is answered 413.
+        max_held_bytes: Of the bodies of all requests together; beyond it 503.
+        timeouts: To connect, and between two parts of an answer.
+    """
+
+    def __init__(
+        self,
+        upstreams: Upstreams,
+        transport: httpx.AsyncBaseTransport,
+        *,
+        max_requests: int,
+        max_body_bytes: int,
+        max_held_bytes: int,
+        timeouts: httpx.Timeout,
+    ) -> None:
+        self._upstreams, self._transport = upstreams, transport
+        self._max_requests, self._max_body_bytes, self._max_held_bytes = max_requests, max_body_bytes, max_held_bytes
+        self._extensions = {"timeout": timeouts.as_dict()}
+        self._num_requests = self._held_bytes = 0
+        self._away: set[httpx.URL] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or the start and stop of the server."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008, "reason": "kvtier-gateway passes HTTP only"})
+        elif scope["path"] in ("/health", "/health/live"):
+            await self._answer_health(scope, send)
+        elif not _is_passed(scope["path"]):
+            await _refuse(scope, send, 404, f"kvtier-gateway does not pass {scope['path']:.100} on; ask vLLM itself")
+        elif self._num_requests >= self._max_requests:
+            text = f"{self._max_requests} requests run (--max-requests); try again"
+            await _refuse(scope, send, 503, text, "overloaded_error", _RETRY)
+        else:
+            self._num_requests += 1
+            try:
+                await self._serve(scope, receive, send)
+            finally:
+                self._num_requests -= 1
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while True:
+            kind = (await receive())["type"]
+            if kind == "lifespan.shutdown":
+                await self._transport.aclose()
+            await send({"type": f"{kind}.complete"})
+            if kind == "lifespan.shutdown":
+                return
+
+    async def _answer_health(self, scope: Scope, send: Send) -> None:
+        if scope["path"] == "/health/live":
+            await send_json(send, 200, {"status": "ok"})
+            return
+        healthy = await self._upstreams.health()
+        is_ok = any(healthy.values())
+        shown = [{"url": url, "healthy": answers} for url, answers in healthy.items()]
+        await send_json(send, 200 if is_ok else 503, {"status": "ok" if is_ok else "no vLLM", "upstreams": shown})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await read_body(scope["headers"], receive, self._max_body_bytes)
+        except BodyTooLargeError:
+            text = f"the request has more than {self._max_body_bytes} bytes (--max-body)"
+            await _refuse(scope, send, 413, text, "request_too_large", [(b"connection", b"close")])
+            return
+        except DisconnectedError:
+            return
+        if self._held_bytes + len(body) > self._max_held_bytes:
+            text = f"running requests hold {self._held_bytes} bytes, of at most {self._max_held_bytes}; try again"
+            await _refuse(scope, send, 503, text, "overloaded_error", _RETRY)
+            return
+        self._held_bytes += len(body)
+        try:
+            await self._route(scope, body, receive, send)
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _route(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/v1/models" and len(self._upstreams.urls) > 1:
+            await send_json(send, 200, await self._upstreams.models(scope["headers"]))
+            return
+        model = _model_of(body) if len(self._upstreams.urls) > 1 else ""
+        url = await self._upstreams.serving(model, scope["headers"])
+        if url is None:
+            known = "names no model" if not model else f"names the model {model!r:.100}, which no vLLM serves"
+            await _refuse(scope, send, 404, f"the request {known}; GET /v1/models lists them", "not_found_error")
+            return
+        passing = asyncio.create_task(self._pass(url, scope, body, send), name="gateway-pass")
+        leaving = asyncio.create_task(_disconnected(receive), name="gateway-disconnect")
+        try:
+            await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not passing.done():
+                passing.cancel()
+            with suppress(asyncio.CancelledError):
+                await passing
+
+    async def _pass(self, url: httpx.URL, scope: Scope, body: bytes, send: Send) -> None:
+        path = scope.get("raw_path", b"").partition(b"?")[0].decode("latin-1") or scope["path"]
+        headers = [(b"host", url.netloc), *_end_to_end(scope["headers"])]
+        if body:  # it may have come in chunks
+            headers = replaced(headers, content_length=str(len(body)).encode())
+        # No httpx.Client: it adds headers, follows redirects and keeps cookies, and takes longer than all of this.
+        request = httpx.Request(
+            scope["method"], under(url, path, scope["query_string"]), headers=headers,
+            stream=httpx.ByteStream(body), extensions=self._extensions,
+        )  # fmt: skip
+        try:
+            response = await self._transport.handle_async_request(request)
+        except httpx.HTTPError as exc:
+            await self._report(scope, send, url, exc)
+            return
+        self._away.discard(url)
+        try:
+            fields = _end_to_end(response.headers.raw)
+            await send({"type": "http.response.start", "status": response.status_code, "headers": fields})
+            async for part in response.aiter_raw():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except httpx.HTTPError as exc:
+            # The client has had a part: that the connection ends early says that this is not all.
+            reason = str(exc) or type(exc).__name__
+            log_event(_log, "answer_cut_short", level=logging.WARNING, url=str(url), reason=reason)
+            raise
+        finally:
+            await response.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _report(self, scope: Scope, send: Send, url: httpx.URL, exc: httpx.HTTPError) -> None:
+        if isinstance(exc, httpx.PoolTimeout):
+            await _refuse(scope, send, 503, "all connections are in use; try again", "overloaded_error", _RETRY)
+        elif isinstance(exc, httpx.ReadTimeout):
+            await _refuse(scope, send, 504, f"vLLM at {url} did not answer in time (--timeout)", "timeout_error")
+        else:
+            reason = str(exc).lower() or type(exc).__name__
+            text = f"no vLLM answers at {url} ({reason}); start `vllm serve`, or correct --upstream"
+            if url not in self._away:  # said once, until it has answered again
+                self._away.add(url)
+                log_event(_log, "vllm_away", level=logging.WARNING, url=str(url), reason=reason)
+            await _refuse(scope, send, 502, text, "api_error")
+
+
+def _is_passed(path: str) -> bool:
+    """Return whether a decoded path is one of vLLM's that clients need, whatever normalizes it on its way."""
+    return path.startswith(_PASSED) and not {".", ".."} & set(path.split("/"))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse(
+    scope: Scope, send: Send, status: int, text: str, kind: str = "invalid_request_error", headers: Headers = ()
+) -> None:
+    """Answer with an error in the shape of the API that was asked."""
+    api = Api.MESSAGES if scope["path"].startswith(Api.MESSAGES) else Api.CHAT
+    await send_json(send, status, error_body(api, text, kind=kind), headers)
+
+
+def _model_of(body: bytes) -> str:
+    try:
+        value: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    model = value.get("model") if isinstance(value, dict) else None
+    return model if isinstance(model, str) else ""
+
+
+def _end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Return headers without those of one connection, and those that `connection` names (RFC 9110, 7.6.1)."""
+    fields = [(name.lower(), value) for name, value in headers]
+    named = {part.strip().lower() for name, value in fields if name == b"connection" for part in value.split(b",")}
+    dropped = _HOP_BY_HOP | named | {b"host"}
+    return [(name, value) for name, value in fields if name not in dropped]

@@ -1,0 +1,116 @@
+"""The vLLMs behind the gateway: which of them serves a model, and which answers."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from kvtier.gateway.asgi import Headers, header
+from kvtier.gateway.markers.marked_request import Json
+
+REFRESH_S = 30.0
+"""How old the list of models may be."""
+MIN_REFRESH_S = 1.0
+"""Between two attempts, when requests name models that no vLLM has."""
+_CHECK_TIMEOUT_S = 2.0
+_MAX_LIST_BYTES = 4 * 1024**2
+_CHECK_TIMEOUT = {"timeout": httpx.Timeout(_CHECK_TIMEOUT_S).as_dict()}
+
+
+class Upstreams:
+    """The base URLs of vLLMs and what they serve. One event loop.
+
+    Args:
+        urls: Without a trailing slash; at least one.
+        transport: Over which they are asked.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[httpx.URL],
+        transport: httpx.AsyncBaseTransport,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.urls = tuple(urls)
+        self._transport, self._clock = transport, clock
+        self._models: dict[str, httpx.URL] = {}
+        self._listed_s = -REFRESH_S
+        self._listing = asyncio.Lock()
+
+    async def serving(self, model: str, headers: Headers) -> httpx.URL | None:
+        """Return the vLLM that serves a model; None when no one does. The first of several that do is taken.
+
+        Args:
+            model: As the request names it.
+            headers: Of the request: a vLLM with an API key lists its models only for who has it.
+        """
+        if len(self.urls) == 1:
+            return self.urls[0]
+        known = self._models.get(model)
+        if self._clock() - self._listed_s > (REFRESH_S if known else MIN_REFRESH_S):
+            await self._list(headers)
+        return self._models.get(model)
+
+    async def models(self, headers: Headers) -> Json:
+        """Return what all vLLMs serve, as `/v1/models` answers."""
+        lists = await asyncio.gather(*(self._models_of(url, headers) for url in self.urls))
+        return {"object": "list", "data": [entry for entries in lists for entry in entries or ()]}
+
+    async def health(self) -> Mapping[str, bool]:
+        """Return which vLLM answers that it is healthy, by URL."""
+        answers = await asyncio.gather(*(self._get(url, "/health", ()) for url in self.urls))
+        return {str(url): answer is not None for url, answer in zip(self.urls, answers, strict=True)}
+
+    async def _list(self, headers: Headers) -> None:
+        async with self._listing:
+            if self._clock() - self._listed_s <= MIN_REFRESH_S:
+                return  # another request did
+            lists = await asyncio.gather(*(self._models_of(url, headers) for url in self.urls))
+            self._listed_s = self._clock()
+        found: dict[str, httpx.URL] = {}
+        for url, entries in zip(self.urls, lists, strict=True):
+            if entries is None:  # away, or not for this caller: what it served stays known
+                names = [name for name, known in self._models.items() if known == url]
+            else:
+                names = [str(entry["id"]) for entry in entries]
+            for name in names:
+                found.setdefault(name, url)
+        self._models = found
+
+    async def _models_of(self, url: httpx.URL, headers: Headers) -> list[Json] | None:
+        keys = [(name, value) for name in (b"authorization", b"x-api-key") if (value := header(headers, name))]
+        body = await self._get(url, "/v1/models", keys)
+        try:
+            entries: Any = json.loads(body or b"{}").get("data")
+        except (ValueError, AttributeError):
+            return None
+        if not isinstance(entries, list):
+            return None
+        return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+
+    async def _get(self, url: httpx.URL, path: str, headers: Headers) -> bytes | None:
+        """Return the body of an answer with status 200, None for any other or none in time."""
+        request = httpx.Request("GET", under(url, path), headers=list(headers), extensions=_CHECK_TIMEOUT)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                response = await self._transport.handle_async_request(request)
+                try:
+                    async for part in response.aiter_raw():
+                        body += part
+                        if len(body) > _MAX_LIST_BYTES:
+                            return None
+                finally:
+                    await response.aclose()
+        except (httpx.HTTPError, TimeoutError):
+            return None
+        return bytes(body) if response.status_code == httpx.codes.OK else None
+
+
+def under(url: httpx.URL, path: str, query: bytes = b"") -> httpx.URL:
+    """Return the URL of a path (percent-encoded) below a base URL."""
+    raw = url.raw_path.rstrip(b"/") + path.encode("ascii", "replace") + (b"?" + query if query else b"")
+    return url.copy_with(raw_path=raw)

@@ -1,0 +1,365 @@
+"""The proxy: what passes, whom it asks, what it bounds, and what clients see when a vLLM is away."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from kvtier.gateway.asgi import Message
+from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
+from kvtier.gateway.proxy.upstreams import MIN_REFRESH_S, REFRESH_S, Upstreams
+from tests.unit.gateway.vllm_app import Client, Response
+
+ONE, TWO = httpx.URL("http://one:8000"), httpx.URL("http://two:8000/prefix")
+Handler = Callable[[httpx.Request], Any]
+
+
+class Parts(httpx.AsyncByteStream):
+    """A body that comes in parts."""
+
+    def __init__(self, *parts: bytes, gate: asyncio.Event | None = None, error: Exception | None = None) -> None:
+        self._parts, self._gate, self._error = parts, gate, error
+        self.num_read = 0
+        self.is_closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self._parts:
+            self.num_read += 1
+            yield part
+            if self._gate is not None:
+                await self._gate.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def aclose(self) -> None:
+        """Close it."""
+        self.is_closed = True
+
+
+class Transport(httpx.AsyncBaseTransport):
+    """Vllms that answer with a function."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self.requests: list[httpx.Request] = []
+        self.is_closed = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer."""
+        await request.aread()
+        self.requests.append(request)
+        answer = self._handler(request)
+        response = await answer if asyncio.iscoroutine(answer) else answer
+        assert isinstance(response, httpx.Response)
+        return response
+
+    async def aclose(self) -> None:
+        """Close it."""
+        self.is_closed = True
+
+
+def proxy(handler: Handler, *urls: httpx.URL, **bounds: int) -> tuple[ReverseProxy, Transport]:
+    """Return a proxy and its transport."""
+    transport = Transport(handler)
+    limits = {"max_requests": 4, "max_body_bytes": 1000, "max_held_bytes": 2000} | bounds
+    return ReverseProxy(Upstreams(urls or (ONE,), transport), transport, timeouts=httpx.Timeout(5), **limits), transport
+
+
+def post(app: Any, path: str, body: Any, **headers: str) -> Response:
+    """Send a request."""
+    return asyncio.run(Client(app, **headers).post(path, body))
+
+
+def get(app: Any, path: str) -> Response:
+    """Send a request without a body."""
+    return asyncio.run(Client(app).send("GET", path, [{"type": "http.request"}]))
+
+
+def ok(request: httpx.Request) -> httpx.Response:
+    """Answer with what was asked."""
+    return httpx.Response(200, headers={"x-own": "1", "connection": "x-hop", "x-hop": "1"}, stream=Parts(b"a", b"b"))
+
+
+def streamed(value: Any) -> httpx.Response:
+    """Return an answer that was not read yet."""
+    return httpx.Response(200, stream=Parts(json.dumps(value).encode()))
+
+
+def models(served: dict[str, list[str]]) -> Handler:
+    """Answer with models by host, and with the host's name to everything else."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/v1/models"):
+            return streamed({"data": [{"id": name} for name in served[request.url.host]]})
+        return streamed({"host": request.url.host, "path": request.url.path})
+
+    return answer
+
+
+class TestPassing:
+    """Requests and answers."""
+
+    def test_body_headers_and_parts_pass_and_those_of_one_connection_do_not(self) -> None:
+        app, transport = proxy(ok)
+        answer = post(app, "/v1/messages", b'{"a":  1}', authorization="Bearer x", te="trailers", connection="x-mine")
+        (request,) = transport.requests
+        assert (str(request.url), request.content) == ("http://one:8000/v1/messages", b'{"a":  1}')
+        assert request.headers["authorization"] == "Bearer x"
+        assert request.headers["host"] == "one:8000"
+        assert request.headers["content-length"] == "9"
+        assert not request.headers.keys() & {"te", "connection", "user-agent", "accept-encoding"}
+        assert answer.headers == {"x-own": "1"}
+        assert answer.parts == [b"a", b"b", b""]
+
+    def test_a_path_under_a_base_url_keeps_its_escapes_and_query(self) -> None:
+        app, transport = proxy(ok, TWO)
+        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/v1/responses/a/b", "headers": []}
+        scope |= {"raw_path": b"/v1/responses/a%2Fb", "query_string": b"x=%20"}
+
+        async def receive() -> Message:
+            return {"type": "http.request"} if not transport.requests else await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def send(message: Message) -> None:
+            pass
+
+        asyncio.run(app(scope, receive, send))
+        assert str(transport.requests[0].url) == "http://two:8000/prefix/v1/responses/a%2Fb?x=%20"
+
+    @pytest.mark.parametrize("path", ["/sleep", "/reset_prefix_cache", "/", "/v1/../sleep", "/v1/.."])
+    def test_paths_that_change_the_server_do_not_pass(self, path: str) -> None:
+        app, transport = proxy(ok)
+        answer = post(app, path, {})
+        assert answer.status == 404
+        assert path in answer.json()["error"]["message"]
+        assert transport.requests == []
+
+    def test_the_next_part_is_read_when_the_last_one_was_sent(self) -> None:
+        body = Parts(*[b"x"] * 100)
+        app, _ = proxy(lambda request: httpx.Response(200, stream=body))
+
+        async def slow() -> int:
+            first, go_on = asyncio.Event(), asyncio.Event()
+
+            async def send(message: Message) -> None:
+                if message["type"] == "http.response.body" and not first.is_set():
+                    first.set()
+                    await go_on.wait()
+
+            scope = {"type": "http", "method": "GET", "path": "/v1/x", "headers": [], "query_string": b""}
+            messages: list[Message] = [{"type": "http.request"}]
+
+            async def receive() -> Message:
+                if messages:
+                    return messages.pop()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            task = asyncio.create_task(app(scope, receive, send))
+            await first.wait()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            num_read = body.num_read
+            go_on.set()
+            await task
+            return num_read
+
+        assert asyncio.run(slow()) == 1
+        assert body.num_read == 100
+
+    def test_a_client_that_leaves_ends_its_request_at_vllm(self) -> None:
+        async def leave() -> Parts:
+            body = Parts(b"x", b"y", gate=asyncio.Event())
+            app, _ = proxy(lambda request: httpx.Response(200, stream=body))
+            left = asyncio.Event()
+            messages: list[Message] = [{"type": "http.request", "body": b"{}"}]
+
+            async def receive() -> Message:
+                if messages:
+                    return messages.pop()
+                await left.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Message) -> None:
+                if message["type"] == "http.response.body":
+                    left.set()
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": [], "query_string": b""}
+            await asyncio.wait_for(app(scope, receive, send), 5)
+            return body
+
+        body = asyncio.run(leave())
+        assert body.is_closed
+        assert body.num_read == 1
+
+
+class TestManyVllms:
+    """Requests go by the model that they name."""
+
+    def test_to_the_vllm_that_serves_it(self) -> None:
+        app, transport = proxy(models({"one": ["a"], "two": ["b", "a"]}), ONE, TWO)
+        assert post(app, "/v1/messages", {"model": "b"}).json() == {"host": "two", "path": "/prefix/v1/messages"}
+        assert post(app, "/v1/messages", {"model": "a"}).json()["host"] == "one"
+        asked = [request for request in transport.requests if request.url.path.endswith("/models")]
+        assert len(asked) == 2
+
+    def test_none_that_serves_it_is_an_error_and_asked_again_a_second_later(self) -> None:
+        now_s, served = 100.0, {"one": ["a"], "two": ["b"]}
+        transport = Transport(models(served))
+        upstreams = Upstreams((ONE, TWO), transport, clock=lambda: now_s)
+
+        async def find(name: str) -> httpx.URL | None:
+            return await upstreams.serving(name, [(b"authorization", b"Bearer x")])
+
+        async def run() -> None:
+            nonlocal now_s
+            assert await find("c") is None
+            assert await find("c") is None
+            assert len(transport.requests) == 2
+            assert transport.requests[0].headers["authorization"] == "Bearer x"
+            served["two"] = ["c"]
+            now_s += MIN_REFRESH_S + 0.1
+            assert await find("c") == TWO
+            assert await find("a") == ONE
+            now_s += REFRESH_S + 1
+            served["one"], served["two"] = [], ["a"]
+            assert await find("a") == TWO
+
+        asyncio.run(run())
+
+    def test_one_that_is_away_keeps_its_models(self) -> None:
+        now_s, away = 100.0, False
+        answer = models({"one": ["a"], "two": ["b"]})
+
+        def handler(request: httpx.Request) -> Any:
+            if away and request.url.host == "one":
+                raise httpx.ConnectError("connection refused")
+            return answer(request)
+
+        upstreams = Upstreams((ONE, TWO), Transport(handler), clock=lambda: now_s)
+
+        async def run() -> None:
+            nonlocal now_s, away
+            assert await upstreams.serving("a", []) == ONE
+            now_s, away = now_s + REFRESH_S + 1, True
+            assert await upstreams.serving("a", []) == ONE
+
+        asyncio.run(run())
+
+    def test_an_unknown_model_and_none_at_all_are_named(self) -> None:
+        app, _ = proxy(models({"one": [], "two": []}), ONE, TWO)
+        answer = post(app, "/v1/chat/completions", {"model": "x"})
+        assert answer.status == 404
+        assert "names the model 'x', which no vLLM serves" in answer.json()["error"]["message"]
+        assert "names no model" in post(app, "/v1/messages", b"{").json()["error"]["message"]
+
+    def test_their_models_are_listed_together(self) -> None:
+        app, _ = proxy(models({"one": ["a"], "two": ["b"]}), ONE, TWO)
+        assert [entry["id"] for entry in get(app, "/v1/models").json()["data"]] == ["a", "b"]
+
+
+class TestBounds:
+    """What is too much is refused before vLLM sees it."""
+
+    def test_of_a_body(self) -> None:
+        app, transport = proxy(ok)
+        answer = post(app, "/v1/messages", b"x" * 1001)
+        assert answer.status == 413
+        assert answer.json()["error"]["type"] == "request_too_large"
+        assert transport.requests == []
+
+    def test_of_all_bodies_and_requests(self) -> None:
+        async def many(size: int, number: int) -> list[int]:
+            gate = asyncio.Event()
+
+            async def wait(request: httpx.Request) -> httpx.Response:
+                await gate.wait()
+                return httpx.Response(200, stream=Parts(b"a"))
+
+            app, _ = proxy(wait)
+            tasks = [asyncio.create_task(Client(app).post("/v1/messages", b"x" * size)) for _ in range(number)]
+            for _ in range(100):
+                await asyncio.sleep(0)
+            gate.set()
+            answers = await asyncio.gather(*tasks)
+            # Nothing is held any longer.
+            assert (await Client(app).post("/v1/messages", b"x" * 1000)).status == 200
+            return sorted(answer.status for answer in answers)
+
+        assert asyncio.run(many(1000, 3)) == [200, 200, 503]
+        assert asyncio.run(many(1, 6)) == [200, 200, 200, 200, 503, 503]
+
+
+class TestFaults:
+    """A vLLM that does not answer."""
+
+    @pytest.mark.parametrize(
+        ("error", "status", "words"),
+        [
+            (httpx.ConnectError("All connection attempts failed"), 502, "no vLLM answers at http://one:8000"),
+            (httpx.ConnectTimeout(""), 502, "connecttimeout"),
+            (httpx.RemoteProtocolError("Server disconnected"), 502, "server disconnected"),
+            (httpx.ReadTimeout(""), 504, "did not answer in time"),
+            (httpx.PoolTimeout(""), 503, "all connections are in use"),
+        ],
+    )
+    @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+    def test_is_an_error_in_the_shape_of_the_api(self, path: str, error: Exception, status: int, words: str) -> None:
+        def fail(request: httpx.Request) -> httpx.Response:
+            raise error
+
+        answer = post(proxy(fail)[0], path, {})
+        assert answer.status == status
+        assert words in answer.json()["error"]["message"].lower().replace("vllm", "vLLM")
+        assert (answer.json().get("type") == "error") == (path == "/v1/messages")
+
+    def test_in_the_middle_of_an_answer_ends_the_connection(self) -> None:
+        body = Parts(b"a", error=httpx.ReadError("reset"))
+        app, _ = proxy(lambda request: httpx.Response(200, stream=body))
+        with pytest.raises(httpx.ReadError):
+            post(app, "/v1/messages", {})
+        assert body.is_closed
+
+
+class TestServer:
+    """Health, start and stop."""
+
+    def test_health_says_which_vllm_answers(self) -> None:
+        def handler(request: httpx.Request) -> httpx.Response:
+            if request.url.host == "two":
+                raise httpx.ConnectError("no")
+            return httpx.Response(200, stream=Parts(b""))
+
+        answer = get(proxy(handler, ONE, TWO)[0], "/health")
+        assert answer.status == 200
+        shown = [{"url": str(ONE), "healthy": True}, {"url": str(TWO), "healthy": False}]
+        assert answer.json() == {"status": "ok", "upstreams": shown}
+        assert get(proxy(handler, TWO)[0], "/health").status == 503
+        assert get(proxy(handler, TWO)[0], "/health/live").status == 200
+
+    def test_stopping_closes_the_connections(self) -> None:
+        app, transport = proxy(ok)
+        sent: list[Message] = []
+
+        async def live() -> None:
+            messages: list[Message] = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+
+            async def receive() -> Message:
+                return messages.pop(0)
+
+            async def send(message: Message) -> None:
+                sent.append(message)
+
+            await app({"type": "lifespan"}, receive, send)
+
+        asyncio.run(live())
+        assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+        assert transport.is_closed
+
+    def test_json_of_an_error_is_valid_whatever_the_model_is_called(self) -> None:
+        app, _ = proxy(models({"one": [], "two": []}), ONE, TWO)
+        answer = post(app, "/v1/messages", json.dumps({"model": '"\ud800\n'}).encode())
+        assert answer.status == 404
+        assert answer.json()["type"] == "error"
