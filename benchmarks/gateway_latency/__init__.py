@@ -1,0 +1,1 @@
+"""What the gateway adds to requests: `python -m benchmarks.gateway_latency`."""
