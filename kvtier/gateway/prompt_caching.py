@@ -9,7 +9,8 @@ import json
 import logging
 from typing import Any
 
-from kvtier.errors import RenderError
+from kvtier.core.request_instructions import PARAMETER, read_instructions
+from kvtier.errors import InvalidArgumentError, RenderError
 from kvtier.gateway.answers import MAX_BODY_BYTES, RewritingSend
 from kvtier.gateway.asgi import (
     App,
@@ -35,6 +36,7 @@ from kvtier.gateway.owners import owner_of
 from kvtier.gateway.usage_numbers import MarkedPlace, UsageWriter
 from kvtier.gateway.vllm_process import MEASURED, count_cached_tokens, render_app
 
+_INSTRUCTION = b'"kvtier"'
 _APIS = {api.value: api for api in Api}
 _REFUSED = (400, 422)
 _SCALE_OUT = b"--enable-scale-out"
@@ -71,23 +73,30 @@ class PromptCaching:
             return
         except DisconnectedError:
             return
-        fields = _parsed(body) if may_be_marked(api, body) else None
+        fields = _parsed(body) if may_be_marked(api, body) or _INSTRUCTION in body else None
+        owner = owner_of(scope["headers"], self._settings.owner_header)
         try:
+            own = _checked_instruction(fields or {}, owner)
             request = read_markers(api, fields) if fields is not None else None
         except MarkerError as exc:
             await send_json(send, 400, refusal(api, exc))
             return
-        if request is None:
+        if request is not None:
+            await self._serve_marked(request, owner, own, scope, receive, send)
+        elif own is None or fields is None:
             await self._app(scope, replay_body(body, receive), send)
         else:
-            await self._serve_marked(request, scope, receive, send)
+            body = to_json(with_instruction(fields, [], owner, own))
+            headers = replaced(scope["headers"], content_length=str(len(body)).encode(), transfer_encoding=None)
+            await self._app({**scope, "headers": headers}, replay_body(body, receive), send)
 
-    async def _serve_marked(self, request: MarkedRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve_marked(
+        self, request: MarkedRequest, owner: str, own: Json | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         async def render(api: Api, body: Json) -> list[int] | None:
             return await self._render(scope, api, body)
 
         points = await self._boundaries.find(request, render)
-        owner = owner_of(scope["headers"], self._settings.owner_header)
         usage = UsageWriter(
             api=request.api,
             points=points,
@@ -95,7 +104,7 @@ class PromptCaching:
             has_cache_control=request.has_cache_control,
             is_prewarm=request.is_prewarm,
         )
-        body = to_json(with_instruction(request.body, points, owner))
+        body = to_json(with_instruction(request.body, points, owner, own))
         headers = replaced(
             scope["headers"], content_length=str(len(body)).encode(), transfer_encoding=None,
             accept_encoding=b"identity",
@@ -137,15 +146,34 @@ async def _post(app: App, scope: Scope, path: str, body: Json) -> tuple[int, byt
         return 400, b""
 
 
-def with_instruction(body: Json, points: list[MarkedPlace], owner: str) -> Json:
-    """Return a request that says what the connector shall pin; unchanged when nothing is, or no one owns it."""
+def with_instruction(body: Json, points: list[MarkedPlace], owner: str, own: Json | None) -> Json:
+    """Return a request that says what the connector shall pin, beside what the client itself asks of it (`own`)."""
     params: Any = body.get("kv_transfer_params")
-    own: Any = params.get("kvtier") if isinstance(params, dict) else None
-    # What the client sent in their place is not ours to replace: vLLM or the connector says what is wrong with it.
-    if not points or not owner or not isinstance(params, dict | None) or not isinstance(own, dict | None):
+    instruction = dict(own or {})
+    if points and owner:  # no key, no pin
+        instruction |= {"breakpoints": [point._asdict() for point in points], "owner": owner}
+    # What a client sent in place of parameters is not ours to replace: vLLM says what is wrong with it.
+    if not instruction or not isinstance(params, dict | None):
         return body
-    instruction = {"breakpoints": [point._asdict() for point in points], "owner": owner}
-    return body | {"kv_transfer_params": (params or {}) | {"kvtier": (own or {}) | instruction}}
+    return body | {"kv_transfer_params": (params or {}) | {PARAMETER: instruction}}
+
+
+def _checked_instruction(body: Json, owner: str) -> Json | None:
+    """Return what the client itself asks of kvtier, in the caller's name; None when it asks nothing.
+
+    Raises:
+        MarkerError: It cannot be carried out.
+    """
+    params = body.get("kv_transfer_params")
+    own = params.get(PARAMETER) if isinstance(params, dict) else None
+    if own is None:
+        return None
+    try:
+        read_instructions(own)
+    except InvalidArgumentError as exc:
+        raise MarkerError(tuple(exc.field.split(".")), str(exc).removeprefix(f"{exc.field} = ")) from exc
+    kept: Json = {key: value for key, value in own.items() if key != "owner"}
+    return kept | ({"owner": owner} if owner else {})
 
 
 def _api_of(scope: Scope) -> Api | None:

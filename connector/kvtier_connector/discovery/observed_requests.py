@@ -25,6 +25,21 @@ class ObservedRequest(NamedTuple):
     adapter: Adapter | None
     cache_salt: str
 
+    @classmethod
+    def of(cls, request: Any, adapter: Adapter | None) -> "ObservedRequest":
+        """Return the references to a request of vLLM."""
+        num_tokens = len(request.prompt_token_ids)
+        images = request.mm_features  # in the order of their positions
+        return cls(
+            request.prompt_token_ids,
+            num_tokens,
+            request.block_hashes,
+            len(request.block_hashes),
+            images[0].mm_position.offset if images else num_tokens,
+            adapter,
+            request.cache_salt or "",
+        )
+
 
 class RequestQueue:
     """From the scheduler's thread, which puts, to the observer's, which takes. Neither ever waits.
@@ -41,22 +56,12 @@ class RequestQueue:
 
     def put(self, request: Any, adapter: Adapter | None) -> None:
         """Append vLLM's request, or count it as skipped."""
-        tokens = request.prompt_token_ids
-        num_tokens = len(tokens)
+        num_tokens = len(request.prompt_token_ids)
         num_queued = self._tokens_put - self._tokens_taken
         if len(self._requests) >= MAX_QUEUED_REQUESTS or (num_queued and num_queued + num_tokens > MAX_QUEUED_TOKENS):
             self.num_skipped += 1
             return
-        images = request.mm_features  # in the order of their positions
-        observed = ObservedRequest(
-            tokens,
-            num_tokens,
-            request.block_hashes,
-            len(request.block_hashes),
-            images[0].mm_position.offset if images else num_tokens,
-            adapter,
-            request.cache_salt or "",
-        )
+        observed = ObservedRequest.of(request, adapter)
         self._tokens_put += num_tokens
         self._requests.append(observed)
 

@@ -12,6 +12,7 @@ from kvtier.printable import shortened
 from kvtier_connector.discovery.chat_rendering import ChatRenderer, NoUserTurnError, interrupted_after
 from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest, RequestQueue
 from kvtier_connector.discovery.request_reader import RequestReader, TemplateKnowledge, wanted_tokens
+from kvtier_connector.discovery.system_prompts import SystemPrompts
 from kvtier_connector.discovery.user_turn import LEARNING_TIMEOUT_S, UserTurn, learn_user_turn
 from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.engine.lora_adapters import Adapter
@@ -52,7 +53,7 @@ class PromptObserver:
     """Sees each request once, for as long as the daemon asks for reports.
 
     The scheduler's thread calls everything that is public; it never waits. The thread `kvtier-discovery` begins with
-    the first session that wants reports, and ends with `close`.
+    the first session, because requests that ask for a pin need the template too, and ends with `close`.
 
     Args:
         groups: The engine's KV cache groups.
@@ -73,7 +74,7 @@ class PromptObserver:
         self._closing = threading.Event()
         # Counted by the observer's thread, read by the scheduler's.
         self._num_observed = self._num_skipped = 0
-        self._knows_template = False
+        self._template: TemplateKnowledge | None = None
         self._taken = ObserverCounts(0, 0, False)
         self._has_failed = False
 
@@ -81,7 +82,7 @@ class PromptObserver:
         """Report in this session from now on, if it wants reports; None: there is none."""
         wants_reports = attachment is not None and attachment.welcome.report_requests
         self._session = _Session(attachment) if attachment is not None and wants_reports else None
-        if self._session is not None and self._thread is None:
+        if attachment is not None and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtier-discovery", daemon=True)
             self._thread.start()
 
@@ -102,9 +103,20 @@ class PromptObserver:
         except Exception:  # whatever another version of vLLM has there: its request goes on
             session.queue.num_skipped += 1
 
+    def system_prompt_tokens(self, request: Any) -> int | None:
+        """Return how long the system prompt of vLLM's request is; None where that is not known. Some 0.1 ms."""
+        template = self._template
+        if template is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return None
+        prompts = SystemPrompts(self._shape, template.opening, template.anchor)
+        return prompts.end(ObservedRequest.of(request, None))
+
     def take_counts(self) -> ObserverCounts:
         """Return what was counted since the last call."""
-        taken, self._taken = self._taken, ObserverCounts(self._num_observed, self._num_skipped, self._knows_template)
+        taken, self._taken = (
+            self._taken,
+            ObserverCounts(self._num_observed, self._num_skipped, self._template is not None),
+        )
         now = self._taken
         return ObserverCounts(
             now.num_observed - taken.num_observed, now.num_skipped - taken.num_skipped, now.knows_template
@@ -145,8 +157,8 @@ class PromptObserver:
         logger.info("kvtier: system prompts are found up to the first user turn, %r", chat.decode(turn.opening))
         for remark in turn.remarks:
             logger.info("kvtier: the chat template: %s", remark)
-        self._knows_template = True
-        return TemplateKnowledge(turn.opening, _anchor(chat, turn), chat.decode)
+        self._template = TemplateKnowledge(turn.opening, _anchor(chat, turn), chat.decode)
+        return self._template
 
     def _report(self, session: _Session, reader: RequestReader) -> None:
         report = pb.RequestsSeen()

@@ -101,7 +101,13 @@ class KVTierOffloadingManager(OffloadingManager):
         self._lookups = Lookups(planner, self._touches, self._breaker, self._rate, self.stats)
         self._stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats)
         self._missing = MissingStates(parts.groups, mirror)
-        self._instructions = Instructions(parts.groups, PinAsks(parts.submit), self.stats, mirror.may_be_held)
+        self._instructions = Instructions(
+            parts.groups,
+            PinAsks(parts.submit),
+            self.stats,
+            mirror.may_be_held,
+            parts.observer.system_prompt_tokens if parts.observer is not None else lambda request: None,
+        )
         self._session = CurrentSession(
             events=parts.events,
             useful_bytes=parts.useful_bytes,

@@ -145,9 +145,6 @@ class FakeRequest:
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     kv_hints: Any = None
-    prompt_embeds: None = None
-    mm_features: Sequence[Any] = ()
-    cache_salt: str | None = None
     status: RequestStatus = RequestStatus.WAITING
     shared_prefix_boundary: int = 0
     num_prompt_tokens: int = field(init=False)

@@ -256,3 +256,36 @@ class TestWrongMarkers:
             "code": "invalid_value",
         }
         assert inner.bodies == []
+
+
+class TestInstructions:
+    """What a client itself asks of kvtier, in `kv_transfer_params`."""
+
+    @staticmethod
+    def request(own: Any, **more: Any) -> Json:
+        turns = [{"role": "user", "content": "hello"}]
+        return {"model": "m", "messages": turns, "kv_transfer_params": {"other": 1, "kvtier": own}, **more}
+
+    def test_reach_vllm_in_the_name_of_the_caller(self) -> None:
+        inner = VllmApp()
+        post(PromptCaching(inner), "/v1/chat/completions", self.request({"pin": True, "owner": "f" * 16}))
+        params = json.loads(inner.bodies[-1])["kv_transfer_params"]
+        assert params == {"other": 1, "kvtier": {"pin": True, "owner": OWNER}}
+        post(PromptCaching(inner), "/v1/chat/completions", self.request({"pin": True, "owner": "f" * 16}), headers={})
+        assert json.loads(inner.bodies[-1])["kv_transfer_params"]["kvtier"] == {"pin": True}
+
+    @pytest.mark.parametrize("own", [5, {"pin": 7}, {"pinned": True}, {"pin": True, "no_store": True}, {"ttl": "1h"}])
+    def test_that_cannot_be_are_refused_by_field(self, own: Any) -> None:
+        inner = VllmApp()
+        answer = post(PromptCaching(inner), "/v1/chat/completions", self.request(own))
+        assert answer.status == 400
+        assert answer.json()["error"]["param"].startswith("kv_transfer_params.kvtier")
+        assert not inner.bodies
+
+    def test_go_with_markers(self) -> None:
+        inner = VllmApp()
+        body = messages_request(kv_transfer_params={"kvtier": {"pin": "clerk", "priority": 3}})
+        post(PromptCaching(inner), "/v1/messages", body)
+        own = json.loads(inner.bodies[-1])["kv_transfer_params"]["kvtier"]
+        assert (own["pin"], own["priority"], own["owner"]) == ("clerk", 3, OWNER)
+        assert own["breakpoints"] == [{"num_tokens": NUM_SYSTEM, "ttl_s": 300}]
