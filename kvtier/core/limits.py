@@ -92,7 +92,6 @@ PREFILL_TOKENS_PER_S = (1e-3, 1e9)
 # What requests begin with
 MAX_SEEN_REQUESTS = 1024
 """Of one message."""
-PREFIX_DIGEST_BYTES = Whole(16, 16)
 PLACE_TEXT = Text(1024)
 PLACE_EXAMPLE = Text(256)
 MAX_PLACE_EXAMPLES = 3

@@ -153,14 +153,14 @@ def seen_request(message: engine_pb2.SeenRequest) -> SeenRequest:
     limits.check_count("requests_seen.prefixes", len(message.prefixes), MAX_PREFIXES)
     prefixes = []
     for prefix in message.prefixes:
-        limits.PREFIX_DIGEST_BYTES.check("length of requests_seen.digest", len(prefix.digest))
+        limits.check_digest("requests_seen.digest", prefix.digest)
         prefixes.append(SeenPrefix(prefix.digest, prefix.num_tokens, prefix.is_system_prompt))
     return SeenRequest(prefixes, message.prompt_digest, message.num_tokens)
 
 
 async def prefix_of(message: engine_pb2.PrefixTokens) -> PrefixTokens:
     """Return a prefix that an engine sends, its tokens copied in turns of the loop; InvalidArgumentError as above."""
-    limits.PREFIX_DIGEST_BYTES.check("length of prefix_tokens.digest", len(message.digest))
+    limits.check_digest("prefix_tokens.digest", message.digest)
     texts = {name: getattr(message, name) for name in ("lora_name", "lora_path", "cache_salt")}
     for name, text in texts.items():
         limits.TEXT.check(f"prefix_tokens.{name}", text)
@@ -173,7 +173,7 @@ async def prefix_of(message: engine_pb2.PrefixTokens) -> PrefixTokens:
 def changing_place(message: engine_pb2.ChangingMiddle) -> ChangingPlace:
     """Return where prompts begin to differ; InvalidArgumentError if that cannot be."""
     if message.digest:
-        limits.PREFIX_DIGEST_BYTES.check("length of changing_middle.digest", len(message.digest))
+        limits.check_digest("changing_middle.digest", message.digest)
     tokens = limits.Whole(0, limits.MAX_TOKENS)
     limits.check_count("changing_middle.examples", len(message.examples), limits.MAX_PLACE_EXAMPLES)
     return ChangingPlace(

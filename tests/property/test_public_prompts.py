@@ -187,7 +187,7 @@ class Run:
         for key in read:
             assert self.writers[key] <= {"", salt}, "another salt stored it"
             is_public = key[:-4] in {each[:-4] for each in public}
-            assert salt == "" or self.writers[key] == {salt} or is_public, "it is nobody's, and not public"
+            assert salt == "" or self.writers[key] == {salt} or is_public, "it is no one's, and not public"
             self.seen["public chunks restored"] += is_public
             self.seen["own chunks restored"] += not is_public and bool(salt)
         if self.num_groups == 1:

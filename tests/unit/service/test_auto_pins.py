@@ -1,4 +1,4 @@
-"""Prompts that many requests begin with: found, pinned within a budget, kept over a start, and given up again."""
+"""Prompts that many requests begin with: found, pinned within a budget, kept over a start, and ended again."""
 
 import asyncio
 import time
@@ -193,13 +193,13 @@ def test_better_prompts_displace_those_that_are_used_less(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
-def test_automatic_pins_give_way_to_a_pin_with_a_name(tmp_path: Path) -> None:
+def test_automatic_pins_end_for_a_pin_with_a_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with attached(auto_config(tmp_path, disk_bytes=1 << 20)) as (stub, engine):
             old = await found(engine, "support")
             pages = (1 << 20) // 6000
             await pin(stub, "long", tokens=16 * (pages - 1))
-            assert await names(stub) == {"long"}, f"{old.name} gave way"
+            assert await names(stub) == {"long"}, f"{old.name} has ended for it"
 
     asyncio.run(scenario())
 

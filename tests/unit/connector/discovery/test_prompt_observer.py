@@ -230,7 +230,7 @@ def test_reports_go_on_in_the_next_session(daemon: ReportingDaemon, engine: Engi
     thread = engine.observer._thread
     daemon.stop()
     wait_for(lambda: engine.step() and engine.observer._session is None)
-    engine.ask(SHOP, "Nobody listens")
+    engine.ask(SHOP, "No one listens")
     daemon.start()
     wait_for(lambda: engine.step() and engine.observer._session is not None)
     engine.ask(SHOP, "When?")

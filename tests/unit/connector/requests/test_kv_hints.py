@@ -125,7 +125,7 @@ def test_without_anything_held_they_are_missing_and_without_a_daemon_deferred(sc
 
 
 def test_what_was_demoted_is_asked_for_when_it_is_pinned_again(scheduler: Scheduler) -> None:
-    """The daemon has made it the least important: it must hear that it no longer is."""
+    """The daemon has made it the least important: it must be told that it no longer is."""
     hinted(scheduler, action("kv.pin", {"duration": 60}))
     answer(scheduler, scheduler.sent_one("request_pins"), PINNED)
     scheduler.pin(keys_of("sys", 8))
