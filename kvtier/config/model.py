@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kvtier.core.ttl import seconds_of
+
 MIB = 1024 * 1024
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -98,14 +100,19 @@ class CacheConfig:
     looks at no request."""
     auto_pin_max_bytes: int = 0
     """Bytes on disk of all automatic pins together; above it the least valuable ones end."""
-    auto_pin_ttl_s: int = 30 * 86400
-    """Seconds without a request after which an automatic pin ends; 0: never."""
+    auto_pin_ttl: str = "30d"
+    """Time without a request after which an automatic pin ends; `never` for no end."""
     auto_pin_min_tokens: int = 1024
     """Shorter prompts are computed quickly."""
     auto_pin_min_requests: int = 3
     """Requests within a day, of at least two different prompts."""
     auto_pin_public: bool = False
     """Automatic pins are public: requests with any cache salt are restored them."""
+
+    @property
+    def auto_pin_ttl_s(self) -> int:
+        """`auto_pin_ttl` in seconds; 0: never."""
+        return seconds_of(self.auto_pin_ttl)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from kvtier.client.address import default_socket_path, usable_socket_path
 from kvtier.config import model
 from kvtier.config.settings import AUTO, MIN_TIER_BYTES, Settings, checked_size
 from kvtier.config.units import available_bytes, filesystem_bytes, format_size, physical_memory_bytes
-from kvtier.core.ttl import parse_duration
 
 AUTO_DISK_CAP_BYTES = 256 * 1024 * model.MIB
 
@@ -67,7 +66,7 @@ def resolve(
             store=cache.store,
             auto_pin=cache.auto_pin,
             auto_pin_max_bytes=_auto_pin_bytes(cache.auto_pin_max_bytes, disk_bytes),
-            auto_pin_ttl_s=parse_duration("cache.auto_pin_ttl", cache.auto_pin_ttl),
+            auto_pin_ttl=cache.auto_pin_ttl,
             auto_pin_min_tokens=cache.auto_pin_min_tokens,
             auto_pin_min_requests=cache.auto_pin_min_requests,
             auto_pin_public=cache.auto_pin_public,

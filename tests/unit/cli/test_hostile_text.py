@@ -29,6 +29,7 @@ COMMANDS = {
     "show": ["x"],
     "unpin": ["x"],
     "evict": ["x"],
+    "advise": [],
     "status": [],
     "warm": ["--url", "URL", "--all"],
     "pin": ["x", "--system", "s.txt", "--url", "URL", "--timeout", "1"],

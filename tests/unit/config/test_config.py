@@ -273,11 +273,7 @@ def test_unreadable_files(write: Callable[[str], Path], tmp_path: Path) -> None:
 
 def test_each_field_is_a_setting_or_a_constant_that_says_so() -> None:
     config = load_config(environ={}).config
-    declared = {
-        (t.name, f.name.removesuffix("_s") if t.name == "cache" else f.name)
-        for t in fields(DaemonConfig)
-        for f in fields(getattr(config, t.name))
-    }
+    declared = {(t.name, f.name) for t in fields(DaemonConfig) for f in fields(getattr(config, t.name))}
     constants = Counter(re.findall(r'^    (\w+): .*\n    """No setting\. ', MODEL.read_text(), flags=re.MULTILINE))
     written = {tuple(key.split(".")) for key in KEYS}
     fixed = [name for table, name in declared if not {(table, name), (table, name.removeprefix(f"{table}_"))} & written]

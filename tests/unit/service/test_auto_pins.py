@@ -206,7 +206,7 @@ def test_automatic_pins_end_for_a_pin_with_a_name(tmp_path: Path) -> None:
 
 def test_a_pin_that_no_request_uses_ends_and_is_forgotten(tmp_path: Path) -> None:
     async def scenario() -> None:
-        config = auto_config(tmp_path, auto_pin_ttl_s=1)
+        config = auto_config(tmp_path, auto_pin_ttl="1s")
         async with attached(config) as (stub, engine):
             await found(engine, "support")
 
