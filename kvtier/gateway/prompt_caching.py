@@ -37,6 +37,7 @@ from kvtier.gateway.usage_numbers import MarkedPlace, UsageWriter
 from kvtier.gateway.vllm_process import MEASURED, count_cached_tokens, render_app
 
 _INSTRUCTION = b'"kvtier"'
+_BREAKPOINTS: Json = {"breakpoints": [{"num_tokens": 1, "ttl_s": 1}]}  # what markers add, while it is not known yet
 _APIS = {api.value: api for api in Api}
 _REFUSED = (400, 422)
 _SCALE_OUT = b"--enable-scale-out"
@@ -76,8 +77,8 @@ class PromptCaching:
         fields = _parsed(body) if may_be_marked(api, body) or _INSTRUCTION in body else None
         owner = owner_of(scope["headers"], self._settings.owner_header)
         try:
-            own = _checked_instruction(fields or {}, owner)
             request = read_markers(api, fields) if fields is not None else None
+            own = _checked_instruction(fields or {}, owner, is_marked=request is not None)
         except MarkerError as exc:
             await send_json(send, 400, refusal(api, exc))
             return
@@ -158,7 +159,7 @@ def with_instruction(body: Json, points: list[MarkedPlace], owner: str, own: Jso
     return body | {"kv_transfer_params": (params or {}) | {PARAMETER: instruction}}
 
 
-def _checked_instruction(body: Json, owner: str) -> Json | None:
+def _checked_instruction(body: Json, owner: str, *, is_marked: bool) -> Json | None:
     """Return what the client itself asks of kvtier, in the caller's name; None when it asks nothing.
 
     Raises:
@@ -168,12 +169,14 @@ def _checked_instruction(body: Json, owner: str) -> Json | None:
     own = params.get(PARAMETER) if isinstance(params, dict) else None
     if own is None:
         return None
+    named: Json = {}
+    if isinstance(own, dict):
+        named = {key: own[key] for key in own if key != "owner"} | ({"owner": owner} if owner else {})
     try:
-        read_instructions(own)
+        read_instructions((named | _BREAKPOINTS if is_marked else named) if isinstance(own, dict) else own)
     except InvalidArgumentError as exc:
         raise MarkerError(tuple(exc.field.split(".")), str(exc).removeprefix(f"{exc.field} = ")) from exc
-    kept: Json = {key: value for key, value in own.items() if key != "owner"}
-    return kept | ({"owner": owner} if owner else {})
+    return named
 
 
 def _api_of(scope: Scope) -> Api | None:

@@ -114,11 +114,11 @@ class TestInstruction:
         post(app, "/v1/messages", messages_request(), KEY | {"x_tenant": "blue"})
         assert inner.last["kv_transfer_params"]["kvtier"]["owner"] == owner_of([(b"x-api-key", b"blue")])
 
-    def test_passes_as_the_client_sent_it_without_markers(self) -> None:
+    def test_of_a_client_gets_the_owner_without_markers_too(self) -> None:
         inner = VllmApp()
-        body = {"messages": [], "kv_transfer_params": {"kvtier": {"pin": "clerk"}}}
+        body: Json = {"messages": [], "kv_transfer_params": {"kvtier": {"pin": "clerk"}}}
         post(PromptCaching(inner), "/v1/chat/completions", body)
-        assert inner.last == body
+        assert inner.last == body | {"kv_transfer_params": {"kvtier": {"pin": "clerk", "owner": OWNER}}}
 
     def test_a_refused_boundary_is_left_out_and_the_request_is_answered(self) -> None:
         inner = VllmApp()

@@ -209,12 +209,11 @@ def test_what_is_not_a_users_prompt_is_not_reported(daemon: ReportingDaemon, eng
     assert sum(report.num_skipped for report in daemon.received("requests_seen")) == 1, "vLLM's request goes on"
 
 
-def test_a_daemon_that_wants_no_reports_gets_none_and_costs_nothing(daemon: ReportingDaemon, engine: Engine) -> None:
+def test_a_daemon_that_wants_no_reports_gets_none(daemon: ReportingDaemon, engine: Engine) -> None:
     daemon.report_requests = False
     engine.attach()
     engine.ask(SHOP, "Where?")
     assert engine.observer._session is None
-    assert engine.observer._thread is None, "no tokenizer is loaded"
     daemon.report_requests = True
     daemon.stop()
     daemon.start()
