@@ -8,7 +8,7 @@ RESTARTS ?= 50
 # short fits 20 minutes; long is for numbers to quote; smoke shows that everything runs.
 PROFILE ?= short
 
-.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-restarts chaos clean
+.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-restarts chaos clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-fast  tests without vLLM"
 	@echo "make test-e2e   tests with a real vllm serve, daemon and CLI"
 	@echo "make test-models the rarer models and setups of vLLM that docs/compatibility.md lists"
+	@echo "make test-litellm the cache markers through LiteLLM, which it installs into .litellm"
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
 	@echo "                (half a minute each, a minute on a busy machine)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
@@ -70,9 +71,14 @@ test-e2e: venv
 test-models: venv
 	$(BIN)/pytest -q -m models -n $(E2E_WORKERS) --durations=10 tests/e2e
 
+test-litellm: venv
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target .litellm \
+		-r requirements/litellm.txt
+	PYTHONPATH=.litellm LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/pytest -q -k litellm tests/e2e/test_gateway_clients.py
+
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
 
 clean:
-	rm -rf .venv .venv-proto .venv-peers .models .demo bench-results \
+	rm -rf .venv .venv-proto .venv-peers .litellm .models .demo bench-results \
 		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

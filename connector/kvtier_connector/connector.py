@@ -19,6 +19,7 @@ from kvtier_connector import startup
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.row_layout import check_layer_specs
 from kvtier_connector.engine.vllm_compat import (
+    cache_hit_sources,
     check_failed_loads_can_be_named,
     failed_requests,
     names_failed_requests,
@@ -129,8 +130,29 @@ class KVTierConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.manager.allocated(request.request_id, num_external_tokens)
         self.gpu_pins.allocated(request)
+        if (instructed := self.manager.instructed(request.request_id)) is not None:
+            instructed.admitted(cache_hit_sources(self.connector_scheduler, request, num_external_tokens))
         if num_external_tokens and not names_failed_requests():
             self._loading[request.request_id] = {block for group in blocks.get_block_ids() for block in group}
+
+    @override
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        report = self._report(request)
+        is_delayed, params = super().request_finished(request, block_ids)
+        return is_delayed, report or params
+
+    @override
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        report = self._report(request)
+        is_delayed, params = super().request_finished_all_groups(request, block_ids)
+        return is_delayed, report or params
+
+    def _report(self, request: "Request") -> dict[str, Any] | None:
+        """Return what the answer shall say of what the request asked; None where it asked nothing."""
+        instructed = self.manager.instructed(request.request_id)
+        return None if instructed is None else instructed.report()
 
     @override
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":

@@ -1,6 +1,6 @@
 """What a request may ask of kvtier in `kv_transfer_params`: read and checked, for the HTTP side and for the engine.
 
-    {"kvtier": {"pin": "NAME" | true, "ttl": 300 | "5m" | "never", "priority": 0, "no_store": true,
+    {"kvtier": {"pin": "NAME" | true, "ttl": 300 | "5m" | "never", "priority": -1, "no_store": true,
                 "breakpoints": [{"num_tokens": 1200, "ttl_s": 300}], "owner": "0123456789abcdef"}}
 
 docs/requests.md explains each. Values come from any client: every loop here is over a list whose length was checked.
@@ -21,6 +21,8 @@ DEFAULT_TTL_S = 3600
 _WHERE = f"kv_transfer_params.{PARAMETER}"
 _KEYS = ("pin", "ttl", "priority", "no_store", "breakpoints", "owner")
 _BREAKPOINT_KEYS = ("num_tokens", "ttl_s")
+_PRIORITY = limits.Whole(limits.PRIORITY.least, 0)
+"""Any client may write it: no request ranks before the pins of operators, which have 0 unless they say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ def read_instructions(value: object) -> RequestInstructions:
         pins=pins,
         name=name,
         ttl_s=ttl_s,
-        priority=limits.PRIORITY.check(f"{_WHERE}.priority", given.get("priority", 0)),
+        priority=_PRIORITY.check(f"{_WHERE}.priority", given.get("priority", 0)),
         no_store=no_store,
         breakpoints=breakpoints,
         owner=limits.check_owner(f"{_WHERE}.owner", given.get("owner", "")),

@@ -62,12 +62,19 @@ class RewritingSend:
         body = bytes(self._held) if more else rewritten_json(bytes(self._held), self._usage)
         self._held.clear()
         self._mode = _Mode.PASS
-        length = None if more else str(len(body)).encode()
-        if more:
-            await self._send(self._start)
-        else:
-            await self._send({**self._start, "headers": replaced(self._start["headers"], content_length=length)})
+        if not more:
+            headers = replaced(
+                self._start["headers"], content_length=str(len(body)).encode(), kvtier_cached_tokens=self._sources()
+            )
+            self._start = {**self._start, "headers": headers}
+        await self._send(self._start)
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _sources(self) -> bytes | None:
+        """Return a dictionary as in RFC 9651: tokens by where they were cached."""
+        if not self._usage.result:
+            return None
+        return ", ".join(f"{key}={num}" for key, num in (self._usage.sources or {"device": 0}).items()).encode()
 
     async def _pass_events(self, message: Message) -> None:
         """Send complete events on at once; vLLM writes whole ones, so nothing is held as a rule."""
@@ -89,6 +96,7 @@ def rewritten_json(body: bytes, usage: UsageWriter) -> bytes:
     answer = _object(body)
     if answer is None or not isinstance(answer.get("usage"), dict):
         return body
+    usage.read_report(answer.get("kv_transfer_params"))
     answer["usage"] = usage.write(answer["usage"])
     if usage.is_prewarm and usage.api is Api.MESSAGES:
         answer |= {"content": [], "stop_reason": "max_tokens", "stop_sequence": None}
@@ -128,6 +136,7 @@ def _rewrite(data: Json, usage: UsageWriter) -> bool:
         return False
     if not isinstance(holder, dict) or not isinstance(holder.get("usage"), dict):
         return False
+    usage.read_report(holder.get("kv_transfer_params"))
     holder["usage"] = usage.write(holder["usage"])
     return True
 

@@ -59,7 +59,7 @@ class PromptCaching:
         self._settings = settings or MarkerSettings.from_environment()
         self._boundaries = Boundaries()
         self._private_render: App | None = None
-        self._warned = False
+        self._warned = self._is_daemon_away = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -104,6 +104,7 @@ class PromptCaching:
             is_kept=bool(owner),
             has_cache_control=request.has_cache_control,
             is_prewarm=request.is_prewarm,
+            is_daemon_away=self._is_daemon_away,
         )
         body = to_json(with_instruction(request.body, points, owner, own))
         headers = replaced(
@@ -117,6 +118,7 @@ class PromptCaching:
             await self._app({**scope, "headers": headers}, replay_body(body, receive), RewritingSend(send, usage))
         finally:
             MEASURED.reset(token)
+            self._is_daemon_away = usage.is_daemon_away
         if usage.was_unknown and not self._warned:
             self._warned = True
             _log.warning("vLLM reports no cached tokens, so usage says 0: start it with --enable-prompt-tokens-details")

@@ -6,15 +6,20 @@
 | written | the rest up to the last breakpoint: computed now, and kept |
 | written, by TTL | up to the last breakpoint with the longer TTL, and from there on |
 
-The hosted APIs split by TTL in the same way. Without an owner nothing is kept, so nothing is written.
+The hosted APIs split by TTL in the same way. Without an owner nothing is kept, so nothing is written; nor when the
+connector reports that the daemon is away or refuses.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from kvtier.core.request_instructions import PARAMETER
 from kvtier.gateway.markers.marked_request import Api, Json
 
+_UNANSWERED = "unanswered"
+_NOT_KEPT = frozenset({_UNANSWERED, "refused", "too_short", "invalid"})
+"""What the connector reports of an instruction (docs/requests.md)."""
 _WRITES = {300: "ephemeral_5m_input_tokens", 3600: "ephemeral_1h_input_tokens"}
 _WRITES_OPENAI = {1800: "ttl_30m_tokens", 12 * 3600: "ttl_12h_tokens"}
 
@@ -62,6 +67,9 @@ class UsageWriter:
         has_cache_control: Anthropic's fields are added to the chat API's.
         measured_tokens: Tokens that were not computed, as vLLM's engine counted; None before it said so, or when only
             vLLM's own usage says it.
+        is_daemon_away: As the last answer had it; what this one says of it counts more.
+        result: What became of the instruction, as the connector reports it; empty before it does.
+        sources: Tokens that were not computed, by source, likewise.
         was_unknown: Usage was written without a count of cached tokens.
     """
 
@@ -71,7 +79,17 @@ class UsageWriter:
     has_cache_control: bool
     is_prewarm: bool
     measured_tokens: int | None = None
+    is_daemon_away: bool = False
+    result: str = ""
+    sources: dict[str, int] = field(default_factory=dict)
     was_unknown: bool = False
+
+    def read_report(self, params: Any) -> None:
+        """Take in what the connector reports in an answer's `kv_transfer_params`, if it does."""
+        report = params.get(PARAMETER) if isinstance(params, dict) else None
+        if isinstance(report, dict) and isinstance(report.get("cached_tokens"), dict):
+            self.result, self.sources = str(report.get("result", "")), report["cached_tokens"]
+            self.is_daemon_away = self.result == _UNANSWERED
 
     def is_known(self, usage: Json) -> bool:
         """Return whether it is known how much of the prompt was cached."""
@@ -81,7 +99,8 @@ class UsageWriter:
         """Return the usage of an answer; counts are 0 when vLLM does not report cached tokens."""
         cached = self._cached_tokens(usage)
         self.was_unknown |= cached is None
-        counts = count(self.points, cached or 0, is_kept=self.is_kept and cached is not None)
+        is_kept = self.is_kept and not self.is_daemon_away and self.result not in _NOT_KEPT
+        counts = count(self.points, cached or 0, is_kept=is_kept and cached is not None)
         if self.api is Api.MESSAGES:
             return self._anthropic(usage, counts)
         name = "prompt_tokens_details" if self.api is Api.CHAT else "input_tokens_details"

@@ -65,4 +65,5 @@ async def _counted(outputs: Any, usage: UsageWriter) -> AsyncIterator[Any]:
         async for output in outputs:
             if usage.measured_tokens is None and isinstance(getattr(output, "num_cached_tokens", None), int):
                 usage.measured_tokens = output.num_cached_tokens
+            usage.read_report(getattr(output, "kv_transfer_params", None))
             yield output

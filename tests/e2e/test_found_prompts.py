@@ -52,6 +52,15 @@ class World:
         with openai.OpenAI(base_url=f"{self.engine.url}/v1", api_key="none", timeout=110, max_retries=0) as client:
             return client.chat.completions.create(model="model", messages=messages, max_tokens=1)
 
+    def ask_marked(self, system: str, question: str) -> Any:
+        """Ask as a client of Anthropic's API that marks its system prompt."""
+        marker = {"type": "ephemeral", "ttl": "1h"}
+        parts: list[Any] = [{"type": "text", "text": system, "cache_control": marker}]
+        with anthropic.Anthropic(base_url=self.engine.url, auth_token="secret", max_retries=0, timeout=110) as client:
+            return client.messages.create(
+                model="model", max_tokens=1, system=parts, messages=[{"role": "user", "content": question}]
+            )
+
     def pins(self) -> list[Any]:
         """Return the prompts, as `kvtier list --json` has them."""
         return list(self.stack.json("list"))
@@ -75,7 +84,7 @@ def world() -> Iterator[World]:
 
 def test_a_system_prompt_is_found_after_a_few_requests(world: World, note: Note) -> None:
     system = system_prompt(0)[:6000]
-    world.chat("Hello!")  # an engine without a step looks at nothing
+    world.chat("Hello!")  # the thread that learns the template begins with the first request
     wait_until(lambda: "system prompts are found up to the first user turn" in world.engine.log_text(), 60, "template")
     asked = 0
     while not world.pins():
@@ -100,7 +109,6 @@ def test_it_outlives_vllm_and_the_daemon_and_counts_on(world: World) -> None:
     world.chat(system_prompt(0)[:6000])
     after = world.engine.cached_by_source()
     assert after["host"] + after["disk"] == pin["num_tokens"]
-    world.chat(system_prompt(0)[:6000])  # the first one came before the engine knew of its session
     wait_until(
         lambda: world.stack.json("show", pin["name"])["use"]["num_requests"] >= 1, FOUND_S, "the request to be counted"
     )
@@ -120,16 +128,8 @@ def test_a_prompt_that_changes_in_the_middle_is_shown(world: World) -> None:
 
 
 def test_a_client_s_marker_becomes_a_pin_of_the_client(world: World) -> None:
-    system: Any = [
-        {"type": "text", "text": system_prompt(2)[:6000], "cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    ]
-    with anthropic.Anthropic(base_url=world.engine.url, auth_token="secret", max_retries=0, timeout=110) as client:
-        usages = [
-            client.messages.create(
-                model="model", max_tokens=1, system=system, messages=[{"role": "user", "content": question}]
-            ).usage
-            for question in ("Where are you?", "Who is there?")
-        ]
+    system = system_prompt(2)[:6000]
+    usages = [world.ask_marked(system, question).usage for question in ("Where are you?", "Who is there?")]
     (pin,) = [each for each in world.pins() if each["origin"] == "request"]
     assert len(pin["owner"]) == 16
     world.stack.wait_durable(pin["name"])
@@ -141,3 +141,17 @@ def test_a_client_s_marker_becomes_a_pin_of_the_client(world: World) -> None:
     world.chat(system_prompt(2)[:6000])
     after = world.engine.cached_by_source()
     assert after["host"] - before["host"] >= BLOCK_TOKENS
+
+
+def test_usage_says_zero_while_the_daemon_is_away(world: World) -> None:
+    world.stack.daemon.kill()
+    wait_until(
+        lambda: world.chat("Hello?") and not world.engine.metric("kvtier_connector_attached"), FOUND_S, "the loss"
+    )
+    usage = world.ask_marked(system_prompt(3)[:6000], "Is it away?").usage
+    assert (usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (0, 0)
+    assert usage.input_tokens > BLOCK_TOKENS
+    world.stack.daemon.start()
+    world.stack.wait_attached(world.engine)
+    usage = world.ask_marked(system_prompt(4)[:6000], "Is it back?").usage
+    assert usage.cache_creation_input_tokens > BLOCK_TOKENS

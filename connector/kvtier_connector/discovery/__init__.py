@@ -6,6 +6,6 @@ ends; `system_prompts.py` finds that place in a request, `seen_prefixes.py` name
 `changing_middle.py` notices prompts that differ from one token on.
 """
 
-from kvtier_connector.discovery.prompt_observer import ObserverCounts, PromptObserver
+from kvtier_connector.discovery.prompt_observer import PromptObserver
 
-__all__ = ["ObserverCounts", "PromptObserver"]
+__all__ = ["PromptObserver"]

@@ -4,17 +4,19 @@ import hashlib
 from array import array
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.core.limits import MAX_TOKENS
+from kvtier.core.layout import GROUP_SUFFIX_BYTES
+from kvtier.core.limits import MAX_TOKENS, PREFIX_DIGEST_BYTES
 from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest
+from kvtier_connector.engine.chunk_keys import chunk_key
 
 MAX_PREFIXES = 7
 FIXED_TOKENS = tuple(1024 << power for power in range(7))
 
 
 def prefix_digest(shape: ChunkShape, request: ObservedRequest, num_tokens: int, adapter_digest: bytes | None) -> bytes:
-    """Return the 16 bytes that name a prefix of whole chunks."""
+    """Return the 16 bytes that name a prefix of whole chunks: the beginning of its last chunk's key."""
     chain_hash = shape.chain_hash(request, num_tokens)
-    return hashlib.blake2b(chain_hash + (adapter_digest or b""), digest_size=16).digest()
+    return chunk_key(chain_hash + bytes(GROUP_SUFFIX_BYTES), adapter_digest)[:PREFIX_DIGEST_BYTES]
 
 
 def prompt_digest(shape: ChunkShape, request: ObservedRequest, num_tokens: int) -> int:

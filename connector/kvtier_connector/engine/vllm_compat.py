@@ -54,6 +54,14 @@ def version_warning() -> str:
     )
 
 
+def cache_hit_sources(connector_scheduler: Any, request: Any, num_external_tokens: int) -> dict[str, int]:
+    """Return by source what of a prompt is loaded; vLLM tells them apart from 0.32 on."""
+    split = getattr(connector_scheduler, "get_external_cache_hit_sources", None)
+    if split is None or not num_external_tokens:
+        return {"external_unspecified": num_external_tokens}
+    return {source.value: num_tokens for source, num_tokens in split(request, num_external_tokens).items()}
+
+
 def attach(context: "ReqContext", state: object) -> None:
     """Keep our state with vLLM's request. `ReqContext.set_state` is there from 0.27 on."""
     if hasattr(context, "set_state"):

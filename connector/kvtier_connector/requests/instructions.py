@@ -1,7 +1,7 @@
 """Carries out what requests ask: `kv_transfer_params["kvtier"]` of clients, `kv_hints` of orchestrators."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,8 @@ from kvtier_connector.requests.prefixes import Prefix, chunks_of, prefix_of
 
 logger = logging.getLogger(__name__)
 
+WAITING = "waiting"
+"""In an answer: the daemon has not agreed yet."""
 _LOG_PERIOD_S = 10.0
 _PARAMETER_ENDS = {
     AskEnd.PINNED: InstructionEnd.PINNED,
@@ -70,6 +72,10 @@ class Instructed:
         hints: Actions that can be tried.
         begun: They were tried.
         requested: The chunks of what is to be pinned.
+        result: What became of the instructions, so far.
+        device_tokens: Of the prompt, in vLLM's prefix cache when it was last looked up.
+        cached_tokens: Tokens of the prompt that vLLM did not compute, by vLLM's name for their source; None before its
+            first admission.
     """
 
     request: Any
@@ -78,11 +84,31 @@ class Instructed:
     hints: Sequence[Hint] = ()
     begun: bool = False
     requested: list[_RequestedChunks] = field(default_factory=list)
+    result: InstructionEnd | None = None
+    device_tokens: int = 0
+    cached_tokens: Mapping[str, int] | None = None
+
+    def admitted(self, from_connector: Mapping[str, int]) -> None:
+        """vLLM has allocated the request's blocks; what comes after a preemption is not counted."""
+        if self.cached_tokens is None:
+            counts = {"device": self.device_tokens, **from_connector}
+            self.cached_tokens = {source: num_tokens for source, num_tokens in counts.items() if num_tokens}
 
     @property
     def no_store(self) -> bool:
         """Whether nothing of the request is stored."""
         return self.instructions is not None and self.instructions.no_store
+
+    def report(self) -> dict[str, Any] | None:
+        """Return what the request's answer says of this in `kv_transfer_params`; None: nothing.
+
+        The parameters of another connector's protocol go from one vLLM to the next, and are left alone.
+        """
+        params = self.request.kv_transfer_params
+        if not isinstance(params, dict) or params.keys() != {PARAMETER}:
+            return None
+        result = WAITING if self.result is None else self.result.value
+        return {PARAMETER: {"result": result, "cached_tokens": dict(self.cached_tokens or {})}}
 
     def wants(self, key: ChunkKey, is_pinned: Callable[[ChunkKey], bool]) -> bool:
         """Return whether the chunk is to be stored although no pin has it yet: that is on its way."""
@@ -126,16 +152,17 @@ class Instructions:
         is_asking = isinstance(params, dict) and PARAMETER in params
         if not is_asking and envelope is None:
             return None
-        instructions: RequestInstructions | None = None
+        instructed = Instructed(request, adapter)
         if is_asking:
             try:
-                instructions = read_instructions(params[PARAMETER])
+                instructed.instructions = read_instructions(params[PARAMETER])
             except InvalidArgumentError as error:
-                self._invalid(str(error), now_s)
-        if instructions is not None and instructions.no_store:
-            self._stats.count(REQUEST_INSTRUCTIONS, InstructionEnd.NO_STORE.value)
-        hints = self._usable(read_hints(envelope)) if envelope is not None else ()
-        return Instructed(request, adapter, instructions, hints)
+                self._invalid(instructed, str(error), now_s)
+        if instructed.no_store:
+            self._ended(instructed, InstructionEnd.NO_STORE)
+        if envelope is not None:
+            instructed.hints = self._usable(read_hints(envelope))
+        return instructed
 
     def _usable(self, hints: Iterable[Hint]) -> list[Hint]:
         usable = list[Hint]()
@@ -167,7 +194,7 @@ class Instructions:
             return
         instructed.begun = True  # it ended before the content of its adapter was known
         if instructed.instructions is not None and instructed.instructions.pins:
-            self._stats.count(REQUEST_INSTRUCTIONS, InstructionEnd.UNANSWERED.value)
+            self._ended(instructed, InstructionEnd.UNANSWERED)
         for hint in instructed.hints:
             self._count_hint(hint, Outcome.DEFERRED, "the request ended before its LoRA adapter was read")
 
@@ -180,7 +207,7 @@ class Instructions:
         if wanted.breakpoints and (last := wanted.breakpoints[-1].num_tokens) > num_tokens:
             problem = f"the prompt has {num_tokens} tokens; count those of the rendered prompt"
             field = f"kv_transfer_params.{PARAMETER}.breakpoints[].num_tokens"
-            self._invalid(str(InvalidArgumentError(field, last, problem)), now_s)
+            self._invalid(instructed, str(InvalidArgumentError(field, last, problem)), now_s)
             return
         breakpoints = wanted.breakpoints
         if not breakpoints:
@@ -188,10 +215,10 @@ class Instructions:
             breakpoints = (Breakpoint(num_tokens=end, ttl_s=wanted.ttl_s),)
 
         def report(end: AskEnd) -> None:
-            self._stats.count(REQUEST_INSTRUCTIONS, _PARAMETER_ENDS[end].value)
+            self._ended(instructed, _PARAMETER_ENDS[end])
 
         if not self._ask(instructed, breakpoints, digest, now_s, report, wanted.priority, wanted.name, wanted.owner):
-            self._stats.count(REQUEST_INSTRUCTIONS, InstructionEnd.TOO_SHORT.value)
+            self._ended(instructed, InstructionEnd.TOO_SHORT)
 
     def _pin_as_hinted(self, instructed: Instructed, hint: Hint, digest: bytes | None, now_s: float) -> None:
         num_tokens = instructed.request.num_prompt_tokens
@@ -284,9 +311,13 @@ class Instructions:
         self._stats.count(KV_HINTS, hint.action.value, outcome.value)
         logger.debug("kvtier: KV hint action=%s outcome=%s %s", hint.action, outcome, why)
 
-    def _invalid(self, problem: str, now_s: float) -> None:
+    def _ended(self, instructed: Instructed, how: InstructionEnd) -> None:
+        instructed.result = how
+        self._stats.count(REQUEST_INSTRUCTIONS, how.value)
+
+    def _invalid(self, instructed: Instructed, problem: str, now_s: float) -> None:
         """Count it, and log the first in ten seconds."""
-        self._stats.count(REQUEST_INSTRUCTIONS, InstructionEnd.INVALID.value)
+        self._ended(instructed, InstructionEnd.INVALID)
         self._num_unlogged += 1
         if now_s >= self._log_due_s:
             logger.warning(

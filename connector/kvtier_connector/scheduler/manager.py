@@ -29,7 +29,7 @@ from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.obs import trace
-from kvtier_connector.discovery import ObserverCounts, PromptObserver
+from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
@@ -47,7 +47,7 @@ from kvtier_connector.metrics.declared import (
     WARMED_TOKENS,
 )
 from kvtier_connector.metrics.engine_stats import ConnectorStats
-from kvtier_connector.requests.instructions import Instructions
+from kvtier_connector.requests.instructions import Instructed, Instructions
 from kvtier_connector.requests.pin_asks import PinAsks
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.current_session import CurrentSession
@@ -135,6 +135,8 @@ class KVTierOffloadingManager(OffloadingManager):
             state.cacheable = not lora.load_inplace
         state.find_public(self._public, request)  # `advance` looks again; not all requests come there
         self._requests[state.req_id] = state
+        if self._session.attachment is None:
+            self._session.take_events(self._clock())  # an engine's first request comes before its first step
         instructed = self._instructions.read(request, state.adapter, self._clock())
         if instructed is not None and state.cacheable:
             state.instructed = instructed
@@ -158,7 +160,11 @@ class KVTierOffloadingManager(OffloadingManager):
     def advance(self, request: Any, num_computed_tokens: int) -> bool:
         """Return whether the request's HITs and MISSes are fixed; if not, vLLM must ask again later."""
         state = self._requests.get(request.request_id)
-        if state is None or request.skip_reading_prefix_cache:
+        if state is None:
+            return True
+        if state.instructed is not None:
+            state.instructed.device_tokens = num_computed_tokens
+        if request.skip_reading_prefix_cache:
             return True
         now_s = self._clock()
         self._session.take_events(now_s)
@@ -189,6 +195,11 @@ class KVTierOffloadingManager(OffloadingManager):
         self.stats.count(WARMED_TOKENS, num=num_external_tokens if is_warm_request(req_id) else 0)
         if (state := self._requests.get(req_id)) is not None:
             self._lookups.take(state)
+
+    def instructed(self, req_id: str) -> Instructed | None:
+        """Return what a request asks of kvtier; None when it asks nothing, or vLLM has forgotten it."""
+        state = self._requests.get(req_id)
+        return None if state is None else state.instructed
 
     def serves_users(self) -> bool:
         """Return whether a request is open that is no warm request. Any thread."""
@@ -302,15 +313,13 @@ class KVTierOffloadingManager(OffloadingManager):
         if self._warm_start is not None:
             self.stats.count(WARM_FAILURES, num=self._warm_start.take_failures())
         if self._observer is not None:
-            self._count_observed(self._observer.take_counts())
+            counts = self._observer.take_counts()
+            self.stats.count(OBSERVED_REQUESTS, num=counts.num_observed)
+            self.stats.count(SKIPPED_REQUESTS, num=counts.num_skipped)
+            if counts.knows_template != self._knows_template:
+                self._knows_template = counts.knows_template
+                self.stats.set(KNOWS_USER_TURN, int(counts.knows_template))
         return self.stats.take()
-
-    def _count_observed(self, counts: ObserverCounts) -> None:
-        self.stats.count(OBSERVED_REQUESTS, num=counts.num_observed)
-        self.stats.count(SKIPPED_REQUESTS, num=counts.num_skipped)
-        if counts.knows_template != self._knows_template:
-            self._knows_template = counts.knows_template
-            self.stats.set(KNOWS_USER_TURN, int(counts.knows_template))
 
     @override
     def reset_cache(self) -> None:

@@ -95,11 +95,11 @@ class TestInstruction:
 
     def test_comes_beside_what_the_client_sent(self) -> None:
         inner = VllmApp()
-        params = {"kv_load_tiers": ["cpu"], "kvtier": {"priority": 3, "owner": "someone else"}}
+        params = {"kv_load_tiers": ["cpu"], "kvtier": {"priority": -3, "owner": "someone else"}}
         post(PromptCaching(inner), "/v1/messages", messages_request(kv_transfer_params=params))
         sent = inner.last["kv_transfer_params"]
         assert sent["kv_load_tiers"] == ["cpu"]
-        assert sent["kvtier"]["priority"] == 3
+        assert sent["kvtier"]["priority"] == -3
         assert sent["kvtier"]["owner"] == OWNER
 
     def test_is_not_added_without_a_key(self) -> None:
@@ -216,6 +216,43 @@ class TestUsage:
             assert usage["input_tokens"] == NUM_SYSTEM + 4
         assert sum("--enable-prompt-tokens-details" in record.getMessage() for record in caplog.records) == 1
 
+    @pytest.mark.parametrize("result", ["unanswered", "refused", "too_short"])
+    def test_says_that_nothing_is_written_when_nothing_is_kept(self, result: str) -> None:
+        inner = VllmApp()
+        inner.report = {"result": result, "cached_tokens": {}}
+        usage = post(PromptCaching(inner), "/v1/messages", messages_request()).json()["usage"]
+        assert usage["cache_creation_input_tokens"] == usage["cache_creation"]["ephemeral_5m_input_tokens"] == 0
+        assert usage["input_tokens"] == NUM_SYSTEM + 4
+
+    def test_in_a_stream_says_zero_as_long_as_the_daemon_is_away(self) -> None:
+        inner = VllmApp()
+        app = PromptCaching(inner)
+
+        def written(*, stream: bool) -> int:
+            system = [{"type": "text", "text": f"{len(inner.bodies)} {SYSTEM}", "cache_control": EPHEMERAL}]
+            answer = post(app, "/v1/messages", messages_request(system=system, stream=stream))
+            events = answer.events() if stream else [answer.json()]
+            usage = next(event["usage"] for event in events if "usage" in event)
+            return int(usage["cache_creation_input_tokens"])
+
+        inner.report = {"result": "unanswered", "cached_tokens": {}}
+        assert written(stream=False) == written(stream=True) == 0
+        inner.report = {"result": "waiting", "cached_tokens": {}}
+        first = written(stream=False)
+        assert first >= NUM_SYSTEM
+        assert written(stream=True) == first
+
+    def test_has_a_header_with_the_sources(self) -> None:
+        inner = VllmApp()
+        inner.report = {"result": "pinned", "cached_tokens": {"device": 32, "host": 1184}}
+        app = PromptCaching(inner)
+        answer = post(app, "/v1/messages", messages_request())
+        assert answer.headers["kvtier-cached-tokens"] == "device=32, host=1184"
+        inner.report = {"result": "pinned", "cached_tokens": {}}
+        assert post(app, "/v1/messages", messages_request()).headers["kvtier-cached-tokens"] == "device=0"
+        assert "kvtier-cached-tokens" not in post(app, "/v1/messages", messages_request(), headers={}).headers
+        assert "kvtier-cached-tokens" not in post(PromptCaching(VllmApp()), "/v1/messages", messages_request()).headers
+
     def test_of_max_tokens_0_is_that_of_a_prompt_without_an_answer(self) -> None:
         inner = VllmApp()
         answer = post(PromptCaching(inner), "/v1/messages", messages_request(max_tokens=0)).json()
@@ -284,8 +321,8 @@ class TestInstructions:
 
     def test_go_with_markers(self) -> None:
         inner = VllmApp()
-        body = messages_request(kv_transfer_params={"kvtier": {"pin": "clerk", "priority": 3}})
+        body = messages_request(kv_transfer_params={"kvtier": {"pin": "clerk", "priority": -3}})
         post(PromptCaching(inner), "/v1/messages", body)
         own = json.loads(inner.bodies[-1])["kv_transfer_params"]["kvtier"]
-        assert (own["pin"], own["priority"], own["owner"]) == ("clerk", 3, OWNER)
+        assert (own["pin"], own["priority"], own["owner"]) == ("clerk", -3, OWNER)
         assert own["breakpoints"] == [{"num_tokens": NUM_SYSTEM, "ttl_s": 300}]

@@ -21,6 +21,7 @@ class VllmApp:
         api_key: Of `--api-key`, empty for none.
         bodies: Of all requests except for rendering, as they arrived.
         num_renders: How many prompts were rendered.
+        report: What kvtier's connector says of instructions; None: there is none.
     """
 
     def __init__(self, *, has_render: bool = True, has_details: bool = True, api_key: str = "") -> None:
@@ -28,6 +29,7 @@ class VllmApp:
         self.bodies: list[bytes] = []
         self.scopes: list[Scope] = []
         self.num_renders = 0
+        self.report: Json | None = None
         self.refused_text = ""
         self._computed: set[tuple[int, ...]] = set()
 
@@ -73,7 +75,9 @@ class VllmApp:
         if body.get("stream"):
             await _stream(send, list(_events(path, body, usage)))
         else:
-            await send_json(send, 200, _whole(path, usage))
+            is_instructed = "kvtier" in (body.get("kv_transfer_params") or {})
+            report = {"kvtier": self.report} if self.report is not None and is_instructed else None
+            await send_json(send, 200, {**_whole(path, usage), "kv_transfer_params": report})
 
     def _usage(self, path: str, num_tokens: int, cached: int) -> Json:
         if path == "/v1/messages":

@@ -4,7 +4,8 @@ import pytest
 
 from kvtier_connector.discovery.observed_requests import ChunkShape
 from kvtier_connector.discovery.seen_prefixes import FIXED_TOKENS, prefix_digest, prefix_lengths, seen_request
-from tests.unit.connector.discovery.vllm_requests import ADAPTER, SHAPE, observed
+from kvtier_connector.requests.prefixes import prefix_of
+from tests.unit.connector.discovery.vllm_requests import ADAPTER, GROUPS, SHAPE, observed
 
 K = 1024
 
@@ -56,6 +57,14 @@ def test_names_distinguish_what_kv_distinguishes() -> None:
     assert len(set(digests)) == len(digests)
     longer = observed([*tokens, *range(50)])
     assert prefix_digest(SHAPE, longer, 64, None) == digests[0], "whatever follows"
+
+
+@pytest.mark.parametrize("content", [None, b"1" * 32])
+def test_a_prefix_has_one_name_whether_it_is_found_or_asked_for(content: bytes | None) -> None:
+    request = observed(list(range(100)))
+    asked = prefix_of(GROUPS, request.block_hashes, 70, content)
+    assert asked is not None
+    assert asked.digest == prefix_digest(SHAPE, request, asked.num_tokens, content)
 
 
 def test_equal_prompts_have_equal_digests_also_when_they_have_gone_on() -> None:

@@ -145,6 +145,15 @@ def test_an_arena_that_cannot_be_prepared_is_nobodys_failure() -> None:
     FailingWorker().prepare(spec)
 
 
+def test_what_is_loaded_is_told_apart_by_source_where_vllm_does() -> None:
+    new: Any = SimpleNamespace(
+        get_external_cache_hit_sources=lambda request, num: {vllm_compat.CacheHitSource.HOST: num}
+    )
+    assert vllm_compat.cache_hit_sources(new, object(), 64) == {"host": 64}
+    assert vllm_compat.cache_hit_sources(SimpleNamespace(), object(), 64) == {"external_unspecified": 64}
+    assert not any(vllm_compat.cache_hit_sources(new, object(), 0).values())
+
+
 def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[str] = []
     ignored: list[object] = []
@@ -153,7 +162,11 @@ def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monk
     monkeypatch.setattr(parent, "update_state_after_alloc", lambda *arguments: ignored.append(arguments))
     monkeypatch.setattr(parent, "update_connector_output", lambda *arguments: ignored.append(arguments))
     connector = KVTierConnector.__new__(KVTierConnector)
-    manager: Any = SimpleNamespace(load_failed=failed.append, allocated=lambda *arguments: ignored.append(arguments))
+    manager: Any = SimpleNamespace(
+        load_failed=failed.append,
+        allocated=lambda *arguments: ignored.append(arguments),
+        instructed=lambda req_id: None,
+    )
     gpu_pins: Any = SimpleNamespace(allocated=ignored.append)
     connector._manager, connector._gpu_pins, connector._loading = manager, gpu_pins, {}
     for req_id, block_ids, num_tokens in (("a", [1, 2], 32), ("b", [3], 16), ("c", [4], 0)):

@@ -110,11 +110,11 @@ def test_equal_requests_at_once_ask_once(scheduler: Scheduler) -> None:
 
 def test_breakpoints_become_prefixes_of_whole_chunks(scheduler: Scheduler) -> None:
     breakpoints = [{"num_tokens": 30, "ttl_s": 60}, {"num_tokens": 9, "ttl_s": 3600}, {"num_tokens": 3}]
-    asking(scheduler, breakpoints=breakpoints, owner="a" * 16, priority=3)
+    asking(scheduler, breakpoints=breakpoints, owner="a" * 16, priority=-3)
     asked = scheduler.sent_one("request_pins")
     assert [(prefix.num_tokens, prefix.ttl_s) for prefix in asked.prefixes] == [(8, 3600), (28, 60)]
     assert [prefix.digest for prefix in asked.prefixes] == [keys_of("sys", 8)[idx][:16] for idx in (1, 6)]
-    assert (asked.owner, asked.priority, asked.name) == ("a" * 16, 3, "")
+    assert (asked.owner, asked.priority, asked.name) == ("a" * 16, -3, "")
 
 
 def test_a_name_salt_and_adapter_are_sent(scheduler: Scheduler, tmp_path: Any) -> None:
@@ -270,3 +270,40 @@ def test_whatever_is_there_instead_of_instructions_the_request_goes_on(scheduler
     request = scheduler.new_request("sys", 8, kv_transfer_params=params)
     assert not computed(scheduler, request).store_jobs
     assert scheduler.sent() == []
+
+
+# What the answer says
+
+
+def test_the_answer_says_what_became_of_it(scheduler: Scheduler) -> None:
+    first = asking(scheduler)
+    assert scheduler.ask(first) == 0
+    assert answer_of(scheduler, first) == {"result": "waiting", "cached_tokens": {}}
+    answer(scheduler, scheduler.sent_one("request_pins"), PINNED)
+    second = asking(scheduler, req_id="r2")
+    scheduler.ask(second, 2 * BLOCK_TOKENS)
+    scheduler.allocate(second, 2 * BLOCK_TOKENS, 0)
+    assert answer_of(scheduler, second) == {"result": "pinned", "cached_tokens": {"device": 2 * BLOCK_TOKENS}}
+    wrong = asking(scheduler, req_id="r3", pin="no name!")
+    assert answer_of(scheduler, wrong) == {"result": "invalid", "cached_tokens": {}}
+
+
+def test_the_answer_says_that_there_is_no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(monkeypatch)
+    assert answer_of(scheduler, asking(scheduler)) == {"result": "unanswered", "cached_tokens": {}}
+
+
+def test_the_answer_of_another_request_says_nothing(scheduler: Scheduler) -> None:
+    plain = scheduler.new_request("sys", 8)
+    assert scheduler.connector.request_finished(plain, []) == (False, None)
+    params = {"kvtier": {"pin": True}, "do_remote_decode": True}
+    remote = scheduler.new_request("sys", 8, "r2", kv_transfer_params=params)
+    assert scheduler.connector.request_finished(remote, []) == (False, None)
+
+
+def answer_of(scheduler: Scheduler, request: FakeRequest) -> Any:
+    """Let vLLM end the request, and return what stands in its answer."""
+    is_delayed, params = scheduler.connector.request_finished(request, [])
+    assert not is_delayed
+    assert params is not None
+    return params["kvtier"]
