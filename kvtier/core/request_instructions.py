@@ -38,7 +38,7 @@ class RequestInstructions:
     """The checked instructions of one request.
 
     Attributes:
-        pins: Something is to be pinned: the prefixes of `breakpoints`, without any the prompt.
+        pins: Something is to be pinned: the prefixes of `breakpoints`, without any the system prompt.
         name: Of the pin of the longest prefix; empty: one is made up.
         ttl_s: Of the pin, where no breakpoint has its own; 0: no end.
         priority: Of the pins.

@@ -6,14 +6,16 @@ from kvtier.core.limits import TTL_S
 from kvtier.errors import InvalidArgumentError
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_MAX_TEXT = 32
 _DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhdw])\s*")
 
 
 def seconds_of(text: str) -> int:
     """Return the seconds of "90s", "30m", "12h", "7d" or "2w"; 0 for "never". ValueError: how durations are written."""
-    if text.strip().lower() == "never":
+    text = text[: _MAX_TEXT + 1].lower()
+    if text.strip() == "never":
         return 0
-    match = _DURATION.fullmatch(text.lower())
+    match = _DURATION.fullmatch(text) if len(text) <= _MAX_TEXT else None
     seconds = int(float(match[1]) * SECONDS[match[2]]) if match else 0
     if not 1 <= seconds <= TTL_S.most:
         raise ValueError('must be a duration like "90s", "30m", "12h", "7d" or "2w", at most 36500d, or "never"')

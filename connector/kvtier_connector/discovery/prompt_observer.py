@@ -75,6 +75,8 @@ class PromptObserver:
         # Counted by the observer's thread, read by the scheduler's.
         self._num_observed = self._num_skipped = 0
         self._template: TemplateKnowledge | None = None
+        self._is_learning = True
+        self._prompts: SystemPrompts | None = None  # of the scheduler's thread
         self._taken = ObserverCounts(0, 0, False)
         self._has_failed = False
 
@@ -103,13 +105,20 @@ class PromptObserver:
         except Exception:  # whatever another version of vLLM has there: its request goes on
             session.queue.num_skipped += 1
 
-    def system_prompt_tokens(self, request: Any) -> int | None:
-        """Return how long the system prompt of vLLM's request is; None where that is not known. Some 0.1 ms."""
-        template = self._template
-        if template is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+    def shared_tokens(self, request: Any) -> int | None:
+        """Return how much of a prompt of vLLM's other requests may share: its system prompt.
+
+        All of it where the chat template does not tell; None as long as the template is being learnt.
+        """
+        if self._is_learning:
             return None
-        prompts = SystemPrompts(self._shape, template.opening, template.anchor)
-        return prompts.end(ObservedRequest.of(request, None))
+        num_tokens: int = request.num_prompt_tokens
+        if self._template is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return num_tokens
+        if self._prompts is None:
+            self._prompts = SystemPrompts(self._shape, self._template.opening, self._template.anchor)
+        end = self._prompts.end(ObservedRequest.of(request, None))
+        return num_tokens if end is None else end
 
     def take_counts(self) -> ObserverCounts:
         """Return what was counted since the last call."""
@@ -130,7 +139,9 @@ class PromptObserver:
     # The observer's thread.
 
     def _run(self) -> None:
-        reader = RequestReader(self._shape, self._adapter_digest, self._learn())
+        template = self._learn()
+        self._is_learning = False
+        reader = RequestReader(self._shape, self._adapter_digest, template)
         while not self._closing.wait(REPORT_PERIOD_S):
             if (session := self._session) is not None:
                 try:

@@ -9,6 +9,9 @@ from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedReq
 MAX_HEADS = 256
 _PIECE_TOKENS = 8192
 """Searched in one call, which keeps the interpreter's lock: some 0.1 ms."""
+_MAX_SEARCHED_TOKENS = 131_072
+_MAX_TRIED = 4096
+"""Anchors that lead to no opening: a hostile prompt has nothing else. With these bounds a search takes 3 ms at most."""
 
 
 class _KnownEnd(NamedTuple):
@@ -56,11 +59,12 @@ class SystemPrompts:
         return request.tokens[at : at + len(self._opening)] == self._opening
 
     def _find(self, request: ObservedRequest, first: int = 0) -> int | None:
-        """Return where the opening begins, from a token on."""
-        tokens, anchor = request.tokens, self._anchor
+        """Return where the opening begins, from a token on; None beyond the bounds of the search too."""
+        tokens, anchor, tried = request.tokens, self._anchor, 0
         limit = min(request.num_tokens, request.image_at) - len(self._opening) + anchor + 1
         at = first + anchor
-        while at < limit:
+        limit = min(limit, at + _MAX_SEARCHED_TOKENS)
+        while at < limit and tried < _MAX_TRIED:
             try:
                 at = tokens.index(self._opening[anchor], at, min(at + _PIECE_TOKENS, limit))
             except ValueError:
@@ -69,4 +73,5 @@ class SystemPrompts:
             if self._opens_at(request, at - anchor):
                 return at - anchor
             at += 1
+            tried += 1
         return None

@@ -86,7 +86,9 @@ def reachable_keys(
     """
     boundary_tokens = math.lcm(*(group.chunk_tokens for group in groups))
     resumable_tokens = num_tokens - 1 if any(group.window_chunks for group in groups) else num_tokens
-    covered_tokens = resumable_tokens // boundary_tokens * boundary_tokens
+    # With hashes of tokens to come (vLLM 0.33 for some models), the last chunk of a prompt has none.
+    hashed_tokens = min(group.num_chunks(block_hashes) * group.chunk_tokens for group in groups)
+    covered_tokens = min(resumable_tokens, hashed_tokens) // boundary_tokens * boundary_tokens
     keys: list[ChunkKey] = []
     for group in groups:
         end = covered_tokens // group.chunk_tokens

@@ -123,7 +123,7 @@ class Instructions:
         asks: Asks the daemon for pins.
         stats: Counts outcomes.
         is_held: Whether the daemon holds a chunk, or may hold it.
-        system_prompt_tokens: How long a request's system prompt is; None where that is not known.
+        shared_tokens: How much of a request's prompt others may share; None while that is not known yet.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class Instructions:
         asks: PinAsks,
         stats: ConnectorStats,
         is_held: Callable[[ChunkKey], bool],
-        system_prompt_tokens: Callable[[Any], int | None] = lambda request: None,
+        shared_tokens: Callable[[Any], int | None] = lambda request: request.num_prompt_tokens,
     ) -> None:
         self.asks = asks
         self._groups, self._stats = groups, stats
         self._is_held = is_held
-        self._system_prompt_tokens = system_prompt_tokens
+        self._shared_tokens = shared_tokens
         self._attachment: Attachment | None = None
         self._log_due_s, self._num_unlogged = 0.0, 0
 
@@ -174,11 +174,15 @@ class Instructions:
         return usable
 
     def begin(self, instructed: Instructed, adapter_digest: bytes | None, now_s: float) -> None:
-        """Carry it out, as far as that can be begun; once. The digest is that of the request's adapter."""
+        """Carry it out, once, as soon as it is known what is meant. The digest is that of the request's adapter."""
+        instructions, end = instructed.instructions, instructed.request.num_prompt_tokens
+        if instructions is not None and instructions.pins and not instructions.breakpoints and self._attachment:
+            end = self._shared_tokens(instructed.request)
+        if end is None:
+            return
         instructed.begun = True
-        instructions = instructed.instructions
         if instructions is not None and instructions.pins:
-            self._pin_as_instructed(instructed, instructions, adapter_digest, now_s)
+            self._pin_as_instructed(instructed, instructions, end, adapter_digest, now_s)
         for hint in instructed.hints:
             match hint.action:
                 case Action.PIN | Action.RETAIN:
@@ -201,7 +205,7 @@ class Instructions:
     # Pins
 
     def _pin_as_instructed(
-        self, instructed: Instructed, wanted: RequestInstructions, digest: bytes | None, now_s: float
+        self, instructed: Instructed, wanted: RequestInstructions, end: int, digest: bytes | None, now_s: float
     ) -> None:
         num_tokens = instructed.request.num_prompt_tokens
         if wanted.breakpoints and (last := wanted.breakpoints[-1].num_tokens) > num_tokens:
@@ -209,13 +213,10 @@ class Instructions:
             field = f"kv_transfer_params.{PARAMETER}.breakpoints[].num_tokens"
             self._invalid(instructed, str(InvalidArgumentError(field, last, problem)), now_s)
             return
-        breakpoints = wanted.breakpoints
-        if not breakpoints:
-            end = self._system_prompt_tokens(instructed.request) or num_tokens
-            breakpoints = (Breakpoint(num_tokens=end, ttl_s=wanted.ttl_s),)
+        breakpoints = wanted.breakpoints or (Breakpoint(num_tokens=end, ttl_s=wanted.ttl_s),)
 
-        def report(end: AskEnd) -> None:
-            self._ended(instructed, _PARAMETER_ENDS[end])
+        def report(how: AskEnd) -> None:
+            self._ended(instructed, _PARAMETER_ENDS[how])
 
         if not self._ask(instructed, breakpoints, digest, now_s, report, wanted.priority, wanted.name, wanted.owner):
             self._ended(instructed, InstructionEnd.TOO_SHORT)
@@ -279,8 +280,8 @@ class Instructions:
 
     def _prefetch(self, instructed: Instructed, hint: Hint, digest: bytes | None) -> None:
         held = [key for key in self._keys(instructed, hint, digest) if self._is_held(key)]
-        if self._attachment is None:
-            self._count_hint(hint, Outcome.DEFERRED, "no daemon")
+        if self._attachment is None or self._attachment.is_behind:
+            self._count_hint(hint, Outcome.DEFERRED, "no daemon, or it does not keep up")
         elif not held:
             self._count_hint(hint, Outcome.MISSING, "nothing of the prompt is held")
         else:
@@ -291,8 +292,8 @@ class Instructions:
         request, end = instructed.request, hint.prefixes[0].end or instructed.request.num_prompt_tokens
         prefix = prefix_of(self._groups, request.block_hashes, min(end, _num_plain_tokens(request)), digest)
         held = [key for key in self._keys(instructed, hint, digest) if self._is_held(key)]
-        if self._attachment is None:
-            self._count_hint(hint, Outcome.DEFERRED, "no daemon")
+        if self._attachment is None or self._attachment.is_behind:
+            self._count_hint(hint, Outcome.DEFERRED, "no daemon, or it does not keep up")
         elif not held or prefix is None:
             self._count_hint(hint, Outcome.MISSING, "nothing of the prompt is held")
         else:

@@ -14,6 +14,7 @@ from kvtier_connector.engine.lora_adapters import Adapter
 MAX_OPEN = 64
 """Asks that wait for an answer; the daemon takes no more of a session."""
 MAX_WAITING = 1024
+"""Asks that wait for their turn; and equal ones that wait for one answer."""
 MAX_WAITING_TOKENS = 2**22
 """Of prompts whose asks were not answered yet: they are kept until then, some 100 MB."""
 _MAX_KNOWN = 16_384
@@ -141,7 +142,10 @@ class PinAsks:
             return ask
         ask.is_trusted = self._distrusted.get(ask.owner, now_s) <= now_s
         if (same := self._asking.get(ask.signature())) is not None:
-            same.reports += ask.reports
+            if len(same.reports) < MAX_WAITING:
+                same.reports += ask.reports
+            else:
+                ask.end(AskEnd.UNANSWERED)
             return same
         self._num_tokens += ask.num_tokens
         self._asking[ask.signature()] = ask
@@ -188,6 +192,10 @@ class PinAsks:
         self._end(ask, AskEnd.PINNED if is_pinned else AskEnd.REFUSED)
         if self._waiting:
             self._send(self._waiting.popleft())
+
+    def pin_gone(self) -> None:
+        """A pin has ended, perhaps by an operator: the next request for any asks the daemon again, without tokens."""
+        self._ends_s.clear()
 
     def forget(self, digest: bytes, owner: str) -> None:
         """The next request for this pin asks the daemon, whatever is known of it."""

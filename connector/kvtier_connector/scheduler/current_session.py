@@ -58,6 +58,7 @@ class CurrentSession:
                 case PinGone(_, pin_id):
                     self.mirror.remove(pin_id)
                     self.pinned_blocks.remove(pin_id)
+                    self.instructions.asks.pin_gone()
                 case Received(_, message):
                     self._take_message(message, now_s)
 

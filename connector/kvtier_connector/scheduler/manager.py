@@ -106,7 +106,7 @@ class KVTierOffloadingManager(OffloadingManager):
             PinAsks(parts.submit),
             self.stats,
             mirror.may_be_held,
-            parts.observer.system_prompt_tokens if parts.observer is not None else lambda request: None,
+            parts.observer.shared_tokens if parts.observer is not None else lambda request: request.num_prompt_tokens,
         )
         self._session = CurrentSession(
             events=parts.events,

@@ -431,7 +431,7 @@ def test_durations() -> None:
     assert [parse_duration("--ttl", text) for text in ("90s", "1.5h", "7d", "2w", "never")] == [
         90, 5400, 604800, 1209600, 0,
     ]  # fmt: skip
-    for text in ("", "7", "-1d", "0s", "0.5s", "1y"):
+    for text in ("", "7", "-1d", "0s", "0.5s", "1y", " " * 40 + "7d", "7" * 10**7 + "d"):
         with pytest.raises(InvalidArgumentError):
             parse_duration("--ttl", text)
     assert format_duration(90061) == "1d 1h"

@@ -346,3 +346,30 @@ def test_digests_agree_with_those_of_the_request(daemon: ReportingDaemon, engine
     wait_for(lambda: len(daemon.seen()) == 1)
     prefix = daemon.seen()[0].prefixes[0]
     assert prefix.digest == prefix_digest(SHAPE, observed(tokens, salt="tenant"), prefix.num_tokens, None)
+
+
+def test_what_others_may_share_is_the_system_prompt(daemon: ReportingDaemon, engine: Engine) -> None:
+    def shared(tokens: list[int], **fields: Any) -> int | None:
+        return engine.observer.shared_tokens(request_of(tokens, **fields))
+
+    assert shared([1, 2, 3]) is None, "the template is not learnt yet"
+    engine.attach()
+    wait_for(lambda: shared([1, 2, 3]) is not None)
+    asked = engine.ask(SHOP, "Where?")
+    end = shared(asked)
+    assert end is not None
+    assert 0 < end < len(asked)
+    assert shared(engine.ask(SHOP, "And when?")) == end
+    assert shared(list(range(100))) == 100, "no chat: all of it"
+
+
+def test_without_a_template_all_of_a_prompt_may_be_shared(daemon: ReportingDaemon) -> None:
+    chat = renderer_of(families.QWEN)
+
+    def fails() -> ChatRenderer:
+        raise ValueError("no template")
+
+    made = Engine(daemon, fails, chat)
+    made.attach()
+    wait_for(lambda: made.observer.shared_tokens(request_of([1, 2, 3])) == 3)
+    made.manager.shutdown()

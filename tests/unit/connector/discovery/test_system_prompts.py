@@ -55,6 +55,12 @@ def test_short_and_long_prompts(prompts: SystemPrompts) -> None:
     assert prompts.end(observed([0] * 50_000 + OPENING)) == 50_000
 
 
+def test_a_search_is_bounded(prompts: SystemPrompts) -> None:
+    hostile = [*range(40), *[OPENING[0]] * 5000, *OPENING]
+    assert prompts.end(observed(hostile)) is None
+    assert prompts.end(observed([0] * 140_000 + OPENING)) is None
+
+
 def test_memory_is_bounded(prompts: SystemPrompts) -> None:
     for number in range(MAX_HEADS + 20):
         prompts.end(observed([10_000 + number, *range(40), *OPENING, 5]))

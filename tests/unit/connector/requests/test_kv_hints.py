@@ -124,6 +124,17 @@ def test_without_anything_held_they_are_missing_and_without_a_daemon_deferred(sc
     assert {found[kind, end] for kind in ("prefetch", "demote") for end in ("missing", "deferred")} == {1}
 
 
+def test_while_the_daemon_does_not_read_they_are_deferred(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.pin(keys_of("sys", 8))
+    scheduler.sent()
+    monkeypatch.setattr(type(scheduler.link.live), "is_behind", True)
+    hinted(scheduler, action("kv.prefetch"), action("kv.demote"))
+    assert scheduler.sent() == []
+    assert outcomes(scheduler) == {("prefetch", "deferred"): 1, ("demote", "deferred"): 1}
+
+
 def test_what_was_demoted_is_asked_for_when_it_is_pinned_again(scheduler: Scheduler) -> None:
     """The daemon has made it the least important: it must be told that it no longer is."""
     hinted(scheduler, action("kv.pin", {"duration": 60}))

@@ -272,6 +272,54 @@ def test_whatever_is_there_instead_of_instructions_the_request_goes_on(scheduler
     assert scheduler.sent() == []
 
 
+# What is pinned without breakpoints
+
+
+def test_the_system_prompt_is_pinned_where_its_end_is_known(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler.manager._instructions, "_shared_tokens", lambda request: 3 * BLOCK_TOKENS + 1)
+    asking(scheduler)
+    assert scheduler.sent_one("request_pins").prefixes[0].num_tokens == 3 * BLOCK_TOKENS
+    monkeypatch.setattr(scheduler.manager._instructions, "_shared_tokens", lambda request: 0)
+    asking(scheduler, req_id="r2")
+    assert scheduler.sent() == []
+    assert ends(scheduler) == {"too_short": 1}
+
+
+def test_a_request_waits_while_the_template_is_learnt(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler.manager._instructions, "_shared_tokens", lambda request: None)
+    request = asking(scheduler)
+    early = asking(scheduler, req_id="r2")
+    assert scheduler.sent() == []
+    monkeypatch.setattr(scheduler.manager._instructions, "_shared_tokens", lambda request: 3 * BLOCK_TOKENS)
+    assert computed(scheduler, request).store_jobs
+    assert scheduler.sent_one("request_pins").prefixes[0].num_tokens == 3 * BLOCK_TOKENS
+    scheduler.finish(early)
+    scheduler.detach()
+    assert answer_of(scheduler, asking(scheduler, req_id="r3"))["result"] == "unanswered", "nothing to wait for"
+
+
+def test_after_a_pin_has_ended_the_daemon_is_asked_again(scheduler: Scheduler) -> None:
+    asking(scheduler, pin=True, ttl="never")
+    answer(scheduler, scheduler.sent_one("request_pins"), PINNED, ends_in_s=0)
+    asking(scheduler, req_id="r2", pin=True, ttl="never")
+    assert scheduler.sent() == []
+    scheduler.pin(keys_of("sys", 8))
+    scheduler.unpin("p")
+    asking(scheduler, req_id="r3", pin=True, ttl="never")
+    assert not scheduler.sent_one("request_pins").tokens
+
+
+def test_what_waits_for_one_answer_is_bounded(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin_asks, "MAX_WAITING", 3)
+    for number in range(10):
+        asking(scheduler, req_id=f"r{number}")
+    assert ends(scheduler) == {"unanswered": 7}
+    answer(scheduler, scheduler.sent_one("request_pins"), PINNED)
+    assert ends(scheduler) == {"pinned": 3}
+
+
 # What the answer says
 
 
