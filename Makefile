@@ -11,8 +11,8 @@ PROFILE ?= short
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-restarts chaos clean
 
 help:
-	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored"
-	@echo "                (MODEL=org/name for a real model)"
+	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
+	@echo "                same with a prompt that kvtier finds by itself (MODEL=org/name for a real model)"
 	@echo "make bench      kvtier beside vLLM alone, LMCache and vLLM's fs tier, to bench-results/"
 	@echo "                (PROFILE=smoke|short|long, ARGS=--resume)"
 	@echo "make test       everything: check, test-fast, test-e2e"

@@ -1,1 +1,1 @@
-"""`make demo`: the story of one pinned system prompt, as a table and a chart."""
+"""`make demo`: the story of two system prompts, one pinned by hand and one found, as a table and a chart."""

@@ -1,7 +1,8 @@
-"""`make demo`: pin a system prompt, flood vLLM, restart vLLM, kill the daemon, and see what is restored from where.
+"""`make demo`: flood vLLM, restart vLLM, kill the daemon, and see from where a system prompt is restored.
 
-Everything is real: kvtier-daemon, `vllm serve` with the connector, the `kvtier` CLI, the openai client. Prints a table
-and draws a chart. The exit status is 1 if another tier than the expected one served a case.
+In the first act the prompt is pinned by hand, in the second kvtier finds another one by itself. Everything is real:
+kvtier-daemon, `vllm serve` with the connector, the `kvtier` CLI, the openai client. Prints a table and draws a chart.
+The exit status is 1 if another tier than the expected one served a case, or if the second prompt was not found.
 """
 
 import argparse
@@ -18,8 +19,10 @@ import openai
 from rich.console import Console
 from rich.markup import escape
 
+from benchmarks.demo import found_prompt, named_prompt
 from benchmarks.demo.result import CHART_PATH, draw, table
-from benchmarks.demo.story import Demo, DemoError
+from benchmarks.demo.stage import DemoError, Stage
+from benchmarks.demo.story import Story
 from benchmarks.harness.model_specs import DEMO
 from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import StartError, interrupt_on_signals
@@ -34,9 +37,10 @@ def run_demo(model: str, dtype: str, console: Console) -> int:
     with ExitStack() as stack:
         home = Path(tempfile.mkdtemp(prefix="kvtier-demo-"))
         stack.callback(shutil.rmtree, home, ignore_errors=True)
-        demo = Demo(model, dtype, home, console)
+        stage = Stage(model, dtype, home, console)
         try:
-            demo.run()
+            with stage.running():
+                story = Story(acts=[named_prompt.play(stage), found_prompt.play(stage)], cold=stage.cold)
         except (DemoError, StartError, TimeoutError, httpx.HTTPError, openai.OpenAIError) as error:
             console.print(f"[bold red]The demo failed:[/bold red] {escape(str(error))}", highlight=False)
             for log in sorted(home.glob("*.log")):
@@ -44,13 +48,13 @@ def run_demo(model: str, dtype: str, console: Console) -> int:
                 lines = log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
                 console.print(escape("\n".join(lines)), highlight=False)
             return 1
-        console.print(table(demo))
+        console.print(table(story))
         console.print(f"[dim]{machine_line()}; {escape(Path(model).name)}, {dtype}[/dim]", highlight=False)
-        draw(demo, Path(model).name, dtype)
+        draw(story, Path(model).name, dtype)
         console.print(f"Chart: {CHART_PATH}", highlight=False)
-        problems = demo.failures()
+        problems = story.failures()
         for problem in problems:
-            console.print(f"[bold red]Not as expected:[/bold red] {problem}", highlight=False)
+            console.print(f"[bold red]Not as expected:[/bold red] {escape(problem)}", highlight=False)
         return 1 if problems else 0
 
 

@@ -15,6 +15,7 @@ _WIDTH = 960
 _MARGIN = 36
 _TOP = 112
 _ROW_HEIGHT = 62
+_HEADING_HEIGHT = 46
 _BAR_HEIGHT = 30
 _LABEL_WIDTH = 290
 _VALUE_WIDTH = 150
@@ -36,25 +37,36 @@ class Bar:
         note: A second, quieter line under it.
         value_s: Its time in seconds.
         color: As CSS writes it.
+        heading: Of the bars that begin with this one; empty when it belongs to those above it.
     """
 
     label: str
     note: str
     value_s: float
     color: str
+    heading: str = ""
+
+    @property
+    def height(self) -> int:
+        """Height of its row, with a heading above it."""
+        return _ROW_HEIGHT + (_HEADING_HEIGHT if self.heading else 0)
 
 
 def draw_chart(title: str, subtitle: str, bars: Sequence[Bar], footer: Sequence[str], path: Path) -> None:
     """Draw the bars from top to bottom, each with its time and its share of the first, and write the file."""
-    height = _TOP + len(bars) * _ROW_HEIGHT + _FOOTER_HEIGHT
+    height = _TOP + sum(bar.height for bar in bars) + _FOOTER_HEIGHT
     image = Image.new("RGBA", (_WIDTH * _SCALE, height * _SCALE), (0, 0, 0, 0))
     canvas = _Canvas(ImageDraw.Draw(image))
     canvas.box(0, 0, _WIDTH, height, _CARD, radius=18)
     canvas.text(_MARGIN, 44, title, 25, _TEXT)
     canvas.text(_MARGIN, 78, subtitle, 15, _MUTED)
     longest_s = max(bar.value_s for bar in bars)
-    for index, bar in enumerate(bars):
-        canvas.bar(_TOP + index * _ROW_HEIGHT, bar, longest_s, bars[0].value_s)
+    bottom = _TOP
+    for bar in bars:
+        if bar.heading:
+            canvas.text(_MARGIN, bottom + _HEADING_HEIGHT - 16, bar.heading, 18, _TEXT)
+        bottom += bar.height
+        canvas.bar(bottom - _ROW_HEIGHT, bar, longest_s, bars[0].value_s)
     for index, line in enumerate(reversed(footer)):
         canvas.text(_MARGIN, height - 28 - index * _FOOTER_LINE, line, 12, _MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """The chart of `make demo` tells the truth: bars are as long as what they stand for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,14 @@ def test_the_first_bar_need_not_be_the_longest(tmp_path: Path) -> None:
     draw_chart("title", "subtitle", [bar(1.0, RED), bar(2.0, GREEN)], [], path)
     with Image.open(path) as image:
         assert longest_run(image, RED) / longest_run(image, GREEN) == pytest.approx(1 / 2, abs=0.01)
+
+
+def test_a_heading_has_a_row_of_its_own_and_changes_no_bar(tmp_path: Path) -> None:
+    plain, grouped = tmp_path / "plain.png", tmp_path / "grouped.png"
+    bars = [bar(5.0, RED), bar(2.5, GREEN)]
+    draw_chart("title", "subtitle", bars, [], plain)
+    draw_chart("title", "subtitle", [bars[0], replace(bars[1], heading="a second act")], [], grouped)
+    with Image.open(plain) as without, Image.open(grouped) as image:
+        assert image.height > without.height
+        for color in (RED, GREEN):
+            assert longest_run(image, color) == longest_run(without, color)
