@@ -42,11 +42,11 @@ def run_demo(model: str, dtype: str, console: Console) -> int:
             with stage.running():
                 story = Story(acts=[named_prompt.play(stage), found_prompt.play(stage)], cold=stage.cold)
         except (DemoError, StartError, TimeoutError, httpx.HTTPError, openai.OpenAIError) as error:
-            console.print(f"[bold red]The demo failed:[/bold red] {escape(str(error))}", highlight=False)
             for log in sorted(home.glob("*.log")):
                 console.print(f"[dim]--- the last lines of {log.name}[/dim]")
                 lines = log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
                 console.print(escape("\n".join(lines)), highlight=False)
+            console.print(f"\n[bold red]The demo failed:[/bold red] {escape(str(error))}", highlight=False)
             return 1
         console.print(table(story))
         console.print(f"[dim]{machine_line()}; {escape(Path(model).name)}, {dtype}[/dim]", highlight=False)
