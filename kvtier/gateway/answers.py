@@ -4,7 +4,7 @@ import json
 from enum import Enum
 from typing import Any
 
-from kvtier.gateway.asgi import Message, Send, header, replaced, to_json
+from kvtier.gateway.asgi import Message, NestedTooDeeplyError, Send, header, replaced, to_json
 from kvtier.gateway.markers.marked_request import Api, Json
 from kvtier.gateway.usage_numbers import UsageWriter
 
@@ -102,7 +102,7 @@ def rewritten_json(body: bytes, usage: UsageWriter) -> bytes:
         answer |= {"content": [], "stop_reason": "max_tokens", "stop_sequence": None}
     elif usage.is_prewarm:
         answer |= {"output": [], "status": "completed", "incomplete_details": None}
-    return to_json(answer)
+    return _written(answer, body)
 
 
 def rewritten_events(events: bytes, usage: UsageWriter) -> bytes:
@@ -118,7 +118,7 @@ def _rewritten_event(event: bytes, usage: UsageWriter) -> bytes:
     lines = event.split(b"\n")
     for index, line in enumerate(lines):
         if line.startswith(_DATA) and (data := _object(line[len(_DATA) :])) is not None and _rewrite(data, usage):
-            lines[index] = _DATA + to_json(data)
+            lines[index] = _written(data, line, _DATA)
     return b"\n".join(lines)
 
 
@@ -144,6 +144,14 @@ def _rewrite(data: Json, usage: UsageWriter) -> bool:
 def _object(text: bytes) -> Json | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _written(value: Json, original: bytes, prefix: bytes = b"") -> bytes:
+    """Return JSON behind a prefix; the original where it is nested too deeply: responses repeat their request."""
+    try:
+        return prefix + to_json(value)
+    except NestedTooDeeplyError:
+        return original

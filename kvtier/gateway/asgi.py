@@ -35,6 +35,10 @@ class BodyTooLargeError(Exception):
         self.first = first
 
 
+class NestedTooDeeplyError(Exception):
+    """A value was read, and cannot be written."""
+
+
 class DisconnectedError(Exception):
     """The client went away before its body was complete."""
 
@@ -87,11 +91,17 @@ async def send_json(send: Send, status: int, value: Any, headers: Headers = ()) 
 
 
 def to_json(value: Any) -> bytes:
-    """Return compact JSON in UTF-8. What UTF-8 cannot say (a lone surrogate) is escaped."""
+    """Return compact JSON in UTF-8. What UTF-8 cannot say (a lone surrogate) is escaped.
+
+    Raises:
+        NestedTooDeeplyError: Python's stack is too short for it.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":")).encode()
+    except RecursionError as exc:
+        raise NestedTooDeeplyError from exc
 
 
 async def post_json(app: App, scope: Scope, path: str, value: Any, max_bytes: int) -> tuple[int, bytes]:

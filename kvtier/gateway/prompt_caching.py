@@ -9,13 +9,14 @@ import json
 import logging
 from typing import Any
 
-from kvtier.core.request_instructions import PARAMETER, read_instructions
-from kvtier.errors import InvalidArgumentError, RenderError
+from kvtier.core.request_instructions import PARAMETER
+from kvtier.errors import RenderError
 from kvtier.gateway.answers import MAX_BODY_BYTES, RewritingSend
 from kvtier.gateway.asgi import (
     App,
     BodyTooLargeError,
     DisconnectedError,
+    NestedTooDeeplyError,
     Receive,
     Scope,
     Send,
@@ -29,15 +30,20 @@ from kvtier.gateway.asgi import (
     to_json,
 )
 from kvtier.gateway.boundaries import Boundaries
-from kvtier.gateway.gateway_settings import MarkerSettings
-from kvtier.gateway.markers.api_paths import may_be_marked, read_markers, refusal
+from kvtier.gateway.client_instructions import (
+    UnreadInstructionError,
+    checked_instruction,
+    guarded,
+    may_be_json,
+    may_instruct,
+)
+from kvtier.gateway.gateway_settings import MAX_BODY, MarkerSettings
+from kvtier.gateway.markers.api_paths import error_body, may_be_marked, read_markers, refusal
 from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, MarkerError
 from kvtier.gateway.owners import owner_of
 from kvtier.gateway.usage_numbers import MarkedPlace, UsageWriter
 from kvtier.gateway.vllm_process import MEASURED, count_cached_tokens, render_app
 
-_INSTRUCTION = b'"kvtier"'
-_BREAKPOINTS: Json = {"breakpoints": [{"num_tokens": 1, "ttl_s": 1}]}  # what markers add, while it is not known yet
 _APIS = {api.value: api for api in Api}
 _REFUSED = (400, 422)
 _SCALE_OUT = b"--enable-scale-out"
@@ -62,26 +68,32 @@ class PromptCaching:
         self._warned = self._is_daemon_away = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
-        api = _api_of(scope)
-        if api is None:
+        """Serve a request. Of requests to other endpoints only a client's own instruction is read."""
+        if scope["type"] != "http" or scope["method"] != "POST" or not may_be_json(scope["headers"]):
             await self._app(scope, receive, send)
             return
+        api = _APIS.get(scope["path"].removeprefix(scope.get("root_path", "")))
         try:
             body = await read_body(scope["headers"], receive, self._settings.max_body_bytes)
         except BodyTooLargeError as exc:
-            await self._app(scope, replay(exc.first, receive), send)
+            await self._pass_unread(api, scope, replay(exc.first, receive), send)
             return
         except DisconnectedError:
             return
-        fields = _parsed(body) if may_be_marked(api, body) or _INSTRUCTION in body else None
-        owner = owner_of(scope["headers"], self._settings.owner_header)
         try:
-            request = read_markers(api, fields) if fields is not None else None
-            own = _checked_instruction(fields or {}, owner, is_marked=request is not None)
+            await self._serve(api, body, scope, receive, send)
         except MarkerError as exc:
-            await send_json(send, 400, refusal(api, exc))
-            return
+            await send_json(send, 400, refusal(api or Api.CHAT, exc))
+        except NestedTooDeeplyError:
+            await send_json(send, 400, error_body(api or Api.CHAT, "the request is nested too deeply"))
+
+    async def _serve(self, api: Api | None, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        readable = api if _is_plain(scope) else None
+        is_read = (readable is not None and may_be_marked(readable, body)) or may_instruct(body)
+        fields = _parsed(body) if is_read else None
+        request = read_markers(readable, fields) if readable is not None and fields is not None else None
+        owner = owner_of(scope["headers"], self._settings.owner_header)
+        own = checked_instruction(fields or {}, owner, is_marked=request is not None)
         if request is not None:
             await self._serve_marked(request, owner, own, scope, receive, send)
         elif own is None or fields is None:
@@ -90,6 +102,15 @@ class PromptCaching:
             body = to_json(with_instruction(fields, [], owner, own))
             headers = replaced(scope["headers"], content_length=str(len(body)).encode(), transfer_encoding=None)
             await self._app({**scope, "headers": headers}, replay_body(body, receive), send)
+
+    async def _pass_unread(self, api: Api | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a body that is too long, unless it asks something of kvtier: it would do so in any owner's name."""
+        try:
+            await self._app(scope, guarded(receive), send)
+        except UnreadInstructionError:
+            most = self._settings.max_body_bytes
+            text = f'a request with "{PARAMETER}" may have {most} bytes at most ({MAX_BODY})'
+            await send_json(send, 413, error_body(api or Api.CHAT, text, kind="request_too_large"))
 
     async def _serve_marked(
         self, request: MarkedRequest, owner: str, own: Json | None, scope: Scope, receive: Receive, send: Send
@@ -161,33 +182,9 @@ def with_instruction(body: Json, points: list[MarkedPlace], owner: str, own: Jso
     return body | {"kv_transfer_params": (params or {}) | {PARAMETER: instruction}}
 
 
-def _checked_instruction(body: Json, owner: str, *, is_marked: bool) -> Json | None:
-    """Return what the client itself asks of kvtier, in the caller's name; None when it asks nothing.
-
-    Raises:
-        MarkerError: It cannot be carried out.
-    """
-    params = body.get("kv_transfer_params")
-    own = params.get(PARAMETER) if isinstance(params, dict) else None
-    if own is None:
-        return None
-    named: Json = {}
-    if isinstance(own, dict):
-        named = {key: own[key] for key in own if key != "owner"} | ({"owner": owner} if owner else {})
-    try:
-        read_instructions((named | _BREAKPOINTS if is_marked else named) if isinstance(own, dict) else own)
-    except InvalidArgumentError as exc:
-        raise MarkerError(tuple(exc.field.split(".")), str(exc).removeprefix(f"{exc.field} = ")) from exc
-    return named
-
-
-def _api_of(scope: Scope) -> Api | None:
-    """Return the API of a request that may hold markers; a compressed body is vLLM's to read or to refuse."""
-    if scope["type"] != "http" or scope["method"] != "POST":
-        return None
-    api = _APIS.get(scope["path"].removeprefix(scope.get("root_path", "")))
-    encoding = header(scope["headers"], b"content-encoding").lower() if api else b""
-    return api if encoding in (b"", b"identity") else None
+def _is_plain(scope: Scope) -> bool:
+    """Return whether the body is not compressed; a compressed one is vLLM's to read or to refuse."""
+    return header(scope["headers"], b"content-encoding").lower() in (b"", b"identity")
 
 
 def _parsed(body: bytes) -> Json | None:

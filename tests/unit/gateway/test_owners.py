@@ -28,6 +28,19 @@ def test_a_trusted_header_comes_first_and_the_key_without_it() -> None:
     assert owner_of(headers, "x-tenant") == owner_of(headers)
 
 
+def test_of_several_keys_the_one_counts_that_vllm_checks() -> None:
+    """By the others a client with one key was any number of owners, each with limits of its own."""
+    first, second = (b"authorization", b"Bearer right"), (b"authorization", b"Bearer made-up")
+    assert owner_of([first, second]) == owner_of([first])
+    assert owner_of([first, (b"x-api-key", b"made-up")]) == owner_of([first])
+
+
+def test_of_several_trusted_headers_none_counts() -> None:
+    """One of them may be the client's."""
+    headers = [(b"x-tenant", b"blue"), (b"x-api-key", b"secret"), (b"x-tenant", b"green")]
+    assert owner_of(headers, "x-tenant") == ""
+
+
 def test_settings_come_from_the_environment() -> None:
     variables = {"KVTIER_GATEWAY_OWNER_HEADER": "X-Tenant", "KVTIER_GATEWAY_MAX_BODY": "1MiB"}
     assert MarkerSettings.from_environment(variables) == MarkerSettings(owner_header="x-tenant", max_body_bytes=2**20)
