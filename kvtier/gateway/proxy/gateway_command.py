@@ -129,6 +129,7 @@ def _serve(
     import uvicorn
 
     from kvtier.gateway.prompt_caching import PromptCaching
+    from kvtier.gateway.proxy.request_bounds import RequestBounds
     from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
     from kvtier.gateway.proxy.upstreams import Upstreams
 
@@ -137,13 +138,16 @@ def _serve(
     proxy = ReverseProxy(
         Upstreams(urls, transport),
         transport,
-        max_requests=max_requests,
         max_body_bytes=settings.max_body_bytes,
-        max_held_bytes=_HELD_BODIES * settings.max_body_bytes,
         timeouts=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S),
     )
-    config = uvicorn.Config(
+    app = RequestBounds(
         PromptCaching(proxy, settings),
+        max_requests=max_requests,
+        max_held_bytes=_HELD_BODIES * settings.max_body_bytes,
+    )
+    config = uvicorn.Config(
+        app,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -19,12 +19,13 @@ from kvtier.gateway.asgi import (
     Receive,
     Scope,
     Send,
+    header,
     read_body,
     replaced,
     send_json,
 )
-from kvtier.gateway.markers.api_paths import error_body
-from kvtier.gateway.markers.marked_request import Api
+from kvtier.gateway.proxy.refusals import CLOSE, RETRY, refuse
+from kvtier.gateway.proxy.request_bounds import HEALTH_PATHS
 from kvtier.gateway.proxy.upstreams import Upstreams, under
 from kvtier.obs.log import log_event
 
@@ -36,7 +37,6 @@ _HOP_BY_HOP = frozenset(
         b"trailer", b"transfer-encoding", b"upgrade",
     }
 )  # fmt: skip
-_RETRY = [(b"retry-after", b"1")]
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +47,7 @@ class ReverseProxy:
     Args:
         upstreams: The vLLMs.
         transport: Over which they are asked; closed when the server stops.
-        max_requests: That run at a time; a further one is answered 503.
         max_body_bytes: Of a request; a larger one is answered 413.
-        max_held_bytes: Of the bodies of all requests together; beyond it 503.
         timeouts: To connect, and between two parts of an answer.
     """
 
@@ -58,15 +56,12 @@ class ReverseProxy:
         upstreams: Upstreams,
         transport: httpx.AsyncBaseTransport,
         *,
-        max_requests: int,
         max_body_bytes: int,
-        max_held_bytes: int,
         timeouts: httpx.Timeout,
     ) -> None:
         self._upstreams, self._transport = upstreams, transport
-        self._max_requests, self._max_body_bytes, self._max_held_bytes = max_requests, max_body_bytes, max_held_bytes
+        self._max_body_bytes = max_body_bytes
         self._extensions = {"timeout": timeouts.as_dict()}
-        self._num_requests = self._held_bytes = 0
         self._away: set[httpx.URL] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,19 +70,12 @@ class ReverseProxy:
             await self._live(receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008, "reason": "kvtier-gateway passes HTTP only"})
-        elif scope["path"] in ("/health", "/health/live"):
+        elif scope["path"] in HEALTH_PATHS:
             await self._answer_health(scope, send)
         elif not _is_passed(scope["path"]):
-            await _refuse(scope, send, 404, f"kvtier-gateway does not pass {scope['path']:.100} on; ask vLLM itself")
-        elif self._num_requests >= self._max_requests:
-            text = f"{self._max_requests} requests run (--max-requests); try again"
-            await _refuse(scope, send, 503, text, "overloaded_error", _RETRY)
+            await refuse(scope, send, 404, f"kvtier-gateway does not pass {scope['path']:.100} on; ask vLLM itself")
         else:
-            self._num_requests += 1
-            try:
-                await self._serve(scope, receive, send)
-            finally:
-                self._num_requests -= 1
+            await self._serve(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         while True:
@@ -112,19 +100,11 @@ class ReverseProxy:
             body = await read_body(scope["headers"], receive, self._max_body_bytes)
         except BodyTooLargeError:
             text = f"the request has more than {self._max_body_bytes} bytes (--max-body)"
-            await _refuse(scope, send, 413, text, "request_too_large", [(b"connection", b"close")])
+            await refuse(scope, send, 413, text, "request_too_large", CLOSE)
             return
         except DisconnectedError:
             return
-        if self._held_bytes + len(body) > self._max_held_bytes:
-            text = f"running requests hold {self._held_bytes} bytes, of at most {self._max_held_bytes}; try again"
-            await _refuse(scope, send, 503, text, "overloaded_error", _RETRY)
-            return
-        self._held_bytes += len(body)
-        try:
-            await self._route(scope, body, receive, send)
-        finally:
-            self._held_bytes -= len(body)
+        await self._route(scope, body, receive, send)
 
     async def _route(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         if scope["path"] == "/v1/models" and len(self._upstreams.urls) > 1:
@@ -134,7 +114,7 @@ class ReverseProxy:
         url = await self._upstreams.serving(model, scope["headers"])
         if url is None:
             known = "names no model" if not model else f"names the model {model!r:.100}, which no vLLM serves"
-            await _refuse(scope, send, 404, f"the request {known}; GET /v1/models lists them", "not_found_error")
+            await refuse(scope, send, 404, f"the request {known}; GET /v1/models lists them", "not_found_error")
             return
         passing = asyncio.create_task(self._pass(url, scope, body, send), name="gateway-pass")
         leaving = asyncio.create_task(_disconnected(receive), name="gateway-disconnect")
@@ -150,7 +130,8 @@ class ReverseProxy:
     async def _pass(self, url: httpx.URL, scope: Scope, body: bytes, send: Send) -> None:
         path = scope.get("raw_path", b"").partition(b"?")[0].decode("latin-1") or scope["path"]
         headers = [(b"host", url.netloc), *_end_to_end(scope["headers"])]
-        if body:  # it may have come in chunks
+        if body or header(headers, b"content-length"):
+            # It may have come in chunks. With another length vLLM would take the next request for its rest.
             headers = replaced(headers, content_length=str(len(body)).encode())
         # No httpx.Client: it adds headers, follows redirects and keeps cookies, and takes longer than all of this.
         request = httpx.Request(
@@ -179,16 +160,16 @@ class ReverseProxy:
 
     async def _report(self, scope: Scope, send: Send, url: httpx.URL, exc: httpx.HTTPError) -> None:
         if isinstance(exc, httpx.PoolTimeout):
-            await _refuse(scope, send, 503, "all connections are in use; try again", "overloaded_error", _RETRY)
+            await refuse(scope, send, 503, "all connections are in use; try again", "overloaded_error", RETRY)
         elif isinstance(exc, httpx.ReadTimeout):
-            await _refuse(scope, send, 504, f"vLLM at {url} did not answer in time (--timeout)", "timeout_error")
+            await refuse(scope, send, 504, f"vLLM at {url} did not answer in time (--timeout)", "timeout_error")
         else:
             reason = str(exc).lower() or type(exc).__name__
             text = f"no vLLM answers at {url} ({reason}); start `vllm serve`, or correct --upstream"
             if url not in self._away:  # said once, until it has answered again
                 self._away.add(url)
                 log_event(_log, "vllm_away", level=logging.WARNING, url=str(url), reason=reason)
-            await _refuse(scope, send, 502, text, "api_error")
+            await refuse(scope, send, 502, text, "api_error")
 
 
 def _is_passed(path: str) -> bool:
@@ -199,14 +180,6 @@ def _is_passed(path: str) -> bool:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _refuse(
-    scope: Scope, send: Send, status: int, text: str, kind: str = "invalid_request_error", headers: Headers = ()
-) -> None:
-    """Answer with an error in the shape of the API that was asked."""
-    api = Api.MESSAGES if scope["path"].startswith(Api.MESSAGES) else Api.CHAT
-    await send_json(send, status, error_body(api, text, kind=kind), headers)
 
 
 def _model_of(body: bytes) -> str:

@@ -85,7 +85,7 @@ class Upstreams:
         body = await self._get(url, "/v1/models", keys)
         try:
             entries: Any = json.loads(body or b"{}").get("data")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return None
         if not isinstance(entries, list):
             return None

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvtier.gateway.asgi import Message
+from kvtier.gateway.asgi import App, Message
+from kvtier.gateway.proxy.request_bounds import RequestBounds
 from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
 from kvtier.gateway.proxy.upstreams import MIN_REFRESH_S, REFRESH_S, Upstreams
 from tests.unit.gateway.vllm_app import Client, Response
@@ -61,11 +62,13 @@ class Transport(httpx.AsyncBaseTransport):
         self.is_closed = True
 
 
-def proxy(handler: Handler, *urls: httpx.URL, **bounds: int) -> tuple[ReverseProxy, Transport]:
-    """Return a proxy and its transport."""
+def proxy(handler: Handler, *urls: httpx.URL, **bounds: float) -> tuple[App, Transport]:
+    """Return a proxy within its bounds, and its transport."""
     transport = Transport(handler)
-    limits = {"max_requests": 4, "max_body_bytes": 1000, "max_held_bytes": 2000} | bounds
-    return ReverseProxy(Upstreams(urls or (ONE,), transport), transport, timeouts=httpx.Timeout(5), **limits), transport
+    upstreams = Upstreams(urls or (ONE,), transport)
+    app = ReverseProxy(upstreams, transport, max_body_bytes=1000, timeouts=httpx.Timeout(5))
+    limits: dict[str, Any] = {"max_requests": 4, "max_held_bytes": 2000} | bounds
+    return RequestBounds(app, **limits), transport
 
 
 def post(app: Any, path: str, body: Any, **headers: str) -> Response:
@@ -127,6 +130,16 @@ class TestPassing:
 
         asyncio.run(app(scope, receive, send))
         assert str(transport.requests[0].url) == "http://two:8000/prefix/v1/responses/a%2Fb?x=%20"
+
+    @pytest.mark.parametrize(("body", "length"), [(b"", b"0"), (b"{}", b"2")])
+    def test_the_length_is_that_of_the_body(self, body: bytes, length: bytes) -> None:
+        """With another one vLLM would take the next request on the connection for the rest of this one."""
+        app, transport = proxy(ok)
+        headers = [(b"content-length", b"40"), (b"transfer-encoding", b"chunked")]
+        asyncio.run(Client(app).send("POST", "/v1/x", [{"type": "http.request", "body": body}], headers))
+        (request,) = transport.requests
+        assert request.headers["content-length"].encode() == length
+        assert "transfer-encoding" not in request.headers
 
     @pytest.mark.parametrize("path", ["/sleep", "/reset_prefix_cache", "/", "/v1/../sleep", "/v1/.."])
     def test_paths_that_change_the_server_do_not_pass(self, path: str) -> None:
@@ -290,6 +303,51 @@ class TestBounds:
 
         assert asyncio.run(many(1000, 3)) == [200, 200, 503]
         assert asyncio.run(many(1, 6)) == [200, 200, 200, 200, 503, 503]
+
+    def test_of_bodies_that_do_not_end(self) -> None:
+        """They counted when they were complete: clients that stalled before the last byte held any number of bytes."""
+
+        async def stalled() -> list[int]:
+            app, _ = proxy(ok)
+            tasks = []
+            for _ in range(3):
+                parts: list[Message] = [{"type": "http.request", "body": b"x" * 900, "more_body": True}]
+                tasks.append(asyncio.create_task(Client(app).send("POST", "/v1/messages", parts)))
+            done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            assert len(waiting) == 2
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            # Nothing is held any longer.
+            again = [asyncio.create_task(Client(app).post("/v1/messages", b"x" * 1000)) for _ in range(2)]
+            return [task.result().status for task in done] + [(await task).status for task in again]
+
+        assert asyncio.run(stalled()) == [503, 200, 200]
+
+    def test_of_the_time_that_a_body_takes(self) -> None:
+        """A client that sent byte by byte was one of the running requests for as long as it liked."""
+
+        async def slow() -> Response:
+            app, transport = proxy(ok, body_s=0.05)
+
+            async def receive() -> Message:
+                await asyncio.sleep(0.01)
+                return {"type": "http.request", "body": b"x", "more_body": True}
+
+            sent: list[Message] = []
+
+            async def send(message: Message) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/messages", "headers": [], "query_string": b""}
+            await asyncio.wait_for(app(scope, receive, send), 30)
+            assert transport.requests == []
+            return Response(sent)
+
+        answer = asyncio.run(slow())
+        assert answer.status == 408
+        assert answer.headers["connection"] == "close"
+        assert answer.json()["error"]["type"] == "timeout_error"
 
 
 class TestFaults:
