@@ -12,6 +12,8 @@ from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, GroupLayout, KVLayo
 from kvtier.errors import InvalidArgumentError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}")
+AUTO_PIN_PREFIX = "auto-"
+"""Names that begin like this are those of automatic pins: neither operators nor requests may take one."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,13 @@ def check_name(value: object) -> str:
         remedy = "use 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
         raise InvalidArgumentError("name", value, remedy)
     return value
+
+
+def check_chosen_name(field: str, name: str) -> None:
+    """Raise InvalidArgumentError if a prompt's name is one of automatic pins."""
+    if name.startswith(AUTO_PIN_PREFIX):
+        remedy = f"names that begin with {AUTO_PIN_PREFIX} are those of automatic pins; choose another"
+        raise InvalidArgumentError(field, name, remedy)
 
 
 def check_owner(field: str, value: object) -> str:

@@ -18,10 +18,10 @@ from itertools import islice
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.turns import Breather, in_turns
 from kvtier.config.model import CacheConfig
-from kvtier.core.tokens import TokenIds
+from kvtier.core.limits import AUTO_PIN_PREFIX
 from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, PrefixChoice, Selection
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
-from kvtier.discovery.seen import SeenRequest
+from kvtier.discovery.seen import PrefixTokens, SeenRequest
 from kvtier.discovery.selection import SelectionRun
 from kvtier.discovery.traffic_book import TrafficBook, recipe_of
 from kvtier.errors import (
@@ -49,18 +49,7 @@ SAVE_INTERVAL_S = 300.0
 _SAMPLED_PACKS = 64
 _REFUSED_S = 3600.0
 _REFRESH_SHARE = 0.1  # of the ttl: a pin's end is written again after so long, not at every request
-NAME_PREFIX = "auto-"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefixTokens:
-    """PrefixTokens of proto/kvtier/v1/engine.proto, checked."""
-
-    digest: bytes
-    tokens: TokenIds
-    lora_name: str
-    lora_path: str
-    cache_salt: str
+_PLACE_LOG_PERIOD_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +93,7 @@ class AutoPins:
         self._namespaces, self._live_sessions = namespaces, live_sessions
         self._config: CacheConfig = resources.config.cache
         self._traffic = TrafficBook(resources, prompts, namespaces)
+        self._place_log_due_s = 0.0
 
     @property
     def is_on(self) -> bool:
@@ -128,9 +118,12 @@ class AutoPins:
         self._resources.counters.requests_skipped += num_skipped
 
     async def report_place(self, session: Session, place: ChangingPlace) -> None:
-        """Keep where prompts of a namespace begin to differ."""
-        if self.is_on and not session.namespace.ephemeral:
-            (await self._traffic.of(session.namespace)).put_place(place)
+        """Keep where prompts of a namespace begin to differ; log a new place, the first in ten seconds."""
+        if not self.is_on or session.namespace.ephemeral:
+            return
+        is_new = (await self._traffic.of(session.namespace)).put_place(place)
+        if is_new and (now_s := time.monotonic()) >= self._place_log_due_s:
+            self._place_log_due_s = now_s + _PLACE_LOG_PERIOD_S
             log_event(
                 logger,
                 "changing_place_found",
@@ -281,7 +274,7 @@ class AutoPins:
         ttl_s = self._config.auto_pin_ttl_s
         for use in list(traffic.uses.values()):
             prompt = self._prompts.find(use.name)
-            if prompt is None or not prompt.expires_unix_s:
+            if prompt is None or prompt.origin != "auto" or not prompt.expires_unix_s:
                 continue
             if use.last_used_unix_s + ttl_s > prompt.expires_unix_s + _REFRESH_SHARE * ttl_s:
                 try:
@@ -292,7 +285,7 @@ class AutoPins:
     async def _end(self, traffic: NamespaceTraffic, digest: bytes, why: str) -> bool:
         use = traffic.uses.pop(digest)
         prompt = self._prompts.find(use.name)
-        if prompt is None:
+        if prompt is None or prompt.origin != "auto":  # a damaged file may name any
             return False
         try:
             await self._pins.forget(prompt)
@@ -396,4 +389,4 @@ def _parent_of(traffic: NamespaceTraffic, digest: bytes) -> bytes | None:
 
 def _name_of(digest: bytes, model: str) -> str:
     """Return the prompt's name: models and adapters of one daemon may have the same tokens, and so block hashes."""
-    return NAME_PREFIX + hashlib.sha256(digest + model.encode()).hexdigest()[:12]
+    return AUTO_PIN_PREFIX + hashlib.sha256(digest + model.encode()).hexdigest()[:12]

@@ -1,8 +1,10 @@
 """What requests of one namespace begin with: the counts, the automatic pins in use, and places that change."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier.core import limits
 from kvtier.discovery.choices import PinnedPrefix, Selection
 from kvtier.discovery.prefix_sketch import PrefixSketch
 from kvtier.discovery.seen import SeenRequest
@@ -52,6 +54,33 @@ class ChangingPlace:
     examples: tuple[str, ...]
     seen_unix_s: float
 
+    @classmethod
+    def checked(
+        cls,
+        *,
+        digest: bytes,
+        num_stable_tokens: int,
+        num_tokens: int,
+        num_prompts: int,
+        before: str,
+        examples: Sequence[str],
+        seen_unix_s: float,
+    ) -> "ChangingPlace":
+        """Return the place; InvalidArgumentError names the field that cannot be."""
+        if digest:
+            limits.check_digest("changing_middle.digest", digest)
+        tokens = limits.Whole(0, limits.MAX_TOKENS)
+        limits.check_count("changing_middle.examples", len(examples), limits.MAX_PLACE_EXAMPLES)
+        return cls(
+            digest=digest,
+            num_stable_tokens=tokens.check("changing_middle.num_stable_tokens", num_stable_tokens),
+            num_tokens=tokens.check("changing_middle.num_tokens", num_tokens),
+            num_prompts=limits.NUM_PROMPTS.check("changing_middle.num_prompts", num_prompts),
+            before=limits.PLACE_TEXT.check("changing_middle.before", before),
+            examples=tuple(limits.PLACE_EXAMPLE.check("changing_middle.examples", each) for each in examples),
+            seen_unix_s=seen_unix_s,
+        )
+
 
 @dataclass
 class NamespaceTraffic:
@@ -88,14 +117,15 @@ class NamespaceTraffic:
                 break
         self.is_changed, self.is_saved = True, False
 
-    def put_place(self, place: ChangingPlace) -> None:
-        """Keep the place; of too many, the one that was reported longest ago goes."""
+    def put_place(self, place: ChangingPlace) -> bool:
+        """Keep the place, and return whether it is new; of too many, the one that was reported longest ago goes."""
         key = place.digest, place.num_stable_tokens
-        self.places.pop(key, None)
+        is_new = self.places.pop(key, None) is None
         self.places[key] = place
         if len(self.places) > MAX_PLACES:
             del self.places[next(iter(self.places))]
         self.is_saved = False
+        return is_new
 
     def forget_refusals(self, now_s: float) -> None:
         """Drop refusals whose time is over."""

@@ -24,6 +24,7 @@ _MAGIC, _VERSION = b"KVTSKTCH", 1
 _HEAD = struct.Struct("<8sHI6d")
 _COUNTER = struct.Struct("<16s16sddIHQQdd")
 _CHECKSUM = struct.Struct("<Q")
+MAX_SKETCH_BYTES = _HEAD.size + MAX_COUNTERS * _COUNTER.size + _CHECKSUM.size
 _IS_SYSTEM_PROMPT, _HAS_PARENT = 1, 2
 _NO_PARENT = bytes(DIGEST_BYTES)
 

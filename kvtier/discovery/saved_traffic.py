@@ -3,7 +3,7 @@
     <disk.dir>/traffic/<namespace_id>.sketch    the counts (`saved_sketch.py`)
     <disk.dir>/traffic/<namespace_id>.json      what automatic pins were good for, and places that change
 
-They hold no promise: a file that is missing or damaged costs the counts and nothing else.
+They hold no promise: a file that is missing or damaged costs the counts and nothing else. A damaged one is removed.
 """
 
 import base64
@@ -14,10 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.core import limits
 from kvtier.discovery.choices import PinnedPrefix
 from kvtier.discovery.namespace_traffic import HALF_LIFE_S, MAX_PLACES, ChangingPlace, NamespaceTraffic, PinUse
 from kvtier.discovery.prefix_sketch import PrefixSketch
-from kvtier.discovery.saved_sketch import SketchDamagedError, decode, encode
+from kvtier.discovery.saved_sketch import MAX_SKETCH_BYTES, decode, encode
+from kvtier.errors import InvalidArgumentError, KvtierError
 from kvtier.fsync import write_file_durably
 from kvtier.obs.log import log_event
 
@@ -26,7 +28,10 @@ logger = logging.getLogger(__name__)
 FOLDER_NAME = "traffic"
 MAX_FILES = 64
 """Of namespaces; those that were written longest ago are removed."""
+MAX_USES_BYTES = 16 * 1024**2
+"""Of a file of uses and places: more is not read. One of 4,096 pins and all places has 2 MiB."""
 _SKETCH, _USES = ".sketch", ".json"
+_COUNT, _MOST_SECONDS = limits.Whole(0, 2**63 - 1), 1e12
 
 
 class EncodedTraffic(NamedTuple):
@@ -71,22 +76,39 @@ class SavedTraffic:
     def load(self, namespace_id: str) -> NamespaceTraffic:
         """Return what was saved of a namespace, as far as it can be read."""
         traffic = NamespaceTraffic()
-        path = self._folder / (namespace_id + _SKETCH)
-        try:
-            traffic.sketch = PrefixSketch.restored(decode(path.read_bytes()), HALF_LIFE_S)
-            saved = json.loads(path.with_suffix(_USES).read_bytes())
-            for use in map(_use, saved["uses"]):
-                traffic.uses[use.prefix.digest] = use
-            for place in map(_place, saved["places"][-MAX_PLACES:]):
-                traffic.put_place(place)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SketchDamagedError) as error:
-            log_event(logger, "saved_traffic_unreadable", level=logging.WARNING, path=path, problem=str(error))
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        sketch = self._folder / (namespace_id + _SKETCH)
+        for path, read in ((sketch, _read_sketch), (sketch.with_suffix(_USES), _read_uses)):
+            try:
+                read(traffic, path)
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, KvtierError) as error:
+                log_event(logger, "saved_traffic_unreadable", level=logging.WARNING, path=path, problem=str(error))
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
         traffic.is_saved, traffic.is_changed = True, True
         return traffic
+
+
+def _read_sketch(traffic: NamespaceTraffic, path: Path) -> None:
+    traffic.sketch = PrefixSketch.restored(decode(_bytes_of(path, MAX_SKETCH_BYTES)), HALF_LIFE_S)
+
+
+def _read_uses(traffic: NamespaceTraffic, path: Path) -> None:
+    saved = json.loads(_bytes_of(path, MAX_USES_BYTES))
+    uses, places = [*map(_use, saved["uses"])], [*map(_place, saved["places"][-MAX_PLACES:])]
+    traffic.uses = {use.prefix.digest: use for use in uses}
+    for place in places:
+        traffic.put_place(place)
+
+
+def _bytes_of(path: Path, most: int) -> bytes:
+    """Return a file's content; ValueError when it is too long to be what was written."""
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return data
 
 
 def _encoded(prefix: PinnedPrefix) -> list[Any]:
@@ -95,11 +117,36 @@ def _encoded(prefix: PinnedPrefix) -> list[Any]:
 
 
 def _use(saved: dict[str, Any]) -> PinUse:
-    digest, num_tokens, is_system_prompt, parent = saved.pop("prefix")
-    prefix = PinnedPrefix(bytes.fromhex(digest), int(num_tokens), bool(is_system_prompt), bytes.fromhex(parent) or None)
-    return PinUse(prefix=prefix, **saved)
+    digest, num_tokens, is_system_prompt, parent = saved["prefix"]
+    prefix = PinnedPrefix(
+        limits.check_digest("digest", bytes.fromhex(digest)),
+        limits.PREFIX_TOKENS.check("num_tokens", num_tokens),
+        bool(is_system_prompt),
+        limits.check_digest("parent", bytes.fromhex(parent)) if parent else None,
+    )
+    return PinUse(
+        name=limits.check_name(saved["name"]),
+        prefix=prefix,
+        num_requests=_COUNT.check("num_requests", saved["num_requests"]),
+        saved_tokens=_COUNT.check("saved_tokens", saved["saved_tokens"]),
+        saved_s=_seconds("saved_s", saved["saved_s"]),
+        last_used_unix_s=_seconds("last_used_unix_s", saved["last_used_unix_s"]),
+    )
 
 
 def _place(saved: dict[str, Any]) -> ChangingPlace:
-    digest, examples = base64.b64decode(saved.pop("digest")), tuple(saved.pop("examples"))
-    return ChangingPlace(digest=digest, examples=examples, **saved)
+    return ChangingPlace.checked(
+        digest=base64.b64decode(saved["digest"], validate=True),
+        num_stable_tokens=saved["num_stable_tokens"],
+        num_tokens=saved["num_tokens"],
+        num_prompts=saved["num_prompts"],
+        before=saved["before"],
+        examples=saved["examples"],
+        seen_unix_s=_seconds("seen_unix_s", saved["seen_unix_s"]),
+    )
+
+
+def _seconds(field: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < _MOST_SECONDS:
+        raise InvalidArgumentError(field, value, "must be seconds")
+    return float(value)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier.core.tokens import TokenIds
+
 DIGEST_BYTES = 16
 MAX_PREFIXES = 7
 """Of one request; further ones are not counted."""
@@ -29,6 +31,17 @@ class SeenRequest(NamedTuple):
     prefixes: Sequence[SeenPrefix]
     prompt_digest: int
     num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixTokens:
+    """PrefixTokens of proto/kvtier/v1/engine.proto, checked."""
+
+    digest: bytes
+    tokens: TokenIds
+    lora_name: str
+    lora_path: str
+    cache_salt: str
 
 
 class PrefixCount(NamedTuple):

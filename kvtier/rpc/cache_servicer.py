@@ -15,7 +15,6 @@ from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather
 from kvtier.core import limits
 from kvtier.core.tokens import TokenIds
-from kvtier.discovery.auto_pins import NAME_PREFIX
 from kvtier.errors import InvalidArgumentError, PromptUnrenderedError
 from kvtier.maintenance.online import OnlineFsck
 from kvtier.prompts.book import RequestedPin
@@ -57,9 +56,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
         if request.adopt:
             return await self._adopt(request)
-        if request.name.startswith(NAME_PREFIX):
-            remedy = f"names that begin with {NAME_PREFIX} are those of automatic pins; choose another"
-            raise InvalidArgumentError("name", request.name, remedy)
+        limits.check_chosen_name("name", request.name)
         ids = array("I")
         async for part in in_turns_of(request.tokens):
             ids.extend(part)

@@ -21,10 +21,10 @@ from kvtier.concurrency.turns import slices
 from kvtier.core import limits
 from kvtier.core.layout import KVLayout
 from kvtier.core.tokens import TokenIds
-from kvtier.discovery.auto_pins import NamespaceAdvice, PrefixTokens
+from kvtier.discovery.auto_pins import NamespaceAdvice
 from kvtier.discovery.choices import PrefixChoice
 from kvtier.discovery.namespace_traffic import ChangingPlace
-from kvtier.discovery.seen import MAX_PREFIXES, SeenPrefix, SeenRequest
+from kvtier.discovery.seen import MAX_PREFIXES, PrefixTokens, SeenPrefix, SeenRequest
 from kvtier.errors import InvalidArgumentError
 from kvtier.ledger import PromptRow
 from kvtier.maintenance import Report
@@ -172,19 +172,7 @@ async def prefix_of(message: engine_pb2.PrefixTokens) -> PrefixTokens:
 
 def changing_place(message: engine_pb2.ChangingMiddle) -> ChangingPlace:
     """Return where prompts begin to differ; InvalidArgumentError if that cannot be."""
-    if message.digest:
-        limits.check_digest("changing_middle.digest", message.digest)
-    tokens = limits.Whole(0, limits.MAX_TOKENS)
-    limits.check_count("changing_middle.examples", len(message.examples), limits.MAX_PLACE_EXAMPLES)
-    return ChangingPlace(
-        digest=message.digest,
-        num_stable_tokens=tokens.check("changing_middle.num_stable_tokens", message.num_stable_tokens),
-        num_tokens=tokens.check("changing_middle.num_tokens", message.num_tokens),
-        num_prompts=limits.NUM_PROMPTS.check("changing_middle.num_prompts", message.num_prompts),
-        before=limits.PLACE_TEXT.check("changing_middle.before", message.before),
-        examples=tuple(limits.PLACE_EXAMPLE.check("changing_middle.examples", each) for each in message.examples),
-        seen_unix_s=time.time(),
-    )
+    return ChangingPlace.checked(**fields_of(message), seen_unix_s=time.time())
 
 
 def pin_message(prompt: PromptRow) -> engine_pb2.Pin:
