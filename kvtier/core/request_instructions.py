@@ -99,7 +99,9 @@ def _read_pin(value: object) -> str:
     if not limits.is_name(value):
         remedy = "use true, or a name of 1 to 128 letters, digits and . _ / @ -, beginning with a letter or digit"
         raise InvalidArgumentError(f"{_WHERE}.pin", value, remedy)
-    return cast(str, value)
+    name = cast(str, value)
+    limits.check_chosen_name(f"{_WHERE}.pin", name)
+    return name
 
 
 def _read_ttl(value: object) -> int:

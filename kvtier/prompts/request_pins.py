@@ -185,7 +185,8 @@ class RequestPins:
                 return PinResult(PinOutcome.UNKNOWN)
             prompt = await self._find_or_make(session, asked, prefix, name)
             self._remember(key, prompt.pin_id)
-        prompt = await self._extended(prompt, prefix.ttl_s, asked.priority)
+        if prompt.origin == "request":  # else an operator has taken it over
+            prompt = await self._extended(prompt, prefix.ttl_s, asked.priority)
         ends_in_s = max(0.001, prompt.expires_unix_s - time.time()) if prompt.expires_unix_s else 0.0
         return PinResult(PinOutcome.PINNED, ends_in_s)
 
@@ -203,7 +204,14 @@ class RequestPins:
             self._by_key.popitem(last=False)
 
     async def _extended(self, prompt: PromptRow, ttl_s: int, priority: int) -> PromptRow:
-        """Return the pin, which ends no earlier than the TTL says."""
+        """Return the pin, which ends no earlier than the TTL says.
+
+        TTLs alone make few changes, because each goes beyond what was asked for. Priorities that alternate would make
+        any number, each with a transaction and a message with all tokens to each engine: these count as new pins.
+
+        Raises:
+            RequestLimitError: The priority changes, and the owner or all owners have made too many pins lately.
+        """
         ends_s, needed_s = prompt.expires_unix_s, time.time() + ttl_s
         if ends_s and not ttl_s:
             ends_s = 0.0
@@ -211,6 +219,9 @@ class RequestPins:
             ends_s = needed_s + _beyond(ttl_s)
         if (ends_s, priority) == (prompt.expires_unix_s, prompt.priority):
             return prompt
+        if priority != prompt.priority:
+            self._gate.check_rate(prompt.owner, time.monotonic())
+            self._gate.count_new(prompt.owner, time.monotonic())
         self._counters.request_pins_extended += 1
         return await self._pins.extend(prompt, ends_s, priority)
 
@@ -222,8 +233,11 @@ class RequestPins:
             RequestLimitError: It would be too much for its owner, or for all.
             QuotaExceededError: It would not fit on disk.
         """
+        limits.check_chosen_name("kv_transfer_params.kvtier.pin", name)
         wanted = _wanted(session, asked, prefix, name)
         found = self._prompts.find(wanted.name)
+        if found is not None and found.pinned and not name and difference(found, wanted) is None:
+            return found
         if found is not None and (field := _foreign(found, wanted)) is not None:
             problem = f"is the name of another pin, which differs in {field}; use another name"
             raise InvalidArgumentError("kv_transfer_params.kvtier.pin", wanted.name, problem)
@@ -288,7 +302,7 @@ class RequestPins:
             await evict_chunks(namespace.tiers, namespace.write_back, unpinned, EvictTier.HOST, Evicted())
             await asyncio.sleep(0)
         prompt = self._standing(_Key(session.hello.model_names[0], owner, "", digest))
-        if prompt is not None and prompt.priority != _LEAST_PRIORITY:
+        if prompt is not None and prompt.origin == "request" and prompt.priority != _LEAST_PRIORITY:
             with _logged_failure(prompt):
                 await self._pins.extend(prompt, prompt.expires_unix_s, _LEAST_PRIORITY)
 
@@ -344,7 +358,9 @@ def _covering(own: Sequence[PromptRow], wanted: RequestedPin) -> PromptRow | Non
 
 def _replaces(longer: PromptRow, shorter: PromptRow) -> bool:
     """Return whether a pin promises all that another does, which has no name of a user's choice."""
-    if shorter.pin_id == longer.pin_id or not shorter.name.startswith(AUTO_NAME) or _scope(shorter) != _scope(longer):
+    if shorter.pin_id == longer.pin_id or _scope(shorter) != _scope(longer):
+        return False
+    if shorter.origin != "request" or not shorter.name.startswith(AUTO_NAME):
         return False
     lasts = not longer.expires_unix_s or 0 < shorter.expires_unix_s <= longer.expires_unix_s
     return lasts and longer.token_ids.begins_with(shorter.token_ids)
