@@ -6,6 +6,7 @@ from kvtier._pb.cache_pb2 import Advice, AdvisedPrefix, ChangingPlace, Namespace
 from kvtier.cli.output.durations import format_duration
 from kvtier.cli.output.grid import Grid, Part, Styled, column
 from kvtier.config.units import format_size
+from kvtier.printable import printable
 
 _NUM_OTHERS = 10  # of what is not worth a pin; --json has more
 _NUM_PLACES = 5
@@ -99,7 +100,8 @@ def _places(places: Sequence[ChangingPlace]) -> Iterator[Part]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Return text in the characters that it takes on the screen, so that it is cut by these."""
+    return printable(" ".join(text.split()))
 
 
 def _saved(seconds: float) -> str:
