@@ -24,7 +24,7 @@ help:
 	@echo "make test-restarts a vLLM that is stopped and killed RESTARTS=$(RESTARTS) times beside one daemon"
 	@echo "                (half a minute each, a minute on a busy machine)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
-	@echo "                damaged files, every bit of a WAL, the whole service"
+	@echo "                damaged files, every bit of a WAL, the whole service, floods of requests"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make peers-venv set up .venv-peers: LMCache, for make bench and python -m benchmarks.peers"
 	@echo "make clean      remove .venv, models, caches and bench-results"
@@ -62,6 +62,7 @@ chaos: venv
 		$(BIN)/pytest -q -s tests/property/test_whole_service.py \
 		tests/fault/test_daemon_kill.py tests/fault/test_service_failing_calls.py tests/fault/test_damaged_directory.py
 	KVTIER_CHAOS_KILLS=$(KILLS) $(BIN)/pytest -q -rP -n $(E2E_WORKERS) tests/fault/test_ledger_loss.py
+	KVTIER_CHAOS_FLOOD=20 $(BIN)/pytest -q tests/fault/test_hostile_requests.py
 
 test-e2e: venv
 	$(BIN)/pytest -q -m timed tests/e2e
