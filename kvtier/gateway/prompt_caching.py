@@ -7,7 +7,7 @@ it writes the usage.
 
 import json
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.core.request_instructions import PARAMETER
 from kvtier.errors import RenderError
@@ -16,6 +16,7 @@ from kvtier.gateway.asgi import (
     App,
     BodyTooLargeError,
     DisconnectedError,
+    Headers,
     NestedTooDeeplyError,
     Receive,
     Scope,
@@ -50,6 +51,14 @@ _SCALE_OUT = b"--enable-scale-out"
 """In vLLM's answer where its render endpoints are off."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Prepared(NamedTuple):
+    """A request as vLLM gets it. Nothing of it is parsed any longer: in memory, JSON takes up to 30 times its bytes."""
+
+    body: bytes
+    headers: Headers
+    usage: UsageWriter | None = None  # of a request with markers
 
 
 class PromptCaching:
@@ -88,33 +97,30 @@ class PromptCaching:
             await send_json(send, 400, error_body(api or Api.CHAT, "the request is nested too deeply"))
 
     async def _serve(self, api: Api | None, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        prepared = await self._prepare(api, body, scope)
+        inner = scope if prepared.body is body else {**scope, "headers": prepared.headers}
+        if prepared.usage is None:
+            await self._app(inner, replay_body(prepared.body, receive), send)
+        else:
+            await self._serve_marked(prepared.body, prepared.usage, inner, receive, send)
+
+    async def _prepare(self, api: Api | None, body: bytes, scope: Scope) -> _Prepared:
         readable = api if _is_plain(scope) else None
         is_read = (readable is not None and may_be_marked(readable, body)) or may_instruct(body)
         fields = _parsed(body) if is_read else None
-        request = read_markers(readable, fields) if readable is not None and fields is not None else None
+        if fields is None:
+            return _Prepared(body, scope["headers"])
+        request = read_markers(readable, fields) if readable is not None else None
         owner = owner_of(scope["headers"], self._settings.owner_header)
-        own = checked_instruction(fields or {}, owner, is_marked=request is not None)
+        own = checked_instruction(fields, owner, is_marked=request is not None)
         if request is not None:
-            await self._serve_marked(request, owner, own, scope, receive, send)
-        elif own is None or fields is None:
-            await self._app(scope, replay_body(body, receive), send)
-        else:
-            body = to_json(with_instruction(fields, [], owner, own))
-            headers = replaced(scope["headers"], content_length=str(len(body)).encode(), transfer_encoding=None)
-            await self._app({**scope, "headers": headers}, replay_body(body, receive), send)
+            return await self._prepare_marked(request, owner, own, scope)
+        if own is None:
+            return _Prepared(body, scope["headers"])
+        body = to_json(with_instruction(fields, [], owner, own))
+        return _Prepared(body, _headers_of(body, scope))
 
-    async def _pass_unread(self, api: Api | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a body that is too long, unless it asks something of kvtier: it would do so in any owner's name."""
-        try:
-            await self._app(scope, guarded(receive), send)
-        except UnreadInstructionError:
-            most = self._settings.max_body_bytes
-            text = f'a request with "{PARAMETER}" may have {most} bytes at most ({MAX_BODY})'
-            await send_json(send, 413, error_body(api or Api.CHAT, text, kind="request_too_large"))
-
-    async def _serve_marked(
-        self, request: MarkedRequest, owner: str, own: Json | None, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _prepare_marked(self, request: MarkedRequest, owner: str, own: Json | None, scope: Scope) -> _Prepared:
         async def render(api: Api, body: Json) -> list[int] | None:
             return await self._render(scope, api, body)
 
@@ -128,15 +134,23 @@ class PromptCaching:
             is_daemon_away=self._is_daemon_away,
         )
         body = to_json(with_instruction(request.body, points, owner, own))
-        headers = replaced(
-            scope["headers"], content_length=str(len(body)).encode(), transfer_encoding=None,
-            accept_encoding=b"identity",
-        )  # fmt: skip
+        return _Prepared(body, _headers_of(body, scope, accept_encoding=b"identity"), usage)
+
+    async def _pass_unread(self, api: Api | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a body that is too long, unless it asks something of kvtier: it would do so in any owner's name."""
+        try:
+            await self._app(scope, guarded(receive), send)
+        except UnreadInstructionError:
+            most = self._settings.max_body_bytes
+            text = f'a request with "{PARAMETER}" may have {most} bytes at most ({MAX_BODY})'
+            await send_json(send, 413, error_body(api or Api.CHAT, text, kind="request_too_large"))
+
+    async def _serve_marked(self, body: bytes, usage: UsageWriter, scope: Scope, receive: Receive, send: Send) -> None:
         # The Responses API reports cached tokens always, and over all turns of its tools.
-        is_counted = request.api is not Api.RESPONSES and count_cached_tokens(scope)
+        is_counted = usage.api is not Api.RESPONSES and count_cached_tokens(scope)
         token = MEASURED.set(usage if is_counted else None)
         try:
-            await self._app({**scope, "headers": headers}, replay_body(body, receive), RewritingSend(send, usage))
+            await self._app(scope, replay_body(body, receive), RewritingSend(send, usage))
         finally:
             MEASURED.reset(token)
             self._is_daemon_away = usage.is_daemon_away
@@ -180,6 +194,12 @@ def with_instruction(body: Json, points: list[MarkedPlace], owner: str, own: Jso
     if not instruction or not isinstance(params, dict | None):
         return body
     return body | {"kv_transfer_params": (params or {}) | {PARAMETER: instruction}}
+
+
+def _headers_of(body: bytes, scope: Scope, **values: bytes) -> Headers:
+    """Return the headers of a request with another body."""
+    length = str(len(body)).encode()
+    return replaced(scope["headers"], content_length=length, transfer_encoding=None, **values)
 
 
 def _is_plain(scope: Scope) -> bool:
