@@ -82,6 +82,8 @@ class PromptCaching:
             await self._app(scope, receive, send)
             return
         api = _APIS.get(scope["path"].removeprefix(scope.get("root_path", "")))
+        # Before the body is read: some servers add to the headers what a client sends behind it.
+        owner = owner_of(scope["headers"], self._settings.owner_header)
         try:
             body = await read_body(scope["headers"], receive, self._settings.max_body_bytes)
         except BodyTooLargeError as exc:
@@ -90,28 +92,29 @@ class PromptCaching:
         except DisconnectedError:
             return
         try:
-            await self._serve(api, body, scope, receive, send)
+            await self._serve(api, owner, body, scope, receive, send)
         except MarkerError as exc:
             await send_json(send, 400, refusal(api or Api.CHAT, exc))
         except NestedTooDeeplyError:
             await send_json(send, 400, error_body(api or Api.CHAT, "the request is nested too deeply"))
 
-    async def _serve(self, api: Api | None, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        prepared = await self._prepare(api, body, scope)
+    async def _serve(
+        self, api: Api | None, owner: str, body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        prepared = await self._prepare(api, owner, body, scope)
         inner = scope if prepared.body is body else {**scope, "headers": prepared.headers}
         if prepared.usage is None:
             await self._app(inner, replay_body(prepared.body, receive), send)
         else:
             await self._serve_marked(prepared.body, prepared.usage, inner, receive, send)
 
-    async def _prepare(self, api: Api | None, body: bytes, scope: Scope) -> _Prepared:
+    async def _prepare(self, api: Api | None, owner: str, body: bytes, scope: Scope) -> _Prepared:
         readable = api if _is_plain(scope) else None
         is_read = (readable is not None and may_be_marked(readable, body)) or may_instruct(body)
         fields = _parsed(body) if is_read else None
         if fields is None:
             return _Prepared(body, scope["headers"])
         request = read_markers(readable, fields) if readable is not None else None
-        owner = owner_of(scope["headers"], self._settings.owner_header)
         own = checked_instruction(fields, owner, is_marked=request is not None)
         if request is not None:
             return await self._prepare_marked(request, owner, own, scope)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 
 from benchmarks.harness.process import free_port
@@ -281,6 +282,52 @@ async def answered(client: httpx.AsyncClient, status: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while (await client.post(PATH, json=messages_request())).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+HEADS: dict[str, Callable[[], bytes]] = {
+    "a header": lambda: b"a" * 65536,
+    "many headers": lambda: b"x: y\r\n" * 10922,
+    "a path": lambda: b"a" * 65536,
+}
+
+
+def test_heads_that_never_end_are_refused(tmp_path: Path) -> None:
+    """One client with 64 MiB of short headers took 1.3 GiB of the gateway's memory."""
+
+    async def scenario(running: Gateway, client: httpx.AsyncClient) -> None:
+        before = running.private_bytes()
+        for name, part in HEADS.items():
+            _, writer = await running.connect()
+            writer.write(b"GET /v1/" if name == "a path" else b"GET /v1/x HTTP/1.1\r\nHost: x\r\nX: ")
+            with pytest.raises(ConnectionError):
+                await send_for_ever(writer, part())
+        assert grown(running.private_bytes() - before) < 16 * MIB
+        assert (await client.get("/health/live")).status_code == 200
+        assert len(running.log.read_text()) < 1000
+
+    run(tmp_path, scenario)
+
+
+async def send_for_ever(writer: asyncio.StreamWriter, part: bytes) -> None:
+    for _ in range(1024):
+        writer.write(part)
+        await writer.drain()
+
+
+def test_what_comes_behind_a_body_is_no_header(tmp_path: Path) -> None:
+    """A proxy in front sets who the owner is; a client sent the header once more, behind the chunks of its body."""
+    own = json.dumps({"messages": [], "kv_transfer_params": {"kvtier": {"pin": True}}}).encode()
+
+    async def scenario(running: Gateway, client: httpx.AsyncClient) -> None:
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        )
+        body = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\nX-Tenant: victim\r\n\r\n" % (len(own), own)
+        assert b" 200 " in await running.raw(head + body)
+        assert running.upstream.owners() == set()
+        assert b"x-tenant" not in dict(running.upstream.scopes[-1]["headers"])
+
+    run(tmp_path, scenario, "--owner-header=x-tenant")
 
 
 def test_clients_that_send_slowly_or_leave_end_with_their_requests(tmp_path: Path) -> None:

@@ -148,6 +148,9 @@ def _serve(
     )
     config = uvicorn.Config(
         app,
+        # httptools, which uvicorn takes where it is installed, reads headers without end, and takes those behind a
+        # body (trailers) for the request's own. h11 has a bound of 64 KiB, and drops trailers.
+        http="h11",
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -157,6 +160,8 @@ def _serve(
         proxy_headers=False,
         timeout_graceful_shutdown=stop_timeout_s,
     )
+    # A warning for each request that is no HTTP: any client could write the log full.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     listener = _bound(host, port)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn stops at them, and then raises them again
         signal.signal(number, lambda *_: None)

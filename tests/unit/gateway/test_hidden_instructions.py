@@ -79,6 +79,23 @@ def test_without_a_key_it_is_no_one(path: str) -> None:
     assert owners_at_vllm(inner) == {""}
 
 
+def test_what_comes_behind_the_body_is_no_header() -> None:
+    """uvicorn with httptools adds trailers to the headers: a proxy in front had not seen these."""
+    inner, headers = AnyPath(), [(b"content-type", b"application/json")]
+    messages = [{"type": "http.request", "body": PLAIN, "more_body": False}]
+
+    async def receive() -> Any:
+        headers.append((b"x-tenant", b"victim"))
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    asyncio.run(PromptCaching(inner, MarkerSettings(owner_header="x-tenant"))(scope, receive, send))
+    assert owners_at_vllm(inner) == {""}
+
+
 def test_wrong_instructions_are_refused_at_every_endpoint() -> None:
     inner = AnyPath()
     answer = post(PromptCaching(inner), "/v1/completions", PLAIN.replace(b'"pin": true', b'"pin": 7'))
