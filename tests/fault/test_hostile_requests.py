@@ -335,7 +335,7 @@ def test_counts_that_are_damaged_meanwhile_cost_the_counts_alone(tmp_path: Path)
     damages: list[Callable[[Path, Path], Any]] = [
         lambda sketch, uses: (sketch.write_bytes(sketch.read_bytes()[:-9]), uses.write_bytes(b"\xff" * 100)),
         lambda sketch, uses: (sketch.write_bytes(b"KVTSKTCH" + b"\xff" * 10_000), uses.write_text('{"uses": 5}')),
-        lambda sketch, uses: (_lengthened(sketch), _lengthened(uses)),
+        _lengthen_both,
     ]
 
     async def scenario() -> None:
@@ -358,6 +358,7 @@ def test_counts_that_are_damaged_meanwhile_cost_the_counts_alone(tmp_path: Path)
     run(scenario)
 
 
-def _lengthened(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(2**40)
+def _lengthen_both(sketch: Path, uses: Path) -> None:
+    for path in (sketch, uses):
+        with path.open("r+b") as file:
+            file.truncate(2**40)

@@ -39,6 +39,7 @@ class Upstreams:
         self._models: dict[str, httpx.URL] = {}
         self._listed_s = -REFRESH_S
         self._listing = asyncio.Lock()
+        self._checking: asyncio.Task[Mapping[str, bool]] | None = None
 
     async def serving(self, model: str, headers: Headers) -> httpx.URL | None:
         """Return the vLLM that serves a model; None when no one does. The first of several that do is taken.
@@ -60,7 +61,12 @@ class Upstreams:
         return {"object": "list", "data": [entry for entries in lists for entry in entries or ()]}
 
     async def health(self) -> Mapping[str, bool]:
-        """Return which vLLM answers that it is healthy, by URL."""
+        """Return which vLLM answers that it is healthy, by URL. Whoever asks meanwhile gets the same answer."""
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check(), name="gateway-health")
+        return await asyncio.shield(self._checking)
+
+    async def _check(self) -> Mapping[str, bool]:
         answers = await asyncio.gather(*(self._get(url, "/health", ()) for url in self.urls))
         return {str(url): answer is not None for url, answer in zip(self.urls, answers, strict=True)}
 

@@ -52,6 +52,11 @@ def long_sketch(path: Path) -> None:
         file.truncate(2**40)
 
 
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 SKETCHES: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_bytes(b""),
     "cut short": lambda path: path.write_bytes(path.read_bytes()[:-20]),
@@ -60,7 +65,7 @@ SKETCHES: dict[str, Callable[[Path], Any]] = {
         path.read_bytes()[:10] + b"\xff" * 4 + path.read_bytes()[14:]
     ),
     "a terabyte": long_sketch,
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a folder": folder_instead,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvtier.gateway.asgi import App, Message
+from kvtier.gateway.asgi import Message
 from kvtier.gateway.proxy.request_bounds import RequestBounds
 from kvtier.gateway.proxy.reverse_proxy import ReverseProxy
 from kvtier.gateway.proxy.upstreams import MIN_REFRESH_S, REFRESH_S, Upstreams
@@ -62,7 +62,7 @@ class Transport(httpx.AsyncBaseTransport):
         self.is_closed = True
 
 
-def proxy(handler: Handler, *urls: httpx.URL, **bounds: float) -> tuple[App, Transport]:
+def proxy(handler: Handler, *urls: httpx.URL, **bounds: float) -> tuple[RequestBounds, Transport]:
     """Return a proxy within its bounds, and its transport."""
     transport = Transport(handler)
     upstreams = Upstreams(urls or (ONE,), transport)
@@ -396,6 +396,29 @@ class TestServer:
         assert answer.json() == {"status": "ok", "upstreams": shown}
         assert get(proxy(handler, TWO)[0], "/health").status == 503
         assert get(proxy(handler, TWO)[0], "/health/live").status == 200
+
+    def test_many_that_ask_for_health_at_once_are_one_check(self) -> None:
+        """Each asked every vLLM, without a bound: these connections are those of the requests."""
+
+        async def many() -> list[int]:
+            gate = asyncio.Event()
+
+            async def wait(request: httpx.Request) -> httpx.Response:
+                await gate.wait()
+                return httpx.Response(200, stream=Parts(b""))
+
+            app, transport = proxy(wait, ONE, TWO)
+            asking = [asyncio.create_task(Client(app).send("GET", "/health", [])) for _ in range(100)]
+            for _ in range(10):
+                await asyncio.sleep(0)
+            asking[0].cancel()  # who leaves does not end it for the others
+            gate.set()
+            assert {answer.status for answer in await asyncio.gather(*asking[1:])} == {200}
+            assert len(transport.requests) == 2
+            assert (await Client(app).send("GET", "/health", [])).status == 200
+            return [len(transport.requests)]
+
+        assert asyncio.run(many()) == [4]
 
     def test_stopping_closes_the_connections(self) -> None:
         app, transport = proxy(ok)
