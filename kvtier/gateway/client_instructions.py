@@ -5,6 +5,7 @@ looked for here. An instruction that this process did not find would name an own
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from kvtier.core.request_instructions import PARAMETER, read_instructions
@@ -16,6 +17,9 @@ _BREAKPOINTS: Json = {"breakpoints": [{"num_tokens": 1, "ttl_s": 1}]}  # what ma
 _PLAIN_KEY = f'"{PARAMETER}"'.encode()
 _KEY = re.compile(rb'"' + b"".join(rb"(?:%c|\\u00(?i:%02x))" % (code, code) for code in PARAMETER.encode()) + rb'"')
 _LONGEST_KEY_BYTES = 2 + 6 * len(PARAMETER)
+_PARAMS = "kv_transfer_params"
+_ENGINE_PATH = ("sampling_params", "extra_args", _PARAMS, PARAMETER)
+"""Where vLLM itself puts an instruction, and `/inference/v1/generate` takes it from clients."""
 
 
 class UnreadInstructionError(Exception):
@@ -58,8 +62,9 @@ def checked_instruction(body: Json, owner: str, *, is_marked: bool) -> Json | No
     Raises:
         MarkerError: It cannot be carried out.
     """
-    params = body.get("kv_transfer_params")
-    own: Any = params.get(PARAMETER) if isinstance(params, dict) else None
+    if _at(body, _ENGINE_PATH) is not None:
+        raise MarkerError(_ENGINE_PATH, f"write it into {_PARAMS}.{PARAMETER}, at the top of the request")
+    own = _at(body, (_PARAMS, PARAMETER))
     if own is None:
         return None
     named: Json = {}
@@ -70,3 +75,9 @@ def checked_instruction(body: Json, owner: str, *, is_marked: bool) -> Json | No
     except InvalidArgumentError as exc:
         raise MarkerError(tuple(exc.field.split(".")), str(exc).removeprefix(f"{exc.field} = ")) from exc
     return named
+
+
+def _at(value: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

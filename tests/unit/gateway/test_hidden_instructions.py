@@ -104,6 +104,16 @@ def test_wrong_instructions_are_refused_at_every_endpoint() -> None:
     assert inner.bodies == []
 
 
+def test_arguments_of_the_engine_carry_none() -> None:
+    """vLLM's endpoint for tokens takes the engine's own sampling parameters, and they may hold an instruction."""
+    inner = AnyPath()
+    body = {"sampling_params": {"extra_args": {"kv_transfer_params": BODY["kv_transfer_params"]}}}
+    answer = post(PromptCaching(inner), "/inference/v1/generate", body)
+    assert answer.status == 400
+    assert answer.json()["error"]["param"] == "sampling_params.extra_args.kv_transfer_params.kvtier"
+    assert inner.bodies == []
+
+
 @pytest.mark.parametrize("body", HIDDEN.values(), ids=HIDDEN)
 @pytest.mark.parametrize("parts", [1, 7, 1000])
 def test_beyond_the_bound_it_is_refused(body: bytes, parts: int) -> None:
