@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -13,6 +14,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
 _JSON = b"application/json"
+_MAX_GOT_BYTES = 4 * 1024**2
+
+_log = logging.getLogger(__name__)
 
 
 def header(headers: Headers, name: bytes) -> bytes:
@@ -111,12 +115,26 @@ async def post_json(app: App, scope: Scope, path: str, value: Any, max_bytes: in
         BodyTooLargeError: The answer has more than `max_bytes`.
         Exception: What the app raised.
     """
-    body = to_json(value)
+    return await _call(app, scope, "POST", path, to_json(value), max_bytes)
+
+
+async def get_status(app: App, scope: Scope, path: str) -> int:
+    """GET from an app, likewise; return the status, 0 when there is none."""
+    try:
+        return (await _call(app, scope, "GET", path, b"", _MAX_GOT_BYTES))[0]
+    except Exception as exc:
+        _log.debug("GET %s raised %r", path, exc)
+        return 0
+
+
+async def _call(app: App, scope: Scope, method: str, path: str, body: bytes, max_bytes: int) -> tuple[int, bytes]:
     headers = replaced(
         scope["headers"], content_length=str(len(body)).encode(), content_type=_JSON, transfer_encoding=None,
         accept_encoding=None, expect=None,
     )  # fmt: skip
-    inner = dict(scope) | {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
+    inner = dict(scope) | {
+        "method": method, "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers,
+    }  # fmt: skip
     status, answer = 0, bytearray()
 
     async def send(message: Message) -> None:

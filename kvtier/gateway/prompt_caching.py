@@ -5,6 +5,7 @@ request's `kv_transfer_params` and lets vLLM answer: whatever vLLM refuses never
 it writes the usage.
 """
 
+import asyncio
 import json
 import logging
 from typing import Any, NamedTuple
@@ -42,11 +43,13 @@ from kvtier.gateway.gateway_settings import MAX_BODY, MarkerSettings
 from kvtier.gateway.markers.api_paths import error_body, may_be_marked, read_markers, refusal
 from kvtier.gateway.markers.marked_request import Api, Json, MarkedRequest, MarkerError
 from kvtier.gateway.owners import owner_of
+from kvtier.gateway.refused_keys import RefusedKeys
 from kvtier.gateway.usage_numbers import MarkedPlace, UsageWriter
-from kvtier.gateway.vllm_process import MEASURED, count_cached_tokens, render_app
+from kvtier.gateway.vllm_process import MEASURED, count_cached_tokens, is_inside_vllm, render_app
 
 _APIS = {api.value: api for api in Api}
 _REFUSED = (400, 422)
+_LONG_BYTES = 256 * 1024
 _SCALE_OUT = b"--enable-scale-out"
 """In vLLM's answer where its render endpoints are off."""
 
@@ -73,6 +76,7 @@ class PromptCaching:
         self._app = app
         self._settings = settings or MarkerSettings.from_environment()
         self._boundaries = Boundaries()
+        self._refused_keys = RefusedKeys()
         self._private_render: App | None = None
         self._warned = self._is_daemon_away = False
 
@@ -84,6 +88,9 @@ class PromptCaching:
         api = _APIS.get(scope["path"].removeprefix(scope.get("root_path", "")))
         # Before the body is read: some servers add to the headers what a client sends behind it.
         owner = owner_of(scope["headers"], self._settings.owner_header)
+        if is_inside_vllm(scope) and await self._refused_keys.refuse(self._app, scope):
+            await self._pass_unread(api, scope, receive, send)
+            return
         try:
             body = await read_body(scope["headers"], receive, self._settings.max_body_bytes)
         except BodyTooLargeError as exc:
@@ -111,7 +118,7 @@ class PromptCaching:
     async def _prepare(self, api: Api | None, owner: str, body: bytes, scope: Scope) -> _Prepared:
         readable = api if _is_plain(scope) else None
         is_read = (readable is not None and may_be_marked(readable, body)) or may_instruct(body)
-        fields = _parsed(body) if is_read else None
+        fields = await _parsed_apart(body) if is_read else None
         if fields is None:
             return _Prepared(body, scope["headers"])
         request = read_markers(readable, fields) if readable is not None else None
@@ -140,7 +147,7 @@ class PromptCaching:
         return _Prepared(body, _headers_of(body, scope, accept_encoding=b"identity"), usage)
 
     async def _pass_unread(self, api: Api | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a body that is too long, unless it asks something of kvtier: it would do so in any owner's name."""
+        """Pass a body as it arrives, unless it asks something of kvtier: it would do so in any owner's name."""
         try:
             await self._app(scope, guarded(receive), send)
         except UnreadInstructionError:
@@ -208,6 +215,11 @@ def _headers_of(body: bytes, scope: Scope, **values: bytes) -> Headers:
 def _is_plain(scope: Scope) -> bool:
     """Return whether the body is not compressed; a compressed one is vLLM's to read or to refuse."""
     return header(scope["headers"], b"content-encoding").lower() in (b"", b"identity")
+
+
+async def _parsed_apart(body: bytes) -> Json | None:
+    """Parse in a thread what takes longer than a few milliseconds: vLLM's API server has one event loop."""
+    return _parsed(body) if len(body) <= _LONG_BYTES else await asyncio.to_thread(_parsed, body)
 
 
 def _parsed(body: bytes) -> Json | None:

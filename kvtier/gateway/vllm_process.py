@@ -17,6 +17,11 @@ MEASURED: ContextVar[UsageWriter | None] = ContextVar("kvtier_measured", default
 """What the engine's outputs of this request are counted for; None for requests without markers."""
 
 
+def is_inside_vllm(scope: Scope) -> bool:
+    """Return whether the app runs in vLLM's API server."""
+    return getattr(getattr(scope.get("app"), "state", None), "engine_client", None) is not None
+
+
 def render_app(scope: Scope) -> App | None:
     """Return vLLM's own render routes as an app of their own, which no one can reach from outside.
 
