@@ -225,6 +225,8 @@ async def _parsed_apart(body: bytes) -> Json | None:
 def _parsed(body: bytes) -> Json | None:
     try:
         value = json.loads(body)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
+    except RecursionError as exc:  # vLLM's stack may be longer, and what it reads here is not known
+        raise NestedTooDeeplyError from exc
     return value if isinstance(value, dict) else None

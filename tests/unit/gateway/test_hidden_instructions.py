@@ -191,3 +191,11 @@ def test_nesting_of_any_depth_is_answered(path: str) -> None:
         answered.add(answer.status)
         assert answer.status in (200, 400)
     assert 200 in answered
+
+
+def test_an_instruction_behind_nesting_does_not_pass() -> None:
+    """What is too deep for the stack of a gateway may not be for that of a vLLM in another process."""
+    inner = VllmApp()
+    body = PLAIN[:-1] + b', "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    assert post(PromptCaching(inner), "/v1/chat/completions", body).status == 400
+    assert inner.bodies == []
