@@ -9,7 +9,9 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from weakref import WeakValueDictionary
 
 from kvtier.errors import RenderError
 from kvtier.gateway.asgi import to_json
@@ -27,8 +29,10 @@ REFUSED_AGE_S = 60.0
 """Of a conversation that vLLM did not render: it may have been the moment."""
 TIMEOUT_S = 10.0
 """For all markers of a request; then it goes on without a pin."""
-MAX_CONCURRENT = 4
+MAX_CONCURRENT, MAX_PER_OWNER = 4, 2
 """Requests whose boundaries are being rendered; further ones wait. Rendering keeps vLLM's API server busy."""
+WAIT_S = 0.5
+"""For one's turn, likewise: prompts of others that are slow to render delay a request no longer than that."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,21 +44,22 @@ class Boundaries:
         self._clock = clock
         self._found: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._slots_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by owner
         self._warned: set[str] = set()
 
-    async def find(self, request: MarkedRequest, render: Render) -> list[MarkedPlace]:
+    async def find(self, request: MarkedRequest, render: Render, owner: str = "") -> list[MarkedPlace]:
         """Return the breakpoints of a request in the order of its prompt; those that cannot be found are left out."""
         keys = [_digest(request.api, marker) for marker in request.markers]
         known = [self._known(key) for key in keys]
         if None in known:
             try:
-                async with asyncio.timeout(TIMEOUT_S), self._slots:
+                async with self._turn(owner), asyncio.timeout(TIMEOUT_S):
                     known = [
                         await self._find(request.api, key, marker, render)
                         for key, marker in zip(keys, request.markers, strict=True)
                     ]
             except TimeoutError:
-                self._warn(f"vLLM did not render a prompt within {TIMEOUT_S:g} s: the request is not pinned")
+                self._warn(f"vLLM renders prompts too slowly ({WAIT_S:g} s, {TIMEOUT_S:g} s): a request is not pinned")
             except RenderError as exc:
                 self._warn(f"cache markers have no effect: {exc}")
         longest_ttl_s: dict[int, int] = {}
@@ -62,6 +67,16 @@ class Boundaries:
             if num_tokens:
                 longest_ttl_s[num_tokens] = max(marker.ttl_s, longest_ttl_s.get(num_tokens, 0))
         return [MarkedPlace(num_tokens, ttl_s) for num_tokens, ttl_s in sorted(longest_ttl_s.items())]
+
+    @asynccontextmanager
+    async def _turn(self, owner: str) -> AsyncIterator[None]:
+        """Wait for one of the slots. TimeoutError: none is free in time."""
+        own_slots = self._slots_of.setdefault(owner, asyncio.Semaphore(MAX_PER_OWNER))
+        async with AsyncExitStack() as held:
+            async with asyncio.timeout(WAIT_S):
+                await held.enter_async_context(own_slots)
+                await held.enter_async_context(self._slots)
+            yield
 
     def _known(self, key: bytes) -> int | None:
         entry = self._found.get(key)

@@ -134,7 +134,7 @@ class PromptCaching:
         async def render(api: Api, body: Json) -> list[int] | None:
             return await self._render(scope, api, body)
 
-        points = await self._boundaries.find(request, render)
+        points = await self._boundaries.find(request, render, owner)
         usage = UsageWriter(
             api=request.api,
             points=points,

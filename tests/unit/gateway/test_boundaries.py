@@ -11,6 +11,7 @@ from kvtier.gateway.boundaries import (
     MAX_AGE_S,
     MAX_CONCURRENT,
     MAX_ENTRIES,
+    MAX_PER_OWNER,
     REFUSED_AGE_S,
     Boundaries,
     common_prefix,
@@ -114,3 +115,38 @@ def test_a_vllm_that_does_not_answer_in_time_holds_no_request(monkeypatch: pytes
         return await Boundaries().find(request("a"), renderer)
 
     assert asyncio.run(hangs()) == []
+
+
+def test_slow_prompts_of_an_owner_delay_no_other() -> None:
+    """They took all slots, and everyone else waited for ten seconds and went on without a pin."""
+
+    async def run() -> None:
+        table, hanging = Boundaries(), Renderer()
+        hanging.gate = asyncio.Event()
+        slow = [asyncio.create_task(table.find(request(f"a{n}"), hanging, "hostile")) for n in range(20)]
+        await asyncio.sleep(0)
+        assert len(await table.find(request("b"), Renderer(), "other")) == 1
+        assert hanging.num_running == 2 * MAX_PER_OWNER
+        done, waiting = await asyncio.wait(slow, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        assert all(task.result() == [] for task in done)
+        hanging.gate.set()
+        await asyncio.gather(*waiting)
+        assert not table._slots_of
+
+    asyncio.run(run())
+
+
+def test_no_one_waits_long_for_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundaries, "WAIT_S", 0.01)
+
+    async def run() -> None:
+        table, hanging = Boundaries(), Renderer()
+        hanging.gate = asyncio.Event()
+        slow = [asyncio.create_task(table.find(request(f"a{n}"), hanging, f"{n}")) for n in range(MAX_CONCURRENT)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(table.find(request("b"), Renderer(), "other"), 5) == []
+        hanging.gate.set()
+        assert all(len(found) == 1 for found in await asyncio.gather(*slow))
+        assert len(await table.find(request("b"), Renderer(), "other")) == 1
+
+    asyncio.run(run())
