@@ -129,14 +129,18 @@ class ReverseProxy:
 
     async def _pass(self, url: httpx.URL, scope: Scope, body: bytes, send: Send) -> None:
         path = scope.get("raw_path", b"").partition(b"?")[0].decode("latin-1") or scope["path"]
+        try:
+            target = under(url, path, scope["query_string"])
+        except ValueError:
+            await refuse(scope, send, 400, "the request's target is no path and query of a URL; escape it")
+            return
         headers = [(b"host", url.netloc), *_end_to_end(scope["headers"])]
         if body or header(headers, b"content-length"):
             # It may have come in chunks. With another length vLLM would take the next request for its rest.
             headers = replaced(headers, content_length=str(len(body)).encode())
         # No httpx.Client: it adds headers, follows redirects and keeps cookies, and takes longer than all of this.
         request = httpx.Request(
-            scope["method"], under(url, path, scope["query_string"]), headers=headers,
-            stream=httpx.ByteStream(body), extensions=self._extensions,
+            scope["method"], target, headers=headers, stream=httpx.ByteStream(body), extensions=self._extensions,
         )  # fmt: skip
         try:
             response = await self._transport.handle_async_request(request)

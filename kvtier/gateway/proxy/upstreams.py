@@ -117,6 +117,9 @@ class Upstreams:
 
 
 def under(url: httpx.URL, path: str, query: bytes = b"") -> httpx.URL:
-    """Return the URL of a path (percent-encoded) below a base URL."""
-    raw = url.raw_path.rstrip(b"/") + path.encode("ascii", "replace") + (b"?" + query if query else b"")
-    return url.copy_with(raw_path=raw)
+    """Return the URL of a path (percent-encoded) below a base URL. ValueError: no URL has such a path or query."""
+    raw = url.raw_path.rstrip(b"/") + path.encode("ascii") + (b"?" + query if query else b"")
+    try:
+        return url.copy_with(raw_path=raw)
+    except httpx.InvalidURL as exc:
+        raise ValueError(str(exc)) from exc

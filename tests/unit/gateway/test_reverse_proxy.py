@@ -131,6 +131,26 @@ class TestPassing:
         asyncio.run(app(scope, receive, send))
         assert str(transport.requests[0].url) == "http://two:8000/prefix/v1/responses/a%2Fb?x=%20"
 
+    @pytest.mark.parametrize(
+        ("path", "query"),
+        [(b"/v1/models#x", b""), (b"/v1/x\xff", b""), (b"/v1/x", b"a=\xe9"), (b"/v1/x", b"a#b"), (b"/v1/x", b"a\x01")],
+    )
+    def test_a_target_that_is_no_url_is_refused(self, path: bytes, query: bytes) -> None:
+        """Whatever a client writes there: it ended in a traceback."""
+        app, transport = proxy(ok)
+        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path.decode("latin-1"), "headers": []}
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request"} if not sent else {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        asyncio.run(app(scope | {"raw_path": path, "query_string": query}, receive, send))
+        assert Response(sent).status == 400
+        assert transport.requests == []
+
     @pytest.mark.parametrize(("body", "length"), [(b"", b"0"), (b"{}", b"2")])
     def test_the_length_is_that_of_the_body(self, body: bytes, length: bytes) -> None:
         """With another one vLLM would take the next request on the connection for the rest of this one."""
