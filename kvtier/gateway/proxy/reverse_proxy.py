@@ -31,6 +31,8 @@ from kvtier.obs.log import log_event
 
 _PASSED = ("/v1/", "/v2/", "/inference/", "/cohere/", "/tokenize", "/detokenize", "/version", "/metrics", "/ping")
 """vLLM's other paths change the server (`/sleep`, `/reset_prefix_cache`), and its API key does not guard them."""
+_REFUSED = ("v1/load_lora_adapter", "v1/unload_lora_adapter", "inference/v1/abort_requests")
+"""These change it too, or end requests of others."""
 _HOP_BY_HOP = frozenset(
     {
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -178,7 +180,8 @@ class ReverseProxy:
 
 def _is_passed(path: str) -> bool:
     """Return whether a decoded path is one of vLLM's that clients need, whatever normalizes it on its way."""
-    return path.startswith(_PASSED) and not {".", ".."} & set(path.split("/"))
+    parts = [part for part in path.split("/") if part]
+    return path.startswith(_PASSED) and "/".join(parts) not in _REFUSED and not {".", ".."} & set(parts)
 
 
 async def _disconnected(receive: Receive) -> None:

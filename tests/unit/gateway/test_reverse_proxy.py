@@ -161,7 +161,11 @@ class TestPassing:
         assert request.headers["content-length"].encode() == length
         assert "transfer-encoding" not in request.headers
 
-    @pytest.mark.parametrize("path", ["/sleep", "/reset_prefix_cache", "/", "/v1/../sleep", "/v1/.."])
+    @pytest.mark.parametrize(
+        "path",
+        ["/sleep", "/reset_prefix_cache", "/", "/v1/../sleep", "/v1/..", "/v1/load_lora_adapter",
+         "/v1//unload_lora_adapter/", "/inference/v1/abort_requests"],
+    )  # fmt: skip
     def test_paths_that_change_the_server_do_not_pass(self, path: str) -> None:
         app, transport = proxy(ok)
         answer = post(app, path, {})
