@@ -109,11 +109,12 @@ class ReverseProxy:
         await self._route(scope, body, receive, send)
 
     async def _route(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/v1/models" and len(self._upstreams.urls) > 1:
-            await send_json(send, 200, await self._upstreams.models(scope["headers"]))
+        is_list = scope["path"] == "/v1/models" and len(self._upstreams.urls) > 1
+        if is_list and (models := await self._upstreams.models(scope["headers"])) is not None:
+            await send_json(send, 200, models)
             return
         model = _model_of(body) if len(self._upstreams.urls) > 1 else ""
-        url = await self._upstreams.serving(model, scope["headers"])
+        url = self._upstreams.urls[0] if is_list else await self._upstreams.serving(model, scope["headers"])
         if url is None:
             known = "names no model" if not model else f"names the model {model!r:.100}, which no vLLM serves"
             await refuse(scope, send, 404, f"the request {known}; GET /v1/models lists them", "not_found_error")

@@ -38,11 +38,14 @@ class Upstreams:
         self._transport, self._clock = transport, clock
         self._models: dict[str, httpx.URL] = {}
         self._listed_s = -REFRESH_S
+        self._has_listed = False
         self._listing = asyncio.Lock()
         self._checking: asyncio.Task[Mapping[str, bool]] | None = None
 
     async def serving(self, model: str, headers: Headers) -> httpx.URL | None:
         """Return the vLLM that serves a model; None when no one does. The first of several that do is taken.
+
+        While none has listed its models, it is the first: that one says why not (a wrong key), or serves it.
 
         Args:
             model: As the request names it.
@@ -53,11 +56,13 @@ class Upstreams:
         known = self._models.get(model)
         if self._clock() - self._listed_s > (REFRESH_S if known else MIN_REFRESH_S):
             await self._list(headers)
-        return self._models.get(model)
+        return self._models.get(model) if self._has_listed else self.urls[0]
 
-    async def models(self, headers: Headers) -> Json:
-        """Return what all vLLMs serve, as `/v1/models` answers."""
+    async def models(self, headers: Headers) -> Json | None:
+        """Return what all vLLMs serve, as `/v1/models` answers; None when not one says so."""
         lists = await asyncio.gather(*(self._models_of(url, headers) for url in self.urls))
+        if all(entries is None for entries in lists):
+            return None
         return {"object": "list", "data": [entry for entries in lists for entry in entries or ()]}
 
     async def health(self) -> Mapping[str, bool]:
@@ -76,6 +81,7 @@ class Upstreams:
                 return  # another request did
             lists = await asyncio.gather(*(self._models_of(url, headers) for url in self.urls))
             self._listed_s = self._clock()
+        self._has_listed |= any(entries is not None for entries in lists)
         found: dict[str, httpx.URL] = {}
         for url, entries in zip(self.urls, lists, strict=True):
             if entries is None:  # away, or not for this caller: what it served stays known

@@ -292,6 +292,25 @@ class TestManyVllms:
         assert "names the model 'x', which no vLLM serves" in answer.json()["error"]["message"]
         assert "names no model" in post(app, "/v1/messages", b"{").json()["error"]["message"]
 
+    def test_a_wrong_key_is_refused_as_vllm_does(self) -> None:
+        """It was an empty list, and no model was known."""
+
+        def refuse(request: httpx.Request) -> httpx.Response:
+            body = json.dumps({"error": "Unauthorized", "host": request.url.host}).encode()
+            return httpx.Response(401, stream=Parts(body))
+
+        app, _ = proxy(refuse, ONE, TWO)
+        for answer in (get(app, "/v1/models"), post(app, "/v1/chat/completions", {"model": "x"})):
+            assert (answer.status, answer.json()) == (401, {"error": "Unauthorized", "host": "one"})
+
+    def test_while_none_answers_that_is_said(self) -> None:
+        def fail(request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("connection refused")
+
+        app, _ = proxy(fail, ONE, TWO)
+        assert get(app, "/v1/models").status == 502
+        assert post(app, "/v1/messages", {"model": "x"}).status == 502
+
     def test_their_models_are_listed_together(self) -> None:
         app, _ = proxy(models({"one": ["a"], "two": ["b"]}), ONE, TWO)
         assert [entry["id"] for entry in get(app, "/v1/models").json()["data"]] == ["a", "b"]
