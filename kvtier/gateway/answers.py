@@ -72,7 +72,7 @@ class RewritingSend:
 
     def _sources(self) -> bytes | None:
         """Return a dictionary as in RFC 9651: tokens by where they were cached."""
-        if not self._usage.result:
+        if not self._usage.result or self._usage.has_siblings:
             return None
         return ", ".join(f"{key}={num}" for key, num in (self._usage.sources or {"device": 0}).items()).encode()
 

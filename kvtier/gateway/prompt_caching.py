@@ -141,6 +141,7 @@ class PromptCaching:
             is_kept=bool(owner),
             has_cache_control=request.has_cache_control,
             is_prewarm=request.is_prewarm,
+            has_siblings=_has_siblings(request),
             is_daemon_away=self._is_daemon_away,
         )
         body = to_json(with_instruction(request.body, points, owner, own))
@@ -220,6 +221,10 @@ def _is_plain(scope: Scope) -> bool:
 async def _parsed_apart(body: bytes) -> Json | None:
     """Parse in a thread what takes longer than a few milliseconds: vLLM's API server has one event loop."""
     return _parsed(body) if len(body) <= _LONG_BYTES else await asyncio.to_thread(_parsed, body)
+
+
+def _has_siblings(request: MarkedRequest) -> bool:
+    return request.api is Api.CHAT and not request.body.get("stream") and request.body.get("n") not in (None, 1)
 
 
 def _parsed(body: bytes) -> Json | None:

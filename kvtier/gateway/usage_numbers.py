@@ -65,6 +65,8 @@ class UsageWriter:
 
     Attributes:
         has_cache_control: Anthropic's fields are added to the chat API's.
+        has_siblings: One body has several answers (`n`). vLLM reports the count of the one that ends last, which may
+            have read what the first one computed: counts are 0.
         measured_tokens: Tokens that were not computed, as vLLM's engine counted; None before it said so, or when only
             vLLM's own usage says it.
         is_daemon_away: As the last answer had it; what this one says of it counts more.
@@ -78,6 +80,7 @@ class UsageWriter:
     is_kept: bool
     has_cache_control: bool
     is_prewarm: bool
+    has_siblings: bool = False
     measured_tokens: int | None = None
     is_daemon_away: bool = False
     result: str = ""
@@ -98,7 +101,7 @@ class UsageWriter:
     def write(self, usage: Json) -> Json:
         """Return the usage of an answer; counts are 0 when vLLM does not report cached tokens."""
         cached = self._cached_tokens(usage)
-        self.was_unknown |= cached is None
+        self.was_unknown |= cached is None and not self.has_siblings
         is_kept = self.is_kept and not self.is_daemon_away and self.result not in _NOT_KEPT
         counts = count(self.points, cached or 0, is_kept=is_kept and cached is not None)
         if self.api is Api.MESSAGES:
@@ -123,6 +126,8 @@ class UsageWriter:
         return written | _anthropic_counts(counts)
 
     def _cached_tokens(self, usage: Json) -> int | None:
+        if self.has_siblings:
+            return None
         if self.measured_tokens is not None:
             return self.measured_tokens
         if self.api is Api.MESSAGES:

@@ -195,6 +195,24 @@ class TestUsage:
         assert usage["cache_read_input_tokens"] == num_tokens
         assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
+    def test_of_several_answers_in_one_body_is_not_known(self, caplog: pytest.LogCaptureFixture) -> None:
+        """vLLM reports the count of the last one, which read what the first one computed: all read, nothing written."""
+        inner = VllmApp()
+        inner.report = {"result": "pinned", "cached_tokens": {"device": 32}}
+        app = PromptCaching(inner)
+        parts = [{"type": "text", "text": SYSTEM, "cache_control": EPHEMERAL}]
+        turns = [{"role": "system", "content": parts}, {"role": "user", "content": "what is open"}]
+        for _ in range(2):
+            answer = post(app, "/v1/chat/completions", {"model": "m", "messages": turns, "n": 2})
+            usage = answer.json()["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+            assert usage["cache_creation_input_tokens"] == usage["cache_read_input_tokens"] == 0
+            assert "kvtier-cached-tokens" not in answer.headers
+        assert inner.last["kv_transfer_params"]["kvtier"]["breakpoints"]
+        assert not caplog.records
+        one = post(app, "/v1/chat/completions", {"model": "m", "messages": turns, "n": 1}).json()["usage"]
+        assert one["cache_read_input_tokens"] > 0
+
     def test_of_responses_splits_by_its_own_lifetimes(self) -> None:
         app = PromptCaching(VllmApp())
         body = {"input": "what is open", "instructions": SYSTEM, "prompt_cache_key": "clerk", "stream": True}
