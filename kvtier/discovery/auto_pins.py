@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.turns import Breather, in_turns
 from kvtier.config.model import CacheConfig
-from kvtier.core.limits import AUTO_PIN_PREFIX
+from kvtier.core.limits import AUTO_PIN_PREFIX, check_chosen_name
 from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, PrefixChoice, Selection
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
 from kvtier.discovery.seen import PrefixTokens, SeenRequest
@@ -324,30 +325,28 @@ class AutoPins:
 
     # What operators ask
 
-    async def adopt(self, adopted: str, name: str, *, ttl_s: int, priority: int, replace: bool) -> PromptView:
+    async def adopt(self, adopted: str, name: str, **how: Any) -> PromptView:
         """Give an automatic pin a name of its own: it is a pin like those of operators from then on.
+
+        Args:
+            adopted: The automatic pin.
+            name: Its new name.
+            how: ttl_s, priority, replace and public of `RequestedPin`.
 
         Raises:
             PromptNotFoundError: There is no such prompt.
             InvalidArgumentError: It is no automatic pin, or the name is one of an automatic pin.
-            KvtierError: As `Pins.pin`.
+            KvtierError: As `Pins.rename`.
         """
+        check_chosen_name("name", name)
         prompt = self._prompts.get(adopted)
-        if prompt.origin != "auto":
+        if prompt.origin != "auto" or not prompt.pinned:
             remedy = "is no automatic pin; name one that `kvtier list` shows as auto"
             raise InvalidArgumentError("adopt", adopted, remedy)
-        fields = ("tokens", "model", "lora_name", "lora_path", "cache_salt", "public")
-        view = await self._pins.pin(
-            RequestedPin(
-                **{field: getattr(prompt, field) for field in fields},
-                name=name,
-                ttl_s=ttl_s,
-                priority=priority,
-                replace=replace,
-            )
-        )
-        await self._pins.forget(prompt)
-        return view
+        content = {
+            field: getattr(prompt, field) for field in ("tokens", "model", "lora_name", "lora_path", "cache_salt")
+        }
+        return await self._pins.rename(prompt, RequestedPin(name=name, **content, **how))
 
     def use_of(self, name: str) -> PinUse | None:
         """Return what an automatic pin was good for; None for another prompt."""

@@ -81,6 +81,15 @@ class Promises:
             self._copy_after_commit(lambda copies: copies.put(row))
             self._copy_after_commit(lambda copies: copies.drop(*ended))
 
+    def rename_prompt(self, name: str, row: PromptRow) -> None:
+        """Give a prompt another name, and write the rest of its row; its bindings stay. One that has the name goes."""
+        row = replace(row, revision=self._next_revision())
+        with self.without_copies(_BINDINGS_OF, row.name, prompt_id(name)), self._database.transaction() as sql:
+            sql.execute("DELETE FROM prompts WHERE name = ?", (row.name,))
+            sql.execute("UPDATE prompts SET name = ? WHERE name = ?", (row.name, name))
+            write_prompt(sql, row)
+            self._copy_after_commit(lambda copies: copies.put(row))
+
     def delete_prompt(self, name: str) -> None:
         """Delete a prompt with its bindings."""
         with self.without_copies(_BINDINGS_OF, name, prompt_id(name)), self._database.transaction() as sql:

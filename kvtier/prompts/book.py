@@ -174,13 +174,21 @@ class PromptBook:
         self.num_pinned += sign * prompt.pinned
         self.num_bytes += sign * _bytes_of(prompt)
 
+    def rename(self, name: str, prompt: PromptRow) -> None:
+        """Take in a prompt that had this name before; its bindings stay."""
+        self._drop_name(name)
+        self.put(prompt)
+
     def forget(self, prompt: PromptRow) -> None:
         """Drop a prompt and its bindings."""
-        if (known := self._by_name.pop(prompt.name, None)) is not None:
-            del self._names[bisect_right(self._names, prompt.name) - 1]
-            self._count(known, -1)
+        self._drop_name(prompt.name)
         self._by_pin_id.pop(prompt.pin_id, None)
         self._bindings.pop(prompt.pin_id, None)
+
+    def _drop_name(self, name: str) -> None:
+        if (known := self._by_name.pop(name, None)) is not None:
+            del self._names[bisect_right(self._names, name) - 1]
+            self._count(known, -1)
 
     def bind(self, row: BindingRow) -> None:
         """Take in a binding, in place of an older one."""

@@ -10,7 +10,7 @@ from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
 from kvtier.concurrency.turns import slices
 from kvtier.core.layout import ChunkKey
-from kvtier.errors import LedgerError, PromptPinnedError, QuotaExceededError
+from kvtier.errors import LedgerError, PromptNotFoundError, PromptPinnedError, QuotaExceededError
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin
@@ -91,6 +91,42 @@ class Pins:
         self.watch.pinned(prompt.pin_id)
         if old != prompt:
             self._announce(prompt)
+
+    async def rename(self, prompt: PromptRow, requested: RequestedPin) -> PromptView:
+        """Make a pinned prompt the one that is asked for, which has its content: id, bindings and chunks stay.
+
+        Raises:
+            PromptNotFoundError: It has ended meanwhile.
+            PromptExistsError: The name is taken.
+            LedgerError: The ledger refused; nothing has changed.
+        """
+        await self._changes.exclusively("rename", lambda: self._rename(prompt, requested))
+        return await self.view(requested.name)
+
+    async def _rename(self, prompt: PromptRow, requested: RequestedPin) -> None:
+        if (known := self._standing(prompt)) is None:
+            raise PromptNotFoundError(prompt.name)
+        drafted, old = self._prompts.draft(requested, time.time())
+        promises = self._resources.ledger.promises
+        if old is not None and old.pin_id == drafted.pin_id:  # the same content has the name already
+            await self._resources.in_ledger(promises.put_prompt, drafted)
+            await self.take_in(drafted, old)
+            await self._forget_prompt(known)
+        else:
+            renamed = replace(drafted, pin_id=known.pin_id, created_unix_s=known.created_unix_s)
+            await self._resources.in_ledger(promises.rename_prompt, known.name, renamed)
+            if old is not None:
+                await self._forget(old)
+            self._prompts.rename(known.name, renamed)
+            self._announce(renamed)
+        log_event(logger, "pin_registered", name=drafted.name, num_tokens=len(drafted.tokens), model=drafted.model)
+
+    def _standing(self, prompt: PromptRow) -> PromptRow | None:
+        """Return a pin as it stands now; None if it has ended meanwhile, or is another's."""
+        known = self._prompts.by_pin_id(prompt.pin_id)
+        if known is None or not known.pinned or (known.origin, known.owner) != (prompt.origin, prompt.owner):
+            return None
+        return known
 
     async def extend(self, prompt: PromptRow, expires_unix_s: float, priority: int) -> PromptRow:
         """Change when a pin ends, and its priority; durable on return. Returns it as it stands then.

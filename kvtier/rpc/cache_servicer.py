@@ -54,9 +54,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PromptStatus:
         limits.check_count("tokens", len(request.tokens), limits.MAX_TOKENS)
+        limits.check_chosen_name("name", request.name)
         if request.adopt:
             return await self._adopt(request)
-        limits.check_chosen_name("name", request.name)
         ids = array("I")
         async for part in in_turns_of(request.tokens):
             ids.extend(part)
@@ -68,7 +68,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             if getattr(request, field):
                 raise InvalidArgumentError(field, getattr(request, field), "comes from the pin that is adopted")
         limits.check_name(request.adopt)
-        how = {field: getattr(request, field) for field in ("ttl_s", "priority", "replace")}
+        how = {field: getattr(request, field) for field in ("ttl_s", "priority", "replace", "public")}
         return prompt_status(await self._cache.auto_pins.adopt(request.adopt, request.name, **how))
 
     async def GetAdvice(self, request: pb.GetAdviceRequest, context: Context) -> pb.Advice:

@@ -33,6 +33,7 @@ _VLLM, _PIN = "vLLM", "How"
 _source = partial(typer.Option, metavar="FILE", rich_help_panel="What to pin (one of)")
 _request = partial(typer.Option, rich_help_panel=_VLLM, callback=checked_text)
 _how = partial(typer.Option, rich_help_panel=_PIN)
+_WITH_ADOPT = {"name", "adopt", "ttl", "priority", "public", "replace", "as_json"}
 
 
 def pin(
@@ -81,7 +82,7 @@ def pin(
     Without a source, a known prompt is rendered and warmed again from its stored source.
     """
     if adopt is not None:
-        _adopt(context, name, adopt, ttl, priority, replace=replace, as_json=as_json)
+        _adopt(context, name, adopt, ttl, priority, public=public, replace=replace, as_json=as_json)
         return
     source = _read_source(
         {
@@ -129,17 +130,22 @@ def _adopt(
     ttl: str | None,
     priority: int | None,
     *,
+    public: bool | None,
     replace: bool,
     as_json: bool,
 ) -> None:
-    request = PinRequest(
-        name=name,
-        adopt=adopted,
-        ttl_s=0 if ttl is None else parse_duration("--ttl", ttl),
-        priority=priority or 0,
-        replace=replace,
-    )
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        # By its name: some versions of Typer have a copy of Click, with an enum of its own.
+        if source is not None and source.name == "COMMANDLINE" and option.name not in _WITH_ADOPT:
+            remedy = "does not go with --adopt: its content is that of the automatic pin; leave it out"
+            raise InvalidArgumentError(option.opts[0], context.params[option.name or ""], remedy)
+    ttl_s = 0 if ttl is None else parse_duration("--ttl", ttl)
     with connect(context) as client:
+        public = client.get(adopted).public if public is None else public
+        request = PinRequest(
+            name=name, adopt=adopted, ttl_s=ttl_s, priority=priority or 0, public=public, replace=replace
+        )
         status = client.pin(request)
     Output(json=as_json).answer(to_jsonable(status), f"pinned: {name}, which was {adopted}")
 

@@ -64,6 +64,22 @@ def test_copies_go_with_their_rows(ledger: Ledger, path: Path) -> None:
     assert copies_beside(path) == {}
 
 
+def test_a_prompt_that_is_renamed_keeps_its_bindings_and_takes_the_place_of_another(ledger: Ledger, path: Path) -> None:
+    ledger.promises.put_prompt(prompt_row("other", "pin-2"))
+    ledger.promises.put_binding(binding_row("pin-2"))
+    renamed = replace(prompt_row(), name="other", priority=7)
+    ledger.promises.rename_prompt("support", renamed)
+    snapshot = ledger.load()
+    assert (snapshot.prompts, snapshot.bindings) == ((renamed,), (binding_row(),))
+    assert copies_beside(path) == {prompt_id("other"): renamed, BOUND: binding_row()}
+    ledger.close()
+    path.unlink()
+    restored = Ledger.open(path)
+    assert restored.promises.restore(lambda: [namespace_row()]).prompts == ["other"]
+    assert restored.load().bindings == (binding_row(),)
+    restored.close()
+
+
 def test_nothing_of_a_transaction_that_fails_is_copied(ledger: Ledger, path: Path) -> None:
     before = copies_beside(path)
 

@@ -238,6 +238,60 @@ def test_an_automatic_pin_is_adopted_under_a_name(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_an_adopted_pin_keeps_its_chunks_and_needs_no_space(tmp_path: Path) -> None:
+    """A new pin beside the old one was counted twice, and its chunks were evictable until an engine had bound it."""
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path, disk_bytes=40_000, auto_pin_public=True)
+        async with attached(config) as (stub, engine):
+            bound = await found(engine, "support")
+            keys = [chunk_key(("support", n)) for n in range(SYSTEM_TOKENS // 16)]
+            await engine.bind(bound.pin_id, keys)
+            await engine.store(keys)
+            await wait_durable(stub, bound.name)
+        async with running(config) as stub:  # no engine would bind it again
+            status = await stub.Pin(cache_pb2.PinRequest(name="support", adopt=bound.name, priority=3))
+            assert (status.pin_id, status.state) == (bound.pin_id, cache_pb2.PromptStatus.DURABLE)
+            assert not status.public, "as was asked for"
+            assert not (await stub.Evict(cache_pb2.EvictRequest(all=True))).num_chunks
+        async with running(config) as stub:
+            assert (await prompt_of(stub, "support")).state == cache_pb2.PromptStatus.DURABLE
+            assert await names(stub) == {"support"}
+
+    asyncio.run(scenario())
+
+
+def test_the_name_of_an_adopted_pin_is_none_of_automatic_pins(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            name = (await found(engine, "support")).name
+            for taken in (name, "auto-other"):
+                with pytest.raises(grpc.aio.AioRpcError, match="those of automatic pins; choose another"):
+                    await stub.Pin(cache_pb2.PinRequest(name=taken, adopt=name))
+            assert await names(stub) == {name}
+            await pin(stub, "support")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Pin(cache_pb2.PinRequest(name="support", adopt=name))
+            assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+            await stub.Pin(cache_pb2.PinRequest(name="support", adopt=name, replace=True))
+            assert await names(stub) == {"support"}
+            assert (await prompt_of(stub, "support")).num_tokens == SYSTEM_TOKENS
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_has_the_name_already_takes_the_adopted_pins_place(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            bound = await found(engine, "support")
+            known = await stub.Pin(cache_pb2.PinRequest(name="mine", tokens=tokens_of("support"), model="model"))
+            status = await stub.Pin(cache_pb2.PinRequest(name="mine", adopt=bound.name, priority=3))
+            assert (status.pin_id, status.priority) == (known.pin_id, 3)
+            assert await names(stub) == {"mine"}
+
+    asyncio.run(scenario())
+
+
 def test_what_a_pin_was_good_for_survives_a_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = auto_config(tmp_path)

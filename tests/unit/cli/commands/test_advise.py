@@ -121,8 +121,33 @@ def test_show_says_where_a_pin_comes_from_and_what_it_was_good_for(kvtier: Kvtie
 
 
 def test_adopting_needs_no_source_and_no_vllm(kvtier: Kvtier, daemon: FakeCacheService) -> None:
+    daemon.prompts["auto-1"] = PromptStatus(name="auto-1", pinned=True, origin="auto")
     done = kvtier("pin", "support", "--adopt", "auto-1", "--ttl", "7d", "--priority", "3")
     assert done.exit_code == 0, done.output
     assert "pinned: support, which was auto-1" in done.stdout
     (request,) = daemon.pins
     assert (request.name, request.adopt, request.ttl_s, request.priority) == ("support", "auto-1", 7 * 86400, 3)
+
+
+@pytest.mark.parametrize(("options", "public"), [((), True), (("--no-public",), False), (("--public",), True)])
+def test_an_adopted_pin_is_public_as_before_or_as_said(
+    kvtier: Kvtier, daemon: FakeCacheService, options: tuple[str, ...], public: bool
+) -> None:
+    daemon.prompts["auto-1"] = PromptStatus(name="auto-1", pinned=True, origin="auto", public=True)
+    done = kvtier("pin", "support", "--adopt", "auto-1", *options)
+    assert done.exit_code == 0, done.output
+    assert daemon.pins[0].public is public
+
+
+@pytest.mark.parametrize(
+    "options", [("--tokens", "x.json"), ("--model", "demo"), ("--cache-salt", "s"), ("--no-warm",), ("--timeout", "5")]
+)
+def test_what_says_other_content_does_not_go_with_adopt(
+    kvtier: Kvtier, daemon: FakeCacheService, options: tuple[str, ...]
+) -> None:
+    daemon.prompts["auto-1"] = PromptStatus(name="auto-1", pinned=True, origin="auto")
+    done = kvtier("pin", "support", "--adopt", "auto-1", *options)
+    assert done.exit_code != 0
+    assert options[0] in done.output
+    assert "does not go with --adopt" in " ".join(done.output.split())
+    assert not daemon.pins
