@@ -137,8 +137,7 @@ class Pins:
         return await self._changes.exclusively("extend", lambda: self._extend(prompt, expires_unix_s, priority))
 
     async def _extend(self, prompt: PromptRow, expires_unix_s: float, priority: int) -> PromptRow:
-        known = self._prompts.by_pin_id(prompt.pin_id)
-        if known is None or not known.pinned:  # it has ended meanwhile
+        if (known := self._standing(prompt)) is None:
             return prompt
         extended = replace(known, expires_unix_s=expires_unix_s, priority=priority)
         await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, extended)
@@ -148,7 +147,7 @@ class Pins:
         return extended
 
     async def forget(self, prompt: PromptRow) -> None:
-        """End a pin and forget its prompt; the chunks stay as evictable cache.
+        """End a pin and forget its prompt; the chunks stay as evictable cache. Unpinned or taken over, it stays.
 
         Raises:
             LedgerError: The ledger refused; the pin stands.
@@ -156,10 +155,10 @@ class Pins:
         await self._changes.exclusively("forget", lambda: self._end(prompt))
 
     async def _end(self, prompt: PromptRow) -> None:
-        if self._prompts.by_pin_id(prompt.pin_id) is not None:
-            await self._forget_prompt(prompt)
+        if (known := self._standing(prompt)) is not None:
+            await self._forget_prompt(known)
             self._retry_refused()
-            log_event(logger, "pin_ended", name=prompt.name)
+            log_event(logger, "pin_ended", name=known.name)
 
     async def unpin(self, name: str) -> PromptView:
         """End the promise; the chunks stay as evictable cache.

@@ -140,3 +140,37 @@ def test_a_pin_that_comes_while_an_old_one_expires_stands(
             await asyncio.gather(expiring, return_exceptions=True)
 
     run_with_jumps(scenario)
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_pin_that_was_unpinned_while_its_end_waited_does_not_end_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken_over: bool
+) -> None:
+    """Chunks that another pin shares were evictable then, and a pin that an operator had made of it was gone."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await attached(r)
+            pins, session = r.cache.pins, r.cache.live_sessions[0]
+            keys = r.in_host(range(2))
+            for name, origin in (("mine", "named"), ("request-x", "request")):
+                requested = RequestedPin(name=name, tokens=tuple(range(32)), origin=origin)  # type: ignore[arg-type]
+                view = await pins.pin(requested)
+                await r.cache.bind(session, view.prompt.pin_id, keys, 32, "")
+            with gated(monkeypatch, Promises, "put_prompt") as gate:
+                unpinning = asyncio.create_task(pins.unpin("request-x"))
+                await reached(gate.reached)
+                if taken_over:
+                    again = RequestedPin(name="request-x", tokens=tuple(range(32)))
+                    pinning = asyncio.create_task(pins.pin(again))
+                    await eventually(lambda: len(r.cache.changes.lock._waiters or ()) == 1)
+                ending = asyncio.create_task(pins.forget(view.prompt))
+                await eventually(lambda: len(r.cache.changes.lock._waiters or ()) == 1 + taken_over)
+                gate.open()
+                await asyncio.gather(unpinning, ending, *([pinning] if taken_over else []))
+            assert {r.chunk(number).num_pins for number in range(2)} == {1 + taken_over}
+            left = r.cache.prompts.get("request-x")
+            assert (left.pinned, left.origin) == (taken_over, "named" if taken_over else "request")
+            r.table.check()
+
+    asyncio.run(scenario())
