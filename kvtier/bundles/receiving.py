@@ -15,7 +15,7 @@ from kvtier.bundles.spool import Spool
 from kvtier.collector import gc_paused
 from kvtier.core.fingerprint import differing_fields
 from kvtier.core.layout import ChunkKey, KVLayout
-from kvtier.core.limits import PIECE_BYTES
+from kvtier.core.limits import PIECE_BYTES, check_chosen_name
 from kvtier.disk.disk_usage import ScratchSpace
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import (
@@ -59,6 +59,7 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
         InvalidArgumentError: The name cannot be used, or the prompt is to be public and has a cache salt.
     """
     name = requested.name or bundle.prompt.name
+    check_chosen_name("name", name)
     pin = replace(bundle.prompt, name=name, ttl_s=requested.ttl_s, replace=requested.replace, public=requested.public)
     namespace = _find_namespace(cache, bundle)
     cache.prompts.draft(pin, time.time())

@@ -229,7 +229,7 @@ class RequestPins:
         """Return the pin of this prefix, or one that covers it, or a new one.
 
         Raises:
-            InvalidArgumentError: The name is taken.
+            InvalidArgumentError: The name is taken, or one of automatic pins.
             RequestLimitError: It would be too much for its owner, or for all.
             QuotaExceededError: It would not fit on disk.
         """

@@ -16,6 +16,7 @@ from kvtier.config import DaemonConfig
 from kvtier.discovery import auto_pins
 from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
+from tests.unit.bundles.test_round_trip import export, import_, refused
 
 SYSTEM_TOKENS = 64
 BUDGET = 1 << 20
@@ -288,6 +289,25 @@ def test_a_prompt_that_has_the_name_already_takes_the_adopted_pins_place(tmp_pat
             status = await stub.Pin(cache_pb2.PinRequest(name="mine", adopt=bound.name, priority=3))
             assert (status.pin_id, status.priority) == (known.pin_id, 3)
             assert await names(stub) == {"mine"}
+
+    asyncio.run(scenario())
+
+
+def test_a_bundle_of_an_automatic_pin_is_imported_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """Under that of an automatic pin it became one that no request, and then nobody, kept."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            bound = await found(engine, "support")
+            keys = [chunk_key(("support", n)) for n in range(SYSTEM_TOKENS // 16)]
+            await engine.bind(bound.pin_id, keys)
+            await engine.store(keys)
+            await wait_durable(stub, bound.name)
+            data = await export(stub, bound.name)
+            for fields in ({}, {"name": "auto-x"}):
+                await refused(stub, data, grpc.StatusCode.INVALID_ARGUMENT, "those of automatic pins", **fields)
+            assert (await prompt_of(stub, bound.name)).origin == "auto"
+            assert (await import_(stub, data, name="support")).origin == "named"
 
     asyncio.run(scenario())
 

@@ -230,6 +230,15 @@ def test_a_name_of_a_request_is_kept_and_taken_by_no_other_prompt(tmp_path: Path
     run(tmp_path, scenario)
 
 
+def test_a_name_of_automatic_pins_is_refused(tmp_path: Path) -> None:
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        assert await engine.ask(SHORT, name="auto-0123456789ab") == [REFUSED]
+        assert "those of automatic pins" in engine.problem
+        assert requested(r) == []
+
+    run(tmp_path, scenario)
+
+
 def test_an_operator_may_take_a_requests_pin_over_by_its_name(tmp_path: Path) -> None:
     async def scenario(r: Rig, engine: AskingEngine) -> None:
         await engine.ask(LONG, name="mine")
