@@ -86,14 +86,20 @@ class PromptUnrenderedError(KvtierError):
 
 
 class QuotaExceededError(KvtierError):
-    """A prompt would take `needed_bytes` of the disk, of whose `limit_bytes` pinned prompts take `used_bytes`."""
+    """A prompt would take `needed_bytes` of the disk, of whose `limit_bytes` pinned prompts take `used_bytes`.
 
-    def __init__(self, name: str, needed_bytes: int, used_bytes: int, limit_bytes: int) -> None:
+    All that is in the namespace; in all of them, if none is named.
+    """
+
+    def __init__(
+        self, name: str, needed_bytes: int, used_bytes: int, limit_bytes: int, namespace_id: str | None = None
+    ) -> None:
         super().__init__(
             f"prompt {name!r} needs about {needed_bytes} bytes on disk, pinned prompts hold {used_bytes} of "
             f"{limit_bytes}; unpin and evict a prompt, or raise disk.bytes"
         )
-        self.needed_bytes, self.used_bytes = needed_bytes, used_bytes
+        self.needed_bytes, self.used_bytes, self.namespace_id = needed_bytes, used_bytes, namespace_id
+        self.short_bytes = needed_bytes + used_bytes - limit_bytes
 
 
 class RequestLimitError(KvtierError):

@@ -35,7 +35,7 @@ from kvtier.errors import (
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin
 from kvtier.prompts.pins import Pins
-from kvtier.prompts.quota import bytes_of_tokens
+from kvtier.prompts.quota import bytes_of_pin, bytes_of_tokens
 from kvtier.prompts.status import PromptView
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
@@ -284,9 +284,9 @@ class AutoPins:
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=use.name, problem=str(error))
 
     async def _end(self, traffic: NamespaceTraffic, digest: bytes, why: str) -> bool:
-        use = traffic.uses.pop(digest)
-        prompt = self._prompts.find(use.name)
-        if prompt is None or prompt.origin != "auto":  # a damaged file may name any
+        use = traffic.uses.pop(digest, None)
+        prompt = self._prompts.find(use.name) if use is not None else None
+        if use is None or prompt is None or prompt.origin != "auto":  # a damaged file may name any
             return False
         try:
             await self._pins.forget(prompt)
@@ -308,20 +308,25 @@ class AutoPins:
 
     async def end_automatic_pins(self, error: QuotaExceededError) -> bool:
         """End the least valuable automatic pins, as many as a pin with a name is short of; False if it cannot fit."""
-        short_bytes = error.needed_bytes + error.used_bytes - self._resources.config.disk.disk_bytes
-        uses = ((each, traffic, use) for each, traffic in self._traffic.current() for use in traffic.uses.values())
-        ranked = sorted(uses, key=lambda each: each[2].last_used_unix_s)
-        victims, freed_bytes = [], 0
-        for namespace, traffic, use in ranked:
-            if freed_bytes >= short_bytes:
-                break
-            victims.append((traffic, use.prefix.digest))
-            freed_bytes += bytes_of_tokens(namespace.layout, use.prefix.num_tokens)
-        if freed_bytes < short_bytes:
+        short_bytes, victims = error.short_bytes, list[tuple[NamespaceTraffic, bytes]]()
+        uses = {use.name: (traffic, use) for _, traffic in self._traffic.current() for use in traffic.uses.values()}
+        for traffic, use in sorted(uses.values(), key=lambda each: each[1].last_used_unix_s):
+            if short_bytes > 0 and (num_bytes := await self._promised_bytes(use.name, error.namespace_id)):
+                victims.append((traffic, use.prefix.digest))
+                short_bytes -= num_bytes
+        if short_bytes > 0:
             return False
-        for traffic, digest in victims:
-            await self._end(traffic, digest, "a pin with a name needs the space")
-        return True
+        return any(
+            [await self._end(traffic, digest, "a pin with a name needs the space") for traffic, digest in victims]
+        )
+
+    async def _promised_bytes(self, name: str, namespace_id: str | None) -> int:
+        """Return what would be free without an automatic pin, in a namespace or in all."""
+        prompt = self._prompts.find(name)
+        if prompt is None or not prompt.pinned or prompt.origin != "auto":
+            return 0
+        namespaces = [each for each in self._namespaces.values() if namespace_id in (None, each.namespace_id)]
+        return sum([await bytes_of_pin(each, self._prompts, prompt) for each in namespaces])
 
     # What operators ask
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.tasks import Changes
@@ -24,6 +25,8 @@ from kvtier.tiering.resources import Resources
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Pins:
     """Carries out what operators ask. Loop thread only.
@@ -36,7 +39,7 @@ class Pins:
 
     Attributes:
         watch: How far each pin is durable, known ahead.
-        end_automatic_pins: Ends automatic pins in favour of one with a name that did not fit; says whether it fits now.
+        end_automatic_pins: Ends automatic pins for one with a name that did not fit; says whether it may fit now.
     """
 
     def __init__(
@@ -62,17 +65,25 @@ class Pins:
             PromptExistsError: The name is taken.
             QuotaExceededError: It would not fit on disk.
         """
-        try:
-            await self._changes.exclusively("pin", lambda: self._pin(requested))
-        except QuotaExceededError as error:
-            if (
-                requested.origin != "named"
-                or self.end_automatic_pins is None
-                or not await self.end_automatic_pins(error)
-            ):
-                raise
-            await self._changes.exclusively("pin", lambda: self._pin(requested))
+
+        def change() -> Awaitable[None]:
+            return self._changes.exclusively("pin", lambda: self._pin(requested))
+
+        await (self.within_quota(change) if requested.origin == "named" else change())
         return await self.view(requested.name)
+
+    async def within_quota(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Do what a pin with a name needs, again and again: while it does not fit, automatic pins end in its favour.
+
+        Raises:
+            QuotaExceededError: It would not fit without them either.
+        """
+        while True:
+            try:
+                return await attempt()
+            except QuotaExceededError as error:
+                if self.end_automatic_pins is None or not await self.end_automatic_pins(error):
+                    raise
 
     async def _pin(self, requested: RequestedPin) -> None:
         prompt, old = self._prompts.draft(requested, time.time())

@@ -30,7 +30,7 @@ async def check_quota(
         needed_bytes = bytes_of_tokens(namespace.layout, len(prompt.tokens))
         used_bytes = await pinned_bytes(namespace, book, besides=prompt.name, applies=serving[0].serves)
         if needed_bytes + used_bytes > limit_bytes:
-            raise QuotaExceededError(prompt.name, needed_bytes, used_bytes, limit_bytes)
+            raise QuotaExceededError(prompt.name, needed_bytes, used_bytes, limit_bytes, namespace.namespace_id)
 
 
 def bytes_of_tokens(layout: KVLayout, num_tokens: int) -> int:
@@ -60,6 +60,18 @@ async def pinned_bytes(
         await asyncio.sleep(0)
     besides_bytes = await _bound_bytes(namespace, book, besides)
     return num_bytes + namespace.table.disk.promised_bytes - besides_bytes
+
+
+async def bytes_of_pin(namespace: Namespace, book: PromptBook, prompt: PromptRow) -> int:
+    """Return what of `pinned_bytes` would not be there without this pin."""
+    if book.binding(prompt.pin_id, namespace.namespace_id) is not None:
+        return await _bound_bytes(namespace, book, prompt.name)
+    return bytes_of_tokens(namespace.layout, len(prompt.tokens)) if is_served(namespace, prompt) else 0
+
+
+def is_served(namespace: Namespace, prompt: PromptRow) -> bool:
+    """Say whether an engine of the namespace recognizes the prompt, bound or not."""
+    return any(session.serves(prompt) for session in namespace.sessions)
 
 
 async def _bound_bytes(namespace: Namespace, book: PromptBook, name: str) -> int:

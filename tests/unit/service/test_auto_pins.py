@@ -205,6 +205,63 @@ def test_automatic_pins_end_for_a_pin_with_a_name(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+async def stored(stub: Stub, engine: ScriptedEngine, system: str) -> str:
+    """Let a prompt be found, and make it durable; return its pin's name."""
+    bound = await found(engine, system)
+    keys = [chunk_key((system, n)) for n in range(SYSTEM_TOKENS // 16)]
+    await engine.bind(bound.pin_id, keys)
+    await engine.store(keys)
+    await wait_durable(stub, bound.name)
+    return str(bound.name)
+
+
+@pytest.mark.parametrize(("num_chunks", "num_left"), [(7, 1), (9, 1), (10, 0), (13, 0)])
+def test_as_many_automatic_pins_end_as_a_pin_with_a_name_needs(tmp_path: Path, num_chunks: int, num_left: int) -> None:
+    async def scenario() -> None:
+        disk_bytes = 13 * 6000  # thirteen chunks, of which each automatic pin has four
+        async with attached(auto_config(tmp_path, disk_bytes=disk_bytes)) as (stub, engine):
+            old, new = await stored(stub, engine, "old"), await stored(stub, engine, "new")
+            with pytest.raises(grpc.aio.AioRpcError, match="needs about"):
+                await pin(stub, "too-long", tokens=16 * 14)
+            assert await names(stub) == {old, new}, "none ends in vain"
+            await pin(stub, "long", tokens=16 * num_chunks)
+            assert await names(stub) == {"long", *[old, new][2 - num_left :]}
+
+    asyncio.run(scenario())
+
+
+def test_automatic_pins_free_what_they_take_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted uncompressed, one that ended was thought to be enough, and the pin with a name was refused."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path, disk_bytes=10 * 6000)) as (stub, engine):
+            monkeypatch.setattr(engine, "payload", lambda key: bytes(6000))
+            await stored(stub, engine, "old")
+            await stored(stub, engine, "new")
+            await pin(stub, "long", tokens=16 * 10)
+            assert await names(stub) == {"long"}
+
+    asyncio.run(scenario())
+
+
+def test_pins_of_another_namespace_end_for_none_in_vain(tmp_path: Path) -> None:
+    """The oldest ones ended, wherever they were: it was of no use where the space was short."""
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path, disk_bytes=6 * 6000)
+        async with attached(config) as (stub, engine):
+            other = await stored(stub, engine, "other")
+        async with (
+            running(config) as stub,
+            ScriptedEngine(config, fingerprint={"weights": "2"}, model_names=["b"]) as engine,
+        ):
+            own = await found(engine, "own")
+            await pin(stub, "long", tokens=16 * 4, model="b")
+            assert await names(stub) == {other, "long"}, f"{own.name} has ended"
+
+    asyncio.run(scenario())
+
+
 def test_a_pin_that_no_request_uses_ends_and_is_forgotten(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = auto_config(tmp_path, auto_pin_ttl="1s")
