@@ -68,7 +68,8 @@ async def _take_in(
     cache: Cache, requested: RequestedImport, bundle: Bundle, spool: Spool, space: ScratchSpace, held: ExitStack
 ) -> PromptView:
     with held:
-        pin, namespace = await admit(cache, requested, bundle)  # things may have changed while it came
+        # Things may have changed while it came.
+        pin, namespace = await cache.pins.within_quota(lambda: admit(cache, requested, bundle))
         for part in in_batches(bundle.chunks, [chunk.stored.raw_bytes for chunk in bundle.chunks]):
             await cache.resources.in_io(spool.verify, part)
         space.release_packs()
@@ -87,10 +88,7 @@ class _Import:
     async def run(self) -> None:
         usage = self._cache.resources.disk_usage
         num_bytes = pack_bytes(self._namespace, self._bundle, self._missing())
-        if not usage.fits(num_bytes):
-            await self._namespace.find_disk_capacity(num_bytes)
-        if not usage.fits(num_bytes):
-            raise QuotaExceededError(self._pin.name, num_bytes, usage.used_bytes, usage.limit_bytes)
+        await self._cache.pins.within_quota(lambda: self._find_space(num_bytes))
         with usage.promised(num_bytes):
             try:
                 await self._write(self._missing())
@@ -98,6 +96,14 @@ class _Import:
             except BaseException:
                 await self._discard()
                 raise
+
+    async def _find_space(self, num_bytes: int) -> None:
+        usage = self._cache.resources.disk_usage
+        if not usage.fits(num_bytes):
+            await self._namespace.find_disk_capacity(num_bytes)
+        if not usage.fits(num_bytes):
+            used_bytes = usage.used_bytes + usage.promised_bytes
+            raise QuotaExceededError(self._pin.name, num_bytes, used_bytes, usage.limit_bytes)
 
     def _missing(self) -> list[ChunkKey]:
         """Chunks that are not on disk here yet."""

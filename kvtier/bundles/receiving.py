@@ -7,6 +7,7 @@ space for its whole bundle and for the packs made of it, or is refused with the 
 import time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvtier.bundles.bundle import Bundle, check_length
 from kvtier.bundles.bundle_format import read_front
@@ -25,9 +26,10 @@ from kvtier.errors import (
     NamespaceMismatchError,
     QuotaExceededError,
 )
+from kvtier.ledger import PromptRow
 from kvtier.printable import cut
 from kvtier.prompts.book import RequestedPin
-from kvtier.prompts.quota import pinned_bytes
+from kvtier.prompts.quota import is_served, pinned_bytes
 from kvtier.service import Cache
 from kvtier.tiering.namespace import Namespace
 
@@ -64,10 +66,15 @@ async def admit(cache: Cache, requested: RequestedImport, bundle: Bundle) -> tup
     namespace = _find_namespace(cache, bundle)
     cache.prompts.draft(pin, time.time())
     limit_bytes = cache.config.disk.disk_bytes
-    used_bytes = await pinned_bytes(namespace, cache.prompts, besides=name)
+    used_bytes = await pinned_bytes(namespace, cache.prompts, besides=name, applies=partial(_counts, namespace))
     if bundle.data_bytes + used_bytes > limit_bytes:
-        raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes)
+        raise QuotaExceededError(name, bundle.data_bytes, used_bytes, limit_bytes, namespace.namespace_id)
     return pin, namespace
+
+
+def _counts(namespace: Namespace, prompt: PromptRow) -> bool:
+    """Say whether a prompt without a binding may need space: automatic pins do where an engine will bind them."""
+    return prompt.origin != "auto" or is_served(namespace, prompt)
 
 
 def pack_bytes(namespace: Namespace, bundle: Bundle, keys: Collection[ChunkKey]) -> int:
@@ -131,10 +138,11 @@ class Reception:
         """The header has arrived: refuse what cannot be imported, and reserve disk space for all of it."""
         if self._spool.num_bytes > bundle.file_bytes:
             check_length(bundle, self._spool.num_bytes)
-        pin, namespace = await admit(self._cache, self._requested, bundle)
+        within_quota = self._cache.pins.within_quota
+        pin, namespace = await within_quota(lambda: admit(self._cache, self._requested, bundle))
         missing = [key for key in bundle.keys if not is_on_disk(namespace, key)]
         num_pack_bytes = await self._cache.resources.in_io(pack_bytes, namespace, bundle, missing)
-        await self._keep_capacity(pin.name, bundle.file_bytes, num_pack_bytes)
+        await within_quota(lambda: self._keep_capacity(pin.name, bundle.file_bytes, num_pack_bytes))
 
     async def _keep_capacity(self, name: str, file_bytes: int, num_pack_bytes: int = 0) -> None:
         usage = self._cache.resources.disk_usage

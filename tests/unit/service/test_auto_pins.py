@@ -16,7 +16,7 @@ from kvtier.config import DaemonConfig
 from kvtier.discovery import auto_pins
 from tests.fakes.operator import Stub, pin, prompt_of, status_of, unpin, until
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running, wait_durable
-from tests.unit.bundles.test_round_trip import export, import_, refused
+from tests.unit.bundles.test_round_trip import bundle_of, export, import_, refused
 
 SYSTEM_TOKENS = 64
 BUDGET = 1 << 20
@@ -258,6 +258,23 @@ def test_pins_of_another_namespace_end_for_none_in_vain(tmp_path: Path) -> None:
             own = await found(engine, "own")
             await pin(stub, "long", tokens=16 * 4, model="b")
             assert await names(stub) == {other, "long"}, f"{own.name} has ended"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("disk_bytes", [37_000, 58_000])
+def test_automatic_pins_end_for_an_import(tmp_path: Path, disk_bytes: int) -> None:
+    """They made the daemon refuse it: by what is promised, or by what the packs of both take."""
+
+    async def scenario() -> None:
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+        data = await bundle_of(config_in(tmp_path / "a"))
+        config = auto_config(tmp_path / "b", disk_bytes=disk_bytes)
+        async with attached(config) as (stub, engine):
+            await stored(stub, engine, "old")
+            assert (await import_(stub, data)).origin == "named"
+            assert await names(stub) == {"p"}
 
     asyncio.run(scenario())
 
