@@ -193,7 +193,7 @@ class RequestPins:
     def _standing(self, key: _Key) -> PromptRow | None:
         pin_id = self._by_key.get(key)
         prompt = self._prompts.by_pin_id(pin_id) if pin_id is not None else None
-        if prompt is None or not prompt.pinned:
+        if prompt is None or not prompt.pinned or (prompt.origin, prompt.owner) != ("request", key.owner):
             self._by_key.pop(key, None)
             return None
         return prompt
@@ -324,12 +324,9 @@ def _wanted(session: Session, asked: AskedPins, prefix: AskedPrefix, name: str) 
     """Return the pin that an owner asks for; without a name it gets one from what it is."""
     tokens = asked.tokens[: prefix.num_tokens]
     model = session.hello.model_names[0]
-    if not name:
-        parts = (model, asked.owner, asked.lora_name, asked.lora_path, asked.cache_salt)
-        digest = hashlib.sha256("\0".join(parts).encode() + b"\0" + tokens.to_bytes())
-        name = AUTO_NAME + digest.hexdigest()[:16]
+    scope = (model, asked.lora_name, asked.lora_path, asked.cache_salt)
     return RequestedPin(
-        name=name,
+        name=name or _made_name(asked.owner, scope, tokens),
         tokens=tokens,
         model=model,
         lora_name=asked.lora_name,
@@ -340,6 +337,13 @@ def _wanted(session: Session, asked: AskedPins, prefix: AskedPrefix, name: str) 
         origin="request",
         owner=asked.owner,
     )
+
+
+def _made_name(owner: str, scope: tuple[str, str, str, str], tokens: TokenIds) -> str:
+    """Return the name of a pin for which its owner chose none."""
+    model, *rest = scope
+    digest = hashlib.sha256("\0".join((model, owner, *rest)).encode() + b"\0" + tokens.to_bytes())
+    return AUTO_NAME + digest.hexdigest()[:16]
 
 
 def _foreign(found: PromptRow, wanted: RequestedPin) -> str | None:
@@ -357,13 +361,15 @@ def _covering(own: Sequence[PromptRow], wanted: RequestedPin) -> PromptRow | Non
 
 
 def _replaces(longer: PromptRow, shorter: PromptRow) -> bool:
-    """Return whether a pin promises all that another does, which has no name of a user's choice."""
-    if shorter.pin_id == longer.pin_id or _scope(shorter) != _scope(longer):
+    """Return whether a pin promises all that another of the owner does, which has no name of a user's choice."""
+    if shorter.pin_id == longer.pin_id or not shorter.name.startswith(AUTO_NAME) or _scope(shorter) != _scope(longer):
         return False
-    if shorter.origin != "request" or not shorter.name.startswith(AUTO_NAME):
-        return False
+    if {(each.origin, each.owner) for each in (longer, shorter)} != {("request", longer.owner)}:
+        return False  # an operator has taken one over
     lasts = not longer.expires_unix_s or 0 < shorter.expires_unix_s <= longer.expires_unix_s
-    return lasts and longer.token_ids.begins_with(shorter.token_ids)
+    if not lasts or not longer.token_ids.begins_with(shorter.token_ids):
+        return False
+    return shorter.name == _made_name(shorter.owner, _scope(shorter), shorter.token_ids)
 
 
 def _scope(prompt: PromptRow) -> tuple[str, str, str, str]:

@@ -249,6 +249,24 @@ def test_an_operator_may_take_a_requests_pin_over_by_its_name(tmp_path: Path) ->
     run(tmp_path, scenario)
 
 
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_a_pin_that_an_operator_has_taken_over_is_changed_by_no_request(tmp_path: Path, name: str) -> None:
+    """Its digest was known as that of the owner's pin: the next request changed its priority, or ended its TTL."""
+
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        await engine.ask(LONG, name=name)
+        (pin,) = requested(r)
+        await r.cache.pins.pin(RequestedPin(name=pin.name, tokens=LONG, model="model", ttl_s=10**6, priority=50))
+        taken = r.cache.prompts.get(pin.name)
+        assert taken.pin_id == pin.pin_id
+        await engine.pins.demote(engine.session, [], digest_of(LONG), OWNER)
+        assert await engine.ask(LONG, with_tokens=False, name=name, ttl_s=0, priority=-7) == [UNKNOWN]
+        assert await engine.ask(LONG, name=name, ttl_s=0, priority=-7) == [REFUSED]
+        assert r.cache.prompts.get(pin.name) == taken
+
+    run(tmp_path, scenario)
+
+
 # A longer prompt takes the place of the shorter one
 
 
@@ -268,7 +286,21 @@ def test_a_conversation_has_one_pin_once_the_longer_one_is_bound(tmp_path: Path)
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("other", [{"ttl_s": 3600}, {"name": "mine"}, {"owner": OTHER}])
+def test_a_shorter_pin_that_an_operator_has_taken_over_stays(tmp_path: Path) -> None:
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        await engine.ask(SHORT)
+        (short,) = requested(r)
+        await engine.ask(LONG)
+        await r.cache.pins.pin(RequestedPin(name=short.name, tokens=SHORT, model="model", ttl_s=60))
+        (long,) = requested(r)
+        await r.cache.bind(engine.session, long.pin_id, keys_of(range(4)), 64, "")
+        await engine.ask(LONG, with_tokens=False)
+        assert r.cache.prompts.get(short.name).pinned
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("other", [{"ttl_s": 3600}, {"name": "mine"}, {"name": "request-mine"}, {"owner": OTHER}])
 def test_a_pin_that_promises_more_than_the_longer_one_stays(tmp_path: Path, other: dict[str, Any]) -> None:
     async def scenario(r: Rig, engine: AskingEngine) -> None:
         await engine.ask(SHORT, **other)
