@@ -298,8 +298,9 @@ class RequestPins:
         """Move what no pin has out of host memory where it is on disk, and make the owner's pin the least important."""
         namespace = session.namespace
         for part in slices(keys):
-            unpinned = [chunk.key for chunk in namespace.table.known(part) if chunk.held and not chunk.num_pins]
-            await evict_chunks(namespace.tiers, namespace.write_back, unpinned, EvictTier.HOST, Evicted())
+            chunks = namespace.table.known(part)
+            keys_on_disk = [chunk.key for chunk in chunks if chunk.location is not None and not chunk.num_pins]
+            await evict_chunks(namespace.tiers, namespace.write_back, keys_on_disk, EvictTier.HOST, Evicted())
             await asyncio.sleep(0)
         prompt = self._standing(_Key(session.hello.model_names[0], owner, "", digest))
         if prompt is not None and prompt.origin == "request" and prompt.priority != _LEAST_PRIORITY:

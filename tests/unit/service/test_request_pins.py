@@ -432,12 +432,13 @@ def test_asks_beyond_the_open_ones_are_refused_at_once(tmp_path: Path) -> None:
 def test_demote_moves_unpinned_chunks_out_of_memory_and_ranks_the_pin_last(tmp_path: Path) -> None:
     async def scenario(r: Rig, engine: AskingEngine) -> None:
         await r.on_disk(range(4))
-        keys = r.in_host(range(4))
+        keys = r.in_host(range(5))
         await engine.ask(SHORT, owner="")
         (pin,) = requested(r)
         await r.cache.bind(engine.session, pin.pin_id, keys[:2], 32, "")
         await engine.pins.demote(engine.session, keys, digest_of(SHORT), "")
         assert [r.chunk(number).slot is not None for number in range(4)] == [True, True, False, False]
+        assert r.table.holds(keys[4]), "it is nowhere else"
         assert requested(r)[0].priority == -100
         assert await engine.ask(SHORT, with_tokens=False, owner="", priority=7) == [PINNED]
         assert requested(r)[0].priority == 7, "who asks for it again ranks it again"
