@@ -139,18 +139,19 @@ class Pins:
             return None
         return known
 
-    async def extend(self, prompt: PromptRow, expires_unix_s: float, priority: int) -> PromptRow:
-        """Change when a pin ends, and its priority; durable on return. Returns it as it stands then.
+    async def extend(self, prompt: PromptRow, expires_unix_s: float | None, priority: int) -> PromptRow:
+        """Change when a pin ends (None: it stays), and its priority; durable on return. Returns it as it stands then.
 
         Raises:
             LedgerError: The ledger refused; nothing has changed.
         """
         return await self._changes.exclusively("extend", lambda: self._extend(prompt, expires_unix_s, priority))
 
-    async def _extend(self, prompt: PromptRow, expires_unix_s: float, priority: int) -> PromptRow:
+    async def _extend(self, prompt: PromptRow, expires_unix_s: float | None, priority: int) -> PromptRow:
         if (known := self._standing(prompt)) is None:
             return prompt
-        extended = replace(known, expires_unix_s=expires_unix_s, priority=priority)
+        ends_unix_s = known.expires_unix_s if expires_unix_s is None else expires_unix_s
+        extended = replace(known, expires_unix_s=ends_unix_s, priority=priority)
         await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, extended)
         self._prompts.put(extended)
         if known.priority != priority:  # engines know it; of its end they know nothing

@@ -305,7 +305,7 @@ class RequestPins:
         prompt = self._standing(_Key(session.hello.model_names[0], owner, "", digest))
         if prompt is not None and prompt.origin == "request" and prompt.priority != _LEAST_PRIORITY:
             with _logged_failure(prompt):
-                await self._pins.extend(prompt, prompt.expires_unix_s, _LEAST_PRIORITY)
+                await self._pins.extend(prompt, None, _LEAST_PRIORITY)
 
 
 @contextmanager

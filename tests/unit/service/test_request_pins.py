@@ -16,11 +16,14 @@ import kvtier.prompts.request_pins
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import RequestLimitError
 from kvtier.ledger import Ledger, PromptRow
+from kvtier.ledger.promises import Promises
 from kvtier.prompts.book import RequestedPin
 from kvtier.prompts.request_limits import Allowance, RequestGate, RequestLimits
 from kvtier.prompts.request_pins import MAX_OPEN_ASKS, AskedPins, AskedPrefix, RequestPins
 from kvtier.sessions.engine_peer import PinOutcome
 from kvtier.sessions.session import Session
+from tests.fakes.gates import gated
+from tests.fakes.operator import reached
 from tests.fakes.rig import ListPeer, Rig, eventually, keys_of, rig
 
 OWNER, OTHER = "a" * 16, "b" * 16
@@ -442,5 +445,25 @@ def test_demote_moves_unpinned_chunks_out_of_memory_and_ranks_the_pin_last(tmp_p
         assert requested(r)[0].priority == -100
         assert await engine.ask(SHORT, with_tokens=False, owner="", priority=7) == [PINNED]
         assert requested(r)[0].priority == 7, "who asks for it again ranks it again"
+
+    run(tmp_path, scenario)
+
+
+def test_demote_does_not_shorten_a_pin_that_is_extended_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(r: Rig, engine: AskingEngine) -> None:
+        await engine.ask(SHORT, ttl_s=300)
+        (pin,) = requested(r)
+        with gated(monkeypatch, Promises, "put_prompt") as gate:
+            extending = asyncio.create_task(engine.ask(SHORT, with_tokens=False, ttl_s=10**6))
+            await reached(gate.reached)
+            demoting = asyncio.create_task(engine.pins.demote(engine.session, [], digest_of(SHORT), OWNER))
+            await eventually(lambda: bool(r.cache.changes.lock._waiters))
+            gate.open()
+            await asyncio.gather(extending, demoting)
+        (demoted,) = requested(r)
+        assert demoted.expires_unix_s > pin.expires_unix_s + 10**5
+        assert demoted.priority == -100
 
     run(tmp_path, scenario)
