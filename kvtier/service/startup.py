@@ -4,10 +4,12 @@ What the ledger has lost comes back: promises from their copies, chunks from the
 """
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 from kvtier.collector import gc_paused
 from kvtier.disk.packs.pack_tier import PackTier
+from kvtier.ledger import PromptRow
 from kvtier.ledger.namespace_files import load_namespaces
 from kvtier.obs.log import log_event
 from kvtier.printable import MAX_LISTED
@@ -53,7 +55,7 @@ async def load_from_disk(
     orphans = sorted(on_disk.keys() - snapshot.packs.keys())
     num_adopted = await adopt_orphans(resources, namespaces, registry.open, disk, orphans)
     for prompt in snapshot.prompts:
-        prompts.put(prompt)
+        prompts.put(await _public_as_configured(resources, prompt))
     for binding in snapshot.bindings:
         prompt_row, namespace = prompts.by_pin_id(binding.pin_id), namespaces.get(binding.namespace_id)
         if prompt_row is None or namespace is None:
@@ -72,6 +74,15 @@ async def load_from_disk(
         removed=len(swept),
         damaged=resources.counters.chunks_damaged,
     )
+
+
+async def _public_as_configured(resources: Resources, prompt: PromptRow) -> PromptRow:
+    """Return a prompt, which is public no longer if it is an automatic pin and those are not to be."""
+    if prompt.origin != "auto" or not prompt.public or resources.config.cache.auto_pin_public:
+        return prompt
+    prompt = replace(prompt, public=False)
+    await resources.in_ledger(resources.ledger.promises.put_prompt, prompt)
+    return prompt
 
 
 async def _restore_promises(resources: Resources) -> None:

@@ -386,6 +386,21 @@ def test_a_bundle_of_an_automatic_pin_is_imported_under_a_name_of_its_own(tmp_pa
     asyncio.run(scenario())
 
 
+def test_automatic_pins_are_public_no_longer_when_they_are_not_to_be(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = auto_config(tmp_path, auto_pin_public=True)
+        async with attached(config) as (stub, engine):
+            automatic = (await found(engine, "support")).name
+            await pin(stub, "named", public=True)
+            assert (await prompt_of(stub, automatic)).public
+        for _ in range(2):
+            async with running(auto_config(tmp_path)) as stub:
+                assert not (await prompt_of(stub, automatic)).public
+                assert (await prompt_of(stub, "named")).public, "its operator said so"
+
+    asyncio.run(scenario())
+
+
 def test_what_a_pin_was_good_for_survives_a_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = auto_config(tmp_path)
