@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,6 +50,7 @@ def resolve(
     host_bytes = possible("host.bytes", lambda: _host_bytes(host.bytes, arena_dir), MIN_TIER_BYTES)
     reserve_bytes = min(model.DiskConfig.reserve_bytes, filesystem_bytes(disk_dir) // 20)
     disk_bytes = possible("disk.bytes", lambda: _disk_bytes(disk.bytes, disk_dir), MIN_TIER_BYTES)
+    auto_pin_bytes = partial(_auto_pin_bytes, cache.auto_pin_max_bytes, disk_bytes)
     return model.DaemonConfig(
         server=model.ServerConfig(socket=possible("server.socket", lambda: usable_socket_path(socket), socket)),
         host=model.HostConfig(
@@ -65,7 +67,7 @@ def resolve(
         cache=model.CacheConfig(
             store=cache.store,
             auto_pin=cache.auto_pin,
-            auto_pin_max_bytes=_auto_pin_bytes(cache.auto_pin_max_bytes, disk_bytes),
+            auto_pin_max_bytes=possible("cache.auto_pin_max_bytes", auto_pin_bytes, MIN_TIER_BYTES),
             auto_pin_ttl=cache.auto_pin_ttl,
             auto_pin_min_tokens=cache.auto_pin_min_tokens,
             auto_pin_min_requests=cache.auto_pin_min_requests,

@@ -348,6 +348,12 @@ def test_automatic_pins(write: Callable[[str], Path]) -> None:
     assert all(key in str(caught.value) for key in ("cache.auto_pin ", "cache.auto_pin_ttl", "auto_pin_min_requests"))
 
 
+def test_a_budget_of_automatic_pins_that_cannot_be_is_refused_by_its_key(write: Callable[[str], Path]) -> None:
+    """It was a traceback."""
+    with pytest.raises(ConfigErrors, match=r"cache\.auto_pin_max_bytes .*must be at least"):
+        load_config(path=write('[cache]\nauto_pin_max_bytes = "0%"\n'), environ={})
+
+
 def test_the_store_mode(write: Callable[[str], Path]) -> None:
     assert load_config(path=write('[cache]\nstore = "all"\n'), environ={}).config.cache.store == "all"
     assert "'pinned' or 'all'" in str(failure(environ={"KVTIER_CACHE_STORE": "some"}))
