@@ -238,12 +238,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 keys = await listed("touch.keys", message.touch.keys)
                 await turns.in_turns(session.stores.touch(keys, stored=message.touch.stored))
             case "store_begin":
-                session.stores.expect(store.key for store in message.store_begin.stores if store.requested)
-                await _change_stores(session, session.stores.begin, "store_begin.stores", message.store_begin.stores)
+                async for part in _slices(session, "store_begin.stores", message.store_begin.stores):
+                    session.stores.begin(_store_list(part), [store.key for store in part if store.requested])
             case "store_done":
-                await _change_stores(session, session.stores.done, "store_done.stores", message.store_done.stores)
+                async for part in _slices(session, "store_done.stores", message.store_done.stores):
+                    session.stores.done(_store_list(part))
             case "store_abort":
-                await _change_stores(session, session.stores.abort, "store_abort.stores", message.store_abort.stores)
+                async for part in _slices(session, "store_abort.stores", message.store_abort.stores):
+                    session.stores.abort(_store_list(part))
             case "bind_pin":
                 bind = message.bind_pin
                 keys = await listed("bind_pin.keys", bind.keys)
@@ -346,15 +348,19 @@ async def _pin_added(prompt: PromptRow) -> pb.DaemonMessage:
     return message
 
 
-async def _change_stores(
-    session: Session, change: Callable[[StoreList], None], field: str, stores: Sequence[pb.StoreSlot]
-) -> None:
-    """Change the state of stores, a slice per turn of the loop; a session that ends in between frees its slots."""
+async def _slices(
+    session: Session, field: str, stores: Sequence[pb.StoreSlot]
+) -> AsyncIterator[Sequence[pb.StoreSlot]]:
+    """Yield a slice per turn of the loop, no more once the session has ended: that frees its slots."""
     limits.check_count(field, len(stores), limits.MAX_KEYS)
     async for part in in_turns_of(stores, turns.SLICE_KEYS):
         if session.ended:
             return
-        change([(store.key, SlotRef(store.slot.slot, store.slot.generation)) for store in part])
+        yield part
+
+
+def _store_list(stores: Sequence[pb.StoreSlot]) -> StoreList:
+    return [(store.key, SlotRef(store.slot.slot, store.slot.generation)) for store in stores]
 
 
 def _slot(ref: SlotRef) -> Mapping[str, int]:

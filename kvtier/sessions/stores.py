@@ -71,12 +71,8 @@ class Stores:
             self._credits |= {ref.slot: ref for ref in refs}
             self._session.peer.credits_granted(refs)
 
-    def expect(self, keys: Iterable[ChunkKey]) -> None:
-        """Of what is begun next, these are kept though no pin may have them yet: it is on its way."""
-        self._expected.update(keys)
-
-    def begin(self, stores: StoreList) -> None:
-        """Credits are being written.
+    def begin(self, stores: StoreList, requested: Iterable[ChunkKey] = ()) -> None:
+        """Credits are being written. What is `requested` is kept though no pin may have it yet: it is on its way.
 
         Raises:
             InvalidArgumentError: A slot was not granted to this session at that generation, or a key is of no group.
@@ -91,6 +87,7 @@ class Stores:
                 )
             del self._credits[ref.slot]
             self._writing[ref] = key
+        self._expected.update(requested)
         self.top_up()
 
     def done(self, stores: StoreList) -> None:

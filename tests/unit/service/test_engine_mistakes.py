@@ -9,7 +9,9 @@ import pytest
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.errors import InvalidArgumentError
+from kvtier.rpc.engine_servicer import EngineServicer
 from tests.fakes.operator import status_of, until
+from tests.fakes.rig import rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
 
 
@@ -30,6 +32,24 @@ def test_a_store_for_an_unknown_group_is_refused(tmp_path: Path, key: bytes) -> 
                 return not (await status_of(stub)).sessions
 
             await until(ended)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("key", [chunk_key(1, group_idx=9), b"abc", chunk_key(1)])
+def test_a_store_that_is_refused_is_not_expected(tmp_path: Path, key: bytes) -> None:
+    """Keys of any length and number were kept before one of them was looked at. The last one has no such slot."""
+
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            session, _ = await r.session()
+            slot = pb.SlotRef(slot=7, generation=7)
+            stores = [pb.StoreSlot(key=key, slot=slot, requested=True)]
+            with pytest.raises(InvalidArgumentError):
+                await EngineServicer(r.cache)._dispatch(
+                    session, pb.EngineMessage(store_begin=pb.StoreBegin(stores=stores))
+                )
+            assert not session.stores._expected
 
     asyncio.run(scenario())
 
