@@ -236,7 +236,7 @@ class RequestPins:
         limits.check_chosen_name("kv_transfer_params.kvtier.pin", name)
         wanted = _wanted(session, asked, prefix, name)
         found = self._prompts.find(wanted.name)
-        if found is not None and found.pinned and not name and difference(found, wanted) is None:
+        if found is not None and not name and _keeps(found, wanted):
             return found
         if found is not None and (field := _foreign(found, wanted)) is not None:
             problem = f"is the name of another pin, which differs in {field}; use another name"
@@ -352,6 +352,11 @@ def _foreign(found: PromptRow, wanted: RequestedPin) -> str | None:
     if (found.origin, found.owner) != (wanted.origin, wanted.owner):
         return "owner"
     return difference(found, wanted)
+
+
+def _keeps(found: PromptRow, wanted: RequestedPin) -> bool:
+    """Return whether an operator has taken the pin over, and keeps it."""
+    return found.origin == "named" and found.pinned and difference(found, wanted) is None
 
 
 def _covering(own: Sequence[PromptRow], wanted: RequestedPin) -> PromptRow | None:
