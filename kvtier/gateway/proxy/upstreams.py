@@ -66,7 +66,7 @@ class Upstreams:
         return {"object": "list", "data": [entry for entries in lists for entry in entries or ()]}
 
     async def health(self) -> Mapping[str, bool]:
-        """Return which vLLM answers that it is healthy, by URL. Whoever asks meanwhile gets the same answer."""
+        """Return which vLLM answers that it is healthy, by URL. Requests meanwhile get the same answer."""
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check(), name="gateway-health")
         return await asyncio.shield(self._checking)

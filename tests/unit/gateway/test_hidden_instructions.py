@@ -1,4 +1,4 @@
-"""Whoever asks something of kvtier does so as the owner that the caller is, however the client writes it.
+"""A request that asks something of kvtier does so as the owner that the caller is, however the client writes it.
 
 What vLLM's JSON parser reads and this app did not find passed with an owner of the client's choice, and took the limits
 of another one: at an endpoint without markers, behind an escape, in UTF-16, under a `Content-Encoding` that was not
@@ -57,7 +57,7 @@ HIDDEN: dict[str, bytes] = {
 
 
 def owners_at_vllm(inner: VllmApp) -> set[str]:
-    """Return whom vLLM would be told of."""
+    """Return the owner that vLLM would read."""
     texts = [json.loads(body) for body in inner.bodies]
     return {text["kv_transfer_params"]["kvtier"].get("owner", "") for text in texts}
 

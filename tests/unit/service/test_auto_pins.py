@@ -368,7 +368,7 @@ def test_a_prompt_that_has_the_name_already_takes_the_adopted_pins_place(tmp_pat
 
 
 def test_a_bundle_of_an_automatic_pin_is_imported_under_a_name_of_its_own(tmp_path: Path) -> None:
-    """Under that of an automatic pin it became one that no request, and then nobody, kept."""
+    """Under that of an automatic pin it became one that no request, and then no operator, kept."""
 
     async def scenario() -> None:
         async with attached(auto_config(tmp_path)) as (stub, engine):

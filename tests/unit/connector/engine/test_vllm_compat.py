@@ -145,7 +145,7 @@ def test_an_arena_that_cannot_be_prepared_is_nobodys_failure() -> None:
     FailingWorker().prepare(spec)
 
 
-def test_what_is_loaded_is_told_apart_by_source_where_vllm_does() -> None:
+def test_what_is_loaded_is_split_by_source_where_vllm_does() -> None:
     new: Any = SimpleNamespace(
         get_external_cache_hit_sources=lambda request, num: {vllm_compat.CacheHitSource.HOST: num}
     )
