@@ -101,6 +101,12 @@ class AutoPins:
         """Engines shall report what requests begin with."""
         return self._config.auto_pin != "off"
 
+    def attached(self, session: Session) -> None:
+        """Ask an engine that has come for what the others were asked for before."""
+        for namespace, traffic in self._traffic.current():
+            if namespace is session.namespace and traffic.wanted:
+                session.peer.prefixes_wanted(sorted(traffic.wanted))
+
     # What engines report
 
     async def observe(self, session: Session, requests: Iterator[SeenRequest], num_skipped: int) -> None:

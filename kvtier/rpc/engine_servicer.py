@@ -194,6 +194,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 pin_ids = [prompt.pin_id for prompt in prompts[num_named:]]
                 session.start_task("pins", session.send_pins(self._cache.prompts.by_pin_id, pin_ids))
                 session.stores.top_up()
+                self._cache.auto_pins.attached(session)
                 if self._cache.resources.stores_all:
                     session.start_task("held", session.send_inventory())
                 while (message := await peer.next()) is not None:
