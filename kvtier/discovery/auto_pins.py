@@ -213,7 +213,7 @@ class AutoPins:
             for namespace, traffic in self._traffic.current():
                 if traffic.is_changed:
                     traffic.is_changed = False
-                    await self._choose(namespace, traffic)
+                    await self._choose_or_log(namespace, traffic)
             if time.monotonic() - saved_at_s > SAVE_INTERVAL_S:
                 saved_at_s = time.monotonic()
                 await self._traffic.save()
@@ -221,6 +221,14 @@ class AutoPins:
     async def save(self) -> None:
         """Write what was counted to disk: the daemon stops."""
         await self._traffic.save()
+
+    async def _choose_or_log(self, namespace: Namespace, traffic: NamespaceTraffic) -> None:
+        """One namespace that fails must not end the choosing for all."""
+        try:
+            await self._choose(namespace, traffic)
+        except Exception as error:  # a mistake of kvtier: it is reported, and tried again when something comes
+            namespace_id, problem = namespace.namespace_id, f"{type(error).__name__}: {error}"
+            log_event(logger, "auto_pins_failed", level=logging.ERROR, namespace=namespace_id, problem=problem)
 
     async def _choose(self, namespace: Namespace, traffic: NamespaceTraffic) -> None:
         traffic.forget_refusals(time.monotonic())

@@ -1,11 +1,17 @@
 """Automatic pins when engines come and go, files are damaged and the disk hangs."""
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.discovery import auto_pins
+from kvtier.discovery.auto_pins import AutoPins
+from kvtier.discovery.choices import PinnedPrefix, Selection
+from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
+from kvtier.discovery.saved_traffic import SavedTraffic
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.unit.service.test_auto_pins import SYSTEM_TOKENS, ask, attached, auto_config, digest_of, names, send_tokens
 
@@ -32,3 +38,64 @@ def test_an_engine_that_comes_later_is_asked_for_what_others_did_not_send(tmp_pa
                 assert len(await names(stub)) == 1
 
     asyncio.run(scenario())
+
+
+def test_one_failure_does_not_end_the_choosing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception ended the task for good: nothing was pinned, and nothing was saved, until the next start."""
+    select, failures = AutoPins.select, [KeyError("a mistake")]
+
+    async def failing(self: AutoPins, *given: Any) -> Selection:
+        if failures:
+            raise failures.pop()
+        return await select(self, *given)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(AutoPins, "select", failing)
+        async with attached(auto_config(tmp_path)) as (_, engine):
+            await ask(engine, "support", 4)
+            while failures:  # noqa: ASYNC110 - another task empties it
+                await asyncio.sleep(0.02)
+            await ask(engine, "support", 4, first=10)
+            await engine.receive("prefixes_wanted")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("last_used_unix_s", None), ("num_requests", None), ("num_requests", 1.5), ("saved_s", float("nan")), ("name", 1)],
+)
+def test_saved_counts_of_another_type_are_unreadable(tmp_path: Path, field: str, value: object) -> None:
+    """The file has no checksum, and a null in it ended sessions, or the choosing at every start."""
+    saved, traffic = SavedTraffic(tmp_path), NamespaceTraffic()
+    prefix = PinnedPrefix(b"d" * 16, 64, True)
+    traffic.uses[prefix.digest] = PinUse(name="auto-1", prefix=prefix, num_requests=3)
+    (tmp_path / "traffic").mkdir()
+    saved.write("id", saved.encode(traffic))
+    assert saved.load("id").uses == traffic.uses
+    path = tmp_path / "traffic" / "id.json"
+    content = json.loads(path.read_bytes())
+    content["uses"][0][field] = value
+    path.write_text(json.dumps(content))
+    assert saved.load("id").uses == {}
+    assert not path.with_suffix(".sketch").exists(), "it is not read again"
+
+
+def test_a_saved_place_of_another_type_is_unreadable(tmp_path: Path) -> None:
+    saved, traffic = SavedTraffic(tmp_path), NamespaceTraffic()
+    places = [("x", 1), (None, 2)]
+    (tmp_path / "traffic").mkdir()
+    for before, num_stable_tokens in places:
+        traffic.put_place(
+            ChangingPlace(
+                digest=b"",
+                num_stable_tokens=num_stable_tokens,
+                num_tokens=9,
+                num_prompts=9,
+                before=before,  # type: ignore[arg-type]
+                examples=("1",),
+                seen_unix_s=1.0,
+            )
+        )
+        saved.write("id", saved.encode(traffic))
+        assert [place.before for place in saved.load("id").places.values()] == ["x"]
