@@ -102,34 +102,42 @@ class AutoPins:
         return self._config.auto_pin != "off"
 
     def attached(self, session: Session) -> None:
-        """Ask an engine that has come for what the others were asked for before."""
-        for namespace, traffic in self._traffic.current():
-            if namespace is session.namespace and traffic.wanted:
-                session.peer.prefixes_wanted(sorted(traffic.wanted))
+        """Take up what is known of an engine's namespace; ask it for what the others were asked for before."""
+        traffic = self._traffic_of(session)
+        if traffic is not None and traffic.wanted:
+            session.peer.prefixes_wanted(sorted(traffic.wanted))
+
+    def _traffic_of(self, session: Session) -> NamespaceTraffic | None:
+        if not self.is_on or session.namespace.ephemeral:
+            return None
+        return self._traffic.of(session.namespace)
 
     # What engines report
 
     async def observe(self, session: Session, requests: Iterator[SeenRequest], num_skipped: int) -> None:
-        """Count what requests began with, with turns of the loop in between."""
-        if not self.is_on or session.namespace.ephemeral:
-            return
-        traffic, now_unix_s = await self._traffic.of(session.namespace), time.time()
+        """Count what requests began with, with turns of the loop in between; skip them while counts are loaded."""
+        traffic, now_unix_s = self._traffic_of(session), time.time()
         breather, rate = Breather(), session.namespace.cost.prefill_tokens_per_s
         num_requests = 0
         for request in requests:
-            traffic.observe(request, rate, now_unix_s)
+            if traffic is not None:
+                traffic.observe(request, rate, now_unix_s)
             num_requests += 1
             await breather.pause()
-        traffic.sketch.skip(num_skipped, now_unix_s)
-        self._resources.counters.requests_observed += num_requests
-        self._resources.counters.requests_skipped += num_skipped
-
-    async def report_place(self, session: Session, place: ChangingPlace) -> None:
-        """Keep where prompts of a namespace begin to differ; log a new place, the first in ten seconds."""
-        if not self.is_on or session.namespace.ephemeral:
+        counters = self._resources.counters
+        if traffic is None:
+            counters.requests_skipped += num_requests + num_skipped
             return
-        is_new = (await self._traffic.of(session.namespace)).put_place(place)
-        if is_new and (now_s := time.monotonic()) >= self._place_log_due_s:
+        traffic.sketch.skip(num_skipped, now_unix_s)
+        counters.requests_observed += num_requests
+        counters.requests_skipped += num_skipped
+
+    def report_place(self, session: Session, place: ChangingPlace) -> None:
+        """Keep where prompts of a namespace begin to differ; log a new place, the first in ten seconds."""
+        traffic = self._traffic_of(session)
+        if traffic is None or not traffic.put_place(place):
+            return
+        if (now_s := time.monotonic()) >= self._place_log_due_s:
             self._place_log_due_s = now_s + _PLACE_LOG_PERIOD_S
             log_event(
                 logger,
@@ -142,7 +150,9 @@ class AutoPins:
 
     async def take_tokens(self, session: Session, found: PrefixTokens) -> None:
         """Pin a prefix that was wanted; what was not, or is no longer, is left alone."""
-        traffic, digest = await self._traffic.of(session.namespace), found.digest
+        traffic, digest = self._traffic_of(session), found.digest
+        if traffic is None:
+            return
         choice = self._wanted_choice(traffic, digest)
         if choice is None or choice.num_tokens != len(found.tokens):
             return
@@ -206,7 +216,7 @@ class AutoPins:
     async def run(self) -> None:
         """Choose again when something came, and save what was counted, until cancelled."""
         for namespace in list(self._namespaces.values()):
-            await self._traffic.take_over_pins(namespace)
+            self._traffic.take_over_pins(namespace)
         saved_at_s = time.monotonic()
         while self.is_on:
             await asyncio.sleep(SLOW_POLL_S)

@@ -33,25 +33,39 @@ class TrafficBook:
         self._resources, self._prompts, self._namespaces = resources, prompts, namespaces
         self._saved = SavedTraffic(resources.config.disk.disk_dir)
         self._traffic: dict[str, NamespaceTraffic] = {}  # the one that was used last at the end
+        self._loading: dict[str, Namespace] = {}
 
-    async def of(self, namespace: Namespace) -> NamespaceTraffic:
-        """Return what is known of a namespace."""
+    def of(self, namespace: Namespace) -> NamespaceTraffic | None:
+        """Return what is known of a namespace; None while it is loaded, which begins in the background.
+
+        An engine's messages are read one after the other, so none of them waits here for a disk that may hang.
+        """
         namespace_id = namespace.namespace_id
-        if namespace_id not in self._traffic:
-            saved = await self._resources.in_background(self._saved.load, namespace_id)
-            traffic = self._traffic.setdefault(namespace_id, saved)
-            for use in self._uses_in_ledger(namespace_id):
-                traffic.uses.setdefault(use.prefix.digest, use)
-        traffic = self._traffic[namespace_id] = self._traffic.pop(namespace_id)
+        if namespace_id in self._traffic:
+            traffic = self._traffic[namespace_id] = self._traffic.pop(namespace_id)
+            return traffic
+        if self._loading.get(namespace_id) is not namespace:
+            self._loading[namespace_id] = namespace
+            namespace.tasks.start("traffic", self._load(namespace))
+        return None
+
+    async def _load(self, namespace: Namespace) -> None:
+        namespace_id = namespace.namespace_id
+        try:
+            traffic = await self._resources.in_background(self._saved.load, namespace_id)
+        finally:
+            self._loading.pop(namespace_id, None)
+        for use in self._uses_in_ledger(namespace_id):
+            traffic.uses.setdefault(use.prefix.digest, use)
+        self._traffic[namespace_id] = traffic
         if len(self._traffic) > MAX_NAMESPACES:
             oldest = next(iter(self._traffic))
             await self._save(oldest, self._traffic.pop(oldest))
-        return traffic
 
-    async def take_over_pins(self, namespace: Namespace) -> None:
+    def take_over_pins(self, namespace: Namespace) -> None:
         """Know the automatic pins of a previous daemon before any request comes."""
         if any(self._uses_in_ledger(namespace.namespace_id)):
-            await self.of(namespace)
+            self.of(namespace)
 
     def current(self) -> list[tuple[Namespace, NamespaceTraffic]]:
         """Return what is in memory, of namespaces that there still are."""

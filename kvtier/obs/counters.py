@@ -172,7 +172,7 @@ class Counters:
         "requests_observed", "Requests that engines reported, to find prompts that repeat."
     )
     requests_skipped: int = counted(
-        "requests_skipped", "Requests that engines did not look at for that, because too many came at once."
+        "requests_skipped", "Requests that were not counted: too many came at once, or saved counts were being read."
     )
     auto_pins_made: int = counted("auto_pins_made", "Prompts that were found in requests, and pinned.")
     auto_pins_ended: int = counted(

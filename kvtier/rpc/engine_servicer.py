@@ -262,7 +262,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 limits.check_count("prefix_tokens.tokens", len(prefix.tokens), limits.MAX_TOKENS)
                 await self._cache.auto_pins.take_tokens(session, await prefix_of(prefix))
             case "changing_middle":
-                await self._cache.auto_pins.report_place(session, changing_place(message.changing_middle))
+                self._cache.auto_pins.report_place(session, changing_place(message.changing_middle))
             case "request_pins":
                 self._cache.request_pins.ask(session, await parse_request_pins(message.request_pins))
             case "prefetch":

@@ -2,18 +2,30 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier._pb import engine_pb2 as pb
 from kvtier.discovery import auto_pins
 from kvtier.discovery.auto_pins import AutoPins
 from kvtier.discovery.choices import PinnedPrefix, Selection
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
 from kvtier.discovery.saved_traffic import SavedTraffic
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.unit.service.test_auto_pins import SYSTEM_TOKENS, ask, attached, auto_config, digest_of, names, send_tokens
+from tests.fakes.operator import status_of, until
+from tests.fakes.scripted_engine import ScriptedEngine, running
+from tests.unit.service.test_auto_pins import (
+    SYSTEM_TOKENS,
+    ask,
+    attached,
+    auto_config,
+    counts_are_loaded,
+    digest_of,
+    names,
+    send_tokens,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +54,7 @@ def test_an_engine_that_comes_later_is_asked_for_what_others_did_not_send(tmp_pa
 
 def test_one_failure_does_not_end_the_choosing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception ended the task for good: nothing was pinned, and nothing was saved, until the next start."""
-    select, failures = AutoPins.select, [KeyError("a mistake")]
+    select, failures = AutoPins.select, list[Exception]()
 
     async def failing(self: AutoPins, *given: Any) -> Selection:
         if failures:
@@ -52,6 +64,7 @@ def test_one_failure_does_not_end_the_choosing(tmp_path: Path, monkeypatch: pyte
     async def scenario() -> None:
         monkeypatch.setattr(AutoPins, "select", failing)
         async with attached(auto_config(tmp_path)) as (_, engine):
+            failures.append(KeyError("a mistake"))
             await ask(engine, "support", 4)
             while failures:  # noqa: ASYNC110 - another task empties it
                 await asyncio.sleep(0.02)
@@ -99,3 +112,30 @@ def test_a_saved_place_of_another_type_is_unreadable(tmp_path: Path) -> None:
         )
         saved.write("id", saved.encode(traffic))
         assert [place.before for place in saved.load("id").places.values()] == ["x"]
+
+
+def test_counts_that_cannot_be_read_hold_up_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first report waited for the one background thread: behind it, acquires of the engine had no answer."""
+    load, disk_answers = SavedTraffic.load, threading.Event()
+
+    def hanging(self: SavedTraffic, namespace_id: str) -> NamespaceTraffic:
+        disk_answers.wait()
+        return load(self, namespace_id)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(SavedTraffic, "load", hanging)
+        config = auto_config(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            try:
+                await ask(engine, "support", 4)
+                await engine.send(changing_middle=pb.ChangingMiddle(num_stable_tokens=1, num_tokens=2, num_prompts=9))
+                await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest_of("support", SYSTEM_TOKENS)))
+                await engine.barrier()
+                assert (await status_of(stub)).counters["requests_skipped"] == 4
+            finally:
+                disk_answers.set()
+            await until(lambda: counts_are_loaded(stub))
+            await ask(engine, "support", 4)
+            await engine.receive("prefixes_wanted")
+
+    asyncio.run(scenario())

@@ -78,7 +78,13 @@ async def names(stub: Stub) -> set[str]:
 @asynccontextmanager
 async def attached(config: DaemonConfig) -> AsyncIterator[tuple[Stub, ScriptedEngine]]:
     async with running(config) as stub, ScriptedEngine(config) as engine:
+        if config.cache.auto_pin != "off":
+            await until(lambda: counts_are_loaded(stub))
         yield stub, engine
+
+
+async def counts_are_loaded(stub: Stub) -> bool:
+    return bool((await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces)
 
 
 def test_a_prompt_that_repeats_is_pinned_and_survives_a_start(tmp_path: Path) -> None:
@@ -97,6 +103,7 @@ def test_a_prompt_that_repeats_is_pinned_and_survives_a_start(tmp_path: Path) ->
         async with running(config) as stub:
             assert await names(stub) == {bound.name}
             async with ScriptedEngine(config) as engine:
+                await until(lambda: counts_are_loaded(stub))
                 await ask(engine, "support", 10, first=100)
                 await ask(engine, "other", 4)
                 wanted = (await engine.receive("prefixes_wanted")).prefixes_wanted.digests
@@ -427,7 +434,8 @@ async def _num_requests(stub: Stub, name: str, expected: int) -> bool:
 def test_advice_names_what_is_worth_a_pin_and_why_the_rest_is_not(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with attached(auto_config(tmp_path, auto_pin="observe")) as (stub, engine):
-            assert not (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
+            (namespace,) = (await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces
+            assert not namespace.prefixes
             await ask(engine, "support", 8)
             await ask(engine, "rare", 2)
             await engine.send(requests_seen=pb.RequestsSeen(requests=[request("cron", 1)] * 9))
