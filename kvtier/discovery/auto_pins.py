@@ -13,15 +13,15 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.turns import Breather, in_turns
 from kvtier.config.model import CacheConfig
 from kvtier.core.limits import AUTO_PIN_PREFIX, check_chosen_name
-from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, PrefixChoice, Selection
+from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, Selection, Verdict
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
+from kvtier.discovery.pin_budget import PinBudget, shared, stored_ratio, worth_per_byte
 from kvtier.discovery.seen import PrefixTokens, SeenRequest
 from kvtier.discovery.selection import SelectionRun
 from kvtier.discovery.traffic_book import TrafficBook, recipe_of
@@ -47,7 +47,6 @@ MAX_WANTED = 64
 """Prefixes that engines are asked for at once; the others follow."""
 SAVE_INTERVAL_S = 300.0
 """What a crash forgets of the counts; pins themselves are in the ledger."""
-_SAMPLED_PACKS = 64
 _REFUSED_S = 3600.0
 _REFRESH_SHARE = 0.1  # of the ttl: a pin's end is written again after so long, not at every request
 _PLACE_LOG_PERIOD_S = 10.0
@@ -95,6 +94,7 @@ class AutoPins:
         self._config: CacheConfig = resources.config.cache
         self._traffic = TrafficBook(resources, prompts, namespaces)
         self._place_log_due_s = 0.0
+        self._budget = PinBudget(resources, prompts, namespaces)
 
     @property
     def is_on(self) -> bool:
@@ -153,7 +153,7 @@ class AutoPins:
         traffic, digest = self._traffic_of(session), found.digest
         if traffic is None:
             return
-        choice = self._wanted_choice(traffic, digest)
+        choice = traffic.wanted_choice(digest)
         if choice is None or choice.num_tokens != len(found.tokens):
             return
         model = session.hello.model_names[0]
@@ -175,7 +175,11 @@ class AutoPins:
         if covering is not None:
             traffic.covered[digest] = covering
             return
-        await self._make_space(session.namespace, traffic, len(found.tokens))
+        engines = [each for each in self._live_sessions() if model in each.hello.model_names]
+        num_copies = len({each.namespace_id for each in engines if not each.namespace.ephemeral})
+        if not await self._make_space(max(num_copies, 1) * choice.added_bytes):
+            traffic.refused_until_s[digest] = time.monotonic() + _REFUSED_S
+            return
         try:
             await self._pins.pin(requested)
         except DrainingError:
@@ -185,6 +189,7 @@ class AutoPins:
             log_event(logger, "auto_pin_refused", level=logging.WARNING, name=requested.name, problem=str(error))
             return
         traffic.uses[digest] = PinUse(name=requested.name, prefix=prefix, last_used_unix_s=time.time())
+        traffic.is_changed = True
         self._resources.counters.auto_pins_made += 1
         log_event(
             logger,
@@ -194,11 +199,6 @@ class AutoPins:
             requests_per_hour=round(choice.requests_per_hour, 1),
             saved_s_per_hour=round(choice.saved_s_per_hour, 1),
         )
-
-    def _wanted_choice(self, traffic: NamespaceTraffic, digest: bytes) -> PrefixChoice | None:
-        if digest not in traffic.wanted or traffic.selection is None:
-            return None
-        return next((choice for choice in traffic.selection.chosen if choice.digest == digest), None)
 
     def _covering_pin(self, wanted: RequestedPin) -> str | None:
         """Return the name of a pin that an operator or a client made, and that begins with these tokens."""
@@ -224,9 +224,13 @@ class AutoPins:
                 if traffic.is_changed:
                     traffic.is_changed = False
                     await self._choose_or_log(namespace, traffic)
+            if self._budget.is_any_refused():
+                await self._free_disk()
             if time.monotonic() - saved_at_s > SAVE_INTERVAL_S:
                 saved_at_s = time.monotonic()
                 await self._traffic.save()
+                for _, traffic in self._traffic.current():
+                    traffic.is_changed = True  # what is not used loses worth too
 
     async def save(self) -> None:
         """Write what was counted to disk: the daemon stops."""
@@ -244,13 +248,14 @@ class AutoPins:
         traffic.forget_refusals(time.monotonic())
         traffic.covered = {digest: name for digest, name in traffic.covered.items() if self._is_pinned(name)}
         traffic.uses = {digest: use for digest, use in traffic.uses.items() if self._is_pinned(use.name)}
-        traffic.selection = await self.select(namespace, traffic, self._budget_of(traffic))
+        limit_bytes = await self._budget.limit_bytes()
+        traffic.selection = await self.select(namespace, traffic, limit_bytes)
+        self._share(limit_bytes)
         if self._config.auto_pin != "pin":
             return
         for choice in traffic.selection.superfluous:
-            if choice.digest in traffic.uses:
+            if choice.digest in traffic.uses and not self._traffic.is_chosen_elsewhere(traffic, choice.digest):
                 await self._end(traffic, choice.digest, choice.verdict.value)
-        await self._make_space(namespace, traffic, 0)
         await self._refresh(traffic)
         self._ask(namespace, traffic)
 
@@ -260,28 +265,41 @@ class AutoPins:
         rules = PinRules(
             min_tokens=config.auto_pin_min_tokens, min_requests=config.auto_pin_min_requests, max_bytes=max_bytes
         )
-        costs = PinCosts.of(namespace.layout, _stored_ratio(namespace), namespace.cost.prefill_tokens_per_s)
+        costs = PinCosts.of(namespace.layout, stored_ratio(namespace), namespace.cost.prefill_tokens_per_s)
         reading = traffic.sketch.reading(time.time(), at_least=1.5)
         run = SelectionRun(reading, [use.prefix for use in traffic.uses.values()], rules, costs)
         await in_turns(run.steps())
         assert run.selection is not None
         return run.selection
 
-    def _budget_of(self, traffic: NamespaceTraffic) -> int:
-        """Return what is left of the budget for a namespace when the others have theirs."""
-        others = (other.selection for _, other in self._traffic.current() if other is not traffic)
-        return max(0, self._config.auto_pin_max_bytes - sum(each.total_bytes for each in others if each is not None))
+    def _share(self, limit_bytes: int) -> None:
+        """Have the choices of all namespaces fit into the one budget."""
+        selected = self._traffic.selected()
+        selections = shared([selection for _, selection in selected], limit_bytes)
+        for (traffic, _), selection in zip(selected, selections, strict=True):
+            traffic.selection = selection
 
-    async def _make_space(self, namespace: Namespace, traffic: NamespaceTraffic, num_tokens: int) -> None:
-        """End displaced pins, the least valuable first, until a pin of this many tokens fits into the budget."""
-        assert traffic.selection is not None
-        ratio, limit_bytes = _stored_ratio(namespace), self._budget_of(traffic)
-        for choice in traffic.selection.displaced:
-            lengths = [num_tokens, *(use.prefix.num_tokens for use in traffic.uses.values())]
-            if ratio * sum(bytes_of_tokens(namespace.layout, each) for each in lengths) <= limit_bytes:
-                return
-            if choice.digest in traffic.uses:
-                await self._end(traffic, choice.digest, "others are worth more")
+    async def _make_space(self, num_bytes: int) -> bool:
+        """End displaced pins of all namespaces, the least valuable first, until so much fits; say whether it does."""
+        displaced = [
+            (self._traffic.is_chosen_elsewhere(traffic, choice.digest), worth_per_byte(choice), choice.digest, traffic)
+            for traffic, selection in self._traffic.selected()
+            for choice in selection.choices
+            if choice.verdict is Verdict.OVER_BUDGET and choice.digest in traffic.uses
+        ]
+        for _, _, digest, traffic in sorted(displaced, key=lambda each: each[:3]):
+            if (await self._budget.reading()).fits(num_bytes):
+                return True
+            if digest in traffic.uses:  # it may have ended meanwhile
+                await self._end(traffic, digest, "others are worth more")
+        return (await self._budget.reading()).fits(num_bytes)
+
+    async def _free_disk(self) -> None:
+        """Other pins need what automatic ones hold: choose again under what is left, and end the others."""
+        if not (await self._budget.reading()).fits(0):
+            for namespace, traffic in self._traffic.current():
+                await self._choose_or_log(namespace, traffic)
+            await self._make_space(0)
 
     def _ask(self, namespace: Namespace, traffic: NamespaceTraffic) -> None:
         """Ask engines for the tokens of what is chosen and not pinned yet, the most valuable first."""
@@ -384,9 +402,12 @@ class AutoPins:
 
     async def advise(self, max_bytes: int) -> list[NamespaceAdvice]:
         """Return what is worth a pin in each namespace, under a budget for each; 0: that of automatic pins."""
-        advice = []
-        for namespace, traffic in self._traffic.current():
-            selection = await self.select(namespace, traffic, max_bytes or self._budget_of(traffic))
+        advice, known = [], self._traffic.current()
+        limit_bytes = max_bytes or await self._budget.limit_bytes()
+        selections = [await self.select(namespace, traffic, limit_bytes) for namespace, traffic in known]
+        if not max_bytes:
+            selections = shared(selections, limit_bytes)
+        for (namespace, traffic), selection in zip(known, selections, strict=True):
             reading = traffic.sketch.reading(time.time(), at_least=math.inf)
             advice.append(
                 NamespaceAdvice(
@@ -400,14 +421,6 @@ class AutoPins:
                 )
             )
         return advice
-
-
-def _stored_ratio(namespace: Namespace) -> float:
-    """Return stored bytes / payload bytes of some packs on disk, 1 while there is none."""
-    packs = namespace.index.packs
-    lives = [packs.live(pack_id) for pack_id in islice(packs, _SAMPLED_PACKS)]
-    raw_bytes = sum(live.raw_bytes for live in lives)
-    return min(1.0, sum(live.stored_bytes for live in lives) / raw_bytes) if raw_bytes else 1.0
 
 
 def _parent_of(traffic: NamespaceTraffic, digest: bytes) -> bytes | None:

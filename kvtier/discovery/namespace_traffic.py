@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.core import limits
-from kvtier.discovery.choices import PinnedPrefix, Selection
+from kvtier.discovery.choices import PinnedPrefix, PrefixChoice, Selection
 from kvtier.discovery.prefix_sketch import PrefixSketch
 from kvtier.discovery.seen import SeenRequest
 
@@ -126,6 +126,12 @@ class NamespaceTraffic:
             del self.places[next(iter(self.places))]
         self.is_saved = False
         return is_new
+
+    def wanted_choice(self, digest: bytes) -> PrefixChoice | None:
+        """Return the choice whose tokens engines were asked for."""
+        if digest not in self.wanted or self.selection is None:
+            return None
+        return next((choice for choice in self.selection.chosen if choice.digest == digest), None)
 
     def forget_refusals(self, now_s: float) -> None:
         """Drop refusals whose time is over."""

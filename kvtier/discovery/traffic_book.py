@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 
-from kvtier.discovery.choices import PinnedPrefix
+from kvtier.discovery.choices import PinnedPrefix, Selection
 from kvtier.discovery.namespace_traffic import NamespaceTraffic, PinUse
 from kvtier.discovery.saved_traffic import SavedTraffic
 from kvtier.ledger import PromptRow
@@ -72,6 +72,19 @@ class TrafficBook:
         known = ((self._namespaces.get(namespace_id), traffic) for namespace_id, traffic in self._traffic.items())
         return [(namespace, traffic) for namespace, traffic in known if namespace is not None]
 
+    def selected(self) -> list[tuple[NamespaceTraffic, Selection]]:
+        """Return what each namespace has chosen."""
+        return [(traffic, each) for _, traffic in self.current() if (each := traffic.selection) is not None]
+
+    def is_chosen_elsewhere(self, traffic: NamespaceTraffic, digest: bytes) -> bool:
+        """Say whether another namespace of the model has the same pin, and would keep it."""
+        name = own.name if (own := traffic.uses.get(digest)) is not None else None
+        for other, selection in self.selected():
+            uses = [other.uses.get(choice.digest) for choice in selection.chosen]
+            if other is not traffic and any(use is not None and use.name == name for use in uses):
+                return True
+        return False
+
     async def save(self) -> None:
         """Write what was counted since the last time to disk; a failure is logged, and costs the counts."""
         for namespace_id, traffic in list(self._traffic.items()):
@@ -97,6 +110,14 @@ def recipe_of(namespace_id: str, prefix: PinnedPrefix) -> str:
     parent = prefix.parent.hex() if prefix.parent is not None else ""
     found = {"digest": prefix.digest.hex(), "parent": parent, "is_system_prompt": prefix.is_system_prompt}
     return json.dumps({"source": "auto", "namespace": namespace_id, **found})
+
+
+def namespace_of(prompt: PromptRow) -> str | None:
+    """Return the namespace that an automatic pin was found in."""
+    try:
+        return str(json.loads(prompt.recipe_json)["namespace"])
+    except (ValueError, KeyError, TypeError):  # an operator has changed it
+        return None
 
 
 def _prefix_of(prompt: PromptRow, namespace_id: str) -> PinnedPrefix | None:

@@ -83,8 +83,8 @@ async def attached(config: DaemonConfig) -> AsyncIterator[tuple[Stub, ScriptedEn
         yield stub, engine
 
 
-async def counts_are_loaded(stub: Stub) -> bool:
-    return bool((await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces)
+async def counts_are_loaded(stub: Stub, num_namespaces: int = 1) -> bool:
+    return len((await stub.GetAdvice(cache_pb2.GetAdviceRequest())).namespaces) == num_namespaces
 
 
 def test_a_prompt_that_repeats_is_pinned_and_survives_a_start(tmp_path: Path) -> None:
