@@ -35,7 +35,7 @@ from kvtier.errors import (
 from kvtier.obs.log import log_event
 from kvtier.prompts.book import PromptBook, RequestedPin
 from kvtier.prompts.pins import Pins
-from kvtier.prompts.quota import bytes_of_pin, bytes_of_tokens
+from kvtier.prompts.quota import bytes_of_pin
 from kvtier.prompts.status import PromptView
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
@@ -251,12 +251,12 @@ class AutoPins:
         limit_bytes = await self._budget.limit_bytes()
         traffic.selection = await self.select(namespace, traffic, limit_bytes)
         self._share(limit_bytes)
+        await self._refresh(traffic)
         if self._config.auto_pin != "pin":
             return
         for choice in traffic.selection.superfluous:
             if choice.digest in traffic.uses and not self._traffic.is_chosen_elsewhere(traffic, choice.digest):
                 await self._end(traffic, choice.digest, choice.verdict.value)
-        await self._refresh(traffic)
         self._ask(namespace, traffic)
 
     async def select(self, namespace: Namespace, traffic: NamespaceTraffic, max_bytes: int) -> Selection:
@@ -313,15 +313,17 @@ class AutoPins:
                     session.peer.prefixes_wanted(digests)
 
     async def _refresh(self, traffic: NamespaceTraffic) -> None:
-        """Move the end of pins that were used since it was written, now and then."""
+        """Move the end of pins that were used since it was written, now and then, or where the ttl was or is never."""
         ttl_s = self._config.auto_pin_ttl_s
         for use in list(traffic.uses.values()):
             prompt = self._prompts.find(use.name)
-            if prompt is None or prompt.origin != "auto" or not prompt.expires_unix_s:
+            if prompt is None or prompt.origin != "auto":
                 continue
-            if use.last_used_unix_s + ttl_s > prompt.expires_unix_s + _REFRESH_SHARE * ttl_s:
+            ends_s = use.last_used_unix_s + ttl_s if ttl_s else 0.0
+            is_switched = bool(ends_s) != bool(prompt.expires_unix_s)
+            if is_switched or ends_s > prompt.expires_unix_s + _REFRESH_SHARE * ttl_s:
                 try:
-                    await self._pins.extend(prompt, use.last_used_unix_s + ttl_s, prompt.priority)
+                    await self._pins.extend(prompt, ends_s, prompt.priority)
                 except LedgerError as error:  # the next choice tries again
                     log_event(logger, "pin_not_ended", level=logging.ERROR, name=use.name, problem=str(error))
 

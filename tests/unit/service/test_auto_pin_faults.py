@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvtier.discovery.auto_pins import AutoPins
 from kvtier.discovery.choices import PinnedPrefix, Selection
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
 from kvtier.discovery.saved_traffic import SavedTraffic
-from tests.fakes.operator import status_of, until
+from tests.fakes.operator import Stub, prompt_of, status_of, until
 from tests.fakes.scripted_engine import ScriptedEngine, running
 from tests.unit.service.test_auto_pins import (
     SYSTEM_TOKENS,
@@ -23,6 +24,7 @@ from tests.unit.service.test_auto_pins import (
     auto_config,
     counts_are_loaded,
     digest_of,
+    found,
     names,
     send_tokens,
 )
@@ -139,3 +141,23 @@ def test_counts_that_cannot_be_read_hold_up_no_engine(tmp_path: Path, monkeypatc
             await engine.receive("prefixes_wanted")
 
     asyncio.run(scenario())
+
+
+def test_another_ttl_counts_for_the_pins_there_are(tmp_path: Path) -> None:
+    """A pin with an end kept it after "never", and one without an end never got one; `observe` moved no end at all."""
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path)
+        async with attached(config) as (_, engine):
+            name = (await found(engine, "support")).name
+        for mode, ttl, ends_in_s in (("pin", "never", 0), ("observe", "1h", 3600), ("observe", "30d", 30 * 86400)):
+            config = auto_config(tmp_path, auto_pin=mode, auto_pin_ttl=ttl)
+            expires_unix_s = time.time() + ends_in_s if ends_in_s else 0
+            async with running(config) as stub:
+                await until(lambda stub=stub, at=expires_unix_s: _expires(stub, name, at))
+
+    asyncio.run(scenario())
+
+
+async def _expires(stub: Stub, name: str, at_unix_s: float) -> bool:
+    return bool(abs((await prompt_of(stub, name)).expires_unix_s - at_unix_s) < 60)
