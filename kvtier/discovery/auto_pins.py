@@ -171,6 +171,10 @@ class AutoPins:
             public=self._config.auto_pin_public and not found.cache_salt,
         )
         traffic.wanted -= {digest}
+        standing = self._prompts.find(requested.name)
+        if standing is not None and not standing.pinned:  # an operator has unpinned it: it stays so
+            traffic.refused_until_s[digest] = time.monotonic() + _REFUSED_S
+            return
         covering = self._covering_pin(requested)
         if covering is not None:
             traffic.covered[digest] = covering
@@ -255,7 +259,10 @@ class AutoPins:
         if self._config.auto_pin != "pin":
             return
         for choice in traffic.selection.superfluous:
-            if choice.digest in traffic.uses and not self._traffic.is_chosen_elsewhere(traffic, choice.digest):
+            if choice.digest not in traffic.uses or self._traffic.is_chosen_elsewhere(traffic, choice.digest):
+                continue
+            heir = traffic.uses.get(choice.contained_in) if choice.contained_in is not None else None
+            if heir is None or self._prompts.is_bound_like(heir.name, traffic.uses[choice.digest].name):
                 await self._end(traffic, choice.digest, choice.verdict.value)
         self._ask(namespace, traffic)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from kvtier.discovery.auto_pins import AutoPins
 from kvtier.discovery.choices import PinnedPrefix, Selection
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
 from kvtier.discovery.saved_traffic import SavedTraffic
-from tests.fakes.operator import Stub, prompt_of, status_of, until
-from tests.fakes.scripted_engine import ScriptedEngine, running
+from tests.fakes.operator import Stub, prompt_of, status_of, unpin, until
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running
 from tests.unit.service.test_auto_pins import (
     SYSTEM_TOKENS,
     ask,
@@ -26,7 +27,9 @@ from tests.unit.service.test_auto_pins import (
     digest_of,
     found,
     names,
+    request,
     send_tokens,
+    tokens_of,
 )
 
 
@@ -161,3 +164,61 @@ def test_another_ttl_counts_for_the_pins_there_are(tmp_path: Path) -> None:
 
 async def _expires(stub: Stub, name: str, at_unix_s: float) -> bool:
     return bool(abs((await prompt_of(stub, name)).expires_unix_s - at_unix_s) < 60)
+
+
+def test_an_automatic_pin_that_an_operator_unpins_stays_unpinned(tmp_path: Path) -> None:
+    """The second request after `kvtier unpin auto-...` pinned it again."""
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            name = (await found(engine, "support")).name
+            await unpin(stub, name)
+            await ask(engine, "support", 4, first=10)
+            await send_tokens(engine, "support")
+            await engine.barrier()
+            assert not (await prompt_of(stub, name)).pinned
+
+    asyncio.run(scenario())
+
+
+def test_a_pin_ends_for_a_longer_one_only_when_that_is_bound(tmp_path: Path) -> None:
+    """It ended within seconds of the longer pin's row, also when the engine could not bind that one."""
+
+    def both(question: int) -> pb.SeenRequest:
+        prefixes = [
+            pb.SeenPrefix(digest=digest_of("support", each), num_tokens=each, is_system_prompt=False)
+            for each in (SYSTEM_TOKENS, 2 * SYSTEM_TOKENS)
+        ]
+        return pb.SeenRequest(prefixes=prefixes, prompt_digest=question, num_tokens=200)
+
+    async def scenario() -> None:
+        async with attached(auto_config(tmp_path)) as (stub, engine):
+            first = [request("support", question) for question in range(3)]
+            for each in first:
+                each.prefixes[0].is_system_prompt = False
+            await engine.send(requests_seen=pb.RequestsSeen(requests=first))
+            await send_tokens(engine, "support")
+            shorter = (await engine.receive("pin_added")).pin_added.pin
+            keys = [chunk_key(("support", n)) for n in range(8)]
+            await engine.bind(shorter.pin_id, keys[:4])
+            await engine.send(requests_seen=pb.RequestsSeen(requests=map(both, range(400, 420))))
+            digest = digest_of("support", 2 * SYSTEM_TOKENS)
+            while digest not in (await engine.receive("prefixes_wanted")).prefixes_wanted.digests:
+                pass
+            tokens = tokens_of("support", 2 * SYSTEM_TOKENS)
+            await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest, tokens=tokens))
+            longer = (await engine.receive("pin_added")).pin_added.pin
+            await ask_for_a_while(engine, both)
+            assert await names(stub) == {shorter.name, longer.name}
+            await engine.bind(longer.pin_id, keys)
+            await ask_for_a_while(engine, both)
+            assert await names(stub) == {longer.name}
+
+    asyncio.run(scenario())
+
+
+async def ask_for_a_while(engine: ScriptedEngine, seen: Callable[[int], pb.SeenRequest]) -> None:
+    for number in range(10):
+        requests = [seen(1000 + 20 * number + each) for each in range(20)]
+        await engine.send(requests_seen=pb.RequestsSeen(requests=requests))
+        await asyncio.sleep(0.03)
