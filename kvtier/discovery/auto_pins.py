@@ -154,7 +154,8 @@ class AutoPins:
         if traffic is None:
             return
         choice = traffic.wanted_choice(digest)
-        if choice is None or choice.num_tokens != len(found.tokens):
+        is_windowed = any(group.window_chunks for group in session.namespace.layout.groups)
+        if choice is None or len(found.tokens) - choice.num_tokens not in (0, int(is_windowed)):
             return
         model = session.hello.model_names[0]
         prefix = PinnedPrefix(digest, choice.num_tokens, choice.is_system_prompt, _parent_of(traffic, digest))
@@ -172,6 +173,9 @@ class AutoPins:
         )
         traffic.wanted -= {digest}
         standing = self._prompts.find(requested.name)
+        if standing is not None and standing.pinned and standing.origin == "auto":  # of another namespace of the model
+            traffic.uses[digest] = PinUse(name=requested.name, prefix=prefix, last_used_unix_s=time.time())
+            return
         if standing is not None and not standing.pinned:  # an operator has unpinned it: it stays so
             traffic.refused_until_s[digest] = time.monotonic() + _REFUSED_S
             return

@@ -82,10 +82,13 @@ class ChunkShape:
     Attributes:
         chunk_tokens: Tokens after which a chunk of every KV cache group ends.
         hash_tokens: Tokens of a block hash.
+        is_windowed: Some layers keep a window or a state: a pin of whole chunks needs the token behind them, or lacks
+            the last ones, see `reachable_keys`.
     """
 
     chunk_tokens: int
     hash_tokens: int
+    is_windowed: bool = False
 
     @classmethod
     def of(cls, groups: Sequence[GroupShape]) -> "ChunkShape":
@@ -93,6 +96,7 @@ class ChunkShape:
         return cls(
             math.lcm(*(group.chunk_tokens for group in groups)),
             groups[0].chunk_tokens // groups[0].hashes_per_chunk,
+            any(group.window_chunks for group in groups),
         )
 
     def whole(self, num_tokens: int) -> int:

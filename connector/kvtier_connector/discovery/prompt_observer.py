@@ -199,7 +199,7 @@ class PromptObserver:
         report.requests.append(reading.seen)
         if reading.changing is not None:
             session.attachment.send(pb.EngineMessage(changing_middle=reading.changing))
-        for prefix in wanted_tokens(request, reading.seen, session.wanted):
+        for prefix in wanted_tokens(self._shape, request, reading.seen, session.wanted):
             session.attachment.send(pb.EngineMessage(prefix_tokens=prefix))
 
     def _send(self, session: _Session, report: pb.RequestsSeen) -> None:

@@ -75,14 +75,17 @@ class RequestReader:
         return self._template.decode(tokens).replace("\0", "").encode(errors="replace")
 
 
-def wanted_tokens(request: ObservedRequest, seen: pb.SeenRequest, wanted: set[bytes]) -> Iterator[pb.PrefixTokens]:
+def wanted_tokens(
+    shape: ChunkShape, request: ObservedRequest, seen: pb.SeenRequest, wanted: set[bytes]
+) -> Iterator[pb.PrefixTokens]:
     """Yield the tokens of the request's prefixes that are wanted; these are wanted no longer."""
     for prefix in seen.prefixes:
-        if prefix.digest in wanted:
+        num_tokens = prefix.num_tokens + shape.is_windowed
+        if prefix.digest in wanted and num_tokens <= request.num_tokens:
             wanted.remove(prefix.digest)
             yield pb.PrefixTokens(
                 digest=prefix.digest,
-                tokens=request.tokens[: prefix.num_tokens],
+                tokens=request.tokens[:num_tokens],
                 lora_name=request.adapter.name if request.adapter is not None else "",
                 lora_path=request.adapter.path if request.adapter is not None else "",
                 cache_salt=request.cache_salt,

@@ -5,19 +5,21 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.core.layout import GroupLayout
 from kvtier.discovery import auto_pins
 from kvtier.discovery.auto_pins import AutoPins
 from kvtier.discovery.choices import PinnedPrefix, Selection
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
 from kvtier.discovery.saved_traffic import SavedTraffic
 from tests.fakes.operator import Stub, prompt_of, status_of, unpin, until
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, running
+from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, running
 from tests.unit.service.test_auto_pins import (
     SYSTEM_TOKENS,
     ask,
@@ -222,3 +224,24 @@ async def ask_for_a_while(engine: ScriptedEngine, seen: Callable[[int], pb.SeenR
         requests = [seen(1000 + 20 * number + each) for each in range(20)]
         await engine.send(requests_seen=pb.RequestsSeen(requests=requests))
         await asyncio.sleep(0.03)
+
+
+def test_where_layers_have_windows_a_pin_has_the_next_token(tmp_path: Path) -> None:
+    """Only exactly the prefix was taken, and a pin of exactly whole chunks does not reach its last one there."""
+    groups = (
+        GroupLayout(group_idx=0, chunk_tokens=16, useful_bytes=6000),
+        GroupLayout(group_idx=1, chunk_tokens=16, useful_bytes=6000, window_chunks=2),
+    )
+
+    async def scenario() -> None:
+        config = auto_config(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config, replace(ONE_GROUP, groups=groups)) as engine:
+            await until(lambda: counts_are_loaded(stub))
+            await ask(engine, "support", 4)
+            await engine.receive("prefixes_wanted")
+            tokens = tokens_of("support", SYSTEM_TOKENS + 1)
+            digest = digest_of("support", SYSTEM_TOKENS)
+            await engine.send(prefix_tokens=pb.PrefixTokens(digest=digest, tokens=tokens))
+            assert list((await engine.receive("pin_added")).pin_added.pin.tokens) == tokens
+
+    asyncio.run(scenario())

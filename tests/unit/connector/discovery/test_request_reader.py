@@ -1,5 +1,7 @@
 """What is reported of one request."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvtier_connector.discovery.request_reader import RequestReader, TemplateKnowledge, wanted_tokens
@@ -78,7 +80,7 @@ def test_wanted_tokens_are_sent_once_with_what_decides_their_kv() -> None:
     assert reading is not None
     digest = reading.seen.prefixes[0].digest
     wanted = {digest, b"another"}
-    (tokens,) = wanted_tokens(request, reading.seen, wanted)
+    (tokens,) = wanted_tokens(SHAPE, request, reading.seen, wanted)
     assert list(tokens.tokens) == SYSTEM[:192]
     assert (tokens.digest, tokens.lora_name, tokens.lora_path, tokens.cache_salt) == (
         digest,
@@ -87,4 +89,19 @@ def test_wanted_tokens_are_sent_once_with_what_decides_their_kv() -> None:
         "tenant",
     )
     assert wanted == {b"another"}
-    assert list(wanted_tokens(request, reading.seen, wanted)) == []
+    assert list(wanted_tokens(SHAPE, request, reading.seen, wanted)) == []
+
+
+def test_where_layers_have_windows_the_next_token_is_sent_too() -> None:
+    """A pin of exactly whole chunks does not reach its last chunk there: it was kept short, or could not be bound."""
+    windowed = replace(SHAPE, is_windowed=True)
+    request = observed([*SYSTEM, *OPENING, 7])
+    reading = reader_of().read(request)
+    assert reading is not None
+    digest = reading.seen.prefixes[0].digest
+    (tokens,) = wanted_tokens(windowed, request, reading.seen, {digest})
+    assert list(tokens.tokens) == request.tokens[:193]
+    wanted = {digest}
+    exact = observed(SYSTEM[:192])
+    assert list(wanted_tokens(windowed, exact, reading.seen, wanted)) == []
+    assert wanted == {digest}, "a longer request brings it"
