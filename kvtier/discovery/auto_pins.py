@@ -179,7 +179,7 @@ class AutoPins:
         if standing is not None and not standing.pinned:  # an operator has unpinned it: it stays so
             traffic.refused_until_s[digest] = time.monotonic() + _REFUSED_S
             return
-        covering = self._covering_pin(requested)
+        covering = await self._covering_pin(requested, found.tokens)
         if covering is not None:
             traffic.covered[digest] = covering
             return
@@ -208,14 +208,14 @@ class AutoPins:
             saved_s_per_hour=round(choice.saved_s_per_hour, 1),
         )
 
-    def _covering_pin(self, wanted: RequestedPin) -> str | None:
+    async def _covering_pin(self, wanted: RequestedPin, tokens: TokenIds) -> str | None:
         """Return the name of a pin that an operator or a client made, and that begins with these tokens."""
-        head, end = wanted.tokens[:64], len(wanted.tokens)
+        scope, breather = (wanted.lora_path, wanted.cache_salt), Breather()
         for prompt in self._prompts.pinned():
-            if prompt.origin == "auto" or prompt.tokens[:64] != head or prompt.tokens[:end] != wanted.tokens:
+            await breather.pause()
+            if prompt.origin == "auto" or prompt.model not in ("", wanted.model):
                 continue
-            same_text = (prompt.lora_path, prompt.cache_salt) == (wanted.lora_path, wanted.cache_salt)
-            if same_text and prompt.model in ("", wanted.model):
+            if (prompt.lora_path, prompt.cache_salt) == scope and prompt.token_ids.begins_with(tokens):
                 return prompt.name
         return None
 
