@@ -31,9 +31,12 @@ _NOTHING = (
 
 def advice_details(advice: Advice) -> Iterator[Part]:
     """Yield what `kvtier advise` prints."""
+    if advice.mode == "off":  # what was counted before is no advice for today
+        yield from _OFF
+        return
     seen = [each for each in advice.namespaces if each.requests_per_hour]
     if not seen:
-        yield from _OFF if advice.mode == "off" else _NOTHING
+        yield from _NOTHING
         return
     for number, namespace in enumerate(seen):
         yield from ("",) if number else ()

@@ -151,3 +151,12 @@ def test_what_says_other_content_does_not_go_with_adopt(
     assert options[0] in done.output
     assert "does not go with --adopt" in " ".join(done.output.split())
     assert not daemon.pins
+
+
+@pytest.mark.usefixtures("advice")
+def test_with_automatic_pins_off_old_counts_are_no_advice(kvtier: Kvtier, daemon: FakeCacheService) -> None:
+    """Saved counts were shown as if requests were counted, and the mode as "observe"."""
+    daemon.advice.mode = "off"
+    shown = kvtier("advise").stdout
+    assert "Automatic pins are off" in shown
+    assert "requests an hour" not in shown
