@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_a_start_ends_no_pin_that_fits(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         config = auto_config(tmp_path, auto_pin_max_bytes=2 * PROMPT_BYTES)
-        other = {"model_names": ["other"], "fingerprint": {"weights": "2"}}
+        other: dict[str, Any] = {"model_names": ["other"], "fingerprint": {"weights": "2"}}
         async with attached(config) as (stub, first), ScriptedEngine(config, **other) as second:
             await until(lambda: counts_are_loaded(stub, 2))
             for engine, system in ((first, "first"), (second, "second")):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_another_ttl_counts_for_the_pins_there_are(tmp_path: Path) -> None:
             config = auto_config(tmp_path, auto_pin=mode, auto_pin_ttl=ttl)
             expires_unix_s = time.time() + ends_in_s if ends_in_s else 0
             async with running(config) as stub:
-                await until(lambda stub=stub, at=expires_unix_s: _expires(stub, name, at))
+                await until(partial(_expires, stub, name, expires_unix_s))
 
     asyncio.run(scenario())
 
