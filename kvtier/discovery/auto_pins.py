@@ -19,6 +19,7 @@ from kvtier.concurrency.pauses import SLOW_POLL_S
 from kvtier.concurrency.turns import Breather, in_turns
 from kvtier.config.model import CacheConfig
 from kvtier.core.limits import AUTO_PIN_PREFIX, check_chosen_name
+from kvtier.core.tokens import TokenIds
 from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, Selection, Verdict
 from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
 from kvtier.discovery.pin_budget import PinBudget, shared, stored_ratio, worth_per_byte
