@@ -97,6 +97,13 @@ class PromptBook:
         """Return the prompt with this id, None when there is none (any longer)."""
         return self._by_pin_id.get(pin_id)
 
+    def standing(self, prompt: PromptRow) -> PromptRow | None:
+        """Return a pin as it stands now; None if it has ended meanwhile, or is another's."""
+        known = self._by_pin_id.get(prompt.pin_id)
+        if known is None or not known.pinned or (known.origin, known.owner) != (prompt.origin, prompt.owner):
+            return None
+        return known
+
     def bindings_of(self, pin_id: str) -> list[BindingRow]:
         """Return the prompt's bindings, over all namespaces."""
         return list(self._bindings.get(pin_id, {}).values())

@@ -66,10 +66,17 @@ class Pins:
             QuotaExceededError: It would not fit on disk.
         """
 
-        def change() -> Awaitable[None]:
-            return self._changes.exclusively("pin", lambda: self._pin(requested))
+        async def change() -> None:
+            prompt, old = self._prompts.draft(requested, time.time())
+            await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
+            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
+            await self.take_in(prompt, old)
+            log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
 
-        await (self.within_quota(change) if requested.origin == "named" else change())
+        def attempt() -> Awaitable[None]:
+            return self._changes.exclusively("pin", change)
+
+        await (self.within_quota(attempt) if requested.origin == "named" else attempt())
         return await self.view(requested.name)
 
     async def within_quota(self, attempt: Callable[[], Awaitable[T]]) -> T:
@@ -84,13 +91,6 @@ class Pins:
             except QuotaExceededError as error:
                 if self.end_automatic_pins is None or not await self.end_automatic_pins(error):
                     raise
-
-    async def _pin(self, requested: RequestedPin) -> None:
-        prompt, old = self._prompts.draft(requested, time.time())
-        await check_quota(self._prompts, self._namespaces, prompt, self._resources.config.disk.disk_bytes)
-        await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, prompt)
-        await self.take_in(prompt, old)
-        log_event(logger, "pin_registered", name=prompt.name, num_tokens=len(prompt.tokens), model=prompt.model)
 
     async def take_in(self, prompt: PromptRow, old: PromptRow | None) -> None:
         """A pin is in the ledger, in place of `old`: make memory follow, and notify engines. Under the change lock."""
@@ -111,33 +111,27 @@ class Pins:
             PromptExistsError: The name is taken.
             LedgerError: The ledger refused; nothing has changed.
         """
-        await self._changes.exclusively("rename", lambda: self._rename(prompt, requested))
+
+        async def change() -> None:
+            if (known := self._prompts.standing(prompt)) is None:
+                raise PromptNotFoundError(prompt.name)
+            drafted, old = self._prompts.draft(requested, time.time())
+            promises = self._resources.ledger.promises
+            if old is not None and old.pin_id == drafted.pin_id:  # the same content has the name already
+                await self._resources.in_ledger(promises.put_prompt, drafted)
+                await self.take_in(drafted, old)
+                await self._forget_prompt(known)
+            else:
+                renamed = replace(drafted, pin_id=known.pin_id, created_unix_s=known.created_unix_s)
+                await self._resources.in_ledger(promises.rename_prompt, known.name, renamed)
+                if old is not None:
+                    await self._forget(old)
+                self._prompts.rename(known.name, renamed)
+                self._announce(renamed)
+            log_event(logger, "pin_registered", name=drafted.name, num_tokens=len(drafted.tokens), model=drafted.model)
+
+        await self._changes.exclusively("rename", change)
         return await self.view(requested.name)
-
-    async def _rename(self, prompt: PromptRow, requested: RequestedPin) -> None:
-        if (known := self._standing(prompt)) is None:
-            raise PromptNotFoundError(prompt.name)
-        drafted, old = self._prompts.draft(requested, time.time())
-        promises = self._resources.ledger.promises
-        if old is not None and old.pin_id == drafted.pin_id:  # the same content has the name already
-            await self._resources.in_ledger(promises.put_prompt, drafted)
-            await self.take_in(drafted, old)
-            await self._forget_prompt(known)
-        else:
-            renamed = replace(drafted, pin_id=known.pin_id, created_unix_s=known.created_unix_s)
-            await self._resources.in_ledger(promises.rename_prompt, known.name, renamed)
-            if old is not None:
-                await self._forget(old)
-            self._prompts.rename(known.name, renamed)
-            self._announce(renamed)
-        log_event(logger, "pin_registered", name=drafted.name, num_tokens=len(drafted.tokens), model=drafted.model)
-
-    def _standing(self, prompt: PromptRow) -> PromptRow | None:
-        """Return a pin as it stands now; None if it has ended meanwhile, or is another's."""
-        known = self._prompts.by_pin_id(prompt.pin_id)
-        if known is None or not known.pinned or (known.origin, known.owner) != (prompt.origin, prompt.owner):
-            return None
-        return known
 
     async def extend(self, prompt: PromptRow, expires_unix_s: float | None, priority: int) -> PromptRow:
         """Change when a pin ends (None: it stays), and its priority; durable on return. Returns it as it stands then.
@@ -145,18 +139,19 @@ class Pins:
         Raises:
             LedgerError: The ledger refused; nothing has changed.
         """
-        return await self._changes.exclusively("extend", lambda: self._extend(prompt, expires_unix_s, priority))
 
-    async def _extend(self, prompt: PromptRow, expires_unix_s: float | None, priority: int) -> PromptRow:
-        if (known := self._standing(prompt)) is None:
-            return prompt
-        ends_unix_s = known.expires_unix_s if expires_unix_s is None else expires_unix_s
-        extended = replace(known, expires_unix_s=ends_unix_s, priority=priority)
-        await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, extended)
-        self._prompts.put(extended)
-        if known.priority != priority:  # engines know it; of its end they know nothing
-            self._announce(extended)
-        return extended
+        async def change() -> PromptRow:
+            if (known := self._prompts.standing(prompt)) is None:
+                return prompt
+            ends_unix_s = known.expires_unix_s if expires_unix_s is None else expires_unix_s
+            extended = replace(known, expires_unix_s=ends_unix_s, priority=priority)
+            await self._resources.in_ledger(self._resources.ledger.promises.put_prompt, extended)
+            self._prompts.put(extended)
+            if known.priority != priority:  # engines know it; of its end they know nothing
+                self._announce(extended)
+            return extended
+
+        return await self._changes.exclusively("extend", change)
 
     async def forget(self, prompt: PromptRow) -> None:
         """End a pin and forget its prompt; the chunks stay as evictable cache. Unpinned or taken over, it stays.
@@ -167,7 +162,7 @@ class Pins:
         await self._changes.exclusively("forget", lambda: self._end(prompt))
 
     async def _end(self, prompt: PromptRow) -> None:
-        if (known := self._standing(prompt)) is not None:
+        if (known := self._prompts.standing(prompt)) is not None:
             await self._forget_prompt(known)
             self._retry_refused()
             log_event(logger, "pin_ended", name=known.name)
