@@ -193,7 +193,9 @@ class RequestPins:
     def _standing(self, key: _Key) -> PromptRow | None:
         pin_id = self._by_key.get(key)
         prompt = self._prompts.by_pin_id(pin_id) if pin_id is not None else None
-        if prompt is None or not prompt.pinned or (prompt.origin, prompt.owner) != ("request", key.owner):
+        is_own = prompt is not None and (prompt.origin, prompt.owner) == ("request", key.owner)
+        # A pin that an operator has taken over keeps its id, as long as its content stays.
+        if prompt is None or not prompt.pinned or not (is_own or prompt.origin == "named"):
             self._by_key.pop(key, None)
             return None
         return prompt

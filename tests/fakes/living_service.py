@@ -177,8 +177,17 @@ class LivingService:
         """Nothing is going on but what goes on for ever, or waits for an engine's processes."""
         cache = self.cache
         going_on = [task.get_name() for task in cache._tasks._tasks]
-        waiting = {"expiry", "capacity", "preallocation", "probe", "pin-watch", "loop-lag", "ledger-upkeep"}
-        waiting |= {"recovery"} if self.orphans else set()
+        waiting = {
+            "expiry",
+            "capacity",
+            "preallocation",
+            "probe",
+            "pin-watch",
+            "loop-lag",
+            "ledger-upkeep",
+            "auto-pins",
+        }
+        waiting |= {"auto-pins", "recovery"} if self.orphans else {"auto-pins"}
         return (
             not self.doing
             and (cache._verified.is_set())

@@ -1,7 +1,6 @@
 """Automatic pins when engines come and go, files are damaged and the disk hangs."""
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import GroupLayout
 from kvtier.discovery import auto_pins
 from kvtier.discovery.auto_pins import AutoPins
-from kvtier.discovery.choices import PinnedPrefix, Selection
-from kvtier.discovery.namespace_traffic import ChangingPlace, NamespaceTraffic, PinUse
+from kvtier.discovery.choices import Selection
+from kvtier.discovery.namespace_traffic import NamespaceTraffic
 from kvtier.discovery.saved_traffic import SavedTraffic
 from tests.fakes.operator import Stub, prompt_of, status_of, unpin, until
 from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, running
@@ -80,46 +79,6 @@ def test_one_failure_does_not_end_the_choosing(tmp_path: Path, monkeypatch: pyte
             await engine.receive("prefixes_wanted")
 
     asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("last_used_unix_s", None), ("num_requests", None), ("num_requests", 1.5), ("saved_s", float("nan")), ("name", 1)],
-)
-def test_saved_counts_of_another_type_are_unreadable(tmp_path: Path, field: str, value: object) -> None:
-    """The file has no checksum, and a null in it ended sessions, or the choosing at every start."""
-    saved, traffic = SavedTraffic(tmp_path), NamespaceTraffic()
-    prefix = PinnedPrefix(b"d" * 16, 64, True)
-    traffic.uses[prefix.digest] = PinUse(name="auto-1", prefix=prefix, num_requests=3)
-    (tmp_path / "traffic").mkdir()
-    saved.write("id", saved.encode(traffic))
-    assert saved.load("id").uses == traffic.uses
-    path = tmp_path / "traffic" / "id.json"
-    content = json.loads(path.read_bytes())
-    content["uses"][0][field] = value
-    path.write_text(json.dumps(content))
-    assert saved.load("id").uses == {}
-    assert not path.with_suffix(".sketch").exists(), "it is not read again"
-
-
-def test_a_saved_place_of_another_type_is_unreadable(tmp_path: Path) -> None:
-    saved, traffic = SavedTraffic(tmp_path), NamespaceTraffic()
-    places = [("x", 1), (None, 2)]
-    (tmp_path / "traffic").mkdir()
-    for before, num_stable_tokens in places:
-        traffic.put_place(
-            ChangingPlace(
-                digest=b"",
-                num_stable_tokens=num_stable_tokens,
-                num_tokens=9,
-                num_prompts=9,
-                before=before,  # type: ignore[arg-type]
-                examples=("1",),
-                seen_unix_s=1.0,
-            )
-        )
-        saved.write("id", saved.encode(traffic))
-        assert [place.before for place in saved.load("id").places.values()] == ["x"]
 
 
 def test_counts_that_cannot_be_read_hold_up_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,15 +255,16 @@ def test_pins_of_another_namespace_end_for_none_in_vain(tmp_path: Path) -> None:
     """The oldest ones ended, wherever they were: it was of no use where the space was short."""
 
     async def scenario() -> None:
-        config = auto_config(tmp_path, disk_bytes=6 * 6000)
+        config = auto_config(tmp_path, disk_bytes=13 * 6000)
         async with attached(config) as (stub, engine):
             other = await stored(stub, engine, "other")
         async with (
             running(config) as stub,
             ScriptedEngine(config, fingerprint={"weights": "2"}, model_names=["b"]) as engine,
         ):
+            await until(lambda: counts_are_loaded(stub, 2))
             own = await found(engine, "own")
-            await pin(stub, "long", tokens=16 * 4, model="b")
+            await pin(stub, "long", tokens=16 * 10, model="b")
             assert await names(stub) == {other, "long"}, f"{own.name} has ended"
 
     asyncio.run(scenario())

@@ -252,24 +252,6 @@ def test_an_operator_may_take_a_requests_pin_over_by_its_name(tmp_path: Path) ->
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("name", ["", "mine"])
-def test_a_pin_that_an_operator_has_taken_over_is_changed_by_no_request(tmp_path: Path, name: str) -> None:
-    """Its digest was known as that of the owner's pin: the next request changed its priority, or ended its TTL."""
-
-    async def scenario(r: Rig, engine: AskingEngine) -> None:
-        await engine.ask(LONG, name=name)
-        (pin,) = requested(r)
-        await r.cache.pins.pin(RequestedPin(name=pin.name, tokens=LONG, model="model", ttl_s=10**6, priority=50))
-        taken = r.cache.prompts.get(pin.name)
-        assert taken.pin_id == pin.pin_id
-        await engine.pins.demote(engine.session, [], digest_of(LONG), OWNER)
-        assert await engine.ask(LONG, with_tokens=False, name=name, ttl_s=0, priority=-7) == [UNKNOWN]
-        assert await engine.ask(LONG, name=name, ttl_s=0, priority=-7) == [REFUSED if name else PINNED]
-        assert r.cache.prompts.get(pin.name) == taken
-
-    run(tmp_path, scenario)
-
-
 # A longer prompt takes the place of the shorter one
 
 
