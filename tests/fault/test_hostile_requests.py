@@ -28,6 +28,7 @@ from tests.fakes.fsck import assert_clean_online
 from tests.fakes.operator import Stub, status_of, until
 from tests.fakes.process_facts import held
 from tests.fakes.scripted_engine import DEADLINE_S, ScriptedEngine, chunk_key, config_in
+from tests.unit.service.test_auto_pins import counts_are_loaded
 
 MIB = 1024**2
 FLOOD = int(os.environ.get("KVTIER_CHAOS_FLOOD", "1"))
@@ -327,7 +328,8 @@ def test_counts_that_are_damaged_meanwhile_cost_the_counts_alone(tmp_path: Path)
         seen = [pb.SeenRequest(prefixes=prefixes, prompt_digest=first + n, num_tokens=80) for n in range(8)]
         return pb.RequestsSeen(requests=seen)
 
-    async def found(engine: ScriptedEngine) -> None:
+    async def found(stub: Stub, engine: ScriptedEngine) -> None:
+        await until(lambda: counts_are_loaded(stub))
         await engine.send(requests_seen=requests(0))
         while list((await engine.receive("prefixes_wanted")).prefixes_wanted.digests) != [digest]:
             pass
@@ -340,14 +342,14 @@ def test_counts_that_are_damaged_meanwhile_cost_the_counts_alone(tmp_path: Path)
 
     async def scenario() -> None:
         async with serving(config, tmp_path / "log") as (_, stub), ScriptedEngine(config) as engine:
-            await found(engine)
+            await found(stub, engine)
             await stub.Pin(cache_pb2.PinRequest(name="kept", tokens=range(80)))
         for number, damage in enumerate(damages):
             (sketch,) = (config.disk.disk_dir / FOLDER_NAME).glob("*.sketch")
             damage(sketch, sketch.with_suffix(".json"))
             log = tmp_path / f"log-{number}"
             async with serving(config, log) as (pid, stub), ScriptedEngine(config) as engine:
-                await found(engine)
+                await found(stub, engine)
                 assert held(pid, config.host.arena_dir).private_bytes < 256 * MIB
                 prompts = (await stub.ListPrompts(cache_pb2.ListPromptsRequest())).prompts
                 assert [prompt.name for prompt in prompts] == ["kept"]
