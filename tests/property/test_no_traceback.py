@@ -254,7 +254,7 @@ COMMANDS = {
     if command.callback
 }
 FILES = ("system", "messages", "text", "tokens", "tools")
-READ_BY_US = {*FILES, "chat_template_kwargs", "ttl", "url", "api_key"}
+READ_BY_US = {*FILES, "budget", "chat_template_kwargs", "ttl", "url", "api_key"}
 
 
 def test_every_text_and_number_is_checked() -> None:

@@ -18,7 +18,7 @@ def advise(
     context: typer.Context,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Disk space for the pins, like 20GiB [default: that of automatic pins]"),
+        typer.Option(metavar="SIZE", help="Disk space for the pins, like 20GiB; without it, that of automatic pins"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

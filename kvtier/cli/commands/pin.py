@@ -44,7 +44,10 @@ def pin(
     text: Annotated[str | None, _source(help="Text for the completions API")] = None,
     tokens: Annotated[str | None, _source(help="Token ids, a JSON list; works before vLLM runs")] = None,
     adopt: Annotated[
-        str | None, _source(metavar="AUTO", help="An automatic pin, by its name: it gets this name and stays")
+        str | None,
+        _source(
+            metavar="AUTO", help="An automatic pin, by its name: it gets this name and stays", callback=checked_text
+        ),
     ] = None,
     tools: Annotated[str | None, _source(help="OpenAI tools, JSON; with --system or --messages")] = None,
     chat_template_kwargs: Annotated[
