@@ -179,6 +179,9 @@ def check_pin(prompt: PromptStatus) -> CheckResult:
         return ok("pins.kept", name)
     num_chunks = sum(binding.num_chunks for binding in prompt.bindings)
     num_durable = sum(binding.num_durable_chunks for binding in prompt.bindings)
+    rest = f"`kvtier pin {name}` computes the rest"
+    if prompt.origin in ("auto", "request"):  # they have no source that could be rendered again
+        rest = "the next request that begins with it computes the rest"
     found, remedy = {
         PromptStatus.UNRENDERED: ("not yet turned into tokens", f"run `kvtier pin {name}` while vLLM runs"),
         PromptStatus.WAITING: (
@@ -188,6 +191,6 @@ def check_pin(prompt: PromptStatus) -> CheckResult:
         PromptStatus.OVER_QUOTA: ("does not fit into disk.bytes", "raise disk.bytes, or unpin and evict another"),
     }.get(
         prompt.state,
-        (f"{num_durable} of {num_chunks} chunks are durable", f"`kvtier pin {name}` computes the rest"),
+        (f"{num_durable} of {num_chunks} chunks are durable", rest),
     )
     return warn("pins.kept", f"{name}: {found}", remedy)

@@ -244,6 +244,14 @@ def test_pins_and_why_they_are_not_kept() -> None:
     assert (last.status, last.found) == (OK, "1 of 7 pinned prompts are durable")
 
 
+@pytest.mark.parametrize(
+    ("origin", "remedy"), [("named", "`kvtier pin p`"), ("auto", "next request"), ("request", "next")]
+)
+def test_what_stores_the_rest_of_a_prompt(origin: str, remedy: str) -> None:
+    capturing = PromptStatus(name="p", pinned=True, state=PromptStatus.CAPTURING, origin=origin)
+    assert remedy in check_pin(capturing).remedy
+
+
 def test_many_broken_pins_are_not_all_listed() -> None:
     waiting = PromptStatus(name="p", pinned=True, state=PromptStatus.WAITING)
     findings = check_pins([waiting] * (MAX_LISTED + 5))
