@@ -8,6 +8,7 @@ docs/requests.md explains each. Values come from any client: every loop here is 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, cast
 
 from kvtier.core import limits
@@ -23,6 +24,17 @@ _KEYS = ("pin", "ttl", "priority", "no_store", "breakpoints", "owner")
 _BREAKPOINT_KEYS = ("num_tokens", "ttl_s")
 _PRIORITY = limits.Whole(limits.PRIORITY.least, 0)
 """Any client may write it: no request ranks before the pins of operators, which have 0 unless they say otherwise."""
+
+
+class InstructionEnd(StrEnum):
+    """What became of what a request asked: a label of a metric, and `result` in its answer."""
+
+    PINNED = "pinned"
+    REFUSED = "refused"
+    UNANSWERED = "unanswered"
+    TOO_SHORT = "too_short"
+    NO_STORE = "no_store"
+    INVALID = "invalid"
 
 
 @dataclass(frozen=True, kw_only=True)

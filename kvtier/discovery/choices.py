@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from kvtier.core.layout import KVLayout
 
+STAY = 1.25
+"""What is pinned counts as this much more, in a selection and between namespaces: pins do not flap."""
+
 
 class Verdict(Enum):
     """Why a prefix is pinned or is not."""

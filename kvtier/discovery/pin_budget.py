@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core.layout import ChunkKey
-from kvtier.discovery.choices import PrefixChoice, Selection, Verdict
+from kvtier.discovery.choices import STAY, PrefixChoice, Selection, Verdict
 from kvtier.discovery.traffic_book import namespace_of
 from kvtier.prompts.book import PromptBook
 from kvtier.prompts.quota import bytes_of_tokens
@@ -17,7 +17,6 @@ from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
 
 _SAMPLED_PACKS = 64
-_STAY = 1.25  # as in a selection: what is pinned counts as this much more
 
 
 class BudgetReading(NamedTuple):
@@ -94,7 +93,7 @@ class PinBudget:
 def shared(selections: Sequence[Selection], limit_bytes: int) -> list[Selection]:
     """Return what namespaces pin under one budget, from what each would alone: the most saved per byte comes first."""
     chosen = [(number, choice) for number, each in enumerate(selections) for choice in each.chosen]
-    chosen.sort(key=lambda each: worth_per_byte(each[1]) * (_STAY if each[1].is_pinned else 1.0), reverse=True)
+    chosen.sort(key=lambda each: worth_per_byte(each[1]) * (STAY if each[1].is_pinned else 1.0), reverse=True)
     cut: list[set[bytes]] = [set() for _ in selections]
     left_bytes = limit_bytes
     for number, choice in chosen:

@@ -7,7 +7,7 @@ best that whole prefixes can do, but for the last that does not fit. Layers that
 prompt cost bytes for every pin (`bytes_per_pin`), and a request hits only where a pin ends.
 
 At the end a prefix that holds no requests of its own is dropped in favour of the longer ones: its chunks stay with
-them. What is pinned already stays unless something is worth a quarter more (`_STAY`), so pins do not flap; that it was
+them. What is pinned already stays unless something is worth a quarter more (`STAY`), so pins do not flap; that it was
 not used lately is no reason to drop it while there is space.
 
 What comes next is expected from what came: at the rate of its requests, but no more than twice (`_EXPECTED_IN_GAP`) in
@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 
-from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules, PrefixChoice, Selection, Verdict
+from kvtier.discovery.choices import STAY, PinCosts, PinnedPrefix, PinRules, PrefixChoice, Selection, Verdict
 from kvtier.discovery.seen import PrefixCount, SeenTraffic
 
-_STAY = 1.25  # what is pinned counts as this much more
 # Without it, pins hit 1 to 2 % less of a trace of conversations. With 1 it is 1 to 2 % more, for up to three times as
 # many changes of pins (`python -m benchmarks.detect`).
 _EXPECTED_IN_GAP = 2.0
@@ -184,7 +183,7 @@ class SelectionRun:
         added_tokens, added_bytes = self._added(node)
         own = min(node.expected, node.requests - node.explained) if node.is_held else node.expected
         worth = max(own, 0.0) * max(added_tokens, 1) / max(added_bytes, 1.0)
-        return -worth * (_STAY if node.is_pinned else 1.0), not node.count.is_system_prompt, node.count.digest
+        return -worth * (STAY if node.is_pinned else 1.0), not node.count.is_system_prompt, node.count.digest
 
     def _added(self, node: _Node) -> tuple[int, float]:
         """Return the tokens by which it is longer than what is chosen of it, and the bytes that choosing it takes."""

@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvtier.core.request_instructions import PARAMETER
+from kvtier.core.request_instructions import PARAMETER, InstructionEnd
 from kvtier.gateway.markers.marked_request import Api, Json
 
-_UNANSWERED = "unanswered"
-_NOT_KEPT = frozenset({_UNANSWERED, "refused", "too_short", "invalid"})
-"""What the connector reports of an instruction (docs/requests.md)."""
+_REFUSED = (InstructionEnd.REFUSED, InstructionEnd.TOO_SHORT, InstructionEnd.INVALID)
 _WRITES = {300: "ephemeral_5m_input_tokens", 3600: "ephemeral_1h_input_tokens"}
 _WRITES_OPENAI = {1800: "ttl_30m_tokens", 12 * 3600: "ttl_12h_tokens"}
 
@@ -88,11 +86,11 @@ class UsageWriter:
     was_unknown: bool = False
 
     def read_report(self, params: Any) -> None:
-        """Take in what the connector reports in an answer's `kv_transfer_params`, if it does."""
+        """Read the connector's report out of an answer's `kv_transfer_params`, where it has one."""
         report = params.get(PARAMETER) if isinstance(params, dict) else None
         if isinstance(report, dict) and isinstance(report.get("cached_tokens"), dict):
             self.result, self.sources = str(report.get("result", "")), report["cached_tokens"]
-            self.is_daemon_away = self.result == _UNANSWERED
+            self.is_daemon_away = self.result == InstructionEnd.UNANSWERED
 
     def is_known(self, usage: Json) -> bool:
         """Return whether it is known how much of the prompt was cached."""
@@ -102,7 +100,7 @@ class UsageWriter:
         """Return the usage of an answer; counts are 0 when vLLM does not report cached tokens."""
         cached = self._cached_tokens(usage)
         self.was_unknown |= cached is None and not self.has_siblings
-        is_kept = self.is_kept and not self.is_daemon_away and self.result not in _NOT_KEPT
+        is_kept = self.is_kept and not self.is_daemon_away and self.result not in _REFUSED
         counts = count(self.points, cached or 0, is_kept=is_kept and cached is not None)
         if self.api is Api.MESSAGES:
             return self._anthropic(usage, counts)

@@ -188,7 +188,7 @@ class PromptBook:
         self.num_bytes += sign * _bytes_of(prompt)
 
     def rename(self, name: str, prompt: PromptRow) -> None:
-        """Take in a prompt that had this name before; its bindings stay."""
+        """Enter a prompt under its new name instead of `name`; its bindings stay."""
         self._drop_name(name)
         self.put(prompt)
 

@@ -142,7 +142,7 @@ class Run:
         own, plain, num_public = self.keys(tokens, salt), self.keys(tokens, ""), self.num_public(tokens, salt)
         request: Any = FakeRequest(f"r{self.num}", [key[:-4] for key in own], len(tokens) + 1)
         request.cache_salt, request.all_token_ids = salt or None, [*tokens, 7]
-        scheduler.step()  # vLLM takes in at the end of a step what the daemon has said
+        scheduler.step()  # at the end of a step the connector reads the daemon's messages
         scheduler.connector.on_new_request(request)
         matched = scheduler.ask(request)
         asked: list[bytes] = []

@@ -94,7 +94,7 @@ class PromptObserver:
             self._session.wanted = set(list(digests)[:_MAX_WANTED])
 
     def observe(self, request: Any, adapter: Adapter | None) -> None:
-        """Take in vLLM's request, of a user: a reference in a bounded queue, or one more that was skipped."""
+        """Queue a reference to a user's request; while the queue is full, count the request as skipped."""
         session = self._session
         if session is None or request.prompt_embeds is not None or request.prompt_token_ids is None:
             return

@@ -13,6 +13,7 @@ from kvtier.core.limits import MAX_KEYS
 from kvtier.core.request_instructions import (
     PARAMETER,
     Breakpoint,
+    InstructionEnd,
     RequestInstructions,
     longer_ttl,
     read_instructions,
@@ -20,7 +21,7 @@ from kvtier.core.request_instructions import (
 from kvtier.errors import InvalidArgumentError
 from kvtier_connector.engine.chunk_keys import GroupShape, reachable_keys
 from kvtier_connector.engine.lora_adapters import Adapter
-from kvtier_connector.metrics.declared import KV_HINTS, REQUEST_INSTRUCTIONS, InstructionEnd
+from kvtier_connector.metrics.declared import KV_HINTS, REQUEST_INSTRUCTIONS
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.requests.kv_hints import Action, Hint, Outcome, read_hints
 from kvtier_connector.requests.pin_asks import AskEnd, PinAsk, PinAsks

@@ -173,7 +173,7 @@ class PinAsks:
             attachment.send(ask.message(ask_id))
 
     def answered(self, answer: pb.RequestPinsAnswer, now_s: float) -> None:
-        """Take in the daemon's answer; where it lacks the tokens, ask again with them."""
+        """Record the daemon's answer. If the daemon lacks the tokens of a prefix, ask again and send them."""
         ask = self._open.pop(answer.id, None)
         if ask is None:
             return

@@ -135,12 +135,12 @@ class KVTierOffloadingManager(OffloadingManager):
             state.cacheable = not lora.load_inplace
         state.find_public(self._public, request)  # `advance` looks again; not all requests come there
         self._requests[state.req_id] = state
-        if self._session.attachment is None:
-            self._session.take_events(self._clock())  # an engine's first request comes before its first step
         instructed = self._instructions.read(request, state.adapter, self._clock())
+        # An engine's first request comes before its first step.
+        if self._session.attachment is None or instructed is not None or self._missing.can_be:
+            self._session.take_events(self._clock())
         if instructed is not None and state.cacheable:
             state.instructed = instructed
-            self._session.take_events(self._clock())
             _begin_instructions(state, self._instructions, self._digests, self._clock())
         is_warm = is_warm_request(state.req_id)
         self.stats.count(WARM_REQUESTS, num=int(is_warm))
@@ -150,12 +150,10 @@ class KVTierOffloadingManager(OffloadingManager):
             request.skip_reading_prefix_cache = True
 
     def _must_compute(self, state: RequestState, request: Any) -> bool:
-        now_s = self._clock()
-        self._session.take_events(now_s)
         state.read_adapter(self._digests)
         if state.lacks_digest or not state.cacheable:
             return False
-        return self._missing.must_compute(request, state.adapter_digest, now_s)
+        return self._missing.must_compute(request, state.adapter_digest, self._clock())
 
     def advance(self, request: Any, num_computed_tokens: int) -> bool:
         """Return whether the request's HITs and MISSes are fixed; if not, vLLM must ask again later."""
