@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +104,19 @@ def test_an_interruption_that_comes_late_is_none() -> None:
         before = threading.active_count()
     assert sum(range(1000)) == 499500
     assert threading.active_count() <= before
+
+
+def test_an_interruption_that_was_not_needed_leaves_debuggers_alone() -> None:
+    code = """
+import sys
+from kvtier_connector.discovery.chat_rendering import interrupted_after
+with interrupted_after(60):
+    pass
+sys.settrace(lambda *_: None)
+print(sum(map(int, "123")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "6\n"
 
 
 def test_what_renders_no_text_is_refused() -> None:
