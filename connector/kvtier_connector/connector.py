@@ -27,6 +27,7 @@ from kvtier_connector.engine.vllm_compat import (
     vllm_is_tested,
 )
 from kvtier_connector.gpu_pins import GpuPins
+from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.manager import KVTierOffloadingManager
 from kvtier_connector.settings import check_vllm_config, name_our_spec, parse_settings
 from kvtier_connector.workers import KVTierWorker
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _NEW_ARENA = "kvtier_new_arena"
 """Attribute of the metadata of a step: the arena of a session that has begun."""
+_IS_EMPTY = "kvtier_is_empty"
+"""Attribute of the metadata of a step that computes nothing."""
 
 
 class KVTierConnector(OffloadingConnector):
@@ -160,6 +163,8 @@ class KVTierConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         if (arena := self.manager.new_arena()) is not None:
             setattr(meta, _NEW_ARENA, arena)
+        if not scheduler_output.total_num_scheduled_tokens:
+            setattr(meta, _IS_EMPTY, True)
         self.gpu_pins.after_step(scheduler_output)
         return meta
 
@@ -178,6 +183,15 @@ class KVTierConnector(OffloadingConnector):
             for req_id in self._loading.keys() & (connector_output.finished_recving or set()):
                 del self._loading[req_id]
         super().update_connector_output(connector_output)
+
+    @override
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        worker = self._worker
+        # vLLM would step again after a pause of 1 ms: until the load is over that costs others the cores.
+        if worker is not None and getattr(self._connector_metadata, _IS_EMPTY, False):
+            worker.await_load(IDLE_WAIT_S)
+        finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        return finished
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
         """Report failed loads to vLLM from 0.30 on."""

@@ -2,6 +2,8 @@
 
 import os
 
+from vllm.platforms import current_platform
+
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
@@ -50,10 +52,17 @@ def start_session(facts: EngineFacts) -> EngineParts:
         num_credits=hello.num_credits,
         lookup_timeout_s=facts.settings.lookup_timeout_s,
         prefill_tokens_per_s=facts.settings.prefill_tokens_per_s,
+        can_load_early=_can_load_early(facts),
         warm_start=warm_start,
         observer=observer,
         submit=background.submit,
     )
+
+
+def _can_load_early(facts: EngineFacts) -> bool:
+    """Loads with awaited chunks fail more often than others: the copying thread awaits them on vLLM's CPU platform."""
+    recomputes: bool = facts.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    return recomputes and current_platform.is_cpu()
 
 
 def gpu_shape(facts: EngineFacts) -> EngineShape | None:

@@ -10,7 +10,16 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.arena_format import HEADER_BYTES, STAMP_WORDS, WORD_BYTES, ArenaGeometry, unpack_header
+from kvtier.core.arena_format import (
+    HEADER_BYTES,
+    NOT_COMING,
+    OWNER_WORDS,
+    STAMP_WORDS,
+    WORD_BYTES,
+    ArenaGeometry,
+    mark_of,
+    unpack_header,
+)
 from kvtier.errors import ArenaError
 from kvtier.linux import Madvise
 
@@ -73,6 +82,18 @@ class ArenaMap:
     def generation(self, slot: int) -> int:
         """Return the slot's generation as it is now."""
         return self._words[self.geometry.generation_word(slot)]
+
+    def is_readable(self, slot: int, key_tag: int, generation: int) -> bool:
+        """Return whether a row that a chunk is promoted into holds it, whole and verified, at this generation.
+
+        Raises:
+            ArenaError: It never will: the promotion failed, or the slot was given out again.
+        """
+        first = self.geometry.generation_word(slot)
+        now, _, checksum, mark = self._words[first : first + OWNER_WORDS].tolist()
+        if now > generation or (now == generation and mark == NOT_COMING):
+            raise ArenaError(f"arena slot {slot} does not get the chunk that was to be read into it from disk")
+        return now == generation and mark == mark_of(slot, key_tag, generation, checksum)
 
     def backing(self, slot: int) -> int:
         """Return the number that changes whenever the row's pages do, odd while it has any."""

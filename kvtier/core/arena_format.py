@@ -34,6 +34,8 @@ HEADER_BYTES = 4096
 WORD_BYTES = 8
 OWNER_WORDS = 4
 STAMP_WORDS = 3
+NOT_COMING = 1
+"""In place of a mark: the chunk that was to be read into the row at this generation is not."""
 _HEADER = struct.Struct("=8sI4x16sQQQQ32s32s")
 _DIGEST = struct.Struct("=Q")
 _MARKED = struct.Struct("=QQQQ")
@@ -50,8 +52,8 @@ def has_pages(backed: int) -> bool:
 
 
 def mark_of(slot: int, key_tag: int, generation: int, checksum: int) -> int:
-    """Return the commit mark of a row; never 0, which means that there is none."""
-    return xxhash.xxh3_64_intdigest(_MARKED.pack(slot, key_tag, generation, checksum)) or 1
+    """Return the commit mark of a row; never 0, which means that there is none, nor `NOT_COMING`."""
+    return max(xxhash.xxh3_64_intdigest(_MARKED.pack(slot, key_tag, generation, checksum)), NOT_COMING + 1)
 
 
 def entry_words(num_ranks: int) -> int:

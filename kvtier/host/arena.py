@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvtier.core.arena_format import (
     HEADER_BYTES,
+    NOT_COMING,
     STAMP_WORDS,
     WORD_BYTES,
     ArenaGeometry,
@@ -202,6 +203,11 @@ class Arena:
     def uncommit(self, slot: int) -> None:
         """Take the mark away: before the row may change, and when its chunk is not to be found any longer."""
         self._words[self.geometry.mark_word(self._checked(slot))] = 0
+
+    def refuse(self, slot: int, generation: int) -> None:
+        """Tell workers that wait for a chunk in this row, at this generation, that it does not come."""
+        self.set_generation(slot, generation)
+        self._words[self.geometry.mark_word(slot)] = NOT_COMING
 
     def stamps_agree(self, slot: int, key: ChunkKey, generation: int) -> bool:
         """Say whether every writer stamped the slot with this key, generation and the length of the key's group.

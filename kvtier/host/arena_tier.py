@@ -313,7 +313,11 @@ class ArenaTier:
         self.arena.commit(ref.slot, key, ref.generation, checksum)
 
     def _uncommit(self, slot: int) -> None:
-        if self._arena is not None:
+        if self._arena is None:
+            return
+        if self.slots.state(slot) is SlotState.LOADING:
+            self._arena.refuse(slot, self.slots.generation(slot))
+        else:
             self._arena.uncommit(slot)
 
     # Loads: reserve -> begin_load -> back -> commit | release

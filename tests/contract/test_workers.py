@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,14 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.client.arena_map import ArenaMap, Stamp
 from kvtier.core.arena_format import ArenaGeometry
-from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, Awaited
 from kvtier_connector.workers import KVTierWorker, WorkerLayout, cpu_worker, page_places
 from kvtier_connector.workers.batched_memcpy import host_copies, interpreted_copies
 from kvtier_connector.workers.copy_plan import Int64s
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 from kvtier_connector.workers.cuda_worker import KVTierCUDAWorker
 from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
-from tests.fakes.arena_file import is_locked, set_generation, write_arena
+from tests.fakes.arena_file import is_locked, set_generation, set_not_coming, set_readable, write_arena
 from tests.fakes.cuda_device import FakeCopies, FakeHostMemory
 from tests.fakes.waiting import wait_for
 
@@ -125,6 +126,19 @@ class Bench:
         )
         copied: ArenaSpec = pickle.loads(pickle.dumps(made))
         return copied
+
+    def awaiting(self, chunks: Sequence[tuple[int, int]], *indexes: int, generation: int = 2, **bounds: float) -> ArenaSpec:
+        """Return `spec` of chunks some of which are still read from disk, at the next generation of their slots."""
+        spec = self.spec(chunks)
+        named = [
+            chunk._replace(generation=generation) if index in indexes else chunk
+            for index, chunk in enumerate(spec.chunks)
+        ]
+        times = {"until_s": time.monotonic() + 60, "silence_s": 60.0, **bounds}
+        return replace(spec, chunks=tuple(named), awaited=Awaited(tuple(indexes), **times))
+
+    def read_from_disk(self, slot: int, generation: int = 2) -> None:
+        set_readable(self.path, self.geometry, slot, 1000 + slot, generation)
 
     def row_region(self, slot: int) -> bytes:
         """Return this rank's region of a row."""
@@ -372,6 +386,135 @@ def test_jobs_go_on_when_rows_cannot_be_prepared(make_bench: MakeBench, monkeypa
     bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
     assert bench.finish(1) == set()
     assert bench.stamp(4).generation == 1
+
+
+@pytest.fixture
+def awaiting_bench(make_bench: MakeBench) -> Bench:
+    """A worker that has stored blocks 5 and 6 into slots 4 and 8, and can await chunks."""
+    bench = make_bench()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5, 6], [2, 0], [0, 0]), bench.spec([(4, 3), (8, 3)]))
+    bench.finish(1)
+    if isinstance(bench.worker, KVTierCUDAWorker):
+        bench.worker.submit_load(2, bench.awaiting([(4, 3)], 0), GPULoadStoreSpec([16], [1, 0], [0, 0]))
+        assert bench.finish(2) == {"r"}
+        pytest.skip("it refuses such loads")
+    return bench
+
+
+def test_an_awaited_chunk_is_copied_once_it_is_there_and_the_others_before(awaiting_bench: Bench) -> None:
+    bench = awaiting_bench
+    wanted = [bench.expected(3, [5]), bench.expected(3, [6])]
+    bench.worker.submit_load(2, bench.awaiting([(4, 3), (8, 3)], 1), GPULoadStoreSpec([16, 17], [2, 0], [0, 0]))
+    wait_for(lambda: bench.expected(3, [16]) == wanted[0])
+    assert is_locked(bench.lock)
+    assert bench.worker.get_finished() == []
+    assert bench.expected(3, [17]) != wanted[1]
+    bench.read_from_disk(8)
+    assert bench.finish(2) == set()
+    assert bench.expected(3, [17]) == wanted[1]
+    assert not is_locked(bench.lock)
+
+
+def test_chunks_of_several_groups_are_awaited(awaiting_bench: Bench) -> None:
+    bench = awaiting_bench
+    wanted = bench.expected(3, [6])
+    spec = bench.awaiting([(4, 3), (8, 3), (2, 5)], 0, 1, 2)
+    bench.worker.submit_load(2, spec, GPULoadStoreSpec([16, 17, 3], [2, 1], [0, 0]))
+    for slot in (2, 8, 4):
+        assert bench.worker.get_finished() == []
+        bench.read_from_disk(slot)
+    assert bench.finish(2) == set()
+    assert bench.expected(3, [17]) == wanted
+
+
+def test_other_jobs_do_not_wait_for_awaited_chunks(awaiting_bench: Bench) -> None:
+    bench = awaiting_bench
+    bench.worker.submit_load(2, bench.awaiting([(8, 3)], 0), GPULoadStoreSpec([17], [1, 0], [0, 0]))
+    bench.worker.submit_load(3, bench.awaiting([(2, 5)], 0), GPULoadStoreSpec([3], [0, 1], [0, 0]))
+    for job_id in range(4, 9):
+        bench.worker.submit_load(job_id, bench.spec([(4, 3)]), GPULoadStoreSpec([16], [1, 0], [0, 0]))
+        assert bench.finish(job_id) == set()
+    bench.read_from_disk(2)
+    assert bench.finish(3) == set()
+    bench.read_from_disk(8)
+    assert bench.finish(2) == set()
+
+
+@pytest.mark.parametrize("end", ["not coming", "given out again", "too late", "silence"])
+def test_a_load_of_which_a_chunk_does_not_come_fails(awaiting_bench: Bench, end: str) -> None:
+    bench = awaiting_bench
+    bounds = {"too late": {"until_s": time.monotonic() + 0.1}, "silence": {"silence_s": 0.1}}.get(end, {})
+    spec = bench.awaiting([(4, 3), (8, 3)], 0, 1, **bounds)
+    bench.worker.submit_load(2, spec, GPULoadStoreSpec([16, 17], [2, 0], [0, 0]))
+    bench.read_from_disk(4)
+    if end == "not coming":
+        set_not_coming(bench.path, bench.geometry, 8, 2)
+    elif end == "given out again":
+        set_generation(bench.path, bench.geometry, 8, 3)
+    assert bench.finish(2) == {"r"}
+    assert not is_locked(bench.lock)
+
+
+def test_a_row_that_is_marked_for_another_chunk_is_not_what_was_awaited(awaiting_bench: Bench) -> None:
+    bench = awaiting_bench
+    set_readable(bench.path, bench.geometry, 8, 999, 2)
+    spec = bench.awaiting([(8, 3)], 0, until_s=time.monotonic() + 0.1)
+    bench.worker.submit_load(2, spec, GPULoadStoreSpec([17], [1, 0], [0, 0]))
+    assert bench.finish(2) == {"r"}
+
+
+def test_news_of_one_chunk_ends_the_silence(awaiting_bench: Bench) -> None:
+    bench = awaiting_bench
+    spec = bench.awaiting([(4, 3), (8, 3)], 0, 1, silence_s=2.0)
+    bench.worker.submit_load(2, spec, GPULoadStoreSpec([16, 17], [2, 0], [0, 0]))
+    time.sleep(1.2)
+    bench.read_from_disk(4)
+    time.sleep(1.2)
+    assert bench.worker.get_finished() == []
+    bench.read_from_disk(8)
+    assert bench.finish(2) == set()
+
+
+def test_another_arena_ends_what_waits_for_chunks_of_the_last_one(awaiting_bench: Bench, tmp_path: Path) -> None:
+    bench = awaiting_bench
+    bench.worker.submit_load(2, bench.awaiting([(8, 3)], 0), GPULoadStoreSpec([17], [1, 0], [0, 0]))
+    old_path, bench.path = bench.path, tmp_path / "arena2"
+    bench.geometry = replace(bench.geometry, arena_id=b"B" * 16)
+    write_arena(bench.path, bench.geometry)
+    bench.worker.prepare(bench.spec([]))
+    assert bench.finish(2) == {"r"}
+    wait_for(lambda: (num_mappings(old_path), num_mappings(bench.path)) == (0, 1))
+
+
+def test_a_worker_that_ends_waits_for_no_chunk(awaiting_bench: Bench) -> None:
+    bench = awaiting_bench
+    bench.worker.submit_load(2, bench.awaiting([(8, 3)], 0), GPULoadStoreSpec([17], [1, 0], [0, 0]))
+    wait_for(lambda: is_locked(bench.lock))
+    bench.worker.shutdown()
+    assert not is_locked(bench.lock)
+    bench.worker.shutdown()
+
+
+def test_a_load_is_awaited_for_a_while_and_a_store_is_not(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.worker.await_load(60)  # there is none
+    bench.gate.shut()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    bench.worker.await_load(60)
+    bench.worker.submit_load(2, bench.spec([(4, 3)]), GPULoadStoreSpec([16], [1, 0], [0, 0]))
+    began_s = time.monotonic()
+    bench.worker.await_load(0.05)
+    assert time.monotonic() - began_s >= 0.05
+    assert bench.worker.get_finished() == []
+    threading.Timer(0.05, bench.gate.open).start()
+    done: list[int] = []
+
+    def is_loaded() -> bool:
+        bench.worker.await_load(60)
+        done.extend(result.job_id for result in bench.worker.get_finished())
+        return 2 in done
+
+    wait_for(is_loaded)
 
 
 def test_a_layout_other_than_announced_moves_nothing(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 """Lookup rounds beside a daemon that answers when it likes, and a vLLM that evicts while requests wait.
 
 After every turn: what the daemon leases is one request's, and released once; a request reads what is ready under its
-lease, all of it and nothing else; it waits for an answer no longer than the lookup timeout, for promotions no longer
+lease, and what is promoted if its load begins early, all of it and nothing else; it waits for an answer no longer than the lookup timeout, for promotions no longer
 than computing would take, and for nothing while there is no session. A daemon that does not answer is asked nothing,
 and no session is sent what was touched in another.
 """
@@ -96,11 +96,12 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
+        self.is_early = seed % 2 == 1  # loads may begin while chunks are promoted
         self.now_s, self.num_requests, self.num_slots = 100.0, 0, 0
         self.mirror, self.breaker, rate = ChunkMirror(), CircuitBreaker(LOOKUP_TIMEOUT_S), PrefillRate(TOKENS_PER_S)
         planner = LookupPlanner([GROUP], self.mirror)
         self.touches = Touches(planner)
-        self.lookups = Lookups(planner, self.touches, self.breaker, rate, ConnectorStats())
+        self.lookups = Lookups(planner, self.touches, self.breaker, rate, ConnectorStats(), can_load_early=self.is_early)
         self.waiters: dict[str, Waiter] = {}
         self.outbox: Outbox | None = None
         self.questions: dict[int, Question] = {}
@@ -292,7 +293,15 @@ class Run:
             key = GROUP.key(waiter.hashes, index, None)
             state, slot = (MISS, 0) if question is None else question.chunks.get(key, (MISS, 0))
             readable = self.lookups.hit(waiter.state, key)
-            assert (None if readable is None else readable.slot.slot) == (slot if state == HOST else None)
+            is_hit = state == HOST or (state == PROMOTING and self.is_loading_early(waiter))
+            assert (None if readable is None else readable.slot.slot) == (slot if is_hit else None)
+
+    def is_loading_early(self, waiter: Waiter) -> bool:
+        lease = waiter.state.lease
+        is_early = lease is not None and lease.loads_early
+        self.seen["began early"] += is_early
+        assert self.is_early or not is_early
+        return is_early
 
     def check_owners(self) -> None:
         for waiter in self.waiters.values():
@@ -321,4 +330,5 @@ def test_lookups(seed: int) -> None:
     for _ in range(NUM_TURNS):
         run.turn()
     run.end()
-    assert min(run.seen[what] for what in ("loaded", "waited for promotions", "asked again", "dropped")), run.seen
+    waits = "began early" if run.is_early else "waited for promotions"
+    assert min(run.seen[what] for what in ("loaded", waits, "asked again", "dropped")), run.seen

@@ -15,6 +15,14 @@ class ArenaChunk(NamedTuple):
     group_idx: int
 
 
+class Awaited(NamedTuple):
+    """Chunks of a load that are still read from disk; their rows' marks say when they can be copied."""
+
+    indexes: tuple[int, ...]  # in `ArenaSpec.chunks`, ascending
+    until_s: float  # when the job fails if not all are there, by the machine's monotonic clock
+    silence_s: float  # it fails, too, when none has come for so long
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArenaSpec(LoadStoreSpec):
     """The arena side of a load or store job; travels to the workers by pickle."""
@@ -26,3 +34,4 @@ class ArenaSpec(LoadStoreSpec):
     # per offloaded group, the bytes of a chunk in one region as the engine announced them
     useful_bytes: tuple[int, ...]
     chunks: tuple[ArenaChunk, ...]  # in vLLM's order: prefix order within a group, groups one after the other
+    awaited: Awaited | None = None

@@ -7,7 +7,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.engine_session import Attachment
 from kvtier_connector.discovery import PromptObserver
-from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
+from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec, Awaited
 from kvtier_connector.gpu_pins import PinnedBlocks
 from kvtier_connector.metrics.declared import ATTACHED
 from kvtier_connector.metrics.engine_stats import ConnectorStats
@@ -130,7 +130,7 @@ class CurrentSession:
         self._prepared = self.attachment
         return None if self.attachment is None else self.arena_spec("", [])
 
-    def arena_spec(self, req_id: str, chunks: list[ArenaChunk]) -> ArenaSpec:
+    def arena_spec(self, req_id: str, chunks: list[ArenaChunk], awaited: Awaited | None = None) -> ArenaSpec:
         """Return the arena side of a job; without a session it names no arena, and the job fails."""
         welcome = self.attachment.welcome if self.attachment is not None else pb.Welcome()
         return ArenaSpec(
@@ -140,4 +140,5 @@ class CurrentSession:
             lock_path=welcome.lock_path,
             useful_bytes=self.useful_bytes,
             chunks=tuple(chunks),
+            awaited=awaited,
         )

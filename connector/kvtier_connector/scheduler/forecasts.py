@@ -8,6 +8,9 @@ UNMEASURED_TOKENS_PER_S = 100.0
 """Assumed before the first prefill: very slow, because guessing too fast costs a whole prefill and guessing too slow a
 part of one promotion, once: the first prompt after a restart waits for its chunks from disk, on a busy machine too."""
 
+EARLY_S = 0.1
+"""How long a load may hold vLLM's blocks before its last chunk is there."""
+
 
 class PrefillRate:
     """Tokens per second of this engine's steps that are mostly prefill, as a moving average.
@@ -89,6 +92,14 @@ class LoadCost:
             return False
         self._num_skipped += 1
         return self._num_skipped % 16 != 0
+
+
+def is_near(forecast_s: float | None, now_s: float) -> bool:
+    """Return whether a promotion is forecast to end so soon that its load may begin: it holds vLLM's blocks until then.
+
+    While that is unknown the daemon has promoted nothing yet: then, too.
+    """
+    return forecast_s is None or forecast_s - now_s <= EARLY_S
 
 
 def worth_waiting(forecast_s: float | None, now_s: float, deadline_s: float) -> bool:

@@ -8,7 +8,7 @@ from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
 
-HOST, _MISS, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
+HOST, _MISS, PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
 
 
 @dataclass(kw_only=True)
@@ -27,6 +27,7 @@ class Lease:
     ready_s: float | None = None
     loading: set[ChunkKey] = field(default_factory=set)  # chunks that a load job reads now
     num_to_load: int = 0  # how many they were at first
+    loads_early: bool = False  # chunks that are still promoted are hits, too: the workers wait for them
     loading_since_s: float | None = None  # when the load began; None before
     # what the daemon reported about each chunk so far
     residencies: dict[ChunkKey, pb.ChunkResidency] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Lease:
         missed: list[int] = []
         for chunk in update.chunks:
             self.residencies[self.query.keys[chunk.index]] = chunk
-            if chunk.state == _PROMOTING:
+            if chunk.state == PROMOTING:
                 self._promoting.add(chunk.index)
             else:
                 self._promoting.discard(chunk.index)
@@ -71,7 +72,11 @@ class Lease:
     @property
     def num_usable(self) -> int:
         """Chunks at the head of the prefix that can be loaded; counts none, since a prefix may have thousands."""
-        return min([self._prefix_end or 0, *self._promoting])
+        return self._prefix_end or 0 if self.loads_early else min([self._prefix_end or 0, *self._promoting])
+
+    def is_hit(self, residency: pb.ChunkResidency) -> bool:
+        """Return whether a chunk can be loaded."""
+        return residency.state == HOST or (self.loads_early and residency.state == PROMOTING)
 
     def tokens_at_stake(self) -> int:
         """Return the tokens that would be computed if promotions were not waited for."""

@@ -6,7 +6,7 @@ the request.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
@@ -15,13 +15,17 @@ from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import MAX_KEYS
 from kvtier.obs import trace
+from kvtier_connector.engine.transfer_job import Awaited
 from kvtier_connector.metrics.declared import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd
 from kvtier_connector.metrics.engine_stats import ConnectorStats
-from kvtier_connector.scheduler.forecasts import LoadCost, PrefillRate, worth_waiting
-from kvtier_connector.scheduler.lease import HOST, Lease
+from kvtier_connector.scheduler.forecasts import LoadCost, PrefillRate, is_near, worth_waiting
+from kvtier_connector.scheduler.lease import PROMOTING, Lease
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.request_state import Phase, RequestState
 from kvtier_connector.scheduler.touches import Touches
+
+SILENT_TIMEOUTS = 4
+"""Lookup timeouts without news of any promotion: the daemon reports each 8 MiB."""
 
 
 class Lookups:
@@ -34,7 +38,11 @@ class Lookups:
         breaker: CircuitBreaker,
         rate: PrefillRate,
         stats: ConnectorStats,
+        *,
+        can_load_early: bool,
     ) -> None:
+        """Prepare; `can_load_early`: the workers wait for chunks, and vLLM computes what a load could not bring."""
+        self._can_load_early = can_load_early
         self._planner, self._touches, self._breaker = planner, touches, breaker
         self._rate, self._stats = rate, stats
         self._cost = LoadCost()
@@ -50,7 +58,7 @@ class Lookups:
 
     def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
         """Record the daemon's answer; one for a lease that was released already is ignored."""
-        self._silent_deadline_s = self._breaker.deadline_s(now_s, num_timeouts=4)
+        self._silent_deadline_s = self._breaker.deadline_s(now_s, num_timeouts=SILENT_TIMEOUTS)
         lease = self._leases.get(update.acquire_id)
         if lease is None:
             return
@@ -75,15 +83,16 @@ class Lookups:
         """Decide whether a chunk is a hit: return its place in the arena, or None for a miss.
 
         A hit is what the daemon reported as resident in host memory, under this request's lease, in the session that
-        stands now. vLLM asks this for each chunk, and loads what was a hit in the same step. A chunk of a public prompt
-        is found by the request's own key too, if it was asked for in that one's place.
+        stands now; when the load begins early, also what it promotes. vLLM asks this for each chunk, and loads what was
+        a hit in the same step. A chunk of a public prompt is found by the request's own key too, if it was asked for in
+        that one's place.
         """
         lease = state.lease
         if lease is None or lease.attachment is not self._attachment:
             return None
         aliases = lease.query.aliases
         residency = lease.residencies.get(aliases.get(key, key) if aliases else key)
-        return residency if residency is not None and residency.state == HOST else None
+        return residency if residency is not None and lease.is_hit(residency) else None
 
     def take(self, state: RequestState) -> None:
         """vLLM has allocated for the request: release the chunks that no load job reads."""
@@ -94,6 +103,17 @@ class Lookups:
         else:
             self.drop(state)
         state.phase = Phase.TAKEN
+
+    def awaited(self, state: RequestState, hits: Sequence[pb.ChunkResidency], now_s: float) -> Awaited | None:
+        """Return which of these hits the workers have to wait for, and until when; None: for none."""
+        lease = self._live(state)
+        indexes = tuple(index for index, hit in enumerate(hits) if hit.state == PROMOTING)
+        if lease is None or not indexes:
+            return None
+        # A load that fails is computed, all of it: that is what waiting longer may save.
+        num_tokens = lease.query.end_token - lease.query.first_token
+        until_s = now_s + self._rate.prefill_s(num_tokens)
+        return Awaited(indexes, until_s, self._breaker.deadline_s(0.0, num_timeouts=SILENT_TIMEOUTS))
 
     def loading(self, state: RequestState, keys: Iterable[ChunkKey], now_s: float) -> None:
         """A load job of these chunks, by their keys in the lease, begins; each was a `hit`."""
@@ -112,8 +132,11 @@ class Lookups:
         lease.loading.difference_update(keys)
         if lease.loading:
             return
-        if lease.loading_since_s is not None and not state.failed:
+        if lease.loads_early and lease.promoting_since_s is not None:
+            self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
+        elif lease.loading_since_s is not None and not state.failed:
             self._cost.loaded(lease.num_to_load, now_s - lease.loading_since_s)
+        if lease.loading_since_s is not None and not state.failed:
             trace.record("load", lease.loading_since_s, now_s, of=state.req_id, chunks=lease.num_to_load)
         self.drop(state)
 
@@ -218,13 +241,15 @@ class Lookups:
             and now_s < self._silent_deadline_s
             and worth_waiting(lease.ready_s, now_s, lease.promote_deadline_s)
         ):
-            return
+            if not self._can_load_early or not is_near(lease.ready_s, now_s):
+                return
+            lease.loads_early = True
         end = _end_of(lease)
         if self._is_slower(lease):
             self.drop(state)
             end = LookupEnd.SLOWER
         self._decide(state, end)
-        if lease.promoting_since_s is not None:
+        if lease.promoting_since_s is not None and not lease.loads_early:
             self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
             trace.record("wait for promotion", lease.promoting_since_s, now_s, of=state.req_id, result=end.value)
 
@@ -240,7 +265,7 @@ class Lookups:
 def _end_of(lease: Lease) -> LookupEnd:
     if not lease.query.num_prefix_keys:  # windows only: all of one, or nothing
         return LookupEnd.NONE if lease.tokens_at_stake() else LookupEnd.WHOLE
-    if lease.num_usable == lease.query.num_prefix_keys and not lease.is_promoting:
+    if lease.num_usable == lease.query.num_prefix_keys:
         return LookupEnd.WHOLE
     return LookupEnd.PART if lease.num_usable else LookupEnd.NONE
 

@@ -53,6 +53,7 @@ from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.current_session import CurrentSession
 from kvtier_connector.scheduler.forecasts import PrefillRate
 from kvtier_connector.scheduler.idle_wait import IdleWait
+from kvtier_connector.scheduler.lease import PROMOTING
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
@@ -74,6 +75,7 @@ class EngineParts:
     num_credits: int  # as asked for in Hello
     lookup_timeout_s: float  # how long a first answer may take
     prefill_tokens_per_s: float | None = None  # as configured; None: measure
+    can_load_early: bool = False  # workers wait for chunks that are promoted, and vLLM computes what does not come
     warm_start: WarmStart | None = None  # if one is configured
     observer: PromptObserver | None = None  # reports what requests begin with; None: nothing does
     submit: Callable[[Callable[[], None]], None] = lambda task: task()  # runs what is too slow for the scheduler
@@ -98,7 +100,9 @@ class KVTierOffloadingManager(OffloadingManager):
         self._breaker = CircuitBreaker(parts.lookup_timeout_s)
         self._rate = PrefillRate(parts.prefill_tokens_per_s)
         self._touches = Touches(planner)
-        self._lookups = Lookups(planner, self._touches, self._breaker, self._rate, self.stats)
+        self._lookups = Lookups(
+            planner, self._touches, self._breaker, self._rate, self.stats, can_load_early=parts.can_load_early
+        )
         self._stores = StorePlanner(mirror, self._touches, parts.num_credits, self.stats)
         self._missing = MissingStates(parts.groups, mirror)
         self._instructions = Instructions(
@@ -232,26 +236,28 @@ class KVTierOffloadingManager(OffloadingManager):
         hit = self._lookups.hit(state, chunk_key(key, state.adapter_digest))
         if hit is None:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
-        return CacheHitSource.DISK if hit.from_disk else CacheHitSource.HOST
+        return CacheHitSource.DISK if _is_from_disk(hit) else CacheHitSource.HOST
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ArenaSpec:
         state = attached(req_context, RequestState)
         chunks: list[ArenaChunk] = []
         found: list[ChunkKey] = []
-        num_from_disk = 0
+        hits: list[pb.ChunkResidency] = []
         for key in state.leased_keys(keys):
             hit = self._lookups.hit(state, key)
             # vLLM loads what lookup called HIT in this very step. Should it ever not, the job lacks a chunk and fails.
             if hit is not None:
                 found.append(key)
-                num_from_disk += hit.from_disk
+                hits.append(hit)
                 chunks.append(_arena_chunk(key, hit.slot))
-        self._lookups.loading(state, found, self._clock())
+        now_s = self._clock()
+        self._lookups.loading(state, found, now_s)
+        num_from_disk = sum(map(_is_from_disk, hits))
         self.stats.count(PUBLIC_CHUNKS, num=state.num_public(found))
         self.stats.count(LOADED_CHUNKS, "host", num=len(chunks) - num_from_disk)
         self.stats.count(LOADED_CHUNKS, "disk", num=num_from_disk)
-        return self._session.arena_spec(state.req_id, chunks)
+        return self._session.arena_spec(state.req_id, chunks, self._lookups.awaited(state, hits, now_s))
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -345,6 +351,10 @@ def _begin_instructions(state: RequestState, instructions: Instructions, digests
     state.read_adapter(digests)
     if not state.lacks_digest:
         instructions.begin(state.instructed, state.adapter_digest, now_s)
+
+
+def _is_from_disk(hit: pb.ChunkResidency) -> bool:
+    return hit.from_disk or hit.state == PROMOTING
 
 
 def _arena_chunk(key: ChunkKey, slot: pb.SlotRef) -> ArenaChunk:

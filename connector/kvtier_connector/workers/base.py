@@ -8,6 +8,8 @@ Invariants, which `tests/contract/test_workers.py` holds every worker to:
   does not give the slots of an ended session out again while they may be written or read here. (`prepare` maps or locks
   rows without it: that touches no byte.)
 - A slot's generation is compared before the first byte moves and, for loads, after the last one has.
+- A chunk that is `awaited` is copied once its row's mark says that it is there, whole and verified. When it does not
+  come, or not in time, the load fails. Other jobs do not wait for it.
 - A chunk is stamped after all its bytes are in the row, never before.
 - An arena is unmapped after the last job that uses it.
 """
@@ -27,7 +29,7 @@ from kvtier.client.arena_map import ArenaMap
 from kvtier.errors import ArenaError, KvtierError
 from kvtier.obs import trace
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
-from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout, plan_copies
+from kvtier_connector.workers.copy_plan import CopyList, Int64s, WorkerLayout, plan_copies
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,14 @@ class Job(NamedTuple):
     blocks: GPULoadStoreSpec
 
 
+class JobPlan(NamedTuple):
+    """What a job copies."""
+
+    chunks: list[ArenaChunk]  # those that are copied whole
+    copies: CopyList
+    copy_chunks: Int64s  # the index of each copy's chunk in `ArenaSpec.chunks`; empty unless some are awaited
+
+
 class KVTierWorker(OffloadingWorker):
     """The part that all workers share: how jobs come in, and how they are reported.
 
@@ -50,6 +60,7 @@ class KVTierWorker(OffloadingWorker):
     """
 
     _copies_overlap = False  # the copies of several jobs are under way at once
+    _can_await = False  # it takes loads with awaited chunks
 
     def __init__(self, layout: WorkerLayout, keepalive: object) -> None:
         self._layout = layout
@@ -84,6 +95,10 @@ class KVTierWorker(OffloadingWorker):
             done, self._done = self._done, []
         self._failed_loads += [job for _, job in done if job is not None]
         return [result for result, _ in done]
+
+    @abstractmethod
+    def await_load(self, timeout_s: float) -> None:
+        """Return when `get_finished` has something to report or no load is open, at the latest after `timeout_s`."""
 
     def prepare(self, arena: ArenaSpec) -> None:
         """Get an arena's rows ready in the background, before the first job names any: `arena` names no chunks.
@@ -135,8 +150,8 @@ class KVTierWorker(OffloadingWorker):
         failed, self._failed_loads = self._failed_loads, []
         return failed
 
-    def _plan(self, job: Job, arena: ArenaMap) -> tuple[list[ArenaChunk], CopyList]:
-        """Return a job's chunks that can be copied whole, and their copies.
+    def _plan(self, job: Job, arena: ArenaMap) -> "JobPlan":
+        """Plan a job: what can be copied whole.
 
         Raises:
             TransferMismatchError: vLLM lists other blocks for a load than its chunks have.
@@ -151,8 +166,15 @@ class KVTierWorker(OffloadingWorker):
         for group in groups:
             is_copied[group.chunks] = True
         chunks = list(itertools.compress(all_chunks, is_copied.tolist()))
-        _check_generations(arena, chunks)
-        return chunks, layout.copies(rows, groups)
+        awaited = job.arena.awaited
+        if awaited is None:
+            _check_generations(arena, chunks)
+            return JobPlan(chunks, layout.copies(rows, groups), np.zeros(0, np.int64))
+        if not self._can_await:
+            raise ArenaError("this worker does not load chunks that are still read from disk; use one kvtier version")
+        late = set(awaited.indexes)
+        _check_generations(arena, (chunk for index, chunk in enumerate(all_chunks) if index not in late))
+        return JobPlan(chunks, layout.copies(rows, groups), layout.chunks_of_copies(groups))
 
     def _confirm(self, job: Job, arena: ArenaMap, chunks: Iterable[ArenaChunk]) -> None:
         """After the last byte: stamp what was stored.

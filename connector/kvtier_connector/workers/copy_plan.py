@@ -34,6 +34,10 @@ class CopyList(NamedTuple):
         """Bytes of all copies."""
         return int(self.sizes.sum())
 
+    def only(self, chosen: npt.NDArray[np.bool_]) -> "CopyList":
+        """Return some of the copies: `chosen` is `(n,)`."""
+        return CopyList(*(column[chosen] for column in self))
+
 
 class GroupCopies(NamedTuple):
     """The copies of one group: block `block_ids[i]` is place `places[i]` of chunk `chunks[i]`; all `(n,)` int64.
@@ -92,6 +96,11 @@ class WorkerLayout(NamedTuple):
         if len(parts) == 1:
             return CopyList(*parts[0])
         return CopyList(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    def chunks_of_copies(self, groups: Sequence[GroupCopies]) -> Int64s:
+        """Return the chunk of each of those copies: its index in `ArenaSpec.chunks`, `(num_copies,)`."""
+        pairs = zip(self.pages, groups, strict=True)
+        return np.concatenate([np.tile(group.chunks, pages.page_bytes.size) for pages, group in pairs])
 
 
 def plan_copies(

@@ -18,6 +18,9 @@ from kvtier_connector.workers.base import Job, KVTierWorker
 from kvtier_connector.workers.copy_plan import CopyList, WorkerLayout
 from kvtier_connector.workers.page_locked_arena import HostMemory, PageLockedArena
 
+_LOOK_S = 0.0001
+"""Pause between two looks at loads under way: asking the device takes some microseconds."""
+
 
 class Ticket(Protocol):
     """Copies under way. One thread asks."""
@@ -78,6 +81,13 @@ class KVTierCUDAWorker(KVTierWorker):
                 _wait(job)
 
     @override
+    def await_load(self, timeout_s: float) -> None:
+        loads = [job for job in self._open if job.job.is_load]
+        deadline_s = time.monotonic() + timeout_s
+        while loads and not self._done and not any(map(_is_over, loads)) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+
+    @override
     def drain(self) -> None:
         for job in self._open:
             _wait(job)
@@ -112,7 +122,7 @@ class KVTierCUDAWorker(KVTierWorker):
         with contextlib.ExitStack() as held:
             held.enter_context(SessionLockHolder(job.arena.lock_path))
             arena = self._arena_of(job.arena)
-            chunks, copies = self._plan(job, arena.map)
+            chunks, copies, _ = self._plan(job, arena.map)
             slots = [chunk.slot for chunk in chunks]
             arena.hold(slots)
             held.callback(arena.release, slots)

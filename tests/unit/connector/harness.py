@@ -3,7 +3,7 @@
 vLLM's own OffloadingConnectorScheduler runs underneath; only its configuration, requests and blocks are stand-ins.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -268,11 +268,11 @@ class Scheduler:
         facts: Of the engine, as the connector starts its session with them.
     """
 
-    def __init__(self, monkeypatch: Any, specs: Sequence[Any] = (), num_credits: int = 8, world_size: int = 1) -> None:
+    def __init__(self, monkeypatch: Any, specs: Sequence[Any] = (), num_credits: int = 8, world_size: int = 1, **options: Any) -> None:
         self.clock, self.link = FakeClock(), FakeLink()
         self.digests = AdapterDigests(BackgroundThread("test").submit)
         kv_cache_config = kv_cache_config_of(specs or [full_spec()])
-        monkeypatch.setattr(startup, "start_session", lambda facts: self._parts(facts, num_credits))
+        monkeypatch.setattr(startup, "start_session", lambda facts: self._parts(facts, num_credits, options))
         self.connector = KVTierConnector(
             vllm_config_of({"socket": "/nowhere"}, world_size), KVConnectorRole.SCHEDULER, kv_cache_config
         )
@@ -280,9 +280,9 @@ class Scheduler:
         self.manager._clock = self.clock
         self._block_ids = iter(range(1, 10_000))
 
-    def _parts(self, facts: EngineFacts, num_credits: int) -> EngineParts:
+    def _parts(self, facts: EngineFacts, num_credits: int, options: Mapping[str, Any]) -> EngineParts:
         self.facts = facts
-        return engine_parts(facts, self.link, self.digests, num_credits=num_credits)
+        return engine_parts(facts, self.link, self.digests, num_credits=num_credits, **options)
 
     # The daemon's side.
 

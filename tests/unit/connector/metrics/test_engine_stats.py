@@ -94,6 +94,24 @@ def test_promotions_that_are_not_waited_for_make_a_part(scheduler: Scheduler) ->
     assert found["promotion_wait_seconds_sum"] == 1000
 
 
+def test_chunks_that_are_promoted_while_they_are_loaded_come_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(monkeypatch, can_load_early=True)
+    scheduler.attach()
+    scheduler.pin(KEYS)
+    request, acquire = asked(scheduler)
+    scheduler.answer(acquire, [HOST] * 4 + [PROMOTING] * 2, ready_in_s=0.05)
+    assert scheduler.ask(request) == 6 * BLOCK_TOKENS
+    scheduler.allocate(request, 0, 6 * BLOCK_TOKENS)
+    (job_id,) = scheduler.step().load_jobs
+    found = counted(scheduler)
+    assert (found["loaded_chunks:('host',)"], found["loaded_chunks:('disk',)"]) == (4, 2)
+    assert found["lookups:('whole',)"] == 1
+    assert "promotion_wait_seconds_count" not in found
+    scheduler.clock.now_s += 0.07
+    scheduler.workers_report([job_id])
+    assert counted(scheduler)["promotion_wait_seconds_sum"] == pytest.approx(0.07)
+
+
 def test_chunks_from_disk_are_distinguished(scheduler: Scheduler) -> None:
     request, acquire = asked(scheduler)
     scheduler.answer(acquire, [HOST, *[PROMOTING] * 5], pending_bytes=5000, ready_in_s=0.05)

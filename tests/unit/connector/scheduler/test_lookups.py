@@ -15,6 +15,7 @@ import kvtier_connector.scheduler.touches
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.transfer_job import Awaited
 from kvtier_connector.scheduler.forecasts import UNMEASURED_TOKENS_PER_S
 from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.lease import Lease
@@ -63,6 +64,44 @@ def test_a_hit_is_loaded_and_released_when_the_workers_are_done(scheduler: Sched
     assert scheduler.sent() == []
     scheduler.workers_report([job_id])
     assert scheduler.sent_one("release") == pb.Release(acquire_id=acquire.acquire_id, all=True)
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    """Its workers wait for chunks that are promoted."""
+    made = Scheduler(monkeypatch, can_load_early=True)
+    made.attach()
+    made.pin(keys_of("sys", 6))
+    return made
+
+
+def test_a_load_begins_while_its_last_chunks_are_promoted(early: Scheduler) -> None:
+    request = early.new_request("sys", 8)
+    acquire = acquired(early, request)
+    early.answer(acquire, [HOST] * 4 + [PROMOTING] * 2, ready_in_s=0.05)
+    assert early.ask(request) == 24
+    early.allocate(request, 0, 24)
+    (job_id, job), *others = early.step().load_jobs.items()
+    assert not others
+    assert job.src_spec.awaited == Awaited((4, 5), early.clock() + 6 * BLOCK_TOKENS / UNMEASURED_TOKENS_PER_S, 1.0)
+    early.answer(acquire, [HOST] * 6)
+    assert early.sent() == []
+    early.workers_report([job_id])
+    assert early.sent_one("release") == pb.Release(acquire_id=acquire.acquire_id, all=True)
+
+
+@pytest.mark.parametrize(("ready_in_s", "begins"), [(0.0, True), (0.1, True), (0.15, False), (60.0, True)])
+def test_a_load_begins_early_only_when_it_is_soon_complete(early: Scheduler, ready_in_s: float, begins: bool) -> None:
+    """What is not worth waiting for is computed instead: the load has what is there."""
+    request = early.new_request("sys", 8)
+    early.answer(acquired(early, request), [HOST] * 2 + [PROMOTING] * 4, ready_in_s=ready_in_s)
+    assert early.ask(request) == ((8 if ready_in_s == 60 else 24) if begins else None)
+
+
+def test_without_workers_that_wait_no_load_begins_early(scheduler: Scheduler) -> None:
+    request = scheduler.new_request("sys", 8)
+    scheduler.answer(acquired(scheduler, request), [HOST] * 4 + [PROMOTING] * 2, ready_in_s=0.05)
+    assert scheduler.ask(request) is None
 
 
 def test_more_chunks_than_a_message_may_name_are_computed(
