@@ -14,6 +14,7 @@ MIB = 1024 * 1024
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+CompressionMode = Literal["auto", "always", "never"]
 StoreMode = Literal["pinned", "all"]
 AutoPinMode = Literal["off", "observe", "pin"]
 
@@ -65,6 +66,8 @@ class DiskConfig:
     """Folder of packs, ledger and lock. One daemon per folder."""
     disk_bytes: int
     """Bytes of all packs together; pins that would not fit are refused."""
+    compression: CompressionMode = "auto"
+    """`always` and `never` say whether chunks are written compressed; `auto`: see `kvtier.disk.compression`."""
     reserve_bytes: int = 1024 * MIB
     """No setting. Free space of the file system that packs never take, because others write there too; at most a
     twentieth of the file system."""

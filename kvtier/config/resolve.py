@@ -63,6 +63,7 @@ def resolve(
             disk_dir=disk_dir,
             disk_bytes=disk_bytes,
             reserve_bytes=reserve_bytes,
+            compression=disk.compression,
         ),
         cache=model.CacheConfig(
             store=cache.store,

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.client.address import SOCKET_VARIABLE
-from kvtier.config.model import MIB, OFF, AutoPinMode, LogFormat, LogLevel, StoreMode
+from kvtier.config.model import MIB, OFF, AutoPinMode, CompressionMode, LogFormat, LogLevel, StoreMode
 from kvtier.config.units import format_size, parse_address, parse_percent, parse_size
 from kvtier.core.limits import MAX_TOKENS
 from kvtier.core.ttl import seconds_of
@@ -90,6 +90,7 @@ class _Host(_Table):
 class _Disk(_Table):
     dir: PathText = AUTO
     bytes: Size = AUTO
+    compression: Annotated[CompressionMode, BeforeValidator(_lower)] = "auto"
 
 
 class _Cache(_Table):

@@ -56,18 +56,25 @@ class DiskTier(Protocol):
     runs alone.
     """
 
-    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
+    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload], *, compressed: bool = True) -> PackRecord:
         """Write the chunks as one new pack, which is durable on return.
 
         Args:
             namespace_id: Recorded in the pack.
             chunks: At least one, each key once.
+            compressed: Each with the codec that paid for chunks like it; else all as they are.
 
         Raises:
             ChunkDamagedError: A payload's checksum no longer agrees; the error's `key` names the chunk. No pack is
                 left, so the caller drops that chunk and writes the others again.
             TierIOError: The operating system refused. No pack is left.
             InvalidArgumentError: No chunks, or a key twice.
+        """
+
+    def read_rate(self) -> float | None:
+        """Return bytes per second of one thread that reads what is in no cache; None where that cannot be measured.
+
+        Writes and reads a scratch file: some tens of milliseconds on an SSD.
         """
 
     def prepare_reads(self) -> None:

@@ -115,6 +115,7 @@ class Cache:
         cache._tasks.start("preallocation", Preallocator(resources, cache.namespaces).run())
         cache._tasks.start("ledger-upkeep", keep_ledger(resources))
         cache._tasks.start("probe", resources.disk_health.run())
+        cache._tasks.start("disk-rate", resources.choose_compression())
         cache._tasks.start("pin-watch", cache.pins.watch.run())
         cache._tasks.start("auto-pins", cache.auto_pins.run())
         cache._tasks.start("loop-lag", watch_loop_lag(timings.loop_lag))

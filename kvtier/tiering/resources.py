@@ -16,6 +16,7 @@ from kvtier.config import DaemonConfig
 from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.slots import HostBudget
 from kvtier.disk.base import DiskTier
+from kvtier.disk.compression import Compression
 from kvtier.disk.disk_health import DiskHealth
 from kvtier.disk.disk_usage import DiskUsage
 from kvtier.errors import LedgerError, TierIOError
@@ -58,6 +59,7 @@ class Resources:
         self.config, self.disk, self.ledger = config, disk, ledger
         self.counters, self.timings = counters or Counters(), timings or Timings()
         self.budget, self.disk_usage = HostBudget(config.host.host_bytes), DiskUsage(config.disk.disk_bytes)
+        self.compression = Compression(config.disk.compression, config.disk.io_threads)
         self.traffic, self.holes = Traffic(), asyncio.Event()
         self.host_clock, self.disk_clock = EvictionClock(), EvictionClock()  # of eviction, over all namespaces
         self.ledger_thread = Pool("ledger", 1)
@@ -107,6 +109,13 @@ class Resources:
         with suppress(OSError):
             free_bytes = await self.in_io(_free_bytes, self.config.disk.disk_dir)
             self.disk_usage.measured(free_bytes - self.config.disk.reserve_bytes)
+
+    async def choose_compression(self) -> None:
+        """Measure the disk if it decides whether packs are compressed; until then they are."""
+        if self.compression.must_measure:
+            self.compression.read_bytes_per_s = rate = await self.in_background(self.disk.read_rate)
+            choice = "raw" if self.compression.is_disk_faster else "compressed"
+            log_event(logger, "disk_measured", read_mb_per_s=None if rate is None else round(rate / 1e6), packs=choice)
 
     async def close(self) -> None:
         """Wait for running calls, for ever if one never returns, end the threads, sweep, close the ledger.

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from kvtier.concurrency.tasks import Tasks
 from kvtier.concurrency.turns import slices
@@ -175,7 +176,12 @@ class WriteBack:
                 self._refuse(batch)
                 return True
             with resources.disk_usage.promised(max_bytes):
-                record = await resources.in_write(resources.disk.write_pack, tiers.namespace_id, payloads)
+                usage = resources.disk_usage
+                compressed = resources.compression.compresses(
+                    used_bytes=usage.used_bytes + max_bytes, limit_bytes=usage.limit_bytes
+                )
+                write_pack = partial(resources.disk.write_pack, compressed=compressed)
+                record = await resources.in_write(write_pack, tiers.namespace_id, payloads)
             await tiers.index.record(record)
         except (TierIOError, LedgerError) as error:
             resources.counters.packs_failed += 1

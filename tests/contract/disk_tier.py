@@ -34,6 +34,18 @@ class DiskTierContract:
             record = tier.write_pack("ns", [payload_of(1, data, cuts=(1, 4000))])
             assert read_back(tier, record.chunks[0], cuts=(3000, 3001, 8999)) == data
 
+    def test_a_pack_that_is_not_compressed_is_read_as_it_was_written(self, tier: DiskTier) -> None:
+        data = [soft(50_000), b"\0" * 10_000]
+        record = tier.write_pack("ns", [payload_of(i, each) for i, each in enumerate(data)], compressed=False)
+        assert [(chunk.codec, chunk.stored_bytes) for chunk in record.chunks] == [("raw", 50_000), ("raw", 10_000)]
+        assert [read_back(tier, chunk) for chunk in record.chunks] == data
+
+    def test_the_read_rate_is_positive_or_unknown_and_leaves_nothing(self, tier: DiskTier) -> None:
+        rate = tier.read_rate()
+        assert rate is None or rate > 0
+        assert tier.list_packs() == {}
+        assert tier.sweep(()) == []
+
     def test_reads_may_be_prepared_at_any_time(self, tier: DiskTier) -> None:
         tier.prepare_reads()
         record = tier.write_pack("ns", [payload_of(1, soft(1000))])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,9 @@ class Bench:
         copied: ArenaSpec = pickle.loads(pickle.dumps(made))
         return copied
 
-    def awaiting(self, chunks: Sequence[tuple[int, int]], *indexes: int, generation: int = 2, **bounds: float) -> ArenaSpec:
+    def awaiting(
+        self, chunks: Sequence[tuple[int, int]], *indexes: int, generation: int = 2, **bounds: float
+    ) -> ArenaSpec:
         """Return `spec` of chunks some of which are still read from disk, at the next generation of their slots."""
         spec = self.spec(chunks)
         named = [
@@ -443,7 +446,9 @@ def test_other_jobs_do_not_wait_for_awaited_chunks(awaiting_bench: Bench) -> Non
 @pytest.mark.parametrize("end", ["not coming", "given out again", "too late", "silence"])
 def test_a_load_of_which_a_chunk_does_not_come_fails(awaiting_bench: Bench, end: str) -> None:
     bench = awaiting_bench
-    bounds = {"too late": {"until_s": time.monotonic() + 0.1}, "silence": {"silence_s": 0.1}}.get(end, {})
+    bounds: dict[str, Any] = {"too late": {"until_s": time.monotonic() + 0.1}, "silence": {"silence_s": 0.1}}.get(
+        end, {}
+    )
     spec = bench.awaiting([(4, 3), (8, 3)], 0, 1, **bounds)
     bench.worker.submit_load(2, spec, GPULoadStoreSpec([16, 17], [2, 0], [0, 0]))
     bench.read_from_disk(4)

@@ -110,10 +110,12 @@ class GatedTier(PackTier):
         super().__init__(directory, **options)
         self._faults = faults
 
-    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
+    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload], *, compressed: bool = True) -> PackRecord:
         """See `DiskTier`."""
         write = super().write_pack
-        return self._faults.of_tier("write", "write", lambda: write(namespace_id, chunks), "written")
+        return self._faults.of_tier(
+            "write", "write", lambda: write(namespace_id, chunks, compressed=compressed), "written"
+        )
 
     def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
         """See `DiskTier`."""

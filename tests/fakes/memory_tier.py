@@ -28,7 +28,7 @@ class MemoryTier:
         self.fail_reads = 0
         self.quarantined: dict[str, bytearray] = {}
 
-    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
+    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload], *, compressed: bool = True) -> PackRecord:
         """See `DiskTier.write_pack`."""
         if not chunks or len({chunk.key for chunk in chunks}) != len(chunks):
             raise InvalidArgumentError("chunks", len(chunks), "a pack needs chunks, each key once")
@@ -46,6 +46,10 @@ class MemoryTier:
                 data += segment
         self.packs[pack_id] = data
         return PackRecord(pack_id=pack_id, namespace_id=namespace_id, file_bytes=len(data), chunks=tuple(stored))
+
+    def read_rate(self) -> float | None:
+        """There is no disk."""
+        return None
 
     def prepare_reads(self) -> None:
         """There is nothing to make."""

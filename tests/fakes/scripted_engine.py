@@ -55,7 +55,11 @@ def config_in(
         host=HostConfig(
             arena_dir=folder / "arena", host_bytes=host_bytes, preallocated_bytes=preallocated_bytes, prefetch=False
         ),
-        disk=DiskConfig(disk_dir=folder / "disk", disk_bytes=disk_bytes, pack_linger_s=0.01, **disk),
+        disk=DiskConfig(
+            disk_dir=folder / "disk",
+            disk_bytes=disk_bytes,
+            **{"pack_linger_s": 0.01, "compression": "always", **disk},
+        ),
         cache=CacheConfig(store=store),
         metrics=MetricsConfig(listen=OFF),
     )

@@ -21,6 +21,7 @@ class SteppedTier(MemoryTier):
     Attributes:
         asked: Chunks whose read has begun, in order.
         written: Keys of each pack written, in order (rewritten ones too).
+        compressed: Whether each pack written was to be compressed.
         damaged: Reading or rewriting these fails as damage.
         unreadable: Reading or rewriting these is refused by the system.
         refuse_writes: OSError number with which every write and probe fails.
@@ -31,6 +32,7 @@ class SteppedTier(MemoryTier):
         super().__init__()
         self.asked: list[ChunkKey] = []
         self.written: list[list[ChunkKey]] = []
+        self.compressed: list[bool] = []
         self.damaged: set[ChunkKey] = set()
         self.unreadable: set[ChunkKey] = set()
         self.refuse_writes = 0
@@ -67,12 +69,13 @@ class SteppedTier(MemoryTier):
         if method in self._gates:
             self._gates[method].wait()
 
-    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
+    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload], *, compressed: bool = True) -> PackRecord:
         """See `DiskTier.write_pack`."""
         self._pass("write_pack")
         self._refuse(self.refuse_writes)
         self.written.append([chunk.key for chunk in chunks])
-        return super().write_pack(namespace_id, chunks)
+        self.compressed.append(compressed)
+        return super().write_pack(namespace_id, chunks, compressed=compressed)
 
     def rewrite_pack(self, namespace_id: str, chunks: Sequence[StoredChunk]) -> PackRecord:
         """See `DiskTier.rewrite_pack`."""

@@ -1,9 +1,9 @@
 """Lookup rounds beside a daemon that answers when it likes, and a vLLM that evicts while requests wait.
 
 After every turn: what the daemon leases is one request's, and released once; a request reads what is ready under its
-lease, and what is promoted if its load begins early, all of it and nothing else; it waits for an answer no longer than the lookup timeout, for promotions no longer
-than computing would take, and for nothing while there is no session. A daemon that does not answer is asked nothing,
-and no session is sent what was touched in another.
+lease, and what is promoted if its load begins early, all of it and nothing else; it waits for an answer no longer than
+the lookup timeout, for promotions no longer than computing would take, and for nothing while there is no session. A
+daemon that does not answer is asked nothing, and no session is sent what was touched in another.
 """
 
 import os
@@ -101,7 +101,9 @@ class Run:
         self.mirror, self.breaker, rate = ChunkMirror(), CircuitBreaker(LOOKUP_TIMEOUT_S), PrefillRate(TOKENS_PER_S)
         planner = LookupPlanner([GROUP], self.mirror)
         self.touches = Touches(planner)
-        self.lookups = Lookups(planner, self.touches, self.breaker, rate, ConnectorStats(), can_load_early=self.is_early)
+        self.lookups = Lookups(
+            planner, self.touches, self.breaker, rate, ConnectorStats(), can_load_early=self.is_early
+        )
         self.waiters: dict[str, Waiter] = {}
         self.outbox: Outbox | None = None
         self.questions: dict[int, Question] = {}

@@ -210,7 +210,7 @@ def _parts(job: Job, plan: JobPlan, arena: ArenaMap) -> Iterator[CopyList | None
     num_chunks = len(job.arena.chunks)
     is_next = np.ones(num_chunks, np.bool_)
     is_next[list(awaited.indexes)] = False
-    left, heard_s = deque(awaited.indexes), time.monotonic()
+    left, last_ready_s = deque(awaited.indexes), time.monotonic()
     while True:
         yield plan.copies.only(is_next[plan.copy_chunks]) if is_next.any() else None
         if not left:
@@ -219,8 +219,8 @@ def _parts(job: Job, plan: JobPlan, arena: ArenaMap) -> Iterator[CopyList | None
         while left and _is_readable(arena, job.arena.chunks[left[0]]):
             is_next[left.popleft()] = True
         now_s = time.monotonic()
-        heard_s = now_s if is_next.any() else heard_s
-        if left and now_s > min(awaited.until_s, heard_s + awaited.silence_s):
+        last_ready_s = now_s if is_next.any() else last_ready_s
+        if left and now_s > min(awaited.until_s, last_ready_s + awaited.silence_s):
             raise ArenaError(f"{len(left)} of {len(awaited.indexes)} chunks were not read from disk in time")
 
 

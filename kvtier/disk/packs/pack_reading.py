@@ -18,6 +18,7 @@ from kvtier.disk.packs import pack_format
 from kvtier.disk.packs.pack_directory import pack_path
 from kvtier.disk.packs.pack_loading import LoadedSpan, PackLoader, PackSource, ReadError
 from kvtier.disk.packs.pack_spans import Span, plan_spans
+from kvtier.disk.packs.read_rate import measured_read_rate
 from kvtier.errors import ChunkDamagedError, TierIOError
 from kvtier.obs import trace
 
@@ -45,6 +46,10 @@ class PackReader:
     def prepare(self) -> None:
         """Make the buffers of one call: their pages took the first read after a start 15 ms a span."""
         self._source.pool.fill(SPANS_AHEAD + 1)
+
+    def rate(self, scratch_path: Path) -> float | None:
+        """See `measured_read_rate`; None also where packs are not read past the page cache."""
+        return measured_read_rate(scratch_path, self._source.ops, self._source.pool) if self._source.direct else None
 
     def read(self, reads: Sequence[ChunkRead], done: ReadDone, cancelled: Callable[[], bool]) -> None:
         """See `DiskTier.read_chunks`."""

@@ -15,8 +15,9 @@ from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.stored import PackRecord, StoredChunk
 from kvtier.disk.base import ChunkPayload, ChunkRead, ReadDone, checksum_of
 from kvtier.disk.codecs import CodecChooser, default_codecs
+from kvtier.disk.codecs.raw import RawCodec
 from kvtier.disk.files.file_ops import FileOps
-from kvtier.disk.packs.pack_directory import QUARANTINE_MAX_BYTES, QUARANTINE_MAX_PACKS, PackDirectory
+from kvtier.disk.packs.pack_directory import QUARANTINE_MAX_BYTES, QUARANTINE_MAX_PACKS, PackDirectory, temp_path
 from kvtier.disk.packs.pack_reading import PackReader
 from kvtier.disk.packs.pack_writing import PackSink, write_pack_file
 from kvtier.errors import ChunkDamagedError, InvalidArgumentError, TierIOError
@@ -46,12 +47,12 @@ class PackTier(PackDirectory):
         self._codecs = codecs or CodecChooser(default_codecs())
         self._reader = PackReader(directory, self._ops, direct_reads=direct_reads)
 
-    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload]) -> PackRecord:
+    def write_pack(self, namespace_id: str, chunks: Sequence[ChunkPayload], *, compressed: bool = True) -> PackRecord:
         """See `DiskTier.write_pack`."""
 
         def fill(sink: PackSink) -> None:
             for chunk in chunks:
-                self._encode(sink, namespace_id, chunk)
+                self._encode(sink, namespace_id, chunk, compressed=compressed)
 
         return self._write(namespace_id, chunks, fill)
 
@@ -66,6 +67,10 @@ class PackTier(PackDirectory):
             self._reader.stored(chunks, copy)
 
         return self._write(namespace_id, chunks, fill)
+
+    def read_rate(self) -> float | None:
+        """See `DiskTier.read_rate`."""
+        return self._reader.rate(temp_path(self.directory, self._new_pack_id()))
 
     def prepare_reads(self) -> None:
         """See `DiskTier.prepare_reads`."""
@@ -105,12 +110,14 @@ class PackTier(PackDirectory):
             raise InvalidArgumentError("chunks", len(chunks), "each key may come once in a pack")
         return write_pack_file(self.directory, self._ops, self._new_pack_id(), namespace_id, sizes, fill)
 
-    def _encode(self, sink: PackSink, namespace_id: str, chunk: ChunkPayload) -> None:
+    def _encode(self, sink: PackSink, namespace_id: str, chunk: ChunkPayload, *, compressed: bool) -> None:
         found = checksum_of(chunk.segments)
         if found != chunk.checksum:
             what = f"chunk {chunk.key.hex()} changed in host memory: {found:016x}, was {chunk.checksum:016x}"
             raise ChunkDamagedError(self.directory, what, chunk.key)
-        codec, pieces = self._codecs.encode(f"{namespace_id}/{group_idx_of(chunk.key)}", chunk.segments)
+        codec, pieces = RawCodec.name, chunk.segments
+        if compressed:
+            codec, pieces = self._codecs.encode(f"{namespace_id}/{group_idx_of(chunk.key)}", chunk.segments)
         stored = StoredChunk(
             key=chunk.key,
             pack_id="",

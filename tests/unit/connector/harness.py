@@ -268,7 +268,9 @@ class Scheduler:
         facts: Of the engine, as the connector starts its session with them.
     """
 
-    def __init__(self, monkeypatch: Any, specs: Sequence[Any] = (), num_credits: int = 8, world_size: int = 1, **options: Any) -> None:
+    def __init__(
+        self, monkeypatch: Any, specs: Sequence[Any] = (), num_credits: int = 8, world_size: int = 1, **options: Any
+    ) -> None:
         self.clock, self.link = FakeClock(), FakeLink()
         self.digests = AdapterDigests(BackgroundThread("test").submit)
         kv_cache_config = kv_cache_config_of(specs or [full_spec()])

@@ -55,6 +55,42 @@ def test_safetensors_reads_a_pack(zstd_tier: PackTier) -> None:
     assert [facts[key_of(i).hex()]["codec"] for i in (1, 2)] == ["raw", "zstd"]
 
 
+class SlowDisk(FileOps):
+    """Each read past the page cache takes some time; or the file system refuses a call."""
+
+    def __init__(self, seconds: Sequence[float] = (), refused: str = "") -> None:
+        self.seconds, self.refused = iter(seconds), refused
+
+    def preadv(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        if self.refused == "preadv":
+            raise OSError(5, "Input/output error")
+        time.sleep(next(self.seconds))
+        return sum(part.nbytes for part in into)
+
+    def set_direct(self, fd: int, on: bool) -> None:
+        if self.refused == "set_direct":
+            raise OSError(22, "Invalid argument")
+
+    def fsync(self, fd: int) -> None:
+        if self.refused == "fsync":
+            raise OSError(28, "No space left on device")
+
+
+def test_the_better_of_two_passes_is_the_read_rate(tmp_path: Path) -> None:
+    tier = PackTier(tmp_path, ops=SlowDisk([0.1] * 4 + [0.01] * 4))
+    rate = tier.read_rate()
+    assert rate is not None
+    assert 16 * 1024**2 / 0.3 < rate <= 16 * 1024**2 / 0.04
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("refused", ["preadv", "set_direct", "fsync"])
+def test_without_direct_reads_the_read_rate_is_unknown(tmp_path: Path, refused: str) -> None:
+    assert PackTier(tmp_path, ops=SlowDisk(refused=refused)).read_rate() is None
+    assert PackTier(tmp_path, direct_reads=False).read_rate() is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_pack_describes_itself(tier: PackTier) -> None:
     record = tier.write_pack("ns", [payload_of(i, soft(3000, i)) for i in range(50)])
     assert tier.read_record(record.pack_id) == record

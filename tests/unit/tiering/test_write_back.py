@@ -38,6 +38,28 @@ def test_pinned_chunks_go_before_unpinned_ones_and_never_into_one_pack(tmp_path:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("compression", ["auto", "always", "never"])
+def test_packs_are_raw_while_the_disk_is_fast_and_half_empty(tmp_path: Path, compression: str) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, compression=compression, disk_bytes=64_000) as r:
+            rates = iter([20e12])
+            r.tier.read_rate = lambda: next(rates)  # type: ignore[method-assign]
+            before, used = len(r.tier.compressed), 0
+            await r.cache.resources.choose_compression()
+            for number in range(6):
+                used += 6000
+                r.in_host([number])
+                r.namespace.write_back.add(keys_of([number]))
+                await r.namespace.write_back.flush()
+            found = r.tier.compressed[before:]
+            assert len(found) == 6
+            assert found[0] is (compression == "always")
+            assert found[-1] is (compression != "never")
+            assert found == sorted(found), "raw ones first"
+
+    asyncio.run(scenario())
+
+
 def test_reads_do_not_wait_for_a_pack_being_written(tmp_path: Path) -> None:
     """Readers and the writer shared a pool: with every thread at a write, a load waited for an fsync."""
 
