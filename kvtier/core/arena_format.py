@@ -15,8 +15,9 @@ after the copy; the daemon changes it before it gives the slot out again.
 `backed` counts how often the row got pages and lost them: odd while it has them. A worker that has page-locked a row
 compares it with what it was then: the pages that it locked are the file's only while the number is the same.
 
-`checksum` and `mark` are the daemon's own, for the daemon that comes after it: the mark says that the row holds, whole,
-the chunk of the first stamp's key tag, with this checksum, since this generation.
+`checksum` and `mark` are written by the daemon, for the daemon that comes after it and for workers that wait for a
+chunk that is read from disk into the row: the mark says that the row holds, whole, the chunk of the first stamp's key
+tag, with this checksum, since this generation.
 """
 
 import struct

@@ -91,7 +91,8 @@ class ArenaTier:
 
     The tier knows which state a slot is in; the chunk table knows which chunk a HOST or LOADING slot belongs to. What
     is in a HOST row survives the daemon: `commit` marks it in the arena for the next one. A mark goes before the row's
-    owner changes, and a generation rises before the row's content does.
+    owner changes, and a generation rises before the row's content does. Workers wait for the mark of a LOADING row;
+    when it is released instead, `NOT_COMING` says so.
 
     All methods are for the loop thread and do not block, except `back` and `verify`, which are for worker threads.
     `commit`, `counts`, `check`, `lacks_pages`, `matches`, `quarantine`, `release`, `reserve` and `seal` are the slot

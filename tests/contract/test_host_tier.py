@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.client.arena_map import ArenaMap
+from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState
+from kvtier.errors import ArenaError
 from tests.fakes.chunks import noise
 from tests.fakes.host_rig import HostRig
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key
@@ -207,6 +210,26 @@ def test_a_chunk_is_loaded_into_a_reserved_row(rig: HostRig) -> None:
     rig.tier.commit(ref, KEYS[0], 7)
     assert b"".join(rig.tier.payload(ref, KEYS[0])) == noise(6000)
     assert rig.marks() == {ref.slot: (ref.generation, 7)}
+    check(rig)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_workers_that_wait_for_a_row_see_whether_its_chunk_comes(rig: HostRig, has_begun: bool) -> None:
+    first, second = rig.tier.reserve(), rig.tier.reserve()
+    assert first is not None
+    assert second is not None
+    with ArenaMap(rig.tier.arena.path, rig.tier.arena.geometry.arena_id) as seen:
+        for ref in (first, second) if has_begun else (second,):
+            rig.tier.back([ref])
+            rig.tier.begin_load(ref, KEYS[0])
+        assert not seen.is_readable(first.slot, key_tag_of(KEYS[0]), first.generation)
+        rig.tier.release(first)
+        with pytest.raises(ArenaError, match="does not get the chunk"):
+            seen.is_readable(first.slot, key_tag_of(KEYS[0]), first.generation)
+        rig.tier.commit(second, KEYS[0], 7)
+        assert seen.is_readable(second.slot, key_tag_of(KEYS[0]), second.generation)
+        rig.tier.release(second)
+        assert not seen.is_readable(second.slot, key_tag_of(KEYS[0]), second.generation)
     check(rig)
 
 

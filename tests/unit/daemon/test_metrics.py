@@ -149,6 +149,7 @@ def test_the_numbers_are_those_of_what_happened(used: tuple[Served, Exported]) -
     assert value(exported, "kvtier_hit_bytes_total", tier="disk") == num_bytes
     assert value(exported, "kvtier_missed_chunks_total", reason="absent") == 1
     assert value(exported, "kvtier_disk_written_bytes_total", reason="write_back") >= num_bytes
+    assert 0 < value(exported, "kvtier_disk_read_bytes_total", reason="promotion") <= num_bytes
     assert value(exported, "kvtier_acquire_seconds_count") == 2
     for timing in ("first_chunk", "promotion"):
         assert value(exported, f"kvtier_{timing}_seconds_count") == 1

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.arena_format import HEADER_BYTES, key_tag_of, unpack_header
+from kvtier.client.arena_map import ArenaMap
+from kvtier.core.arena_format import HEADER_BYTES, key_tag_of, num_slots_within, overhead_bytes, unpack_header
 from kvtier.core.layout import KVLayout
 from kvtier.errors import ArenaError, InvalidArgumentError
 from kvtier.host.arena import Arena, sweep_arena_directory
@@ -38,6 +39,34 @@ def test_the_file_says_what_it_is(arena: Arena) -> None:
     assert unpack_header(header) == arena.geometry
     assert arena.path.name == f"arena-{arena.geometry.arena_id.hex()}"
     assert arena.path.stat().st_size == arena.geometry.file_bytes
+
+
+@pytest.mark.parametrize("row_bytes", [4096, 65536])
+@pytest.mark.parametrize("num_ranks", [1, 2, 40])
+def test_an_arena_has_all_rows_that_fit(row_bytes: int, num_ranks: int) -> None:
+    for limit_bytes in [*range(0, 64 * 4096, 1024), *range(1 << 20, (1 << 20) + 16 * 4096, 512)]:
+        num_slots = num_slots_within(limit_bytes, row_bytes, num_ranks)
+        assert not num_slots or overhead_bytes(num_slots, num_ranks) + num_slots * row_bytes <= limit_bytes
+        assert overhead_bytes(num_slots + 1, num_ranks) + (num_slots + 1) * row_bytes > limit_bytes
+
+
+def test_a_row_that_does_not_get_its_chunk_says_so_at_its_generation(arena: Arena) -> None:
+    tag = key_tag_of(key_of(1))
+    with ArenaMap(arena.path, arena.geometry.arena_id) as seen:
+        arena.set_generation(3, 5)
+        assert not seen.is_readable(3, tag, 5)
+        assert not seen.is_readable(3, tag, 6), "its load has yet to begin"
+        arena.refuse(3, 6)
+        with pytest.raises(ArenaError, match="slot 3 does not get the chunk"):
+            seen.is_readable(3, tag, 6)
+        assert not seen.is_readable(3, tag, 7), "what comes next is not refused with it"
+        with pytest.raises(ArenaError, match="slot 3"):
+            seen.is_readable(3, tag, 4)
+        arena.set_generation(3, 7)
+        arena.commit(3, key_of(1), 7, 99)
+        assert seen.is_readable(3, tag, 7)
+        assert not seen.is_readable(3, tag + 1, 7)
+    assert arena.entries()[3].committed
 
 
 def test_only_the_owner_reaches_the_file_whatever_the_umask(tmp_path: Path) -> None:

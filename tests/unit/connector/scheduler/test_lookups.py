@@ -111,6 +111,8 @@ def test_more_chunks_than_a_message_may_name_are_computed(
     monkeypatch.setattr(kvtier_connector.scheduler.lookups, "MAX_KEYS", 5)
     assert scheduler.ask(scheduler.new_request("sys", 8)) == 0
     assert "acquire" not in [message.WhichOneof("kind") for message in scheduler.sent()]
+    monkeypatch.setattr(kvtier_connector.scheduler.lookups, "MAX_KEYS", 6)
+    assert len(acquired(scheduler, scheduler.new_request("sys", 8, req_id="as many as it may")).keys) == 6
 
 
 def test_the_load_job_names_slots_generations_and_the_session(scheduler: Scheduler) -> None:
