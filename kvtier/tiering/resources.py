@@ -113,7 +113,7 @@ class Resources:
     async def choose_compression(self) -> None:
         """Measure the disk if it decides whether packs are compressed; until then they are."""
         if self.compression.must_measure:
-            self.compression.read_bytes_per_s = rate = await self.in_background(self.disk.read_rate)
+            self.compression.read_bytes_per_s = rate = await self.in_write(self.disk.read_rate)
             choice = "raw" if self.compression.is_disk_faster else "compressed"
             log_event(logger, "disk_measured", read_mb_per_s=None if rate is None else round(rate / 1e6), packs=choice)
 

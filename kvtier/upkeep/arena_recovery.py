@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.concurrency.pauses import POLL_S
-from kvtier.core.arena_format import ArenaGeometry, SlotEntry, key_tag_of
+from kvtier.core.arena_format import NOT_COMING, ArenaGeometry, SlotEntry, key_tag_of
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import SlotRef
 from kvtier.errors import ArenaError, TierIOError
@@ -107,7 +107,7 @@ class ArenaRecovery:
         backed = {entry.slot for entry in entries if entry.backed}
         namespace.host.recover(arena, [entry.generation for entry in entries], backed)
         self._recovering.append(namespace)
-        self._entries[namespace.namespace_id] = [entry for entry in entries if entry.mark]
+        self._entries[namespace.namespace_id] = [entry for entry in entries if entry.mark > NOT_COMING]
 
     def _home_of(self, geometry: ArenaGeometry, path: Path) -> Namespace:
         namespace = self._namespaces.get(geometry.namespace_id)

@@ -4,6 +4,7 @@ The oracle knows the documented layout only; tensors are as vLLM makes them.
 """
 
 import enum
+import os
 import pickle
 import threading
 import time
@@ -157,10 +158,19 @@ class Bench:
         with ArenaMap(self.path, self.geometry.arena_id) as arena:
             return arena.stamp_of(slot, self.rank)
 
-    def finish(self, job_id: int) -> set[str]:
-        """Wait for a job; return the requests whose load failed."""
-        self.worker.wait({job_id})
-        (result,) = self.worker.get_finished()
+    def finish(self, job_id: int, *, polls: bool = False) -> set[str]:
+        """Wait for a job; return the requests whose load failed.
+
+        With `polls` as the engine does, which asks again and again; else as vLLM does when it cannot go on without.
+        """
+        done = list(self.worker.get_finished())
+        while polls and not done:
+            self.worker.await_load(10)
+            done = list(self.worker.get_finished())
+        if not done:
+            self.worker.wait({job_id})
+            done = list(self.worker.get_finished())
+        (result,) = done
         assert (result.job_id, result.success) == (job_id, True)
         return self.worker.take_failed_loads()
 
@@ -413,7 +423,7 @@ def test_an_awaited_chunk_is_copied_once_it_is_there_and_the_others_before(await
     assert bench.worker.get_finished() == []
     assert bench.expected(3, [17]) != wanted[1]
     bench.read_from_disk(8)
-    assert bench.finish(2) == set()
+    assert bench.finish(2, polls=True) == set()
     assert bench.expected(3, [17]) == wanted[1]
     assert not is_locked(bench.lock)
 
@@ -426,7 +436,7 @@ def test_chunks_of_several_groups_are_awaited(awaiting_bench: Bench) -> None:
     for slot in (2, 8, 4):
         assert bench.worker.get_finished() == []
         bench.read_from_disk(slot)
-    assert bench.finish(2) == set()
+    assert bench.finish(2, polls=True) == set()
     assert bench.expected(3, [17]) == wanted
 
 
@@ -436,11 +446,11 @@ def test_other_jobs_do_not_wait_for_awaited_chunks(awaiting_bench: Bench) -> Non
     bench.worker.submit_load(3, bench.awaiting([(2, 5)], 0), GPULoadStoreSpec([3], [0, 1], [0, 0]))
     for job_id in range(4, 9):
         bench.worker.submit_load(job_id, bench.spec([(4, 3)]), GPULoadStoreSpec([16], [1, 0], [0, 0]))
-        assert bench.finish(job_id) == set()
+        assert bench.finish(job_id, polls=True) == set()
     bench.read_from_disk(2)
-    assert bench.finish(3) == set()
+    assert bench.finish(3, polls=True) == set()
     bench.read_from_disk(8)
-    assert bench.finish(2) == set()
+    assert bench.finish(2, polls=True) == set()
 
 
 @pytest.mark.parametrize("end", ["not coming", "given out again", "too late", "silence"])
@@ -456,7 +466,7 @@ def test_a_load_of_which_a_chunk_does_not_come_fails(awaiting_bench: Bench, end:
         set_not_coming(bench.path, bench.geometry, 8, 2)
     elif end == "given out again":
         set_generation(bench.path, bench.geometry, 8, 3)
-    assert bench.finish(2) == {"r"}
+    assert bench.finish(2, polls=True) == {"r"}
     assert not is_locked(bench.lock)
 
 
@@ -465,7 +475,7 @@ def test_a_row_that_is_marked_for_another_chunk_is_not_what_was_awaited(awaiting
     set_readable(bench.path, bench.geometry, 8, 999, 2)
     spec = bench.awaiting([(8, 3)], 0, until_s=time.monotonic() + 0.1)
     bench.worker.submit_load(2, spec, GPULoadStoreSpec([17], [1, 0], [0, 0]))
-    assert bench.finish(2) == {"r"}
+    assert bench.finish(2, polls=True) == {"r"}
 
 
 def test_news_of_one_chunk_ends_the_silence(awaiting_bench: Bench) -> None:
@@ -477,7 +487,7 @@ def test_news_of_one_chunk_ends_the_silence(awaiting_bench: Bench) -> None:
     time.sleep(1.2)
     assert bench.worker.get_finished() == []
     bench.read_from_disk(8)
-    assert bench.finish(2) == set()
+    assert bench.finish(2, polls=True) == set()
 
 
 def test_another_arena_ends_what_waits_for_chunks_of_the_last_one(awaiting_bench: Bench, tmp_path: Path) -> None:
@@ -487,7 +497,7 @@ def test_another_arena_ends_what_waits_for_chunks_of_the_last_one(awaiting_bench
     bench.geometry = replace(bench.geometry, arena_id=b"B" * 16)
     write_arena(bench.path, bench.geometry)
     bench.worker.prepare(bench.spec([]))
-    assert bench.finish(2) == {"r"}
+    assert bench.finish(2, polls=True) == {"r"}
     wait_for(lambda: (num_mappings(old_path), num_mappings(bench.path)) == (0, 1))
 
 
@@ -498,6 +508,25 @@ def test_a_worker_that_ends_waits_for_no_chunk(awaiting_bench: Bench) -> None:
     bench.worker.shutdown()
     assert not is_locked(bench.lock)
     bench.worker.shutdown()
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_job_that_vllm_waits_for_ends_without_its_awaited_chunks(awaiting_bench: Bench, drains: bool) -> None:
+    """vLLM's cache is reset, or it sleeps: its worker does nothing else meanwhile."""
+    bench = awaiting_bench
+    bench.worker.submit_load(2, bench.awaiting([(4, 3), (8, 3)], 1), GPULoadStoreSpec([16, 17], [2, 0], [0, 0]))
+    if drains:
+        bench.worker.drain()
+    assert bench.finish(2) == {"r"}
+    assert not is_locked(bench.lock)
+
+
+def test_an_arena_that_is_shortened_meanwhile_is_not_touched(awaiting_bench: Bench) -> None:
+    bench = awaiting_bench
+    bench.worker.submit_load(2, bench.awaiting([(8, 3)], 0), GPULoadStoreSpec([17], [1, 0], [0, 0]))
+    wait_for(lambda: is_locked(bench.lock))
+    os.truncate(bench.path, bench.geometry.row_offset(8))
+    assert bench.finish(2, polls=True) == {"r"}
 
 
 def test_a_load_is_awaited_for_a_while_and_a_store_is_not(make_bench: MakeBench) -> None:

@@ -95,6 +95,11 @@ class Instructed:
             counts = {"device": self.device_tokens, **from_connector}
             self.cached_tokens = {source: num_tokens for source, num_tokens in counts.items() if num_tokens}
 
+    def load_failed(self) -> None:
+        """vLLM computes what the connector was to load."""
+        if self.cached_tokens is not None:
+            self.cached_tokens = {source: num for source, num in self.cached_tokens.items() if source == "device"}
+
     @property
     def no_store(self) -> bool:
         """Whether nothing of the request is stored."""

@@ -10,6 +10,8 @@ part of one promotion, once: the first prompt after a restart waits for its chun
 
 EARLY_S = 0.1
 """How long a load may hold vLLM's blocks before its last chunk is there."""
+EARLY_BYTES = 32 * 1024**2
+"""The same of a promotion whose rate is unknown: what a slow disk reads before the workers stop waiting."""
 
 
 class PrefillRate:
@@ -94,12 +96,12 @@ class LoadCost:
         return self._num_skipped % 16 != 0
 
 
-def is_near(forecast_s: float | None, now_s: float) -> bool:
+def is_near(forecast_s: float | None, pending_bytes: int, now_s: float) -> bool:
     """Return whether a promotion is forecast to end so soon that its load may begin: it holds vLLM's blocks until then.
 
-    While that is unknown the daemon has promoted nothing yet: then, too.
+    Without a forecast the daemon has promoted nothing yet: then a short promotion counts as near.
     """
-    return forecast_s is None or forecast_s - now_s <= EARLY_S
+    return pending_bytes <= EARLY_BYTES if forecast_s is None else forecast_s - now_s <= EARLY_S
 
 
 def worth_waiting(forecast_s: float | None, now_s: float, deadline_s: float) -> bool:

@@ -25,6 +25,7 @@ class Lease:
     promoting_since_s: float | None = None  # when the first answer named promotions; None when it named none
     # when the promotions are forecast to end, at the last update; None while that is unknown
     ready_s: float | None = None
+    pending_bytes: int = 0  # what is still promoted, at the last update
     loading: set[ChunkKey] = field(default_factory=set)  # chunks that a load job reads now
     num_to_load: int = 0  # how many they were at first
     loads_early: bool = False  # chunks that are still promoted are hits, too: the workers wait for them
@@ -56,6 +57,7 @@ class Lease:
             if chunk.state == _MISS:
                 missed.append(chunk.index)
         self._cut_prefix(missed)
+        self.pending_bytes = update.pending_bytes
         self.ready_s = now_s + update.ready_in_s if update.ready_in_s else None
 
     def _cut_prefix(self, missed: Sequence[int]) -> None:

@@ -132,11 +132,14 @@ class Lookups:
         lease.loading.difference_update(keys)
         if lease.loading:
             return
+        if state.failed:
+            self.drop(state)
+            return
         if lease.loads_early and lease.promoting_since_s is not None:
             self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
-        elif lease.loading_since_s is not None and not state.failed:
+        elif lease.loading_since_s is not None:
             self._cost.loaded(lease.num_to_load, now_s - lease.loading_since_s)
-        if lease.loading_since_s is not None and not state.failed:
+        if lease.loading_since_s is not None:
             trace.record("load", lease.loading_since_s, now_s, of=state.req_id, chunks=lease.num_to_load)
         self.drop(state)
 
@@ -241,7 +244,7 @@ class Lookups:
             and now_s < self._silent_deadline_s
             and worth_waiting(lease.ready_s, now_s, lease.promote_deadline_s)
         ):
-            if not self._can_load_early or not is_near(lease.ready_s, now_s):
+            if not self._can_load_early or not is_near(lease.ready_s, lease.pending_bytes, now_s):
                 return
             lease.loads_early = True
         end = _end_of(lease)

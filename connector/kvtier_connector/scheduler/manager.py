@@ -213,6 +213,8 @@ class KVTierOffloadingManager(OffloadingManager):
         self.stats.count(FAILED_LOADS)
         if (state := self._requests.get(req_id)) is not None:
             state.failed = True
+            if state.instructed is not None:
+                state.instructed.load_failed()
 
     def step_scheduled(self, num_tokens: int) -> None:
         """Called once per scheduled step. If the step is empty, wait up to 5 ms for daemon events."""

@@ -9,7 +9,7 @@ Invariants, which `tests/contract/test_workers.py` holds every worker to:
   rows without it: that touches no byte.)
 - A slot's generation is compared before the first byte moves and, for loads, after the last one has.
 - A chunk that is `awaited` is copied once its row's mark says that it is there, whole and verified. When it does not
-  come, or not in time, the load fails. Other jobs do not wait for it.
+  come, or not in time, or vLLM waits for the job, the load fails. Other jobs do not wait for it.
 - A chunk is stamped after all its bytes are in the row, never before.
 - An arena is unmapped after the last job that uses it.
 """

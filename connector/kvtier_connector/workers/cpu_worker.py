@@ -41,6 +41,7 @@ class KVTierCPUWorker(KVTierWorker):
         self._jobs: queue.SimpleQueue[Job | ArenaSpec | None] = queue.SimpleQueue()
         self._pending: set[int] = set()  # protected by _changed
         self._loads: set[int] = set()  # those of _pending that are loads
+        self._urgent: set[int] = set()  # those of _loads that vLLM waits for: they end without their awaited chunks
         self._running: list[_Running] = []  # jobs that wait for chunks
         self._arena: ArenaMap | None = None
         self._rows: PrefaultedRows | None = None  # of _arena; None if they cannot be mapped ahead
@@ -51,6 +52,7 @@ class KVTierCPUWorker(KVTierWorker):
     @override
     def wait(self, job_ids: set[int]) -> None:
         with self._changed:
+            self._urgent |= job_ids & self._loads
             self._changed.wait_for(lambda: self._pending.isdisjoint(job_ids))
 
     @override
@@ -61,6 +63,7 @@ class KVTierCPUWorker(KVTierWorker):
     @override
     def drain(self) -> None:
         with self._changed:
+            self._urgent |= self._loads
             self._changed.wait_for(lambda: not self._pending)
 
     @override
@@ -111,10 +114,13 @@ class KVTierCPUWorker(KVTierWorker):
         try:
             for num_bytes in running.moves:
                 running.num_bytes += num_bytes
-                if not num_bytes:
-                    if running not in self._running:
-                        self._running.append(running)
-                    return
+                if num_bytes:
+                    continue
+                if running.job.job_id in self._urgent:
+                    self._end(running, ArenaError("vLLM waits for it: what is still read from disk is computed"))
+                elif running not in self._running:
+                    self._running.append(running)
+                return
         except Exception as exc:
             self._end(running, exc)
         else:
@@ -131,6 +137,7 @@ class KVTierCPUWorker(KVTierWorker):
         with self._changed:
             self._pending.discard(job.job_id)
             self._loads.discard(job.job_id)
+            self._urgent.discard(job.job_id)
             self._changed.notify_all()
 
     def _map_rows(self) -> None:
@@ -160,10 +167,12 @@ class KVTierCPUWorker(KVTierWorker):
             arena = self._open(job.arena)
             plan = self._plan(job, arena)
             for copies in _parts(job, plan, arena):
-                if copies is not None:
-                    source, target = (copies.arena, copies.vllm) if job.is_load else (copies.vllm, copies.arena)
-                    self._copy(target, source, copies.sizes)
-                yield 0 if copies is None else copies.num_bytes
+                if copies is None:
+                    yield 0
+                    continue
+                source, target = (copies.arena, copies.vllm) if job.is_load else (copies.vllm, copies.arena)
+                self._copy(target, source, copies.sizes)
+                yield copies.num_bytes or 1
             self._confirm(job, arena, plan.chunks)
 
     def _open(self, spec: ArenaSpec) -> ArenaMap:
@@ -216,6 +225,7 @@ def _parts(job: Job, plan: JobPlan, arena: ArenaMap) -> Iterator[CopyList | None
         if not left:
             return
         is_next = np.zeros(num_chunks, np.bool_)
+        arena.check_length()
         while left and _is_readable(arena, job.arena.chunks[left[0]]):
             is_next[left.popleft()] = True
         now_s = time.monotonic()

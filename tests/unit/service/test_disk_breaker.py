@@ -25,9 +25,9 @@ def recorded(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def record(name: str) -> None:
         original = getattr(r.tier, name)
 
-        def call(*args: object) -> object:
+        def call(*args: object, **options: object) -> object:
             calls.append(name)
-            return original(*args)
+            return original(*args, **options)
 
         monkeypatch.setattr(r.tier, name, call)
 

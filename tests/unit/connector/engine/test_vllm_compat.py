@@ -122,6 +122,9 @@ class FailingWorker(KVTierWorker):
     def wait(self, job_ids: set[int]) -> None:
         raise AssertionError
 
+    def await_load(self, timeout_s: float) -> None:
+        raise AssertionError
+
     def drain(self) -> None:
         self.num_drained += 1
 

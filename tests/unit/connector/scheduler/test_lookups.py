@@ -16,7 +16,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter
 from kvtier_connector.engine.transfer_job import Awaited
-from kvtier_connector.scheduler.forecasts import UNMEASURED_TOKENS_PER_S
+from kvtier_connector.scheduler.forecasts import EARLY_BYTES, UNMEASURED_TOKENS_PER_S
 from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.lease import Lease
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
@@ -90,11 +90,23 @@ def test_a_load_begins_while_its_last_chunks_are_promoted(early: Scheduler) -> N
     assert early.sent_one("release") == pb.Release(acquire_id=acquire.acquire_id, all=True)
 
 
-@pytest.mark.parametrize(("ready_in_s", "begins"), [(0.0, True), (0.1, True), (0.15, False), (60.0, True)])
-def test_a_load_begins_early_only_when_it_is_soon_complete(early: Scheduler, ready_in_s: float, begins: bool) -> None:
+@pytest.mark.parametrize(
+    ("ready_in_s", "pending_bytes", "begins"),
+    [
+        (0.0, EARLY_BYTES, True),
+        (0.0, EARLY_BYTES + 1, False),
+        (0.1, EARLY_BYTES + 1, True),
+        (0.15, 1, False),
+        (60.0, 1, True),
+    ],
+)
+def test_a_load_begins_early_only_when_it_is_soon_complete(
+    early: Scheduler, ready_in_s: float, pending_bytes: int, begins: bool
+) -> None:
     """What is not worth waiting for is computed instead: the load has what is there."""
     request = early.new_request("sys", 8)
-    early.answer(acquired(early, request), [HOST] * 2 + [PROMOTING] * 4, ready_in_s=ready_in_s)
+    states = [HOST] * 2 + [PROMOTING] * 4
+    early.answer(acquired(early, request), states, ready_in_s=ready_in_s, pending_bytes=pending_bytes)
     assert early.ask(request) == ((8 if ready_in_s == 60 else 24) if begins else None)
 
 
