@@ -2,11 +2,14 @@
 
 import os
 
+import platformdirs
+
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
 from kvtier_connector.scheduler.manager import EngineParts
@@ -20,7 +23,9 @@ from kvtier_connector.session.warm_start import WarmStart
 def start_session(facts: EngineFacts) -> EngineParts:
     """Begin to attach, in the background, and return what the manager needs."""
     background = BackgroundThread("kvtier-bind")
-    digests = AdapterDigests(background.submit)
+    remembered = RememberedDigests(platformdirs.user_cache_path("kvtier") / "lora_adapters.json")
+    background.submit(remembered.load)
+    digests = AdapterDigests(background.submit, remembered)
     hello = HelloMaker(facts)
     warm_start = None
     if (url := facts.settings.warm_url) is not None:

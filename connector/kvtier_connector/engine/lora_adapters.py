@@ -1,17 +1,16 @@
 """LoRA adapters by content: vLLM's block hashes know an adapter's name and path only."""
 
-import hashlib
 import logging
+import math
+import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvtier.concurrency.pauses import RETRY_S
+from kvtier_connector.engine.adapter_files import AdapterStat, adapter_digest, stat_adapter
+from kvtier_connector.engine.remembered_digests import RememberedDigests
 from kvtier_connector.engine.weights_fingerprint import local_files
-
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt"})
-_CONFIG_NAME = "adapter_config.json"
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +23,35 @@ class Adapter(NamedTuple):
     load_id: int = 0  # vLLM's id, another one each time the adapter is loaded; 0 for the files as they are now
 
 
+class _Reading(NamedTuple):
+    """The content of an adapter's files, and their stat."""
+
+    stat: AdapterStat
+    digest: bytes
+
+
 class AdapterDigests:
     """Content digests of adapters, in the background, once per load; files that have not changed are read once.
 
-    `digest` may be asked from the scheduler's thread: it reads dicts and never waits.
+    The files of each load are read. Until they are, the digest of an earlier reading serves lookups, if their stat says
+    that they have not changed since (ADR 25). Nothing is stored by it: should the reading differ, no chunk has a wrong
+    name.
+
+    `digest` and `is_worth_waiting` may be asked from the scheduler's thread: they read dicts and never wait.
     """
 
-    def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, submit: Callable[[Callable[[], None]], None], remembered: RememberedDigests | None = None
+    ) -> None:
+        """`submit` runs tasks one after the other in a background thread."""
         self._submit = submit
+        self._remembered = remembered or RememberedDigests()
         self._digests: dict[Adapter, bytes | None] = {}
         self._retry_at_s: dict[Adapter, float] = {}
-        self._by_files: dict[tuple[object, ...], bytes] = {}
+        self._by_stat: dict[AdapterStat, bytes] = {}
         self._pinned: set[tuple[str, str]] = set()
+        self._checking: set[Adapter] = set()
+        self._unchanged: dict[Adapter, _Reading] = {}  # by their stat; only until they are read
 
     def digest(self, adapter: Adapter) -> bytes | None:
         """Return the digest, or None while it is unknown; the first question starts its computation.
@@ -43,28 +59,95 @@ class AdapterDigests:
         Once known it stays: it is what vLLM has loaded. Files that cannot be read are tried again every ten seconds.
         """
         digest = self._digests.get(adapter)
-        if digest is None and time.monotonic() >= self._retry_at_s.get(adapter, 0.0):
+        if digest is not None:
+            return digest
+        if time.monotonic() >= self._retry_at_s.get(adapter, 0.0):
             self._retry_at_s[adapter] = time.monotonic() + RETRY_S
-            self._submit(lambda: self._learn(adapter))
-        return digest
+            self._begin(adapter)
+        unchanged = self._unchanged.get(adapter)
+        return unchanged.digest if unchanged is not None else None
+
+    def is_read(self, adapter: Adapter) -> bool:
+        """Return whether the digest is that of a reading for this load, so that chunks may be stored by it."""
+        return self._digests.get(adapter) is not None
 
     def is_worth_waiting(self, adapter: Adapter) -> bool:
-        """Return whether the digest is on its way and prompts are pinned with this adapter."""
-        return adapter not in self._digests and (adapter.name, adapter.path) in self._pinned
+        """Return whether the digest is known by now, or will be soon: a pin or an earlier run has had it read."""
+        if adapter in self._digests:
+            return self.is_read(adapter)
+        is_coming = (adapter.name, adapter.path) in self._pinned or adapter in self._checking
+        return is_coming or adapter in self._unchanged
 
     def digest_for_pin(self, adapter: Adapter) -> bytes | None:
         """Return the digest of the files as they are, read in this thread if need be; None when they cannot be read."""
         self._pinned.add((adapter.name, adapter.path))
-        return self._read(adapter)
+        reading = self._read(adapter)
+        return reading.digest if reading is not None else None
 
-    def _read(self, adapter: Adapter) -> bytes | None:
+    def _begin(self, adapter: Adapter) -> None:
+        """Learn the digest in the background.
+
+        A check takes some stats; in a thread of its own it does not wait while other adapters are read. Of an adapter
+        with pins the digest comes as these are bound: before, it is of no use to them.
+        """
+        is_first = adapter not in self._digests and (adapter.name, adapter.path) not in self._pinned
+        if is_first and self._remembered.knows(adapter.path):
+            self._checking.add(adapter)
+            threading.Thread(target=self._check, args=(adapter,), name="kvtier-adapter", daemon=True).start()
+        else:
+            self._submit(lambda: self._learn(adapter))
+
+    def _check(self, adapter: Adapter) -> None:
+        """Look whether the files are those of an earlier reading; then have them read."""
+        try:
+            stat = stat_adapter(local_files(adapter.path))
+            if (digest := self._remembered.find(adapter.path, stat)) is not None:
+                self._unchanged[adapter] = _Reading(stat, digest)
+        except OSError as exc:
+            logger.debug("LoRA adapter not checked: %s", exc)
+        finally:
+            self._checking.discard(adapter)
+            self._submit(lambda: self._learn(adapter))
+
+    def _learn(self, adapter: Adapter) -> None:
+        if self._digests.get(adapter) is not None:
+            return
+        reading, unchanged = self._read(adapter), self._unchanged.get(adapter)
+        if reading is None or unchanged is None or reading == unchanged:
+            self._digests[adapter] = reading.digest if reading is not None else None
+        else:
+            self._reject(adapter, has_changed=reading.stat != unchanged.stat)
+
+    def _reject(self, adapter: Adapter, *, has_changed: bool) -> None:
+        """The reading differs from what the stat promised: nothing more is loaded or stored for this load."""
+        self._retry_at_s[adapter] = math.inf
+        self._digests[adapter] = None
+        del self._unchanged[adapter]
+        if has_changed:
+            logger.warning(
+                "kvtier: the files of LoRA adapter name=%s path=%s have changed since vLLM loaded it; its prompts are "
+                "not cached until it is loaded again",
+                adapter.name,
+                adapter.path,
+            )
+            return
+        self._remembered.drop(adapter.path)
+        logger.error(
+            "kvtier: LoRA adapter name=%s path=%s has other content than when it was read before, though size, inode "
+            "and times of its files are the same; its prompts are not cached until it is loaded again. Answers of its "
+            "requests since its first one may be wrong: POST /reset_prefix_cache to vLLM, and report this",
+            adapter.name,
+            adapter.path,
+        )
+
+    def _read(self, adapter: Adapter) -> _Reading | None:
+        began_ns = time.time_ns()
         try:
             folder = local_files(adapter.path)
-            files = adapter_files(folder)
-            identity = (folder, *(_identity(path) for path in files))
-            if identity not in self._by_files:
-                self._by_files[identity] = adapter_digest(folder)
-            return self._by_files[identity]
+            stat = stat_adapter(folder)
+            digest = self._by_stat.get(stat) or adapter_digest(folder)
+            if stat_adapter(folder) != stat:
+                raise OSError("the files change while they are read")
         except OSError as exc:
             logger.log(
                 logging.DEBUG if adapter in self._digests else logging.WARNING,
@@ -74,38 +157,8 @@ class AdapterDigests:
                 exc.strerror or exc,
             )
             return None
-
-    def _learn(self, adapter: Adapter) -> None:
-        if self._digests.get(adapter) is None:
-            self._digests[adapter] = self._read(adapter)
-
-
-def adapter_digest(folder: Path) -> bytes:
-    """Return the SHA-256 over the adapter's configuration and weight files, names included.
-
-    Raises:
-        OSError: The folder or a file cannot be read, or holds no weights.
-    """
-    digest = hashlib.sha256()
-    for path in adapter_files(folder):
-        digest.update(path.name.encode() + b"\0" + path.stat().st_size.to_bytes(8, "big"))
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.digest()
-
-
-def adapter_files(folder: Path) -> Sequence[Path]:
-    """Return the adapter's configuration and weight files in name order.
-
-    Raises:
-        OSError: The folder cannot be read, or holds no weights.
-    """
-    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES or path.name == _CONFIG_NAME)
-    if not any(path.suffix in _WEIGHT_SUFFIXES for path in files):
-        raise FileNotFoundError(2, "no adapter weights", str(folder))
-    return files
-
-
-def _identity(path: Path) -> tuple[object, ...]:
-    stat = path.stat()
-    return path.name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size
+        if stat.is_settled(began_ns):
+            self._by_stat[stat] = digest
+            if stat.is_reliable:
+                self._remembered.put(adapter.path, stat, digest)
+        return _Reading(stat, digest)

@@ -183,7 +183,7 @@ class KVTierOffloadingManager(OffloadingManager):
         return is_decided
 
     def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
-        """Return whether the adapter's content will be known within the lookup timeout: a pin has had it read."""
+        """Return whether the adapter's content will be known within the lookup timeout: it was read before."""
         state.adapter_deadline_s = state.adapter_deadline_s or self._breaker.deadline_s(now_s)
         is_due = self._session.attachment is None or not state.cacheable or now_s >= state.adapter_deadline_s
         return not is_due and self._digests.is_worth_waiting(adapter)
