@@ -1,14 +1,14 @@
 """LoRA adapters by content: vLLM's block hashes know an adapter's name and path only."""
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.concurrency.pauses import RETRY_S
-from kvtier_connector.engine.adapter_files import AdapterStat, adapter_digest, stat_adapter
+from kvtier_connector.engine.adapter_files import AdapterStat, adapter_digest, stat_adapter, write_back_adapter
 from kvtier_connector.engine.remembered_digests import RememberedDigests
 from kvtier_connector.engine.weights_fingerprint import local_files
 
@@ -51,7 +51,8 @@ class AdapterDigests:
         self._by_stat: dict[AdapterStat, bytes] = {}
         self._pinned: set[tuple[str, str]] = set()
         self._checking: set[Adapter] = set()
-        self._unchanged: dict[Adapter, _Reading] = {}  # by their stat; only until they are read
+        self._unchanged: dict[Adapter, _Reading] = {}  # by their stat; serves until they are read
+        self._rejected: set[Adapter] = set()  # the reading did not confirm that
 
     def digest(self, adapter: Adapter) -> bytes | None:
         """Return the digest, or None while it is unknown; the first question starts its computation.
@@ -59,7 +60,7 @@ class AdapterDigests:
         Once known it stays: it is what vLLM has loaded. Files that cannot be read are tried again every ten seconds.
         """
         digest = self._digests.get(adapter)
-        if digest is not None:
+        if digest is not None or adapter in self._rejected:
             return digest
         if time.monotonic() >= self._retry_at_s.get(adapter, 0.0):
             self._retry_at_s[adapter] = time.monotonic() + RETRY_S
@@ -110,7 +111,7 @@ class AdapterDigests:
             self._submit(lambda: self._learn(adapter))
 
     def _learn(self, adapter: Adapter) -> None:
-        if self._digests.get(adapter) is not None:
+        if self._digests.get(adapter) is not None or adapter in self._rejected:
             return
         reading, unchanged = self._read(adapter), self._unchanged.get(adapter)
         if reading is None or unchanged is None or reading == unchanged:
@@ -120,9 +121,8 @@ class AdapterDigests:
 
     def _reject(self, adapter: Adapter, *, has_changed: bool) -> None:
         """The reading differs from what the stat promised: nothing more is loaded or stored for this load."""
-        self._retry_at_s[adapter] = math.inf
+        self._rejected.add(adapter)
         self._digests[adapter] = None
-        del self._unchanged[adapter]
         if has_changed:
             logger.warning(
                 "kvtier: the files of LoRA adapter name=%s path=%s have changed since vLLM loaded it; its prompts are "
@@ -145,9 +145,7 @@ class AdapterDigests:
         try:
             folder = local_files(adapter.path)
             stat = stat_adapter(folder)
-            digest = self._by_stat.get(stat) or adapter_digest(folder)
-            if stat_adapter(folder) != stat:
-                raise OSError("the files change while they are read")
+            digest = self._by_stat.get(stat) or _read_unchanged(folder, stat)
         except OSError as exc:
             logger.log(
                 logging.DEBUG if adapter in self._digests else logging.WARNING,
@@ -162,3 +160,17 @@ class AdapterDigests:
             if stat.is_reliable:
                 self._remembered.put(adapter.path, stat, digest)
         return _Reading(stat, digest)
+
+
+def _read_unchanged(folder: Path, stat: AdapterStat) -> bytes:
+    """Return the digest of the files that had this stat just before; if it is reliable, any later change shows in it.
+
+    Raises:
+        OSError: A file cannot be read, or has changed.
+    """
+    if stat.is_reliable:
+        write_back_adapter(folder)
+    digest = adapter_digest(folder)
+    if stat_adapter(folder) != stat:
+        raise OSError("the files change while they are read")
+    return digest
