@@ -22,7 +22,7 @@ from tests.unit.connector.engine.test_lora_adapters import Engine
 NUM_RUNS = int(os.environ.get("KVTIER_ADAPTERS", "0")) or 4
 NUM_STEPS = 60
 CONTENTS = (b"1" * 5000, b"2" * 5000, b"3" * 5000)
-SETTLED_NS = 100 * 10**6
+MIN_AGE_NS = 100 * 10**6
 
 
 class Run:
@@ -64,12 +64,12 @@ class Run:
     def pass_time(self) -> None:
         changed_ns, probe = self.weights.stat().st_ctime_ns, self.cache.parent.parent / "probe"
 
-        def is_settled() -> bool:
+        def is_old_enough() -> bool:
             probe.unlink(missing_ok=True)
             probe.touch()
-            return probe.stat().st_ctime_ns > changed_ns + SETTLED_NS
+            return probe.stat().st_ctime_ns > changed_ns + MIN_AGE_NS
 
-        wait_for(is_settled)
+        wait_for(is_old_enough)
 
     def write(self) -> None:
         self.weights.write_bytes(self.chance.choice(CONTENTS))
@@ -112,7 +112,7 @@ class Run:
 
 
 def test_no_digest_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", SETTLED_NS)
+    monkeypatch.setattr(adapter_files, "MIN_AGE_NS", MIN_AGE_NS)
     seen: Counter[str] = Counter()
     for seed in range(NUM_RUNS):
         folder = tmp_path / str(seed)

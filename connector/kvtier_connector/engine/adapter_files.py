@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter: their digest, and what shows without reading them that they have not changed (ADR 25)."""
+"""The files of a LoRA adapter: their digest, and what shows without reading that they have not changed (ADR 25)."""
 
 import ctypes
 import hashlib
@@ -8,7 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-SETTLED_NS = 2 * 10**9
+MIN_AGE_NS = 2 * 10**9
 """How long ago the last change of a file must be when it is read: the clocks of file systems tick up to a second."""
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt"})
 _CONFIG_NAME = "adapter_config.json"
@@ -54,9 +54,9 @@ class AdapterStat(NamedTuple):
         """Whether a change of a file always shows in its ctime."""
         return all(file.file_system in _LOCAL_FILE_SYSTEMS for file in self.files)
 
-    def is_settled(self, now_ns: int) -> bool:
+    def shows_changes_from(self, now_ns: int) -> bool:
         """Return whether a change from `now_ns` on would get another ctime than the file has."""
-        return all(file.ctime_ns + SETTLED_NS <= now_ns for file in self.files)
+        return all(file.ctime_ns + MIN_AGE_NS <= now_ns for file in self.files)
 
     def digest(self) -> str:
         """Return a SHA-256, in hex."""

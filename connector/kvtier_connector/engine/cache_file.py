@@ -15,7 +15,7 @@ def read_cache(path: Path) -> dict[str, str]:
     """Return the entries of the file; none if it is missing or damaged, or if another user could have written it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
+        with os.fdopen(fd, "rb") as file:
             if not _is_our_own(os.fstat(fd)):
                 logger.warning("kvtier: %s is not used: it must be a file that only vLLM's own user can write", path)
                 return {}

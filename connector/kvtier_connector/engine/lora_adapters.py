@@ -155,7 +155,7 @@ class AdapterDigests:
                 exc.strerror or exc,
             )
             return None
-        if stat.is_settled(began_ns):
+        if stat.shows_changes_from(began_ns):
             self._by_stat[stat] = digest
             if stat.is_reliable:
                 self._remembered.put(adapter.path, stat, digest)

@@ -38,11 +38,14 @@ class RememberedDigests:
         return bytes.fromhex(digest) if stat_digest == stat.digest() else None
 
     def put(self, adapter_path: str, stat: AdapterStat, digest: bytes) -> None:
-        """Remember what was read; the stat must be reliable, and settled when the reading began. Writes the file."""
+        """Remember what was read, and write the file.
+
+        The stat must be reliable, and one that shows changes from when the reading began.
+        """
         self._replace(adapter_path, f"{stat.digest()} {digest.hex()}")
 
     def drop(self, adapter_path: str) -> None:
-        """Remember nothing of the path any longer. Writes the file."""
+        """Remember nothing of the path any longer, and write the file."""
         self._replace(adapter_path, None)
 
     def _replace(self, adapter_path: str, entry: str | None) -> None:

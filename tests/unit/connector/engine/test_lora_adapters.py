@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 def adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Adapter:
     """An adapter on a local file system, whatever the tests' folder is on; its last change is long ago."""
     monkeypatch.setattr(adapter_files, "_file_system", lambda path: EXT)
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
+    monkeypatch.setattr(adapter_files, "MIN_AGE_NS", 0)
     return Adapter("sql", str(folder), 1)
 
 
@@ -176,7 +176,7 @@ def test_files_that_changed_just_before_they_were_read_are_not_remembered(
     adapter: Adapter, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A further change in the same tick of the file system's clock would not show."""
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", 60 * 10**9)
+    monkeypatch.setattr(adapter_files, "MIN_AGE_NS", 60 * 10**9)
     engine = Engine(cache)
     engine.first_request(adapter)
     engine.read()
@@ -197,7 +197,7 @@ def test_times_that_any_user_may_set_are_not_relied_on(
 
 def test_a_write_through_a_mapping_shows(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To pages that the kernel has yet to write to the disk, it changes no time: the reading has them written."""
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
+    monkeypatch.setattr(adapter_files, "MIN_AGE_NS", 0)
     if not stat_adapter(folder).is_reliable:
         pytest.skip("the tests' folder is on an overlay or in memory")
     adapter, engine = Adapter("sql", str(folder), 1), Engine(cache)
@@ -338,7 +338,7 @@ def test_a_damaged_file_is_ignored(cache: Path, text: str) -> None:
 def test_a_file_that_others_may_write_is_not_used(
     adapter: Adapter, read_before: bytes, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever writes it could have one adapter's KV served for another."""
+    """A user who writes it could have one adapter's KV served for another."""
     for mode in (0o620, 0o602):
         cache.chmod(mode)
         assert Engine(cache).first_request(adapter) is None

@@ -14,8 +14,8 @@ from vllm.v1.request import Request
 
 import kvtier_connector.session.pin_binder
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
 from kvtier_connector.engine.adapter_files import adapter_digest
+from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
 from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
 from kvtier_connector.session.daemon_events import BackgroundThread
 from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
