@@ -8,7 +8,8 @@ from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.engine.lora_loads import watch_lora_loads
 from kvtier_connector.engine.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
@@ -26,6 +27,7 @@ def start_session(facts: EngineFacts) -> EngineParts:
     remembered = RememberedDigests(platformdirs.user_cache_path("kvtier") / "lora_adapters.json")
     background.submit(remembered.load)
     digests = AdapterDigests(background.submit, remembered)
+    watch_lora_loads(lambda lora: digests.note_load(Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)))
     hello = HelloMaker(facts)
     warm_start = None
     if (url := facts.settings.warm_url) is not None:

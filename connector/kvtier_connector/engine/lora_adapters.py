@@ -51,6 +51,7 @@ class AdapterDigests:
         self._by_stat: dict[AdapterStat, bytes] = {}
         self._pinned: set[tuple[str, str]] = set()
         self._checking: set[Adapter] = set()
+        self._loaded: dict[Adapter, AdapterStat] = {}  # just before vLLM loaded them, where that is known
         self._unchanged: dict[Adapter, _Reading] = {}  # by their stat; serves until they are read
         self._rejected: set[Adapter] = set()  # the reading did not confirm that
 
@@ -67,6 +68,13 @@ class AdapterDigests:
             self._begin(adapter)
         unchanged = self._unchanged.get(adapter)
         return unchanged.digest if unchanged is not None else None
+
+    def note_load(self, adapter: Adapter) -> None:
+        """VLLM is about to load the adapter: its files may change before its first request. Reads their stat."""
+        try:
+            self._loaded.setdefault(adapter, stat_adapter(local_files(adapter.path)))
+        except OSError as exc:
+            logger.debug("LoRA adapter not found before its load: %s", exc)
 
     def is_read(self, adapter: Adapter) -> bool:
         """Return whether the digest is that of a reading for this load, so that chunks may be stored by it."""
@@ -102,7 +110,8 @@ class AdapterDigests:
         """Look whether the files are those of an earlier reading; then have them read."""
         try:
             stat = stat_adapter(local_files(adapter.path))
-            if (digest := self._remembered.find(adapter.path, stat)) is not None:
+            digest = self._remembered.find(adapter.path, stat)
+            if digest is not None and self._is_as_loaded(adapter, stat):
                 self._unchanged[adapter] = _Reading(stat, digest)
         except OSError as exc:
             logger.debug("LoRA adapter not checked: %s", exc)
@@ -114,13 +123,20 @@ class AdapterDigests:
         if self._digests.get(adapter) is not None or adapter in self._rejected:
             return
         reading, unchanged = self._read(adapter), self._unchanged.get(adapter)
-        if reading is None or unchanged is None or reading == unchanged:
-            self._digests[adapter] = reading.digest if reading is not None else None
+        if reading is None:
+            self._digests[adapter] = None
+        elif not self._is_as_loaded(adapter, reading.stat) or (unchanged and reading.stat != unchanged.stat):
+            self._reject(adapter, has_changed=True)
+        elif unchanged and reading != unchanged:
+            self._reject(adapter, has_changed=False)
         else:
-            self._reject(adapter, has_changed=reading.stat != unchanged.stat)
+            self._digests[adapter] = reading.digest
+
+    def _is_as_loaded(self, adapter: Adapter, stat: AdapterStat) -> bool:
+        return self._loaded.get(adapter, stat) == stat
 
     def _reject(self, adapter: Adapter, *, has_changed: bool) -> None:
-        """The reading differs from what the stat promised: nothing more is loaded or stored for this load."""
+        """The reading is not of what vLLM loaded, or not what the stat promised: this load is no longer cached."""
         self._rejected.add(adapter)
         self._digests[adapter] = None
         if has_changed:

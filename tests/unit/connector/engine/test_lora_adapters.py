@@ -283,6 +283,45 @@ def test_files_that_change_before_the_check_is_confirmed_are_not_cached(
     assert engine.first_request(adapter._replace(load_id=2)) == adapter_digest(folder), "what was read just now"
 
 
+@pytest.mark.parametrize("is_remembered", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_files_that_change_between_load_and_first_request_are_not_cached(
+    adapter: Adapter, folder: Path, cache: Path, read_before: bytes, change: Callable[[Path], None], is_remembered: bool
+) -> None:
+    """VLLM has the others: under the digest of these, its KV would be served to an engine that loads these."""
+    engine = Engine(cache if is_remembered else cache.with_name("empty"))
+    engine.digests.note_load(adapter)
+    change(folder)
+    assert engine.first_request(adapter) is None
+    engine.read()
+    assert engine.digests.digest(adapter) is None
+    assert not engine.digests.is_worth_waiting(adapter)
+    again = adapter._replace(load_id=2)
+    engine.digests.note_load(again)
+    engine.first_request(again)
+    engine.read()
+    assert engine.digests.digest(again) == adapter_digest(folder)
+
+
+def test_files_that_stay_as_they_were_loaded_are_cached(adapter: Adapter, cache: Path, read_before: bytes) -> None:
+    engine = Engine(cache)
+    engine.digests.note_load(adapter)
+    assert engine.first_request(adapter) == read_before
+    engine.read()
+    assert engine.digests.is_read(adapter)
+
+
+def test_a_load_of_what_is_not_here_is_not_noted(adapter: Adapter, folder: Path, cache: Path) -> None:
+    """VLLM may download it."""
+    engine = Engine(cache)
+    folder.rename(folder.with_name("later"))
+    engine.digests.note_load(adapter)
+    folder.with_name("later").rename(folder)
+    engine.first_request(adapter)
+    engine.read()
+    assert engine.digests.is_read(adapter)
+
+
 def test_an_adapter_that_is_gone_waits_for_nothing(
     adapter: Adapter, folder: Path, read_before: bytes, cache: Path
 ) -> None:
