@@ -8,9 +8,9 @@ from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
-from kvtier_connector.engine.lora_loads import watch_lora_loads
-from kvtier_connector.engine.remembered_digests import RememberedDigests
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.loads import watch_lora_loads
+from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
 from kvtier_connector.scheduler.manager import EngineParts

@@ -10,7 +10,7 @@ from benchmarks.harness.engine import Engine, EngineOptions
 from benchmarks.harness.model_specs import TINY
 from benchmarks.harness.models import cached_model, make_lora_adapter
 from benchmarks.harness.process import wait_until
-from kvtier_connector.engine.adapter_files import stat_adapter
+from kvtier_connector.engine.lora.adapter_files import stat_adapter
 from tests.e2e.equality import Comparisons
 from tests.e2e.harness import PATIENT, Answer, Stack, ask, forget_gpu, prefix_cache_hit, running_stack, tokens
 

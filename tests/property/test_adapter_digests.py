@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector.engine import adapter_files
-from kvtier_connector.engine.adapter_files import adapter_digest, stat_adapter
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora import adapter_files
+from kvtier_connector.engine.lora.adapter_digests import Adapter
+from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
 from tests.fakes.waiting import wait_for
-from tests.unit.connector.engine.test_lora_adapters import Engine
+from tests.unit.connector.engine.lora.test_adapter_digests import Engine
 
 NUM_RUNS = int(os.environ.get("KVTIER_ADAPTERS", "0")) or 4
 NUM_STEPS = 60

@@ -31,7 +31,7 @@ from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.obs import trace
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
-from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.engine.vllm_compat import CacheHitSource, attach, attached
 from kvtier_connector.gpu_pins import PinnedBlocks

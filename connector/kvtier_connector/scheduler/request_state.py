@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import PromptHashes, chunk_key
-from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import NOTHING_PUBLIC, PublicPrefix, PublicPrompts
 from kvtier_connector.requests.instructions import Instructed
 from kvtier_connector.scheduler.lease import Lease

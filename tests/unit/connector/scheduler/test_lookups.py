@@ -14,10 +14,10 @@ from vllm.v1.request import RequestStatus
 import kvtier_connector.scheduler.lookups
 import kvtier_connector.scheduler.touches
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.engine import lora_adapters
-from kvtier_connector.engine.adapter_files import adapter_digest, stat_adapter
 from kvtier_connector.engine.chunk_keys import chunk_key
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora import adapter_digests
+from kvtier_connector.engine.lora.adapter_digests import Adapter
+from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
 from kvtier_connector.scheduler.forecasts import UNMEASURED_TOKENS_PER_S
 from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
 from kvtier_connector.scheduler.lease import Lease
@@ -547,7 +547,7 @@ def test_a_check_that_takes_long_is_a_miss(
     """The file system does not answer, perhaps."""
     remember(scheduler, adapter)
     is_over = threading.Event()
-    monkeypatch.setattr(lora_adapters, "stat_adapter", lambda folder: is_over.wait(10) and stat_adapter(folder))
+    monkeypatch.setattr(adapter_digests, "stat_adapter", lambda folder: is_over.wait(10) and stat_adapter(folder))
     request = lora_request(scheduler, adapter, load_id=1)
     assert scheduler.ask(request) is None
     scheduler.clock.now_s += 0.3

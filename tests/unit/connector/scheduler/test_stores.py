@@ -10,9 +10,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.engine.adapter_files import adapter_digest, stat_adapter
 from kvtier_connector.engine.chunk_keys import chunk_key
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
+from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.harness import FakeRequest, Scheduler, full_spec, hashes_of
 from tests.unit.connector.scheduler.test_lookups import keys_of

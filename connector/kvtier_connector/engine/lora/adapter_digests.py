@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.concurrency.pauses import RETRY_S
-from kvtier_connector.engine.adapter_files import AdapterStat, adapter_digest, stat_adapter, write_back_adapter
-from kvtier_connector.engine.remembered_digests import RememberedDigests
+from kvtier_connector.engine.lora.adapter_files import AdapterStat, adapter_digest, stat_adapter, write_back_adapter
+from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from kvtier_connector.engine.weights_fingerprint import local_files
 
 logger = logging.getLogger(__name__)

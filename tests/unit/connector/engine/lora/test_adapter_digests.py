@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector.engine import adapter_files, lora_adapters
-from kvtier_connector.engine.adapter_files import FileStat, adapter_digest, stat_adapter
-from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
-from kvtier_connector.engine.remembered_digests import RememberedDigests
+from kvtier_connector.engine.lora import adapter_digests, adapter_files
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.adapter_files import FileStat, adapter_digest, stat_adapter
+from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from tests.fakes.waiting import wait_for
 
 EXT, FUSE = 0xEF53, 0x65735546
@@ -235,7 +235,7 @@ def test_files_that_change_while_they_are_read_have_no_digest(
         rewrite(at)
         return digest
 
-    monkeypatch.setattr(lora_adapters, "adapter_digest", read_and_change)
+    monkeypatch.setattr(adapter_digests, "adapter_digest", read_and_change)
     engine = Engine(cache)
     engine.first_request(adapter)
     engine.read()
@@ -255,8 +255,8 @@ def test_a_stat_that_did_not_show_a_change_is_reported_and_not_relied_on_again(
     """Only root can do that, by writing to the device below the file system, or a fault in the kernel."""
     stat = stat_adapter(folder)
     rewrite(folder)
-    monkeypatch.setattr(lora_adapters, "stat_adapter", lambda at: stat)
-    monkeypatch.setattr(lora_adapters, "RETRY_S", 0.0)
+    monkeypatch.setattr(adapter_digests, "stat_adapter", lambda at: stat)
+    monkeypatch.setattr(adapter_digests, "RETRY_S", 0.0)
     engine = Engine(cache)
     assert engine.first_request(adapter) == read_before
     engine.read()
@@ -354,7 +354,7 @@ def test_two_engines_remember_in_one_file(adapter: Adapter, folder: Path, cache:
 
 
 def test_the_file_keeps_the_newest(cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connector.engine.remembered_digests.MAX_ADAPTERS", 3)
+    monkeypatch.setattr("kvtier_connector.engine.lora.remembered_digests.MAX_ADAPTERS", 3)
     remembered, stat = RememberedDigests(cache), stat_adapter(folder)
     for number in range(5):
         remembered.put(f"/adapters/{number}", stat, bytes(32))

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from kvtier_connector.engine.adapter_files import AdapterStat
 from kvtier_connector.engine.cache_file import read_cache, write_cache
+from kvtier_connector.engine.lora.adapter_files import AdapterStat
 
 MAX_ADAPTERS = 1024
 """In the file, 0.3 MB; the one that was read first is dropped first."""

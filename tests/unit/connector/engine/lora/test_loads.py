@@ -7,8 +7,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor.abstract import Executor
 
-from kvtier_connector.engine import lora_loads
-from kvtier_connector.engine.lora_loads import watch_lora_loads
+from kvtier_connector.engine.lora import loads
+from kvtier_connector.engine.lora.loads import watch_lora_loads
 
 REQUEST = LoRARequest("sql", 1, "/adapters/sql")
 
@@ -62,7 +62,7 @@ def test_a_report_that_fails_does_not_fail_the_load(caplog: pytest.LogCaptureFix
 
 
 def test_other_versions_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_loads, "vllm_is_tested", lambda: False)
+    monkeypatch.setattr(loads, "vllm_is_tested", lambda: False)
     original = Executor.add_lora
     watch_lora_loads(lambda lora: None)
     assert Executor.add_lora is original
