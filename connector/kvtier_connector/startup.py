@@ -2,13 +2,16 @@
 
 import os
 
+import platformdirs
 from vllm.platforms import current_platform
 
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.loads import watch_lora_loads
+from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from kvtier_connector.engine.vllm_compat import hash_lookahead_tokens
 from kvtier_connector.gpu_pins.block_demand import EngineShape
 from kvtier_connector.scheduler.manager import EngineParts
@@ -22,7 +25,10 @@ from kvtier_connector.session.warm_start import WarmStart
 def start_session(facts: EngineFacts) -> EngineParts:
     """Begin to attach, in the background, and return what the manager needs."""
     background = BackgroundThread("kvtier-bind")
-    digests = AdapterDigests(background.submit)
+    remembered = RememberedDigests(platformdirs.user_cache_path("kvtier") / "lora_adapters.json")
+    background.submit(remembered.load)
+    digests = AdapterDigests(background.submit, remembered)
+    watch_lora_loads(lambda lora: digests.note_load(Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id)))
     hello = HelloMaker(facts)
     warm_start = None
     if (url := facts.settings.warm_url) is not None:

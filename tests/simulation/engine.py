@@ -33,7 +33,7 @@ from kvtier_connector import startup
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.engine.chunk_keys import chunk_key
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
 from kvtier_connector.engine.row_layout import group_shapes
 from kvtier_connector.scheduler.manager import EngineParts, KVTierOffloadingManager
 from kvtier_connector.session.daemon_events import BackgroundThread, PinBound, PinGone

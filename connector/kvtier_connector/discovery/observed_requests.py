@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvtier_connector.engine.chunk_keys import GroupShape
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 
 MAX_QUEUED_REQUESTS = 512
 MAX_QUEUED_TOKENS = 4 * 1024**2

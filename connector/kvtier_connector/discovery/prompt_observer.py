@@ -15,7 +15,7 @@ from kvtier_connector.discovery.request_reader import RequestReader, TemplateKno
 from kvtier_connector.discovery.system_prompts import SystemPrompts
 from kvtier_connector.discovery.user_turn import LEARNING_TIMEOUT_S, UserTurn, learn_user_turn
 from kvtier_connector.engine.chunk_keys import GroupShape
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 
 REPORT_PERIOD_S = 0.25
 MAX_REPORTED = 1024

@@ -8,7 +8,7 @@ from kvtier_connector.discovery.changing_middle import ChangingMiddles, Changing
 from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest
 from kvtier_connector.discovery.seen_prefixes import prefix_digest, seen_request
 from kvtier_connector.discovery.system_prompts import SystemPrompts
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 
 _BEFORE_BYTES, _EXAMPLE_BYTES = 1024, 256
 

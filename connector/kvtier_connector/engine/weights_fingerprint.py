@@ -2,21 +2,18 @@
 
 import hashlib
 import json
-import logging
 import struct
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from kvtier.core.limits import MAX_SAFETENSORS_HEADER_BYTES
+from kvtier_connector.engine.cache_file import read_cache, write_cache
 from kvtier_connector.settings import WeightsFingerprint
 
 _SAMPLE_BYTES = 4096
 _SAFETENSORS, _OTHERS = (".safetensors",), (".bin", ".pt", ".pth", ".gguf")
 _PYTORCH_FORMATS = frozenset({"pt", "npcache"})
-
-logger = logging.getLogger(__name__)
 
 
 def local_files(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
@@ -54,7 +51,7 @@ def fingerprint_files(files: Sequence[Path], mode: WeightsFingerprint, cache_pat
     Raises:
         OSError: A file cannot be read.
     """
-    known = _read_cache(cache_path)
+    known = read_cache(cache_path)
     digests, entries = dict(known), list[dict[str, object]]()
     for path in files:
         stat = path.stat()
@@ -63,7 +60,7 @@ def fingerprint_files(files: Sequence[Path], mode: WeightsFingerprint, cache_pat
             digests[identity] = file_digest(path, mode)
         entries.append({"name": path.name, "size": stat.st_size, "digest": digests[identity]})
     if digests != known:
-        _write_cache(cache_path, digests)
+        write_cache(cache_path, digests)
     return entries
 
 
@@ -121,22 +118,3 @@ def _spread(begin: int, end: int, num_samples: int) -> Iterator[tuple[int, int]]
     stride = (end - begin - _SAMPLE_BYTES) / (num_samples - 1)
     for sample in range(num_samples):
         yield begin + int(sample * stride), _SAMPLE_BYTES
-
-
-def _read_cache(path: Path) -> dict[str, str]:
-    try:
-        return {key: value for key, value in json.loads(path.read_text()).items() if isinstance(value, str)}
-    except (OSError, ValueError, AttributeError):
-        logger.debug("no fingerprint cache at %s", path)
-        return {}
-
-
-def _write_cache(path: Path, digests: Mapping[str, str]) -> None:
-    """Write the file atomically."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(digests, file)
-        Path(file.name).replace(path)
-    except OSError as exc:
-        logger.debug("fingerprint cache not written: %s", exc)

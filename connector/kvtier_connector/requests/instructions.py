@@ -20,7 +20,7 @@ from kvtier.core.request_instructions import (
 )
 from kvtier.errors import InvalidArgumentError
 from kvtier_connector.engine.chunk_keys import GroupShape, reachable_keys
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.metrics.declared import KV_HINTS, REQUEST_INSTRUCTIONS
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.requests.kv_hints import Action, Hint, Outcome, read_hints

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 
 MAX_OPEN = 64
 """Asks that wait for an answer; the daemon takes no more of a session."""

@@ -31,7 +31,7 @@ from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.obs import trace
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
-from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.transfer_job import ArenaChunk, ArenaSpec
 from kvtier_connector.engine.vllm_compat import CacheHitSource, attach, attached
 from kvtier_connector.gpu_pins import PinnedBlocks
@@ -187,7 +187,7 @@ class KVTierOffloadingManager(OffloadingManager):
         return is_decided
 
     def _awaits_adapter(self, state: RequestState, adapter: Adapter, now_s: float) -> bool:
-        """Return whether the adapter's content will be known within the lookup timeout: a pin has had it read."""
+        """Return whether the adapter's content will be known within the lookup timeout: it was read before."""
         state.adapter_deadline_s = state.adapter_deadline_s or self._breaker.deadline_s(now_s)
         is_due = self._session.attachment is None or not state.cacheable or now_s >= state.adapter_deadline_s
         return not is_due and self._digests.is_worth_waiting(adapter)

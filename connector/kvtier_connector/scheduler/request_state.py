@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.chunk_keys import PromptHashes, chunk_key
-from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import NOTHING_PUBLIC, PublicPrefix, PublicPrompts
 from kvtier_connector.requests.instructions import Instructed
 from kvtier_connector.scheduler.lease import Lease
@@ -36,6 +36,7 @@ class RequestState:
     is_finished: Callable[[], bool] = lambda: True  # whether vLLM is done with it
     adapter: Adapter | None = None  # its LoRA adapter
     adapter_digest: bytes | None = None  # the adapter's content, once known
+    is_adapter_read: bool = False  # whether that is what was read for this load, not before
     # until when the request waits for that digest; None before the first question
     adapter_deadline_s: float | None = None
     cacheable: bool = True  # False when chunk keys could not distinguish its KV: nothing is looked up or stored
@@ -56,8 +57,13 @@ class RequestState:
 
     @property
     def lacks_digest(self) -> bool:
-        """Whether its chunk keys are unknown: the content of its adapter has not been read yet."""
+        """Whether its chunk keys are unknown: the content of its adapter is."""
         return self.adapter is not None and self.adapter_digest is None
+
+    @property
+    def may_store(self) -> bool:
+        """Whether its chunks may be stored: it does not forbid that, and nothing about their keys is in doubt."""
+        return self.cacheable and not self.no_store and (self.adapter is None or self.is_adapter_read)
 
     @property
     def no_store(self) -> bool:
@@ -66,8 +72,11 @@ class RequestState:
 
     def read_adapter(self, digests: AdapterDigests) -> None:
         """Take the adapter's digest if it is known by now; the first call has it computed in the background."""
-        if self.adapter is not None and self.adapter_digest is None and self.cacheable:
+        if self.adapter is None or self.is_adapter_read or not self.cacheable:
+            return
+        if self.adapter_digest is None:
             self.adapter_digest = digests.digest(self.adapter)
+        self.is_adapter_read = self.adapter_digest is not None and digests.is_read(self.adapter)
 
     def find_public(self, prompts: PublicPrompts, request: Any) -> None:
         """Take what vLLM's request shares with a public prompt now. One without a salt needs none of it."""

@@ -94,7 +94,7 @@ class StorePlanner:
         these and pinned ones: another chunk there could not be hit, a pinned one can once the hole is filled. Of what a
         request with a salt shares with a public prompt only these, too, or each salt would keep a copy of that prompt.
         """
-        if not state.cacheable or state.lacks_digest or state.no_store:
+        if not state.may_store:
             return {}
         wanted: dict[ChunkKey, OffloadKey] = {}
         is_asking = state.instructed is not None

@@ -10,7 +10,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.core.layout import ChunkKey
 from kvtier.core.limits import MAX_KEYS
 from kvtier_connector.engine.chunk_keys import GroupShape, gpu_keys, reachable_keys
-from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import PublicPrompt, pack_tokens
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from kvtier.client.outbox import Outbox
 from kvtier_connector import startup
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.engine.facts import EngineFacts
-from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
 from kvtier_connector.engine.row_layout import engine_layout, group_shapes
 from kvtier_connector.scheduler.manager import EngineParts
 from kvtier_connector.session.daemon_events import (

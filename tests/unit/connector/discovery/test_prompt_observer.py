@@ -18,7 +18,7 @@ from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import ChatRenderer, NoUserTurnError
 from kvtier_connector.discovery.observed_requests import MAX_QUEUED_REQUESTS
 from kvtier_connector.discovery.seen_prefixes import prefix_digest
-from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
 from kvtier_connector.scheduler.manager import EngineParts, KVTierOffloadingManager
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
 from kvtier_connector.session.pin_binder import PinBinder

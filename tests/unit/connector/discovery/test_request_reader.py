@@ -6,7 +6,7 @@ import pytest
 
 from kvtier_connector.discovery.request_reader import RequestReader, TemplateKnowledge, wanted_tokens
 from kvtier_connector.discovery.seen_prefixes import prefix_digest
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 from tests.unit.connector.discovery.vllm_requests import ADAPTER, SHAPE, observed
 
 OPENING = (900, 901)

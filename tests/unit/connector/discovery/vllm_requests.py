@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from kvtier_connector.discovery.observed_requests import ChunkShape, ObservedRequest, RequestQueue
 from kvtier_connector.engine.chunk_keys import GroupShape
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 
 HASH_TOKENS = 16
 CHUNK_TOKENS = 32

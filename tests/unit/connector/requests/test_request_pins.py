@@ -9,7 +9,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora.adapter_digests import Adapter
 from kvtier_connector.requests import pin_asks
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.harness import BLOCK_TOKENS, FakeRequest, Scheduler, full_spec, sliding_spec

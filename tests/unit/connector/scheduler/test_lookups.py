@@ -1,5 +1,6 @@
 """However a request ends, each lease that it took is released exactly once."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import kvtier_connector.scheduler.lookups
 import kvtier_connector.scheduler.touches
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import chunk_key
-from kvtier_connector.engine.lora_adapters import Adapter
+from kvtier_connector.engine.lora import adapter_digests
+from kvtier_connector.engine.lora.adapter_digests import Adapter
+from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
 from kvtier_connector.engine.transfer_job import Awaited
 from kvtier_connector.scheduler.forecasts import EARLY_BYTES, UNMEASURED_TOKENS_PER_S
 from kvtier_connector.scheduler.idle_wait import IDLE_WAIT_S
@@ -556,6 +559,53 @@ def test_an_adapter_without_pins_or_unreadable_is_not_waited_for(scheduler: Sche
     (adapter / "adapter_model.safetensors").unlink()
     request = lora_request(scheduler, adapter, load_id=2)
     wait_for(lambda: scheduler.ask(request) == 0)
+
+
+def remember(scheduler: Scheduler, folder: Path) -> bytes:
+    """An earlier run of vLLM has read the adapter; return its digest. In this run the reading takes long."""
+    digest = adapter_digest(folder)
+    scheduler.digests._remembered.put(str(folder), stat_adapter(folder), digest)
+    scheduler.digests._submit = lambda task: None
+    return digest
+
+
+def test_the_first_request_of_an_adapter_that_was_read_before_hits(scheduler: Scheduler, adapter: Path) -> None:
+    keys = [chunk_key(key, remember(scheduler, adapter)) for key in keys_of("sys", 6)]
+    scheduler.attach(store_mode=pb.STORE_ALL)
+    scheduler.hold(keys, complete=True)
+    request = lora_request(scheduler, adapter, load_id=1)
+    assert scheduler.ask(request) is None
+    wait_for(lambda: scheduler.ask(request) is None and scheduler.has_sent())
+    acquire = scheduler.sent_one("acquire")
+    assert list(acquire.keys) == keys
+    scheduler.answer(acquire, [HOST] * 6)
+    assert scheduler.ask(request) == 24
+
+
+def test_an_adapter_that_changed_since_it_was_read_is_waited_for_until_it_is_checked(
+    scheduler: Scheduler, adapter: Path
+) -> None:
+    keys = [chunk_key(key, remember(scheduler, adapter)) for key in keys_of("sys", 6)]
+    scheduler.attach(store_mode=pb.STORE_ALL)
+    scheduler.hold(keys, complete=True)
+    (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
+    request = lora_request(scheduler, adapter, load_id=1)
+    wait_for(lambda: scheduler.ask(request) == 0)
+    assert not scheduler.sent()
+
+
+def test_a_check_that_takes_long_is_a_miss(
+    scheduler: Scheduler, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system does not answer, perhaps."""
+    remember(scheduler, adapter)
+    is_over = threading.Event()
+    monkeypatch.setattr(adapter_digests, "stat_adapter", lambda folder: is_over.wait(10) and stat_adapter(folder))
+    request = lora_request(scheduler, adapter, load_id=1)
+    assert scheduler.ask(request) is None
+    scheduler.clock.now_s += 0.3
+    assert scheduler.ask(request) == 0
+    is_over.set()
 
 
 def test_a_sliding_window_group_is_asked_for_its_held_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Stores: only what is pinned and not held, into granted slots, reported to the daemon in order."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier_connector.engine.chunk_keys import chunk_key
+from kvtier_connector.engine.lora.adapter_digests import Adapter
+from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
+from tests.fakes.waiting import wait_for
 from tests.unit.connector.harness import FakeRequest, Scheduler, full_spec, hashes_of
 from tests.unit.connector.scheduler.test_lookups import keys_of
 
@@ -139,6 +145,31 @@ def test_a_request_with_an_unread_adapter_is_a_miss_and_stores_nothing(scheduler
     request: Any = FakeRequest("r", hashes_of("sys", 8), 33, lora_request=lora)
     scheduler.connector.on_new_request(request)
     assert not computed(scheduler, request).store_jobs
+
+
+def test_nothing_is_stored_by_a_digest_of_an_earlier_run(scheduler: Scheduler, tmp_path: Path) -> None:
+    """It is confirmed first, by a reading: a chunk with a wrong name would outlive this engine."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    adapter, digest, tasks = Adapter("a", str(tmp_path), 1), adapter_digest(tmp_path), list[Callable[[], None]]()
+    scheduler.digests._remembered.put(adapter.path, stat_adapter(tmp_path), digest)
+    scheduler.digests._submit = tasks.append
+    wait_for(lambda: scheduler.digests.digest(adapter) == digest)
+    scheduler.attach(store_mode=pb.STORE_ALL)
+    scheduler.hold([], complete=True)
+
+    def has_stored(req_id: str) -> bool:
+        lora = LoRARequest("a", 1, str(tmp_path))
+        request: Any = FakeRequest(req_id, hashes_of("sys", 8), 33, lora_request=lora)
+        scheduler.connector.on_new_request(request)
+        return bool(computed(scheduler, request).store_jobs)
+
+    assert not has_stored("before")
+    wait_for(lambda: bool(tasks))
+    tasks.pop()()
+    assert has_stored("after")
+    assert {store.key for store in scheduler.sent_one("store_begin").stores} == {
+        chunk_key(key, digest) for key in keys_of("sys", 6)
+    }
 
 
 def test_a_store_of_a_lost_session_does_not_end_the_next_sessions_store_of_that_chunk(scheduler: Scheduler) -> None:

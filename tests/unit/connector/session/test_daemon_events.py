@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 import kvtier_connector.session.daemon_events
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.arena_format import ArenaGeometry
-from kvtier_connector.engine.lora_adapters import AdapterDigests
+from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
 from kvtier_connector.session.daemon_events import (
     Attached,
     BackgroundThread,

@@ -15,7 +15,8 @@ from vllm.v1.request import Request
 import kvtier_connector.session.pin_binder
 from kvtier._pb import engine_pb2 as pb
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
-from kvtier_connector.engine.lora_adapters import Adapter, AdapterDigests, adapter_digest
+from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
+from kvtier_connector.engine.lora.adapter_files import adapter_digest
 from kvtier_connector.session.daemon_events import BackgroundThread
 from kvtier_connector.session.pin_binder import BlockHasher, PinBinder
 from tests.fakes.waiting import wait_for
@@ -159,7 +160,7 @@ def test_digests_are_computed_in_the_background_once(adapter: Path, monkeypatch:
         threads.append(threading.current_thread().name)
         return compute(folder)
 
-    monkeypatch.setattr("kvtier_connector.engine.lora_adapters.adapter_digest", recorded)
+    monkeypatch.setattr("kvtier_connector.engine.lora.adapter_digests.adapter_digest", recorded)
     digests = AdapterDigests(BackgroundThread("kvtier-test").submit)
     wanted = Adapter("sql", str(adapter))
     assert digests.digest(wanted) is None, "unknown at first sight"
@@ -189,7 +190,7 @@ def test_an_adapter_that_could_not_be_read_is_tried_again(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM may still be downloading it when its first request comes."""
-    monkeypatch.setattr("kvtier_connector.engine.lora_adapters.RETRY_S", 0.05)
+    monkeypatch.setattr("kvtier_connector.engine.lora.adapter_digests.RETRY_S", 0.05)
     digests = AdapterDigests(BackgroundThread("kvtier-test").submit)
     late = Adapter("late", str(tmp_path / "late"), 1)
     assert digests.digest(late) is None
