@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk import Chunk
-from kvtier.core.stored import StoredChunk
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
@@ -117,7 +116,7 @@ async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -
     )
 
 
-def _share_of_bytes(chunks: Iterable[Chunk[StoredChunk]], *, pinned: bool) -> float:
+def _share_of_bytes(chunks: Iterable[Chunk], *, pinned: bool) -> float:
     """Return what chunks of a prompt take on disk, those of several pinned prompts in equal parts."""
     held = ((chunk.num_pins, chunk.location.stored_bytes) for chunk in chunks if chunk.location is not None)
     if not pinned:

@@ -13,7 +13,6 @@ from kvtier.core import limits
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
-from kvtier.core.stored import StoredChunk
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
@@ -104,7 +103,7 @@ class StreamPeer(EnginePeer):
     def acquire_answered(
         self,
         acquire_id: int,
-        leased: Mapping[int, Chunk[StoredChunk]],
+        leased: Mapping[int, Chunk],
         forecast: PromotionForecast,
         *,
         more: bool = False,

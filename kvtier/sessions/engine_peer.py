@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef
-from kvtier.core.stored import StoredChunk
 from kvtier.ledger import PromptRow
 from kvtier.tiering.namespace import Namespace
 
@@ -63,7 +62,7 @@ class EnginePeer(Protocol):
     def acquire_answered(
         self,
         acquire_id: int,
-        leased: Mapping[int, Chunk[StoredChunk]],
+        leased: Mapping[int, Chunk],
         forecast: PromotionForecast,
         *,
         more: bool = False,

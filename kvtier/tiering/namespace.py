@@ -9,7 +9,6 @@ from kvtier.concurrency.tasks import Tasks
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.limits import MAX_PREFETCHED_KEYS
-from kvtier.disk.base import StoredChunk
 from kvtier.disk.chunk_index import ChunkIndex
 from kvtier.disk.pack_usage import PackUsage
 from kvtier.host.arena_tier import ArenaTier
@@ -43,13 +42,9 @@ class RecomputeCost:
         """Return what a byte of its row saves; see `core.chunks.eviction.CostModel` for all of these."""
         return self._seconds(key) / self._row_bytes
 
-    def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
+    def disk_worth(self, key: ChunkKey, stored_bytes: int) -> float:
         """Return what a byte of it on disk saves."""
-        return self._seconds(key) / max(1, location.stored_bytes)
-
-    def stored_bytes(self, location: StoredChunk) -> int:
-        """See `core.chunks.eviction.CostModel`."""
-        return location.stored_bytes
+        return self._seconds(key) / max(1, stored_bytes)
 
     def payload_bytes(self, key: ChunkKey) -> int:
         """See `core.chunks.eviction.CostModel`."""
@@ -111,9 +106,7 @@ class Namespace:
             evict=lambda num_slots: self.tiers.evict_rows(num_slots),
         )
         packs = PackUsage(resources.holes.set)
-        self.table: ChunkTable[StoredChunk] = ChunkTable(
-            self.host.slots, self.cost, resources.host_clock, resources.disk_clock, packs.moved
-        )
+        self.table = ChunkTable(self.host.slots, self.cost, resources.host_clock, resources.disk_clock, packs.moved)
         self.index = ChunkIndex(
             row.namespace_id,
             self.table,

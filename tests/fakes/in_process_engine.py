@@ -11,7 +11,6 @@ from kvtier.core.arena_format import key_tag_of
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import SlotRef
-from kvtier.core.stored import StoredChunk
 from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache
 from kvtier.sessions.engine_peer import EngineHello, PinResult, PromotionForecast
@@ -154,7 +153,7 @@ class InProcessEngine:
     def acquire_answered(
         self,
         acquire_id: int,
-        leased: Mapping[int, Chunk[StoredChunk]],
+        leased: Mapping[int, Chunk],
         forecast: PromotionForecast,
         *,
         more: bool = False,

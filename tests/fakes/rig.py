@@ -60,7 +60,7 @@ class ListPeer:
     def acquire_answered(
         self,
         acquire_id: int,
-        leased: Mapping[int, Chunk[StoredChunk]],
+        leased: Mapping[int, Chunk],
         forecast: PromotionForecast,
         *,
         more: bool = False,
@@ -131,7 +131,7 @@ class Rig:
         self._num_sessions += 1
         return await self.cache.attach(hello_of(f"engine-{self._num_sessions}"), peer), peer
 
-    def chunk(self, number: int) -> Chunk[StoredChunk]:
+    def chunk(self, number: int) -> Chunk:
         """Return a chunk that is known."""
         chunk = self.table.get(chunk_key(number))
         assert chunk is not None

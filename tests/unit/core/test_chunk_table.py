@@ -1,7 +1,7 @@
 """Which chunks may leave host memory."""
 
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
-from tests.fakes.chunks import table_over
+from tests.fakes.chunks import place_of, table_over
 
 KEY = b"k" * 36
 
@@ -16,7 +16,7 @@ def test_a_chunk_in_host_memory_only_that_no_prompt_pins_is_evictable() -> None:
     slots.mark_backed(ref)
     assert slots.seal(ref)
     assert table.host.commit_store(KEY, ref, checksum=1)
-    table.place(KEY, "pack")
+    table.place(KEY, place_of(KEY))
     table.unpin([KEY])
     table.unplace(KEY)
     assert table.host.evict_cheapest(1).lost == [KEY]
