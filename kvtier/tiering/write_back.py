@@ -65,7 +65,7 @@ class WriteBack:
         for key in keys:
             chunk = self._tiers.table.get(key)
             host = chunk.host if chunk is not None else None
-            if chunk is None or host is None or host.promoting or host.eviction_pending or chunk.location is not None:
+            if chunk is None or host is None or host.promoting or host.eviction_pending or chunk.on_disk:
                 continue
             if host.writing_back:
                 if chunk.num_pins:
