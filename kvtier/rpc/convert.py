@@ -19,7 +19,7 @@ from kvtier.bundles import RequestedImport
 from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.concurrency.turns import slices
 from kvtier.core import limits
-from kvtier.core.layout import KVLayout
+from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.tokens import TokenIds
 from kvtier.discovery.auto_pins import NamespaceAdvice
 from kvtier.discovery.choices import PrefixChoice
@@ -175,9 +175,9 @@ def changing_place(message: engine_pb2.ChangingMiddle) -> ChangingPlace:
     return ChangingPlace.checked(**fields_of(message), seen_unix_s=time.time())
 
 
-def pin_message(prompt: PromptRow) -> engine_pb2.Pin:
-    """Return a prompt as engines receive it."""
-    return message_of(engine_pb2.Pin, prompt, tokens=prompt.token_ids.to_list())
+def pin_message(prompt: PromptRow, keys: Sequence[ChunkKey] = ()) -> engine_pb2.Pin:
+    """Return a prompt as engines receive it, with the keys that their namespace recognizes it by."""
+    return message_of(engine_pb2.Pin, prompt, tokens=prompt.token_ids.to_list(), keys=keys)
 
 
 def namespace_advice(advice: NamespaceAdvice) -> cache_pb2.NamespaceAdvice:

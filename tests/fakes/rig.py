@@ -13,7 +13,7 @@ from kvtier.core.slots import SlotRef, SlotState
 from kvtier.disk.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from kvtier.ledger import Ledger, PromptRow
 from kvtier.service.cache import Cache
-from kvtier.sessions.engine_peer import EngineHello, PinResult, PromotionForecast
+from kvtier.sessions.engine_peer import EngineHello, KnownPin, PinResult, PromotionForecast
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -92,6 +92,9 @@ class ListPeer:
         """See EnginePeer."""
 
     def pin_added(self, prompt: PromptRow) -> None:
+        """See EnginePeer."""
+
+    def pins_added(self, pins: Sequence[KnownPin]) -> None:
         """See EnginePeer."""
 
     def pin_removed(self, pin_id: str) -> None:
