@@ -26,7 +26,7 @@ from kvtier.rpc.convert import (
     message_of,
     parse_hello,
     parse_request_pins,
-    pin_message,
+    pin_fields,
     prefix_of,
     seen_request,
 )
@@ -105,7 +105,7 @@ class StreamPeer(EnginePeer):
             case pb.DaemonMessage():
                 return message
             case pins:
-                return pb.DaemonMessage(pins_added=pb.PinsAdded(pins=[pin_message(*pin) for pin in pins]))
+                return pb.DaemonMessage(pins_added={"pins": [pin_fields(*pin) for pin in pins]})
 
     def acquire_answered(
         self,
@@ -302,13 +302,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             )
             for other, fields in self._cache.differing_namespaces(session)
         ]
-        pins, num_bytes = list[pb.Pin](), 0
+        pins, num_bytes = list[Mapping[str, Any]](), 0
         for prompt in prompts:
             pin = self._cache.known_pin(session.namespace_id, prompt.pin_id) or KnownPin(prompt)
             num_bytes += pin.about_bytes
             if num_bytes > MAX_PIN_BATCH_BYTES:
                 break
-            pins.append(pin_message(*pin))
+            pins.append(pin_fields(*pin))
         welcome = pb.Welcome(
             session_id=session.session_id,
             namespace_id=session.namespace_id,
@@ -357,7 +357,7 @@ def _update_message(acquire_id: int, chunks: Sequence[_Residency], forecast: Pro
 
 async def _pin_added(prompt: PromptRow) -> pb.DaemonMessage:
     """Make the message, of a long prompt in several turns of the loop."""
-    message = pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin_message(replace(prompt, tokens=TokenIds()))))
+    message = pb.DaemonMessage(pin_added={"pin": pin_fields(replace(prompt, tokens=TokenIds()))})
     async for part in in_turns_of(prompt.token_ids):
         message.pin_added.pin.tokens.extend(part)
     return message

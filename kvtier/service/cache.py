@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.concurrency.tasks import Changes
+from kvtier.concurrency.turns import SLICE_KEYS
 from kvtier.config import DaemonConfig
 from kvtier.core import limits
 from kvtier.core.fingerprint import differing_fields, namespace_id
@@ -307,11 +308,14 @@ class Cache:
     async def confirm(self, session: Session, pin_ids: Sequence[str]) -> None:
         """An engine recognizes prompts by the keys that it was sent with them."""
         keys = list[ChunkKey]()
-        for pin_id in pin_ids:
+        for pin_id in dict.fromkeys(pin_ids):
             if (row := self.prompts.binding(pin_id, session.namespace_id)) is not None:
                 session.bind_errors.pop(pin_id, None)
                 session.bound.add(pin_id)
                 keys += row.keys
+            if len(keys) >= SLICE_KEYS:
+                await session.send_held(keys)
+                keys.clear()
         await session.send_held(keys)
 
     def end(self, session: Session, how: SessionEnd = SessionEnd.CLOSED) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, suffix_of
 
-PLAIN_KEY_BYTES = 32 + GROUP_SUFFIX_BYTES
-"""Of a chunk key that is vLLM's offload key as it is."""
+HASH_BYTES = 32
+"""Of the hash in a chunk key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class GroupShape:
 
 def chunk_key(offload_key: bytes, adapter_digest: bytes | None) -> ChunkKey:
     """Return the chunk key of vLLM's offload key, under an adapter of this content or none."""
-    if adapter_digest is None and len(offload_key) == PLAIN_KEY_BYTES:
+    if adapter_digest is None and len(offload_key) == HASH_BYTES + GROUP_SUFFIX_BYTES:
         return offload_key
     block_hash, suffix = offload_key[:-GROUP_SUFFIX_BYTES], offload_key[-GROUP_SUFFIX_BYTES:]
     return hashlib.sha256(block_hash + (adapter_digest or b"")).digest() + suffix

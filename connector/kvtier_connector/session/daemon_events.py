@@ -216,20 +216,23 @@ class DaemonEvents:
     def _bind(self, attachment: Attachment, pins: Sequence[pb.Pin]) -> None:
         confirmed: list[str] = []
         for pin in pins:
+            if (known := self._binder.known(pin)) is not None:
+                self._enqueue(PinBound(attachment, known))
+                confirmed.append(pin.pin_id)
+                continue
             try:
-                binding = self._binder.bind(pin)
+                self._compute(attachment, pin)
             except Exception:  # a broken pin must not end the binding of others
                 logger.exception("kvtier: a pin was not bound")
-                continue
-            if binding.bound is not None:
-                self._enqueue(PinBound(attachment, binding.bound))
-            if binding.is_known:
-                confirmed.append(pin.pin_id)
-            else:
-                attachment.send(pb.EngineMessage(bind_pin=binding.message))
         if confirmed:
             attachment.send(pb.EngineMessage(confirm_pins=pb.ConfirmPins(pin_ids=confirmed)))
             logger.info("kvtier pins bound, by keys that the daemon knew: %d", len(confirmed))
+
+    def _compute(self, attachment: Attachment, pin: pb.Pin) -> None:
+        binding = self._binder.bind(pin)
+        if binding.bound is not None:
+            self._enqueue(PinBound(attachment, binding.bound))
+        attachment.send(pb.EngineMessage(bind_pin=binding.message))
 
 
 def _num_items(event: Event) -> int:

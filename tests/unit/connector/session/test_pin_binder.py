@@ -207,53 +207,43 @@ def test_hashes_of_other_lengths_become_32_bytes() -> None:
     assert chunk_key(plain, None) is plain
 
 
-class NoHasher:
-    """Who comes with keys is not hashed."""
-
-    def __call__(self) -> BlockHasher:
-        raise AssertionError("hashed")
-
-
-def plain_binder(make_hasher: Callable[[], BlockHasher], *groups: GroupShape) -> PinBinder:
-    return PinBinder(groups, make_hasher, AdapterDigests(BackgroundThread("test").submit), max_model_len=1000)
+def binder_of(hasher: BlockHasher, *groups: GroupShape, max_model_len: int = 1000) -> PinBinder:
+    return PinBinder(groups, lambda: hasher, AdapterDigests(BackgroundThread("test").submit), max_model_len)
 
 
 def test_a_pin_that_comes_with_its_keys_is_bound_as_if_they_were_computed(hasher: BlockHasher) -> None:
-    for fields in ({}, {"public": True}, {"cache_salt": "tenant"}):
+    binder = binder_of(hasher, BLOCKS)
+    fields: dict[str, Any]
+    for fields in ({}, {"public": True}, {"cache_salt": "tenant"}, {"public": True, "cache_salt": "tenant"}):
         pin = pin_of(list(range(30)), priority=3, **fields)
-        computed = plain_binder(lambda: hasher, BLOCKS).bind(pin)
-        pin.keys.extend(computed.message.keys)
-        known = plain_binder(NoHasher(), BLOCKS).bind(pin)
-        assert known.is_known
-        assert not computed.is_known
-        assert known.bound == computed.bound
+        assert binder.known(pin) is None
+        binding = binder.bind(pin)
+        pin.keys.extend(binding.message.keys)
+        assert binder.known(pin) == binding.bound
 
 
 def test_keys_that_cannot_be_all_of_the_prompt_are_computed(hasher: BlockHasher) -> None:
     tokens = list(range(30))
-    for groups in ((BLOCKS,), (FULL,), (FULL, WINDOW)):
-        computing = plain_binder(lambda: hasher, *groups)
-        computed = computing.bind(pin_of(tokens))
-        wrong = [computed.message.keys[:-1], [key + b"x" for key in computed.message.keys], [bytes(36)] * 3]
-        for keys in wrong:
-            binding = computing.bind(pin_of(tokens, keys=keys))
-            assert not binding.is_known
-            assert binding == computed, "and sent"
+    binder = binder_of(hasher, BLOCKS)
+    keys = binder.bind(pin_of(tokens)).message.keys
+    assert binder.known(pin_of(tokens, keys=keys)) is not None
+    for wrong in (keys[:-1], [key + b"x" for key in keys], [key[:-1] + b"x" for key in keys]):
+        assert binder.known(pin_of(tokens, keys=wrong)) is None
 
 
-def test_of_several_groups_or_longer_chunks_the_same_keys_are_confirmed_all_the_same(hasher: BlockHasher) -> None:
+def test_keys_that_do_not_tell_all_hashes_are_computed(hasher: BlockHasher, adapter: Path) -> None:
     tokens = list(range(30))
     for groups in ((FULL,), (FULL, WINDOW)):
-        computing = plain_binder(lambda: hasher, *groups)
-        keys = computing.bind(pin_of(tokens)).message.keys
-        assert computing.bind(pin_of(tokens, keys=keys)).is_known
+        keys = binder_of(hasher, *groups).bind(pin_of(tokens)).message.keys
+        assert binder_of(hasher, *groups).known(pin_of(tokens, keys=keys)) is None
+    pin = pin_of(tokens, lora_name="sql", lora_path=str(adapter))
+    pin.keys.extend(binder_of(hasher, BLOCKS).bind(pin).message.keys)
+    assert binder_of(hasher, BLOCKS).known(pin) is None
 
 
 def test_a_prompt_that_is_too_long_for_this_engine_is_refused_though_another_has_bound_it(hasher: BlockHasher) -> None:
     tokens = list(range(30))
-    keys = plain_binder(lambda: hasher, BLOCKS).bind(pin_of(tokens)).message.keys
-    short = PinBinder((BLOCKS,), NoHasher(), AdapterDigests(BackgroundThread("test").submit), max_model_len=20)
-    binding = short.bind(pin_of(tokens, keys=keys))
-    assert binding.bound is None
-    assert not binding.is_known
-    assert "max_model_len is 20" in binding.message.error
+    pin = pin_of(tokens, keys=binder_of(hasher, BLOCKS).bind(pin_of(tokens)).message.keys)
+    short = binder_of(hasher, BLOCKS, max_model_len=20)
+    assert short.known(pin) is None
+    assert "max_model_len is 20" in short.bind(pin).message.error
