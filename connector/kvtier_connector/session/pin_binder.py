@@ -72,9 +72,7 @@ class PinBinder:
             return None
         if group.hashes_per_chunk > 1 or not has_one_whole_prefix(self._groups):
             return None
-        if len(keys) != num_tokens // group.chunk_tokens or {key[HASH_BYTES:] for key in keys} != {
-            suffix_of(group.group_idx)
-        }:
+        if len(keys) != num_tokens // group.chunk_tokens or suffixes != {suffix_of(group.group_idx)}:
             return None
         block_hashes = [key[:HASH_BYTES] for key in keys] if pin.public else ()
         return self._bound(pin, ReachableKeys(keys, len(keys) * group.chunk_tokens), keys, block_hashes)
