@@ -1,6 +1,6 @@
 """How long an engine takes to attach to a daemon with thousands of pins: until all are bound, and known to be held.
 
-usage: python -m benchmarks.attach [--pins 1000,10000] [--tokens 512] [--rounds 9]
+usage: python -m benchmarks.event_loop.attach [--pins 1000,10000] [--tokens 512] [--rounds 9]
 
 A real daemon over gRPC in a process of its own, and the connector's real session: its threads, vLLM's own hasher, the
 mirror and the ranking that the scheduler keeps. Every pin is durable, with chunks of 64 bytes (only their number
@@ -58,7 +58,7 @@ class Attach:
     longest_poll_s: float
 
 
-class Engine:
+class AttachingEngine:
     """The session of a connector, and what its scheduler keeps of pins."""
 
     def __init__(self, config: DaemonConfig) -> None:
@@ -88,7 +88,7 @@ class Engine:
 
 def attach(config: DaemonConfig, num_pins: int, num_keys: int) -> Attach:
     """Attach an engine and wait until every pin is bound, and every key answered."""
-    engine = Engine(config)
+    engine = AttachingEngine(config)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     scheduler_s = longest_poll_s = 0.0
     engine.events.start()
