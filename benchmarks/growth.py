@@ -1,6 +1,6 @@
 """What more chunks cost: start-up, memory of the index, lookups.
 
-usage: python -m benchmarks.growth [--chunks 1000,10000,100000] [--rounds 7]
+usage: python -m benchmarks.growth [--chunks 0,1000,10000,100000,1000000] [--rounds 7]
 
 Real packs and a real ledger of chunks of 64 bytes (only their number matters here). Start-up is that of a real
 kvtier-daemon, from exec to its first answer; an empty one beside it shows what the interpreter and gRPC take. The index
@@ -58,9 +58,10 @@ def fill(disk_dir: Path, num_chunks: int) -> list[ChunkKey]:
     )
     ledger.put_namespace(row)
     keys = [chunk_key(number) for number in range(num_chunks)]
-    for first in range(0, num_chunks, CHUNKS_PER_PACK):
-        payloads = [_payload(key) for key in keys[first : first + CHUNKS_PER_PACK]]
-        ledger.packs.commit_pack(disk.write_pack(own_id, payloads))
+    with ledger.together():
+        for first in range(0, num_chunks, CHUNKS_PER_PACK):
+            payloads = [_payload(key) for key in keys[first : first + CHUNKS_PER_PACK]]
+            ledger.packs.commit_pack(disk.write_pack(own_id, payloads))
     ledger.close()
     return keys
 
@@ -195,7 +196,7 @@ def measure(num_chunks: int, rounds: int) -> GrowthSamples:
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chunks", default="0,1000,10000,100000,200000")
+    parser.add_argument("--chunks", default="0,1000,10000,100000,1000000")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     print(machine_line())

@@ -101,7 +101,7 @@ class DaemonCalls:
         async with ScriptedEngine(self._config, LAYOUT, **({"fingerprint": FINGERPRINT} | hello)) as engine:
             known = {pin.pin_id for pin in engine.welcome.pins}
             while len(known) < self._num_pins:
-                known.add((await engine.receive("pin_added")).pin_added.pin.pin_id)
+                known |= {pin.pin_id for pin in await engine.receive_pins()}
             yield engine
 
     async def attach(self, **hello: object) -> None:

@@ -15,7 +15,7 @@ STORE_PINNED: StoreMode
 STORE_ALL: StoreMode
 
 class EngineMessage(_message.Message):
-    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote")
+    __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote", "confirm_pins")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class EngineMessage(_message.Message):
     REQUEST_PINS_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     DEMOTE_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_PINS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     acquire: Acquire
     release: Release
@@ -50,10 +51,11 @@ class EngineMessage(_message.Message):
     request_pins: RequestPins
     prefetch: Prefetch
     demote: Demote
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ..., request_pins: _Optional[_Union[RequestPins, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., demote: _Optional[_Union[Demote, _Mapping]] = ...) -> None: ...
+    confirm_pins: ConfirmPins
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., acquire: _Optional[_Union[Acquire, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., store_begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., store_done: _Optional[_Union[StoreDone, _Mapping]] = ..., store_abort: _Optional[_Union[StoreAbort, _Mapping]] = ..., bind_pin: _Optional[_Union[BindPin, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., engine_rates: _Optional[_Union[EngineRates, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., requests_seen: _Optional[_Union[RequestsSeen, _Mapping]] = ..., prefix_tokens: _Optional[_Union[PrefixTokens, _Mapping]] = ..., changing_middle: _Optional[_Union[ChangingMiddle, _Mapping]] = ..., request_pins: _Optional[_Union[RequestPins, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., demote: _Optional[_Union[Demote, _Mapping]] = ..., confirm_pins: _Optional[_Union[ConfirmPins, _Mapping]] = ...) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted", "request_pins_answer")
+    __slots__ = ("welcome", "acquire_update", "store_credits", "pin_added", "pin_removed", "chunks_held", "pong", "prefixes_wanted", "request_pins_answer", "pins_added")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACQUIRE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     STORE_CREDITS_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +65,7 @@ class DaemonMessage(_message.Message):
     PONG_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_WANTED_FIELD_NUMBER: _ClassVar[int]
     REQUEST_PINS_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    PINS_ADDED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     acquire_update: AcquireUpdate
     store_credits: StoreCredits
@@ -72,7 +75,8 @@ class DaemonMessage(_message.Message):
     pong: Pong
     prefixes_wanted: PrefixesWanted
     request_pins_answer: RequestPinsAnswer
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ..., request_pins_answer: _Optional[_Union[RequestPinsAnswer, _Mapping]] = ...) -> None: ...
+    pins_added: PinsAdded
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., acquire_update: _Optional[_Union[AcquireUpdate, _Mapping]] = ..., store_credits: _Optional[_Union[StoreCredits, _Mapping]] = ..., pin_added: _Optional[_Union[PinAdded, _Mapping]] = ..., pin_removed: _Optional[_Union[PinRemoved, _Mapping]] = ..., chunks_held: _Optional[_Union[ChunksHeld, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prefixes_wanted: _Optional[_Union[PrefixesWanted, _Mapping]] = ..., request_pins_answer: _Optional[_Union[RequestPinsAnswer, _Mapping]] = ..., pins_added: _Optional[_Union[PinsAdded, _Mapping]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
@@ -280,7 +284,7 @@ class StoreAbort(_message.Message):
     def __init__(self, stores: _Optional[_Iterable[_Union[StoreSlot, _Mapping]]] = ...) -> None: ...
 
 class Pin(_message.Message):
-    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned", "priority", "public")
+    __slots__ = ("pin_id", "name", "tokens", "model", "lora_name", "lora_path", "cache_salt", "pinned", "priority", "public", "keys")
     PIN_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +295,7 @@ class Pin(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     pin_id: str
     name: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -301,13 +306,20 @@ class Pin(_message.Message):
     pinned: bool
     priority: int
     public: bool
-    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ..., priority: _Optional[int] = ..., public: bool = ...) -> None: ...
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, pin_id: _Optional[str] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., cache_salt: _Optional[str] = ..., pinned: bool = ..., priority: _Optional[int] = ..., public: bool = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PinAdded(_message.Message):
     __slots__ = ("pin",)
     PIN_FIELD_NUMBER: _ClassVar[int]
     pin: Pin
     def __init__(self, pin: _Optional[_Union[Pin, _Mapping]] = ...) -> None: ...
+
+class PinsAdded(_message.Message):
+    __slots__ = ("pins",)
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    def __init__(self, pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ...) -> None: ...
 
 class PinRemoved(_message.Message):
     __slots__ = ("pin_id",)
@@ -326,6 +338,12 @@ class BindPin(_message.Message):
     error: str
     covered_tokens: int
     def __init__(self, pin_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., error: _Optional[str] = ..., covered_tokens: _Optional[int] = ...) -> None: ...
+
+class ConfirmPins(_message.Message):
+    __slots__ = ("pin_ids",)
+    PIN_IDS_FIELD_NUMBER: _ClassVar[int]
+    pin_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pin_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChunksHeld(_message.Message):
     __slots__ = ("keys", "held", "complete")

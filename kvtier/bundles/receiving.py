@@ -87,7 +87,7 @@ def pack_bytes(namespace: Namespace, bundle: Bundle, keys: Collection[ChunkKey])
 def is_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
     """Say whether a chunk needs no pack."""
     chunk = namespace.table.get(key)
-    return chunk is not None and chunk.location is not None
+    return chunk is not None and chunk.on_disk
 
 
 class Reception:

@@ -24,6 +24,11 @@ def group_idx_of(key: ChunkKey) -> int:
     return int.from_bytes(key[-GROUP_SUFFIX_BYTES:], "big")
 
 
+def suffix_of(group_idx: int) -> bytes:
+    """Return what the keys of a KV cache group end with."""
+    return group_idx.to_bytes(GROUP_SUFFIX_BYTES, "big")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
     """One KV cache group.
@@ -118,8 +123,7 @@ class KVLayout:
             return len(keys) * self.payload_bytes(self.groups[0].group_idx)
         suffixes = [key[-GROUP_SUFFIX_BYTES:] for key in keys]  # a Counter took twice as long
         return sum(
-            suffixes.count(group.group_idx.to_bytes(GROUP_SUFFIX_BYTES, "big")) * self.payload_bytes(group.group_idx)
-            for group in self.groups
+            suffixes.count(suffix_of(group.group_idx)) * self.payload_bytes(group.group_idx) for group in self.groups
         )
 
     def payload_bytes(self, group_idx: int) -> int:

@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+
+import numpy as np
 
 from kvtier.concurrency.tasks import shielded
 from kvtier.concurrency.turns import SLICE_KEYS
@@ -16,6 +19,7 @@ from kvtier.disk.disk_usage import DiskUsage
 from kvtier.disk.pack_usage import PackUsage
 from kvtier.errors import LedgerError, TierIOError
 from kvtier.ledger import Ledger
+from kvtier.ledger.stored_packs import StoredPacks
 from kvtier.obs.counters import Counters
 from kvtier.obs.log import log_event
 
@@ -80,8 +84,8 @@ class ChunkIndex:
     not at all. A file may be unlinked while it is read: compare the location again before you call a chunk damaged.
 
     Cancellation: a change that was called is made to its end, because a commit cannot be taken back. A caller that is
-    cancelled meanwhile is cancelled after that, and an error of the change is lost then. `chunks_in`, `reconcile` and
-    the start of a `hold` block end at once, with nothing changed.
+    cancelled meanwhile is cancelled after that, and an error of the change is lost then. `reconcile` and the start of a
+    `hold` block end at once, with nothing changed.
 
     After a LedgerError table, rows, usage and files are as before the call, unless the method says otherwise.
 
@@ -100,7 +104,7 @@ class ChunkIndex:
     def __init__(
         self,
         namespace_id: str,
-        table: ChunkTable[StoredChunk],
+        table: ChunkTable,
         packs: PackUsage,
         resources: DiskResources,
         announce: Announce,
@@ -113,33 +117,41 @@ class ChunkIndex:
 
     # In
 
-    async def load(self, record: PackRecord, file_bytes: int) -> None:
-        """At a start, take in the rows of one pack. Rows beyond the end of its file are deleted and count as damaged.
+    async def load(self, stored: StoredPacks, file_bytes: Mapping[str, int]) -> None:
+        """At a start, take in all rows of the namespace. Those beyond the end of their file are deleted: damaged.
 
-        fsck decides about a pack without chunks; until then its file counts in the disk's usage. Load such packs first:
-        the call that deletes rows here also deletes the rows of packs without chunks, and quarantines those packs.
+        fsck decides about a pack without chunks; until then its file counts in the disk's usage. But a call that
+        deletes rows here also deletes the rows of packs without chunks, and quarantines those packs.
 
         Args:
-            record: What the ledger has of it.
-            file_bytes: The length of its file, 0 if there is none.
+            stored: What the ledger has; its columns are the table's from now on.
+            file_bytes: The length of each pack's file; one that is not there has none.
 
         Raises:
             LedgerError: The ledger refused to delete rows.
         """
-        resources, pack_id = self._resources, record.pack_id
-        resources.disk_usage.add(pack_id, file_bytes)
-        lost = [chunk.key for chunk in record.chunks if chunk.offset + chunk.stored_bytes > file_bytes]
-        if lost:
-            resources.counters.chunks_damaged += len(lost)
-            log_event(
-                logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=len(lost), file_bytes=file_bytes
-            )
-            emptied = await self._delete_rows(lost)
-            self.packs.damaged |= {pack_id, *emptied}  # compaction moves what is whole out of it
-            await self._unlink(emptied)
-        for chunk in record.chunks:
-            if chunk.offset + chunk.stored_bytes <= file_bytes:
-                self._table.place(chunk.key, chunk)
+        for pack_id in stored.packs:
+            self._resources.disk_usage.add(pack_id, file_bytes.get(pack_id, 0))
+        ends_of = np.array([file_bytes.get(part.pack_id, 0) if part else 0 for part in stored.places.parts], np.uint64)
+        is_lost = stored.places.ends > ends_of[stored.places.part_numbers]
+        if is_lost.any():
+            await self._delete_lost(stored, np.flatnonzero(is_lost).tolist(), file_bytes)
+            stored = stored.only(~is_lost)
+        self._table.fill(stored.keys, stored.places)
+        self.packs.fill(stored.keys, stored.places)
+
+    async def _delete_lost(self, stored: StoredPacks, rows: Sequence[int], file_bytes: Mapping[str, int]) -> None:
+        keys = [stored.keys[row] for row in rows]
+        lost = Counter(
+            place.pack_id for row, key in zip(rows, keys, strict=True) if (place := stored.places.get(row, key))
+        )
+        self._resources.counters.chunks_damaged += len(keys)
+        for pack_id, number in lost.items():
+            num_bytes = file_bytes.get(pack_id, 0)
+            log_event(logger, "pack_damaged", level=logging.WARNING, pack=pack_id, lost=number, file_bytes=num_bytes)
+        emptied = await self._delete_rows(keys)
+        self.packs.damaged |= {*lost, *emptied}  # compaction moves what is whole out of them
+        await self._unlink(emptied)
 
     @shielded
     async def record(self, record: PackRecord) -> None:
@@ -249,10 +261,11 @@ class ChunkIndex:
         dropped: dict[ChunkKey, StoredChunk] = {}
         for key in keys:
             chunk = self._table.get(key)
-            if chunk is None or chunk.location is None or (unpinned_only and chunk.num_pins):
+            if chunk is None or (unpinned_only and chunk.num_pins):
                 continue
-            if only_at is None or only_at.get(key) == chunk.location:
-                dropped[key] = chunk.location
+            location = chunk.location
+            if location is not None and (only_at is None or only_at.get(key) == location):
+                dropped[key] = location
                 self._table.unplace(key)
         return dropped
 
@@ -309,16 +322,10 @@ class ChunkIndex:
     async def chunks_in(self, pack_ids: Sequence[str]) -> list[StoredChunk]:
         """Return what is read from these packs, in the order of the packs and in each by offset.
 
-        Looks at the table in slices, so that the loop goes on. Chunks never move into an old pack: what was looked at
-        first can only have become less. What a drop is deleting is left out, although the ledger may refuse.
+        What a drop is deleting is left out, although the ledger may refuse.
         """
         wanted = {pack_id: number for number, pack_id in enumerate(pack_ids)}
-        found: list[StoredChunk] = []
-        for number, chunk in enumerate(list(self._table)):
-            if not number % SLICE_KEYS:
-                await asyncio.sleep(0)
-            if (location := chunk.location) is not None and location.pack_id in wanted:
-                found.append(location)
+        found = self._table.located_in(wanted)
         return sorted(found, key=lambda stored: (wanted[stored.pack_id], stored.offset))
 
     async def reconcile(self, keys: Collection[ChunkKey], *, repair: bool) -> int:
@@ -388,7 +395,7 @@ class IndexChange:
         emptied: Packs that lost their last row in the block.
     """
 
-    def __init__(self, table: ChunkTable[StoredChunk], resources: DiskResources) -> None:
+    def __init__(self, table: ChunkTable, resources: DiskResources) -> None:
         self.emptied: list[str] = []
         self._table, self._resources = table, resources
 

@@ -1,8 +1,12 @@
 """How much of each pack is still read from it: what compaction and quarantine decide on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from kvtier.core.layout import ChunkKey
+from kvtier.core.place_columns import PlaceColumns
 from kvtier.core.stored import StoredChunk
 
 
@@ -39,6 +43,21 @@ class PackUsage:
         self.report_hole = on_hole
         self._live: dict[str, Live] = {}
         self.damaged: set[str] = set()  # packs in which a damaged chunk was found; they are set aside, not deleted
+
+    def fill(self, keys: Sequence[ChunkKey], places: PlaceColumns) -> None:
+        """At a start, count these chunks, a key for each row of the columns; nothing is counted yet."""
+        key_bytes = max(map(len, keys), default=0)
+        num_chunks = np.bincount(places.part_numbers, minlength=len(places.parts)).tolist()
+        stored_bytes = np.bincount(places.part_numbers, places.all_stored_bytes, minlength=len(places.parts)).tolist()
+        for number, part in enumerate(places.parts):
+            if part is not None:
+                others, raw_bytes = self.live(part.pack_id), num_chunks[number] * part.raw_bytes
+                self._live[part.pack_id] = Live(
+                    others.num_chunks + num_chunks[number],
+                    others.stored_bytes + int(stored_bytes[number]),
+                    others.raw_bytes + raw_bytes,
+                    key_bytes,
+                )
 
     def moved(self, old: StoredChunk | None, new: StoredChunk | None) -> None:
         """A chunk that was read from `old` is read from `new` now; None is nowhere."""

@@ -5,12 +5,11 @@ import sqlite3
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
 from kvtier.collector import gc_paused
 from kvtier.core.layout import ChunkKey
-from kvtier.core.stored import PackRecord, StoredChunk
+from kvtier.core.stored import StoredChunk
 from kvtier.core.tokens import TokenIds
 from kvtier.ledger.rows import (
     BindingRow,
@@ -24,8 +23,11 @@ from kvtier.ledger.rows import (
     encode_tokens,
 )
 from kvtier.ledger.sql.row_checksums import row_checksum
+from kvtier.ledger.stored_packs import PackRow, StoredPacks, stored_packs
 
 _CHUNK_COLUMNS = "key, pack_id, offset, stored_bytes, raw_bytes, codec, checksum"
+_ROWS_AT_ONCE = 10_000
+"""Their tuples take some MiB."""
 
 
 def write_namespace(sql: sqlite3.Connection, row: NamespaceRow) -> None:
@@ -91,7 +93,7 @@ def load_snapshot(sql: sqlite3.Connection) -> LedgerSnapshot:
         namespaces=tuple(namespaces),
         prompts=tuple(load_prompts(sql, "ORDER BY name")),
         bindings=tuple(load_bindings(sql)),
-        packs=_load_packs(sql),
+        stored=_load_packs(sql),
     )
 
 
@@ -141,32 +143,14 @@ def chunk_columns(namespace_id: str, chunk: StoredChunk) -> tuple[object, ...]:
     return (namespace_id, chunk.key, *place, signed)
 
 
-def _load_packs(sql: sqlite3.Connection) -> dict[str, PackRecord]:
-    rows = sql.execute("SELECT pack_id, namespace_id, file_bytes FROM packs").fetchall()
-    chunks: dict[str, list[StoredChunk]] = {pack_id: [] for pack_id, *_ in rows}
-    with gc_paused():
-        _load_chunks(sql, chunks)
-    return {
-        pack_id: PackRecord(
-            pack_id=pack_id, namespace_id=namespace_id, file_bytes=file_bytes, chunks=tuple(chunks[pack_id])
-        )
-        for pack_id, namespace_id, file_bytes in rows
-    }
-
-
-def _load_chunks(sql: sqlite3.Connection, chunks: dict[str, list[StoredChunk]]) -> None:
-    """Add each chunk to its pack's list and order the lists by offset."""
+def _load_packs(sql: sqlite3.Connection) -> StoredPacks:
+    packs = sql.execute("SELECT pack_id, namespace_id, file_bytes FROM packs").fetchall()
     rows = sql.execute(f"SELECT {_CHUNK_COLUMNS} FROM chunks")
-    # SQLite makes a new string for each row: sharing those of a pack id and a codec saves 134 bytes a chunk.
-    pack_ids = {pack_id: pack_id for pack_id in chunks}
-    for key, pack_id, *numbers in rows:
-        shared_id = pack_ids.get(pack_id)
-        if shared_id is None:  # a repaired ledger's row without its pack: not held
-            continue
-        with suppress(ValueError):  # a row that is damaged is a chunk that is not held: it is stored again
-            chunks[shared_id].append(_stored_chunk(key, shared_id, *numbers))
-    for of_pack in chunks.values():
-        of_pack.sort(key=attrgetter("offset"))
+    with gc_paused():  # a tuple a row, none of them garbage that it would find
+        return stored_packs(
+            {pack_id: PackRow(namespace_id, file_bytes) for pack_id, namespace_id, file_bytes in packs},
+            iter(lambda: rows.fetchmany(_ROWS_AT_ONCE), []),
+        )
 
 
 def _stored_chunk(

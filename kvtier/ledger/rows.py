@@ -10,6 +10,7 @@ from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
 from kvtier.core.stored import PackRecord
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import InvalidArgumentError
+from kvtier.ledger.stored_packs import StoredPacks
 
 Origin = Literal["named", "auto", "request"]
 
@@ -101,15 +102,17 @@ class BindingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSnapshot:
-    """All that the ledger holds: namespaces from the oldest, prompts by name, packs by id.
+    """All that the ledger holds: namespaces from the oldest, prompts by name, packs with their chunks."""
 
-    Chunks that were replaced or dropped are no longer in their pack's record.
-    """
+    namespaces: tuple[NamespaceRow, ...] = ()
+    prompts: tuple[PromptRow, ...] = ()
+    bindings: tuple[BindingRow, ...] = ()
+    stored: StoredPacks = field(default_factory=StoredPacks)
 
-    namespaces: tuple[NamespaceRow, ...]
-    prompts: tuple[PromptRow, ...]
-    bindings: tuple[BindingRow, ...]
-    packs: dict[str, PackRecord]
+    @property
+    def packs(self) -> dict[str, PackRecord]:
+        """Packs by id, with an object for each chunk."""
+        return self.stored.records
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:

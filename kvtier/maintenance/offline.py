@@ -22,7 +22,7 @@ from kvtier.maintenance.observe import Verifier, list_names, read_copies
 from kvtier.maintenance.repair import Repairer
 
 LEDGER_NAME = "ledger.sqlite"
-_EMPTY = LedgerSnapshot(namespaces=(), prompts=(), bindings=(), packs={})
+_EMPTY = LedgerSnapshot()
 
 
 def check_offline(state_dir: Path, *, arena_dir: Path | None = None, repair: bool, deep: bool) -> Report:

@@ -77,7 +77,7 @@ async def _pinned_keys(prompts: PromptBook, namespace_id: str) -> AsyncIterator[
 
 def _only_on_disk(namespace: Namespace, key: ChunkKey) -> bool:
     chunk = namespace.table.get(key)
-    return chunk is not None and chunk.slot is None and chunk.location is not None
+    return chunk is not None and chunk.slot is None and chunk.on_disk
 
 
 def _has_capacity(namespace: Namespace) -> bool:

@@ -301,7 +301,7 @@ class RequestPins:
         namespace = session.namespace
         for part in slices(keys):
             chunks = namespace.table.known(part)
-            keys_on_disk = [chunk.key for chunk in chunks if chunk.location is not None and not chunk.num_pins]
+            keys_on_disk = [chunk.key for chunk in chunks if chunk.on_disk and not chunk.num_pins]
             await evict_chunks(namespace.tiers, namespace.write_back, keys_on_disk, EvictTier.HOST, Evicted())
             await asyncio.sleep(0)
         prompt = self._standing(_Key(session.hello.model_names[0], owner, "", digest))

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk import Chunk
-from kvtier.core.stored import StoredChunk
 from kvtier.ledger import BindingRow, PromptRow
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
@@ -73,7 +72,7 @@ def durability_of(namespace: Namespace, row: BindingRow) -> Durability:
     chunks = namespace.table.get_all(row.keys)
     return Durability(
         namespace.namespace_id,
-        all(chunk is not None and chunk.location is not None for chunk in chunks),
+        all(chunk is not None and chunk.on_disk for chunk in chunks),
         _num_refused(namespace, row),
     )
 
@@ -91,7 +90,7 @@ async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -
         if number:
             await asyncio.sleep(0)
         chunks = namespace.table.known(keys)
-        locations = [chunk.location for chunk in chunks if chunk.location is not None]
+        locations = [location for chunk in chunks if (location := chunk.location) is not None]
         num_host_chunks += sum(chunk.readable for chunk in chunks)
         num_durable_chunks += len(locations)
         stored_bytes = sum(location.stored_bytes for location in locations)
@@ -117,9 +116,9 @@ async def view_binding(namespace: Namespace, row: BindingRow, *, pinned: bool) -
     )
 
 
-def _share_of_bytes(chunks: Iterable[Chunk[StoredChunk]], *, pinned: bool) -> float:
+def _share_of_bytes(chunks: Iterable[Chunk], *, pinned: bool) -> float:
     """Return what chunks of a prompt take on disk, those of several pinned prompts in equal parts."""
-    held = ((chunk.num_pins, chunk.location.stored_bytes) for chunk in chunks if chunk.location is not None)
+    held = ((chunk.num_pins, chunk.stored_bytes) for chunk in chunks if chunk.on_disk)
     if not pinned:
         return sum(stored_bytes for num_pins, stored_bytes in held if not num_pins)
     return sum(stored_bytes / max(1, num_pins) for num_pins, stored_bytes in held)

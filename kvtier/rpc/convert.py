@@ -19,7 +19,7 @@ from kvtier.bundles import RequestedImport
 from kvtier.client.address import PROTOCOL_VERSION
 from kvtier.concurrency.turns import slices
 from kvtier.core import limits
-from kvtier.core.layout import KVLayout
+from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.tokens import TokenIds
 from kvtier.discovery.auto_pins import NamespaceAdvice
 from kvtier.discovery.choices import PrefixChoice
@@ -49,8 +49,12 @@ M = TypeVar("M", bound=Message)
 
 def message_of(kind: type[M], source: object, **fields: Any) -> M:
     """Return a message with these fields; all others are the attributes of `source` with their names."""
+    return kind(**_all_fields(kind, source, fields))
+
+
+def _all_fields(kind: type[Message], source: object, fields: dict[str, Any]) -> dict[str, Any]:
     others = {name: getattr(source, name) for name in _field_names(kind.DESCRIPTOR) if name not in fields}
-    return kind(**fields, **others)
+    return fields | others
 
 
 def fields_of(message: Message, *, without: str = "") -> dict[str, Any]:
@@ -175,9 +179,9 @@ def changing_place(message: engine_pb2.ChangingMiddle) -> ChangingPlace:
     return ChangingPlace.checked(**fields_of(message), seen_unix_s=time.time())
 
 
-def pin_message(prompt: PromptRow) -> engine_pb2.Pin:
-    """Return a prompt as engines receive it."""
-    return message_of(engine_pb2.Pin, prompt, tokens=prompt.token_ids.to_list())
+def pin_fields(prompt: PromptRow, keys: Sequence[ChunkKey] = ()) -> dict[str, Any]:
+    """Return a Pin by field names: a prompt as engines receive it, with the keys that their namespace has for it."""
+    return _all_fields(engine_pb2.Pin, prompt, {"tokens": prompt.token_ids.to_list(), "keys": keys})
 
 
 def namespace_advice(advice: NamespaceAdvice) -> cache_pb2.NamespaceAdvice:

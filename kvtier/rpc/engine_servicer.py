@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
@@ -13,7 +14,6 @@ from kvtier.core import limits
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
-from kvtier.core.stored import StoredChunk
 from kvtier.core.tokens import TokenIds
 from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
@@ -26,13 +26,13 @@ from kvtier.rpc.convert import (
     message_of,
     parse_hello,
     parse_request_pins,
-    pin_message,
+    pin_fields,
     prefix_of,
     seen_request,
 )
 from kvtier.rpc.error_statuses import Context
 from kvtier.service import Cache
-from kvtier.sessions.engine_peer import EnginePeer, PinResult, PromotionForecast
+from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, EnginePeer, KnownPin, PinResult, PromotionForecast
 from kvtier.sessions.session import Session, SessionEnd
 from kvtier.sessions.stores import StoreList
 
@@ -42,10 +42,10 @@ MAX_QUEUED_BYTES = 256 * 1024**2
 """Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
 HELLO_TIMEOUT_S = 10.0
 """An engine has its Hello before it opens a stream, so it comes at once, unless the machine is overloaded."""
-MAX_WELCOME_PIN_BYTES = 256 * 1024
-"""Of pins in the Welcome; making and sending more at once would hold up every other engine."""
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
+_Sent = pb.DaemonMessage | PromptRow | Sequence[KnownPin]
+"""A message, or the pins of one that is yet to be made."""
 _Residency = Mapping[str, Any]
 """A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take."""
 
@@ -67,15 +67,15 @@ class StreamPeer(EnginePeer):
 
     def __init__(self, on_full: Callable[[], None]) -> None:
         self._on_full = on_full
-        self._queue: asyncio.Queue[tuple[pb.DaemonMessage | PromptRow, int] | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[_Sent, int] | None] = asyncio.Queue()
         self._queued_bytes = 0
         self._is_full = False
         self._answer: pb.DaemonMessage | None = None  # to an acquire; what there is of it so far
 
-    def send(self, message: pb.DaemonMessage | PromptRow, about_bytes: int = 64) -> None:
+    def send(self, message: _Sent, about_bytes: int = 64) -> None:
         """Queue a message of about this many bytes.
 
-        A prompt becomes its PinAdded when its turn comes: the message of a million tokens takes 40 ms to make.
+        Prompts become a message when its turn comes: that of a million tokens takes 40 ms to make.
         """
         if self._is_full:
             return
@@ -99,12 +99,18 @@ class StreamPeer(EnginePeer):
             return None
         message, about_bytes = queued
         self._queued_bytes -= about_bytes
-        return await _pin_added(message) if isinstance(message, PromptRow) else message
+        match message:
+            case PromptRow():
+                return await _pin_added(message)
+            case pb.DaemonMessage():
+                return message
+            case pins:
+                return pb.DaemonMessage(pins_added={"pins": [pin_fields(*pin) for pin in pins]})
 
     def acquire_answered(
         self,
         acquire_id: int,
-        leased: Mapping[int, Chunk[StoredChunk]],
+        leased: Mapping[int, Chunk],
         forecast: PromotionForecast,
         *,
         more: bool = False,
@@ -140,6 +146,9 @@ class StreamPeer(EnginePeer):
 
     def pin_added(self, prompt: PromptRow) -> None:
         self.send(prompt, _about_bytes(num_tokens=len(prompt.tokens)))
+
+    def pins_added(self, pins: Sequence[KnownPin]) -> None:
+        self.send(pins, sum(pin.about_bytes for pin in pins))
 
     def pin_removed(self, pin_id: str) -> None:
         self.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
@@ -192,7 +201,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 welcome, num_named = self._welcome(session, prompts)
                 yield welcome
                 pin_ids = [prompt.pin_id for prompt in prompts[num_named:]]
-                session.start_task("pins", session.send_pins(self._cache.prompts.by_pin_id, pin_ids))
+                find_pin = partial(self._cache.known_pin, session.namespace_id)
+                session.start_task("pins", session.send_pins(find_pin, pin_ids))
                 session.stores.top_up()
                 self._cache.auto_pins.attached(session)
                 if self._cache.resources.stores_all:
@@ -251,6 +261,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 bind = message.bind_pin
                 keys = await listed("bind_pin.keys", bind.keys)
                 await self._cache.bind(session, bind.pin_id, keys, bind.covered_tokens, shortened(bind.error))
+            case "confirm_pins":
+                pin_ids = await listed("confirm_pins.pin_ids", message.confirm_pins.pin_ids)
+                await self._cache.confirm(session, pin_ids)
             case "engine_rates":
                 session.measured(message.engine_rates.prefill_tokens_per_s)
             case "requests_seen":
@@ -289,12 +302,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             )
             for other, fields in self._cache.differing_namespaces(session)
         ]
-        pins, num_bytes = list[pb.Pin](), 0
+        pins, num_bytes = list[Mapping[str, Any]](), 0
         for prompt in prompts:
-            num_bytes += _about_bytes(num_tokens=len(prompt.tokens))
-            if num_bytes > MAX_WELCOME_PIN_BYTES:
+            pin = self._cache.known_pin(session.namespace_id, prompt.pin_id) or KnownPin(prompt)
+            num_bytes += pin.about_bytes
+            if num_bytes > MAX_PIN_BATCH_BYTES:
                 break
-            pins.append(pin_message(prompt))
+            pins.append(pin_fields(*pin))
         welcome = pb.Welcome(
             session_id=session.session_id,
             namespace_id=session.namespace_id,
@@ -343,7 +357,7 @@ def _update_message(acquire_id: int, chunks: Sequence[_Residency], forecast: Pro
 
 async def _pin_added(prompt: PromptRow) -> pb.DaemonMessage:
     """Make the message, of a long prompt in several turns of the loop."""
-    message = pb.DaemonMessage(pin_added=pb.PinAdded(pin=pin_message(replace(prompt, tokens=TokenIds()))))
+    message = pb.DaemonMessage(pin_added={"pin": pin_fields(replace(prompt, tokens=TokenIds()))})
     async for part in in_turns_of(prompt.token_ids):
         message.pin_added.pin.tokens.extend(part)
     return message

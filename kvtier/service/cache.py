@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.concurrency.tasks import Changes
-from kvtier.concurrency.turns import slices
+from kvtier.concurrency.turns import SLICE_KEYS
 from kvtier.config import DaemonConfig
 from kvtier.core import limits
 from kvtier.core.fingerprint import differing_fields, namespace_id
@@ -32,7 +32,7 @@ from kvtier.prompts.request_pins import RequestPins
 from kvtier.service.arenas import Arenas
 from kvtier.service.namespace_registry import NamespaceRegistry
 from kvtier.service.startup import load_from_disk
-from kvtier.sessions.engine_peer import EngineHello, EnginePeer
+from kvtier.sessions.engine_peer import EngineHello, EnginePeer, KnownPin
 from kvtier.sessions.session import Session, SessionEnd
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -275,6 +275,7 @@ class Cache:
                 return
             if error:
                 session.bind_errors[pin_id] = error
+                session.bound.discard(pin_id)
                 log_event(logger, "pin_not_bound", level=logging.WARNING, name=prompt.name, problem=error)
                 return
             await self.resources.in_io(limits.check_keys, "bind_pin.keys", keys, namespace.layout)
@@ -296,13 +297,27 @@ class Cache:
                 self.prompts.bind(row)
             session.bind_errors.pop(pin_id, None)
             session.bound.add(pin_id)
-        for part in slices(keys):
-            held = [key for key in part if namespace.table.holds(key)]
-            missing = [key for key in part if not namespace.table.holds(key)]
-            if not session.ended:
-                session.peer.chunks_held(held, True)
-                session.peer.chunks_held(missing, False)
-            await asyncio.sleep(0)
+        await session.send_held(keys)
+
+    def known_pin(self, namespace_id: str, pin_id: str) -> KnownPin | None:
+        """Return a prompt with what an engine of this namespace need not compute again; None if it has ended."""
+        if (prompt := self.prompts.by_pin_id(pin_id)) is None:
+            return None
+        binding = None if prompt.lora_name else self.prompts.binding(pin_id, namespace_id)
+        return KnownPin(prompt, binding.keys if binding is not None else ())
+
+    async def confirm(self, session: Session, pin_ids: Sequence[str]) -> None:
+        """An engine recognizes prompts by the keys that it was sent with them."""
+        keys = list[ChunkKey]()
+        for pin_id in dict.fromkeys(pin_ids):
+            if (row := self.prompts.binding(pin_id, session.namespace_id)) is not None:
+                session.bind_errors.pop(pin_id, None)
+                session.bound.add(pin_id)
+                keys += row.keys
+            if len(keys) >= SLICE_KEYS:
+                await session.send_held(keys)
+                keys.clear()
+        await session.send_held(keys)
 
     def end(self, session: Session, how: SessionEnd = SessionEnd.CLOSED) -> None:
         """The stream is gone; its slots are freed when the engine's processes release them."""

@@ -45,14 +45,14 @@ async def load_from_disk(
         await resources.in_ledger(resources.ledger.packs.forget_removed, removed)
     on_disk = await resources.in_io(disk.list_packs)
     with gc_paused():
-        without_chunks_first = sorted(snapshot.packs.items(), key=lambda item: bool(item[1].chunks))
-        for pack_id, record in without_chunks_first:
-            file_bytes = on_disk.get(pack_id, 0)
-            if (owner := namespaces.get(record.namespace_id)) is not None:
-                await owner.index.load(record, file_bytes)
-            else:  # a row that refers to none: for fsck to judge, and the file takes its space until then
-                resources.disk_usage.add(pack_id, file_bytes)
-    orphans = sorted(on_disk.keys() - snapshot.packs.keys())
+        for namespace_id in {row.namespace_id for row in snapshot.stored.packs.values()}:
+            stored = snapshot.stored.of_namespace(namespace_id)
+            if (owner := namespaces.get(namespace_id)) is not None:
+                await owner.index.load(stored, on_disk)
+            else:  # rows that refer to none: for fsck to judge, and the files take their space until then
+                for pack_id in stored.packs:
+                    resources.disk_usage.add(pack_id, on_disk.get(pack_id, 0))
+    orphans = sorted(on_disk.keys() - snapshot.stored.packs.keys())
     num_adopted = await adopt_orphans(resources, namespaces, registry.open, disk, orphans)
     for prompt in snapshot.prompts:
         prompts.put(await _public_as_configured(resources, prompt))
@@ -68,7 +68,7 @@ async def load_from_disk(
         "recovered",
         namespaces=len(namespaces),
         prompts=len(prompts),
-        packs=len(snapshot.packs) + num_adopted,
+        packs=len(snapshot.stored.packs) + num_adopted,
         disk_bytes=resources.disk_usage.used_bytes,
         adopted=num_adopted,
         removed=len(swept),

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple, Protocol
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout
 from kvtier.core.slots import SlotRef
-from kvtier.core.stored import StoredChunk
 from kvtier.ledger import PromptRow
 from kvtier.tiering.namespace import Namespace
+
+MAX_PIN_BATCH_BYTES = 256 * 1024
+"""Of pins in one message; making and sending more at once would hold up every other engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,18 @@ class PromotionForecast:
     ready_in_s: float = 0.0
 
 
+class KnownPin(NamedTuple):
+    """A prompt, and the keys by which the session's namespace recognizes it; none if no engine has said so."""
+
+    prompt: PromptRow
+    keys: Sequence[ChunkKey] = ()
+
+    @property
+    def about_bytes(self) -> int:
+        """About how long it is in a message."""
+        return 64 + 40 * len(self.keys) + 3 * len(self.prompt.tokens)
+
+
 class PinOutcome(Enum):
     """RequestPinResult.State of proto/kvtier/v1/engine.proto; the meanings stand there."""
 
@@ -63,7 +77,7 @@ class EnginePeer(Protocol):
     def acquire_answered(
         self,
         acquire_id: int,
-        leased: Mapping[int, Chunk[StoredChunk]],
+        leased: Mapping[int, Chunk],
         forecast: PromotionForecast,
         *,
         more: bool = False,
@@ -83,6 +97,9 @@ class EnginePeer(Protocol):
 
     def pin_added(self, prompt: PromptRow) -> None:
         """A prompt to recognize, or one that changed from pinned to unpinned."""
+
+    def pins_added(self, pins: Sequence[KnownPin]) -> None:
+        """Prompts to recognize, of at most MAX_PIN_BATCH_BYTES."""
 
     def pin_removed(self, pin_id: str) -> None:
         """A prompt to forget."""

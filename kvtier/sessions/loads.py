@@ -11,7 +11,6 @@ from kvtier.core.chunks.acquire import AcquirePlan, AcquirePlanner, by_importanc
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
-from kvtier.core.stored import StoredChunk
 from kvtier.errors import InvalidArgumentError
 from kvtier.obs import trace
 from kvtier.obs.log import log_event
@@ -27,7 +26,7 @@ class _Lease:
     loads: "Loads"
     acquire_id: int
     asked_s: float
-    chunks: dict[int, Chunk[StoredChunk]]
+    chunks: dict[int, Chunk]
     pending: dict[ChunkKey, int] = field(default_factory=dict)
     pending_bytes: int = 0  # added up once: a long prompt's promotion is a thousand updates
     num_promoted: int = 0
@@ -110,7 +109,7 @@ class Loads:
                 leases=self.num_leases,
             )
 
-    def _promote(self, lease: _Lease, keys: Sequence[ChunkKey], plan: AcquirePlan[StoredChunk]) -> None:
+    def _promote(self, lease: _Lease, keys: Sequence[ChunkKey], plan: AcquirePlan) -> None:
         """Have what was planned read in the turn in which its slots were taken, or no one would free the slots."""
         indexes, plan.promoting = plan.promoting, []
         new = {keys[index]: index for index in indexes}
@@ -120,11 +119,11 @@ class Loads:
             lease.pending_bytes += self._tiers.layout.total_payload_bytes(new)
             self._promoter.wait_for(lease, new)
 
-    def _announce_lost(self, plan: AcquirePlan[StoredChunk]) -> None:
+    def _announce_lost(self, plan: AcquirePlan) -> None:
         lost, plan.lost = plan.lost, []
         self._tiers.inventory.announce(lost, held=False)
 
-    def _count(self, plan: AcquirePlan[StoredChunk], lease: _Lease) -> None:
+    def _count(self, plan: AcquirePlan, lease: _Lease) -> None:
         counters = self._tiers.counters
         counters.acquires += 1
         counters.acquired_chunks_disk += len(lease.pending)
@@ -223,14 +222,14 @@ class Loads:
 
     def touch(self, keys: Sequence[ChunkKey], *, hit: bool) -> Iterator[None]:
         """Note that chunks were used, the head of a prompt last; yields now and then if there are many."""
-        known: list[Chunk[StoredChunk]] = []
+        known: list[Chunk] = []
         for number, part in enumerate(slices(keys)):
             if number:
                 yield
             known += self._tiers.table.known(part)
         yield from self._use(known, hit=hit)
 
-    def _use(self, chunks: list[Chunk[StoredChunk]], *, hit: bool) -> Iterator[None]:
+    def _use(self, chunks: list[Chunk], *, hit: bool) -> Iterator[None]:
         for number, part in enumerate(slices_from_end(by_importance(self._tiers.layout, chunks))):
             if number:
                 yield
@@ -242,7 +241,7 @@ class Loads:
             await in_turns(self.release(acquire_id, None))
 
 
-def _among(chunks: Mapping[int, Chunk[StoredChunk]], indexes: Sequence[int]) -> dict[int, Chunk[StoredChunk]]:
+def _among(chunks: Mapping[int, Chunk], indexes: Sequence[int]) -> dict[int, Chunk]:
     return {index: chunks[index] for index in indexes if index in chunks}
 
 

@@ -2,18 +2,21 @@
 
 import asyncio
 import logging
+import operator
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from itertools import compress
 
 from kvtier.concurrency.pauses import POLL_S
 from kvtier.concurrency.turns import Breather, slices
 from kvtier.core import limits
+from kvtier.core.layout import ChunkKey
 from kvtier.errors import InvalidArgumentError, TierIOError
 from kvtier.host.session_locks import SessionLock
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
-from kvtier.sessions.engine_peer import EngineHello, EnginePeer, SessionBase
+from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, EngineHello, EnginePeer, KnownPin, SessionBase
 from kvtier.sessions.loads import Loads
 from kvtier.sessions.stores import Stores
 from kvtier.tiering.namespace import Namespace
@@ -44,7 +47,7 @@ class Session(SessionBase):
 
     Attributes:
         lock: Held by the engine's processes as long as they may touch rows.
-        bound: Ids of the pins for which the engine has sent keys; `bind_errors` says why it could not.
+        bound: Ids of the pins for which the engine has sent or confirmed keys; `bind_errors` says why it could not.
     """
 
     def __init__(
@@ -82,16 +85,38 @@ class Session(SessionBase):
 
     # What the engine is notified of
 
-    async def send_pins(self, find_prompt: Callable[[str], PromptRow | None], pin_ids: Sequence[str]) -> None:
-        """Send these pins, each as it is when its turn comes, a few per turn of the loop."""
-        breather = Breather()
+    async def send_pins(self, find_pin: Callable[[str], KnownPin | None], pin_ids: Sequence[str]) -> None:
+        """Send these pins, each as it is when its turn comes, many in a message and a few per turn of the loop."""
+        breather, batch, num_bytes = Breather(), list[KnownPin](), 0
         for pin_id in pin_ids:
             await breather.pause()
             if self.ended:
                 return
-            prompt = find_prompt(pin_id)
-            if prompt is not None and self.serves(prompt):
-                self.peer.pin_added(prompt)
+            pin = find_pin(pin_id)
+            if pin is None or not self.serves(pin.prompt):
+                continue
+            if num_bytes + pin.about_bytes > MAX_PIN_BATCH_BYTES:
+                self._send_batch(batch)
+                batch, num_bytes = [], 0
+            batch.append(pin)
+            num_bytes += pin.about_bytes
+        self._send_batch(batch)
+
+    def _send_batch(self, batch: Sequence[KnownPin]) -> None:
+        if len(batch) == 1:  # perhaps of a prompt so long that its message takes several turns
+            self.peer.pin_added(batch[0].prompt)
+        elif batch:
+            self.peer.pins_added(batch)
+
+    async def send_held(self, keys: Sequence[ChunkKey]) -> None:
+        """Send what is held of these keys and what is not, a slice per turn of the loop."""
+        for part in slices(keys):
+            if self.ended:
+                return
+            are_held = [chunk is not None and chunk.held for chunk in self.tiers.table.get_all(part)]
+            self.peer.chunks_held(list(compress(part, are_held)), True)
+            self.peer.chunks_held(list(compress(part, map(operator.not_, are_held))), False)
+            await asyncio.sleep(0)
 
     async def send_inventory(self) -> None:
         """Send every key that the namespace holds, a batch per turn of the loop, and say when that is complete.

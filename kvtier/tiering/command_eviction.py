@@ -39,9 +39,9 @@ async def evict_chunks(
     if tier is EvictTier.HOST:
         # What is on its way to disk stays, or it would be dropped from there too; so does what is pinned and not there.
         chunks = [each for each in chunks if each.readable and not each.writing_back]
-        chunks = [each for each in chunks if each.location is not None or not each.num_pins]
+        chunks = [each for each in chunks if each.on_disk or not each.num_pins]
     elif tier is EvictTier.DISK:
-        chunks = [each for each in chunks if each.location is not None]
+        chunks = [each for each in chunks if each.on_disk]
     keys = [each.key for each in chunks]
     if tier is not EvictTier.DISK:  # before anything is awaited: the writer drops from disk what becomes durable then
         num_freed = sum(tiers.table.host.evict_when_unprotected(key) for key in keys)

@@ -7,9 +7,8 @@ from typing import Protocol
 
 from kvtier.concurrency.tasks import Tasks
 from kvtier.core.chunks.chunk_table import ChunkTable
-from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
+from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, KVLayout, group_idx_of, suffix_of
 from kvtier.core.limits import MAX_PREFETCHED_KEYS
-from kvtier.disk.base import StoredChunk
 from kvtier.disk.chunk_index import ChunkIndex
 from kvtier.disk.pack_usage import PackUsage
 from kvtier.host.arena_tier import ArenaTier
@@ -36,27 +35,23 @@ class RecomputeCost:
         # Assumed of engines that have not measured it: it only weighs namespaces against each other.
         self.prefill_tokens_per_s = 2000.0
         self._row_bytes = layout.row_bytes
-        self._tokens = {group.group_idx: group.chunk_tokens for group in layout.groups}
+        self._tokens = {suffix_of(group.group_idx): group.chunk_tokens for group in layout.groups}
         self._payload_bytes = {group_idx: layout.payload_bytes(group_idx) for group_idx in layout.group_indexes()}
 
     def host_worth(self, key: ChunkKey) -> float:
         """Return what a byte of its row saves; see `core.chunks.eviction.CostModel` for all of these."""
         return self._seconds(key) / self._row_bytes
 
-    def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
+    def disk_worth(self, key: ChunkKey, stored_bytes: int) -> float:
         """Return what a byte of it on disk saves."""
-        return self._seconds(key) / max(1, location.stored_bytes)
-
-    def stored_bytes(self, location: StoredChunk) -> int:
-        """See `core.chunks.eviction.CostModel`."""
-        return location.stored_bytes
+        return self._seconds(key) / (stored_bytes or 1)
 
     def payload_bytes(self, key: ChunkKey) -> int:
         """See `core.chunks.eviction.CostModel`."""
         return self._payload_bytes.get(group_idx_of(key), 0)
 
     def _seconds(self, key: ChunkKey) -> float:
-        return self._tokens.get(group_idx_of(key), 1) / self.prefill_tokens_per_s
+        return self._tokens.get(key[-GROUP_SUFFIX_BYTES:], 1) / self.prefill_tokens_per_s
 
 
 class AttachedEngine(Protocol):
@@ -111,9 +106,7 @@ class Namespace:
             evict=lambda num_slots: self.tiers.evict_rows(num_slots),
         )
         packs = PackUsage(resources.holes.set)
-        self.table: ChunkTable[StoredChunk] = ChunkTable(
-            self.host.slots, self.cost, resources.host_clock, resources.disk_clock, packs.moved
-        )
+        self.table = ChunkTable(self.host.slots, self.cost, resources.host_clock, resources.disk_clock, packs.moved)
         self.index = ChunkIndex(
             row.namespace_id,
             self.table,
@@ -192,7 +185,7 @@ class Namespace:
         """A chunk was found in a row that a previous daemon left."""
         chunk = self.table.get(key)
         self.write_back.add([key])
-        self.inventory.announce([key] if chunk is not None and chunk.location is None else [], held=True)
+        self.inventory.announce([key] if chunk is not None and not chunk.on_disk else [], held=True)
 
     async def close(self, *, keep_arena: bool = False) -> None:
         """End its tasks and unmap the arena; running disk calls are waited for.

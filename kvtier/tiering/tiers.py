@@ -48,7 +48,7 @@ class Tiers:
 
     namespace_id: str
     layout: KVLayout
-    table: ChunkTable[StoredChunk]
+    table: ChunkTable
     host: ArenaTier
     index: ChunkIndex
     inventory: Inventory

@@ -10,7 +10,7 @@ from kvtier.concurrency.tasks import Tasks
 from kvtier.concurrency.turns import slices
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey
-from kvtier.disk.base import ChunkPayload, PackRecord, StoredChunk
+from kvtier.disk.base import ChunkPayload, PackRecord
 from kvtier.disk.packs.pack_format import reserve_bytes
 from kvtier.errors import ChunkDamagedError, LedgerError, TierIOError
 from kvtier.obs import trace
@@ -66,7 +66,7 @@ class WriteBack:
         for key in keys:
             chunk = self._tiers.table.get(key)
             host = chunk.host if chunk is not None else None
-            if chunk is None or host is None or host.promoting or host.eviction_pending or chunk.location is not None:
+            if chunk is None or host is None or host.promoting or host.eviction_pending or chunk.on_disk:
                 continue
             if host.writing_back:
                 if chunk.num_pins:
@@ -158,7 +158,7 @@ class WriteBack:
                 async with asyncio.timeout_at(due_s):
                     await self._changed.wait()
 
-    async def _write(self, batch: Sequence[Chunk[StoredChunk]]) -> bool:
+    async def _write(self, batch: Sequence[Chunk]) -> bool:
         """Write a pack; False if that is to be tried again after a pause."""
         tiers, resources = self._tiers, self._resources
         assert all(chunk.writing_back for chunk in batch), "nothing takes a slot from a chunk that is written back"
@@ -224,7 +224,7 @@ class WriteBack:
         counters.pack_write_ms += round(1000 * seconds)
         resources.timings.pack_write.observe(seconds)
 
-    async def _finish(self, batch: Sequence[Chunk[StoredChunk]], record: PackRecord) -> None:
+    async def _finish(self, batch: Sequence[Chunk], record: PackRecord) -> None:
         """The pack and its rows are durable: its chunks may be evicted from host memory."""
         tiers = self._tiers
         unwanted: list[ChunkKey] = []
@@ -243,7 +243,7 @@ class WriteBack:
         self.add(self.queue.take_skipped())
         self._on_evictable()
 
-    def _refuse(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
+    def _refuse(self, batch: Sequence[Chunk]) -> None:
         """The disk has no space for these."""
         self._resources.counters.chunks_over_quota += len(batch)
         usage = self._resources.disk_usage
@@ -258,13 +258,13 @@ class WriteBack:
         self._tiers.table.host.protection_ended(chunk.key for chunk in batch)
         self._on_evictable()
 
-    def _put_back(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
+    def _put_back(self, batch: Sequence[Chunk]) -> None:
         """These were not written, except for those that were dropped: they are queued again, before the others."""
         again = [chunk for chunk in batch if chunk.writing_back]
         pinned = [chunk.key for chunk in again if chunk.num_pins]
         self.queue.put_back(pinned, [chunk.key for chunk in again if not chunk.num_pins])
 
-    def _drop_damaged(self, batch: Sequence[Chunk[StoredChunk]]) -> None:
+    def _drop_damaged(self, batch: Sequence[Chunk]) -> None:
         """The arena's bytes do not match their checksums: drop them; they are stored when they are computed again."""
         self._resources.counters.host_chunks_damaged += len(batch)
         self._end(batch)
@@ -272,7 +272,7 @@ class WriteBack:
             self._tiers.table.host.evict_when_unprotected(chunk.key)
         self._tiers.inventory.announce([chunk.key for chunk in batch], held=False)
 
-    def _end(self, batch: Iterable[Chunk[StoredChunk]]) -> None:
+    def _end(self, batch: Iterable[Chunk]) -> None:
         """These are not written back any longer."""
         for chunk in batch:
             if chunk.host is not None:

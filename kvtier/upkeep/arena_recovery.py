@@ -146,8 +146,7 @@ class ArenaRecovery:
         found: list[tuple[tuple[bool, float, int], Namespace, OrphanRow]] = []
         for namespace_id, entries in self._entries.items():
             namespace = self._namespaces[namespace_id]
-            known = [chunk.key for chunk in namespace.table if chunk.location is not None or chunk.num_pins]
-            by_tag = await self._in_thread(index_by_tag, known)
+            by_tag = await self._in_thread(index_by_tag, namespace.table.keys())
             rows, rejected = read_orphan_rows(entries, by_tag, namespace.layout)
             self._reject(namespace, rejected)
             rank = await rank_pinned(self._prompts, namespace_id)

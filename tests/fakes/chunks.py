@@ -66,19 +66,20 @@ class EqualCosts:
         """See `CostModel`."""
         return 1.0
 
-    def disk_worth(self, key: ChunkKey, location: object) -> float:
+    def disk_worth(self, key: ChunkKey, stored_bytes: int) -> float:
         """See `CostModel`."""
         return 1.0
-
-    def stored_bytes(self, location: object) -> int:
-        """See `CostModel`."""
-        return 1
 
     def payload_bytes(self, key: ChunkKey) -> int:
         """See `CostModel`."""
         return 2
 
 
-def table_over(slots: SlotTable) -> ChunkTable[str]:
-    """Return an empty chunk table whose chunks cost the same, and whose places are any text."""
+def table_over(slots: SlotTable) -> ChunkTable:
+    """Return an empty chunk table whose chunks cost the same."""
     return ChunkTable(slots, EqualCosts(), EvictionClock(), EvictionClock(), lambda old, new: None)
+
+
+def place_of(key: ChunkKey, pack_id: str = "pack", offset: int = 0) -> StoredChunk:
+    """Return a place of one stored byte."""
+    return StoredChunk(key=key, pack_id=pack_id, offset=offset, stored_bytes=1, raw_bytes=2, codec="raw", checksum=0)

@@ -227,10 +227,19 @@ class DaemonModel:
 
     def _receive_bind_pin(self, bind: pb.BindPin) -> None:
         if bind.pin_id in self.pins:
-            self.bound[bind.pin_id] = tuple(bind.keys)
-            for held in (True, False):
-                keys = [key for key in bind.keys if self.holds(key) is held]
-                self._send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held)))
+            self._bind(bind.pin_id, bind.keys)
+
+    def _receive_confirm_pins(self, confirm: pb.ConfirmPins) -> None:
+        for pin_id in confirm.pin_ids:
+            if pin_id in self.pins:
+                assert self.pins[pin_id].keys, "the engine confirms keys that it was not sent"
+                self._bind(pin_id, self.pins[pin_id].keys)
+
+    def _bind(self, pin_id: str, keys: Sequence[Key]) -> None:
+        self.bound[pin_id] = tuple(keys)
+        for held in (True, False):
+            some = [key for key in keys if self.holds(key) is held]
+            self._send(pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=some, held=held)))
 
     # What it does of itself
 

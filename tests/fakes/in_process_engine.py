@@ -11,10 +11,9 @@ from kvtier.core.arena_format import key_tag_of
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 from kvtier.core.slots import SlotRef
-from kvtier.core.stored import StoredChunk
 from kvtier.ledger import PromptRow
 from kvtier.service.cache import Cache
-from kvtier.sessions.engine_peer import EngineHello, PinResult, PromotionForecast
+from kvtier.sessions.engine_peer import EngineHello, KnownPin, PinResult, PromotionForecast
 from kvtier.sessions.session import Session
 from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.session.pin_binder import BoundPin
@@ -154,7 +153,7 @@ class InProcessEngine:
     def acquire_answered(
         self,
         acquire_id: int,
-        leased: Mapping[int, Chunk[StoredChunk]],
+        leased: Mapping[int, Chunk],
         forecast: PromotionForecast,
         *,
         more: bool = False,
@@ -215,6 +214,11 @@ class InProcessEngine:
     def pin_added(self, prompt: PromptRow) -> None:
         """See EnginePeer."""
         self.pinned[prompt.pin_id] = prompt.pinned
+
+    def pins_added(self, pins: Sequence[KnownPin]) -> None:
+        """See EnginePeer."""
+        for pin in pins:
+            self.pin_added(pin.prompt)
 
     def pin_removed(self, pin_id: str) -> None:
         """See EnginePeer."""

@@ -39,13 +39,9 @@ class StoredBytes:
         """See `core.chunks.eviction.CostModel`."""
         return 1.0
 
-    def disk_worth(self, key: ChunkKey, location: StoredChunk) -> float:
+    def disk_worth(self, key: ChunkKey, stored_bytes: int) -> float:
         """See `core.chunks.eviction.CostModel`."""
-        return 1 / location.stored_bytes
-
-    def stored_bytes(self, location: StoredChunk) -> int:
-        """See `core.chunks.eviction.CostModel`."""
-        return location.stored_bytes
+        return 1 / stored_bytes
 
     def payload_bytes(self, key: ChunkKey) -> int:
         """See `core.chunks.eviction.CostModel`."""
@@ -114,9 +110,7 @@ class IndexRig:
         self.num_holes = 0
         self.packs = PackUsage(self._count_hole)
         self.slots = SlotTable(NUM_SLOTS, 4096, HostBudget(NUM_SLOTS * 4096))
-        self.table: ChunkTable[StoredChunk] = ChunkTable(
-            self.slots, StoredBytes(), EvictionClock(), EvictionClock(), self.packs.moved
-        )
+        self.table = ChunkTable(self.slots, StoredBytes(), EvictionClock(), EvictionClock(), self.packs.moved)
         self.index = ChunkIndex(
             NS, self.table, self.packs, self.resources, announce=self.announce, write_again=self.rewritten.extend
         )
@@ -153,8 +147,7 @@ class IndexRig:
     async def load(self) -> None:
         """Take in what the ledger has."""
         on_disk = self.tier.list_packs()
-        for pack_id, record in sorted(self.ledger.load().packs.items(), key=lambda item: bool(item[1].chunks)):
-            await self.index.load(record, on_disk.get(pack_id, 0))
+        await self.index.load(self.ledger.load().stored, on_disk)
 
     # Chunks
 

@@ -13,7 +13,7 @@ from kvtier.core.slots import SlotRef, SlotState
 from kvtier.disk.base import ChunkPayload, DiskTier, StoredChunk, checksum_of
 from kvtier.ledger import Ledger, PromptRow
 from kvtier.service.cache import Cache
-from kvtier.sessions.engine_peer import EngineHello, PinResult, PromotionForecast
+from kvtier.sessions.engine_peer import EngineHello, KnownPin, PinResult, PromotionForecast
 from kvtier.sessions.session import Session
 from kvtier.tiering.namespace import Namespace
 from kvtier.tiering.resources import Resources
@@ -60,7 +60,7 @@ class ListPeer:
     def acquire_answered(
         self,
         acquire_id: int,
-        leased: Mapping[int, Chunk[StoredChunk]],
+        leased: Mapping[int, Chunk],
         forecast: PromotionForecast,
         *,
         more: bool = False,
@@ -92,6 +92,9 @@ class ListPeer:
         """See EnginePeer."""
 
     def pin_added(self, prompt: PromptRow) -> None:
+        """See EnginePeer."""
+
+    def pins_added(self, pins: Sequence[KnownPin]) -> None:
         """See EnginePeer."""
 
     def pin_removed(self, pin_id: str) -> None:
@@ -131,7 +134,7 @@ class Rig:
         self._num_sessions += 1
         return await self.cache.attach(hello_of(f"engine-{self._num_sessions}"), peer), peer
 
-    def chunk(self, number: int) -> Chunk[StoredChunk]:
+    def chunk(self, number: int) -> Chunk:
         """Return a chunk that is known."""
         chunk = self.table.get(chunk_key(number))
         assert chunk is not None

@@ -147,10 +147,10 @@ class ScriptedEngine:
         """Send one message."""
         await self._call.write(pb.EngineMessage(**kind))
 
-    async def receive(self, kind: str) -> pb.DaemonMessage:
+    async def receive(self, *kinds: str) -> pb.DaemonMessage:
         """Return the next message of a kind; credits and held changes on the way are taken in."""
         for message in self._unread:
-            if message.WhichOneof("kind") == kind:
+            if message.WhichOneof("kind") in kinds:
                 self._unread.remove(message)
                 return message
         while True:
@@ -159,9 +159,14 @@ class ScriptedEngine:
                 code, details = await self._call.code(), await self._call.details()
                 raise EOFError(f"{code}: {details}")
             self._take_in(message)
-            if message.WhichOneof("kind") == kind:
+            if message.WhichOneof("kind") in kinds:
                 return message
             self._unread.append(message)
+
+    async def receive_pins(self) -> list[pb.Pin]:
+        """The pins of the next message that has some."""
+        message = await self.receive("pin_added", "pins_added")
+        return [message.pin_added.pin] if message.HasField("pin_added") else list(message.pins_added.pins)
 
     async def cut(self) -> None:
         """Wait until the daemon has ended the stream.

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -185,7 +186,7 @@ def test_a_batch_over_damaged_packs_loses_what_is_damaged_only(tmp_path: Path) -
     ],
     ids=str,
 )
-def test_a_row_that_makes_no_sense_is_a_damaged_chunk(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_a_row_that_makes_no_sense_is_a_damaged_chunk(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """Rows come from a file too. Neither the process's memory nor another file may pay for a wrong one."""
     tier = PackTier(tmp_path)
     first, second, third = tier.write_pack("ns", [payload_of(i, data) for i, data in enumerate(DATA)]).chunks

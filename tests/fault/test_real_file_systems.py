@@ -171,9 +171,9 @@ class RootedEngine(ScriptedEngine):
         super().__init__(config)
         self.root = root
 
-    async def receive(self, kind: str) -> engine_pb2.DaemonMessage:
-        message = await super().receive(kind)
-        if kind == "welcome":
+    async def receive(self, *kinds: str) -> engine_pb2.DaemonMessage:
+        message = await super().receive(*kinds)
+        if message.HasField("welcome"):
             message.welcome.arena.path = f"{self.root}{message.welcome.arena.path}"
             message.welcome.lock_path = f"{self.root}{message.welcome.lock_path}"
         return message

@@ -8,7 +8,7 @@ from kvtier.core.chunks.acquire import AcquirePlanner
 from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
-from tests.fakes.chunks import table_over
+from tests.fakes.chunks import place_of, table_over
 from tests.fakes.scripted_engine import chunk_key
 
 NUM_SLOTS, ROW_BYTES, BUDGET_ROWS = 6, 4096, 5
@@ -35,7 +35,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
         self.pinned = set(KEYS)
         self.granted: list[SlotRef] = []
         self.generations: dict[int, int] = {}
-        self.leases: dict[int, list[Chunk[str]]] = {}
+        self.leases: dict[int, list[Chunk]] = {}
         self.next_id = 0
         self.durable: set[bytes] = set()
         self.left_bytes = 0  # of a previous daemon's rows; they may exceed the limit until they are reclaimed
@@ -83,7 +83,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
     def make_durable(self, key: bytes) -> None:
         chunk = self.table.get(key)
         if chunk is not None and chunk.readable:
-            self.table.place(key, "pack")
+            self.table.place(key, place_of(key))
             self.durable.add(key)
 
     @rule(key=any_key)
@@ -162,7 +162,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
     def end_write_back(self, key: bytes) -> None:
         chunk = self.table.get(key)
         if chunk is not None and chunk.host is not None and chunk.writing_back:
-            self.table.place(key, "pack")
+            self.table.place(key, place_of(key))
             self.durable.add(key)
             chunk.host.writing_back = False
             self.table.host.protection_ended([key])

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey
+from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey, suffix_of
+
+HASH_BYTES = 32
+"""Of the hash in a chunk key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class GroupShape:
     def key(self, block_hashes: Sequence[bytes], chunk_idx: int, adapter_digest: bytes | None) -> ChunkKey:
         """Return the key of a prompt's chunk."""
         block_hash = block_hashes[(chunk_idx + 1) * self.hashes_per_chunk - 1]
-        return chunk_key(block_hash + self.group_idx.to_bytes(GROUP_SUFFIX_BYTES, "big"), adapter_digest)
+        return chunk_key(block_hash + suffix_of(self.group_idx), adapter_digest)
 
     def num_chunks(self, block_hashes: Sequence[bytes]) -> int:
         """Return how many whole chunks these hashes cover."""
@@ -35,7 +38,7 @@ class GroupShape:
 
 def chunk_key(offload_key: bytes, adapter_digest: bytes | None) -> ChunkKey:
     """Return the chunk key of vLLM's offload key, under an adapter of this content or none."""
-    if adapter_digest is None and len(offload_key) == 32 + GROUP_SUFFIX_BYTES:
+    if adapter_digest is None and len(offload_key) == HASH_BYTES + GROUP_SUFFIX_BYTES:
         return offload_key
     block_hash, suffix = offload_key[:-GROUP_SUFFIX_BYTES], offload_key[-GROUP_SUFFIX_BYTES:]
     return hashlib.sha256(block_hash + (adapter_digest or b"")).digest() + suffix
@@ -70,7 +73,7 @@ def gpu_keys(groups: Sequence[GroupShape], block_hashes: Sequence[bytes], covere
     if not has_one_whole_prefix(groups):
         return ()
     num_hashes = covered_tokens // groups[0].chunk_tokens * groups[0].hashes_per_chunk
-    suffix = groups[0].group_idx.to_bytes(GROUP_SUFFIX_BYTES, "big")
+    suffix = suffix_of(groups[0].group_idx)
     return tuple(block_hash + suffix for block_hash in block_hashes[:num_hashes])
 
 

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class BackgroundThread:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception:  # a broken pin must not end the binding of others
+            except Exception:  # a broken task must not end the others
                 logger.exception("kvtier: background task failed")
 
 
@@ -174,8 +174,7 @@ class DaemonEvents:
         welcome = attachment.welcome
         for other in welcome.other_namespaces:
             logger.warning("%s", explain_difference(other.namespace_id, sorted(other.fields), other.num_prompts))
-        for pin in welcome.pins:
-            self._submit_bind(attachment, pin)
+        self._submit_bind(attachment, welcome.pins)
         self._awaited = {*welcome.pin_ids} - {pin.pin_id for pin in welcome.pins}
         self._report_bound(attachment)
 
@@ -183,12 +182,13 @@ class DaemonEvents:
         """Enqueue; pins by way of the background thread. Session thread."""
         match message.WhichOneof("kind"):
             case "pin_added":
-                self._submit_bind(attachment, message.pin_added.pin)
-                self._pin_arrived(attachment, message.pin_added.pin.pin_id)
+                self._pins_arrived(attachment, [message.pin_added.pin])
+            case "pins_added":
+                self._pins_arrived(attachment, message.pins_added.pins)
             case "pin_removed":
                 gone = PinGone(attachment, message.pin_removed.pin_id)
                 self._background.submit(lambda: self._enqueue(gone))
-                self._pin_arrived(attachment, gone.pin_id)
+                self._no_longer_await(attachment, [gone.pin_id])
             case _:
                 self._enqueue(Received(attachment, message))
 
@@ -196,20 +196,39 @@ class DaemonEvents:
         """Enqueue. Session thread."""
         self._enqueue(Detached(attachment))
 
-    def _pin_arrived(self, attachment: Attachment, pin_id: str) -> None:
-        """A pin that the Welcome named, or another one, has arrived or was removed."""
-        if pin_id in self._awaited:
-            self._awaited.discard(pin_id)
+    def _pins_arrived(self, attachment: Attachment, pins: Sequence[pb.Pin]) -> None:
+        self._submit_bind(attachment, pins)
+        self._no_longer_await(attachment, [pin.pin_id for pin in pins])
+
+    def _no_longer_await(self, attachment: Attachment, pin_ids: Sequence[str]) -> None:
+        """Pins that the Welcome named, or others, have arrived or were removed."""
+        if not self._awaited.isdisjoint(pin_ids):
+            self._awaited.difference_update(pin_ids)
             self._report_bound(attachment)
 
     def _report_bound(self, attachment: Attachment) -> None:
         if not self._awaited:
             self._background.submit(lambda: self._on_bound(attachment))
 
-    def _submit_bind(self, attachment: Attachment, pin: pb.Pin) -> None:
-        self._background.submit(lambda: self._bind(attachment, pin))
+    def _submit_bind(self, attachment: Attachment, pins: Sequence[pb.Pin]) -> None:
+        self._background.submit(lambda: self._bind(attachment, pins))
 
-    def _bind(self, attachment: Attachment, pin: pb.Pin) -> None:
+    def _bind(self, attachment: Attachment, pins: Sequence[pb.Pin]) -> None:
+        confirmed: list[str] = []
+        for pin in pins:
+            if (known := self._binder.known(pin)) is not None:
+                self._enqueue(PinBound(attachment, known))
+                confirmed.append(pin.pin_id)
+                continue
+            try:
+                self._compute(attachment, pin)
+            except Exception:  # a broken pin must not end the binding of others
+                logger.exception("kvtier: a pin was not bound")
+        if confirmed:
+            attachment.send(pb.EngineMessage(confirm_pins=pb.ConfirmPins(pin_ids=confirmed)))
+            logger.info("kvtier pins bound, by keys that the daemon knew: %d", len(confirmed))
+
+    def _compute(self, attachment: Attachment, pin: pb.Pin) -> None:
         binding = self._binder.bind(pin)
         if binding.bound is not None:
             self._enqueue(PinBound(attachment, binding.bound))

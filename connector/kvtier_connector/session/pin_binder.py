@@ -7,9 +7,16 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.core.layout import ChunkKey
+from kvtier.core.layout import ChunkKey, suffix_of
 from kvtier.core.limits import MAX_KEYS
-from kvtier_connector.engine.chunk_keys import GroupShape, gpu_keys, reachable_keys
+from kvtier_connector.engine.chunk_keys import (
+    HASH_BYTES,
+    GroupShape,
+    ReachableKeys,
+    gpu_keys,
+    has_one_whole_prefix,
+    reachable_keys,
+)
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
 from kvtier_connector.engine.public_prompts import PublicPrompt, pack_tokens
 
@@ -54,6 +61,22 @@ class PinBinder:
         self._groups, self._hasher, self._digests = groups, hasher, digests
         self._max_model_len, self._num_lookahead_tokens = max_model_len, num_lookahead_tokens
 
+    def known(self, pin: pb.Pin) -> BoundPin | None:
+        """Return a pin whose keys came with it, None unless they tell everything that `bind` would compute.
+
+        They do if each is a block's hash: hashing 10,000 prompts of 512 tokens, and sending their keys, takes seconds.
+        """
+        group, keys, num_tokens = self._groups[0], tuple(pin.keys), len(pin.tokens)
+        suffixes = {key[HASH_BYTES:] for key in keys}
+        if not keys or pin.lora_name or num_tokens >= self._max_model_len:
+            return None
+        if group.hashes_per_chunk > 1 or not has_one_whole_prefix(self._groups):
+            return None
+        if len(keys) != num_tokens // group.chunk_tokens or suffixes != {suffix_of(group.group_idx)}:
+            return None
+        block_hashes = [key[:HASH_BYTES] for key in keys] if pin.public else ()
+        return self._bound(pin, ReachableKeys(keys, len(keys) * group.chunk_tokens), keys, block_hashes)
+
     def bind(self, pin: pb.Pin) -> Binding:
         """Compute the pin's reachable keys, or the reason why it cannot be bound."""
         num_tokens = len(pin.tokens)
@@ -76,17 +99,23 @@ class PinBinder:
         if len(reachable.keys) > MAX_KEYS:
             remedy = f"a prompt has at most {MAX_KEYS}: raise blocks_per_chunk, or pin a shorter one"
             return _refuse(pin, f"the prompt has {len(reachable.keys)} chunks; {remedy}")
-        logger.info("kvtier pin bound name=%s tokens=%d covered=%d", pin.name, num_tokens, reachable.covered_tokens)
+        covered = reachable.covered_tokens
+        logger.info("kvtier pin bound name=%s tokens=%d covered=%d", pin.name, num_tokens, covered)
         return Binding(
-            message=pb.BindPin(pin_id=pin.pin_id, keys=reachable.keys, covered_tokens=reachable.covered_tokens),
-            bound=BoundPin(
-                pin_id=pin.pin_id,
-                keys=reachable.keys,
-                pinned=pin.pinned,
-                gpu_keys=gpu_keys(self._groups, block_hashes, reachable.covered_tokens),
-                priority=pin.priority,
-                public=self._public_prompt(pin, block_hashes, reachable.covered_tokens),
-            ),
+            message=pb.BindPin(pin_id=pin.pin_id, keys=reachable.keys, covered_tokens=covered),
+            bound=self._bound(pin, reachable, gpu_keys(self._groups, block_hashes, covered), block_hashes),
+        )
+
+    def _bound(
+        self, pin: pb.Pin, reachable: ReachableKeys, in_gpu: tuple[bytes, ...], block_hashes: Sequence[bytes]
+    ) -> BoundPin:
+        return BoundPin(
+            pin_id=pin.pin_id,
+            keys=reachable.keys,
+            pinned=pin.pinned,
+            gpu_keys=in_gpu,
+            priority=pin.priority,
+            public=self._public_prompt(pin, block_hashes, reachable.covered_tokens),
         )
 
     def _public_prompt(self, pin: pb.Pin, block_hashes: Sequence[bytes], covered_tokens: int) -> PublicPrompt | None:

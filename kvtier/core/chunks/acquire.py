@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
 
-from kvtier.core.chunks.chunk import Chunk, L
+from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey, KVLayout, group_idx_of
 
@@ -13,7 +12,7 @@ SLICE_CHUNKS = 512
 
 
 @dataclass
-class AcquirePlan(Generic[L]):
+class AcquirePlan:
     """The answer to an acquire.
 
     Attributes:
@@ -27,7 +26,7 @@ class AcquirePlan(Generic[L]):
         lost: Keys that eviction for this acquire took out of the last tier they were in.
     """
 
-    leased: dict[int, Chunk[L]] = field(default_factory=dict)
+    leased: dict[int, Chunk] = field(default_factory=dict)
     promoting: list[int] = field(default_factory=list)
     promotions: list[ChunkKey] = field(default_factory=list)
     num_missed: int = 0
@@ -37,7 +36,7 @@ class AcquirePlan(Generic[L]):
     lost: list[ChunkKey] = field(default_factory=list)
 
 
-class AcquirePlanner(Generic[L]):
+class AcquirePlanner:
     """Leases what is host-resident of `keys`, each of which comes once, and reserves slots for what is only on disk.
 
     A full-attention group is cut at its first chunk that is not held; other groups name every held chunk, because their
@@ -59,17 +58,17 @@ class AcquirePlanner(Generic[L]):
 
     def __init__(
         self,
-        table: ChunkTable[L],
+        table: ChunkTable,
         layout: KVLayout,
         keys: Sequence[ChunkKey],
         *,
         from_disk: bool = True,
         find_capacity: Callable[[int], None] = lambda num_slots: None,
     ) -> None:
-        self.plan: AcquirePlan[L] = AcquirePlan()
+        self.plan: AcquirePlan = AcquirePlan()
         self._table, self._layout, self._keys, self._from_disk = table, layout, keys, from_disk
         self._find_capacity = find_capacity
-        self._on_disk: list[tuple[int, Chunk[L]]] = []
+        self._on_disk: list[tuple[int, Chunk]] = []
         self._prefix_groups = {group.group_idx for group in layout.groups if not group.window_chunks}
         self._ended: set[int] = set()
 
@@ -105,14 +104,14 @@ class AcquirePlanner(Generic[L]):
         plan, keys, ended, from_disk = self.plan, self._keys, self._ended, self._from_disk
         for index, chunk in enumerate(self._table.get_all(keys[start:end]), start):
             host = chunk.host if chunk is not None else None
-            if not from_disk and chunk is not None and host is None and chunk.location is not None:
+            if not from_disk and chunk is not None and host is None and chunk.on_disk:
                 plan.num_disk_off += 1
             if ended and group_idx_of(keys[index]) in ended:
                 continue
             # `chunk.held`, spelled out: the properties were a third of an Acquire of thousands.
             if chunk is not None and (
                 (host is not None and not host.promoting and not host.eviction_pending)
-                or (chunk.location is not None and (from_disk or host is not None))
+                or ((from_disk or host is not None) and chunk.on_disk)
             ):
                 if host is None:
                     self._on_disk.append((index, chunk))
@@ -136,7 +135,7 @@ class AcquirePlanner(Generic[L]):
             plan.lost += evicted.lost
         for number, (index, chunk) in enumerate(part, start):
             if chunk.host is None:
-                if chunk.location is None:
+                if not chunk.on_disk:
                     continue  # it went while others had their turn
                 if table.host.begin_promotion(chunk.key) is None:
                     plan.num_without_slot = len(self._on_disk) - number
@@ -149,7 +148,7 @@ class AcquirePlanner(Generic[L]):
         return True
 
 
-def by_importance(layout: KVLayout, chunks: list[Chunk[L]]) -> list[Chunk[L]]:
+def by_importance(layout: KVLayout, chunks: list[Chunk]) -> list[Chunk]:
     """Order chunks of one prompt, in prefix order within each group, so that the first are to be kept the longest.
 
     Windows come first: they are few, and without them no chunk of the prefix serves a hit at their boundary.

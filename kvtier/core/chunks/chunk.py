@@ -1,13 +1,19 @@
-"""One chunk: where it is held, who pins it, and its copy in host memory."""
+"""Chunks: where each is held, who pins it, and its copy in host memory."""
 
+from array import array
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+
+import numpy as np
 
 from kvtier.core.chunks.eviction import Entry
 from kvtier.core.layout import ChunkKey
+from kvtier.core.place_columns import PlaceColumns
 from kvtier.core.slots import SlotRef
+from kvtier.core.stored import StoredChunk
 
-L = TypeVar("L")
+NOT_QUEUED = -(2**63)
+"""In a column of orders: none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,21 +41,79 @@ class HostCopy(Entry):
     checksum: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Chunk(Entry, Generic[L]):
+class Chunk:
     """One chunk that is held, wanted or pinned: its entry in the eviction queue of the disk.
 
-    Most chunks are only on disk, so what matters in host memory alone is kept on the copy there.
+    Most chunks are only on disk. What is known of a chunk there is in a row of `Chunks`, and this object is made when
+    someone asks for the chunk; what matters in host memory alone is kept on the copy there.
 
     Attributes:
-        location: Where it lies on disk.
+        key: The chunk's key.
+        row: Its row, as long as the chunk is known.
         num_pins: Pinned prompts that contain it.
         host: Its copy in host memory.
     """
 
-    location: L | None = None
-    num_pins: int = 0
-    host: HostCopy | None = None
+    __slots__ = ("_all", "host", "key", "num_pins", "row")
+
+    def __init__(self, key: ChunkKey, row: int, chunks: "Chunks") -> None:
+        self.key, self.row, self._all = key, row, chunks
+        self.num_pins = 0
+        self.host: HostCopy | None = None
+
+    def move_to(self, chunks: "Chunks", row: int) -> None:
+        """Its state is in this row from now on."""
+        self._all, self.row = chunks, row
+
+    @property
+    def location(self) -> StoredChunk | None:
+        """Where it lies on disk, put together at each call."""
+        return self._all.places.get(self.row, self.key)
+
+    @property
+    def on_disk(self) -> bool:
+        """It lies on disk; quicker than to ask where."""
+        return self._all.places.is_placed(self.row)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes on disk, 0 when it is not there."""
+        return self._all.places.stored_bytes(self.row)
+
+    # Its entry in the eviction queue of the disk, see `Entry`
+
+    @property
+    def value(self) -> float:
+        """See `Entry`."""
+        return self._all.values[self.row]
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._all.values[self.row] = value
+
+    @property
+    def order(self) -> int | None:
+        """See `Entry`."""
+        order = self._all.orders[self.row]
+        return None if order == NOT_QUEUED else order
+
+    @order.setter
+    def order(self, order: int | None) -> None:
+        self._all.orders[self.row] = NOT_QUEUED if order is None else order
+
+    @property
+    def frequency(self) -> int:
+        """See `Entry`."""
+        return self._all.frequencies[self.row]
+
+    @frequency.setter
+    def frequency(self, frequency: int) -> None:
+        self._all.frequencies[self.row] = frequency
+
+    @property
+    def queued(self) -> bool:
+        """It is in the queue."""
+        return self._all.orders[self.row] != NOT_QUEUED
 
     @property
     def slot(self) -> SlotRef | None:
@@ -86,7 +150,7 @@ class Chunk(Entry, Generic[L]):
         """It is in some tier."""
         # Spelled out instead of `readable`: lookups ask this of thousands of chunks.
         host = self.host
-        return self.location is not None or (host is not None and not host.promoting and not host.eviction_pending)
+        return self.on_disk or (host is not None and not host.promoting and not host.eviction_pending)
 
     @property
     def evictable(self) -> bool:
@@ -94,20 +158,102 @@ class Chunk(Entry, Generic[L]):
         host = self.host
         if host is None or host.promoting or host.num_leases or host.writing_back:
             return False
-        return self.location is not None or host.memory_only or host.eviction_pending or not self.num_pins
+        return self.on_disk or host.memory_only or host.eviction_pending or not self.num_pins
 
 
-class Chunks(dict[ChunkKey, Chunk[L]]):
-    """All chunks of one namespace by key; a chunk is in it while it is held, being promoted, or pinned."""
+class Chunks:
+    """All chunks of one namespace; a chunk is in it while it is held, being promoted, or pinned.
 
-    def ensure(self, key: ChunkKey) -> Chunk[L]:
-        """Return the chunk; a new one when nothing is known of it."""
-        chunk = self.get(key)
-        if chunk is None:
-            chunk = self[key] = Chunk(key)
+    Each has a row in columns, 45 bytes with its place on disk, and an object (`Chunk`) from when it is first asked for
+    until it is forgotten: there are never two of one chunk. An object with all of this took 200 bytes more.
+
+    Attributes:
+        places: Where each lies on disk.
+        values, orders, frequencies: Of the eviction queue of the disk, as in `Entry`; NOT_QUEUED for no order.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[ChunkKey, Chunk | int] = {}  # the row of those without an object
+        self._keys: list[ChunkKey] = []  # by row
+        self._free_rows: list[int] = []
+        self.places = PlaceColumns()
+        self.values, self.orders, self.frequencies = array("d"), array("q"), array("B")
+
+    def fill(self, keys: list[ChunkKey], places: PlaceColumns) -> None:
+        """Take over keys and their places, row by row. It is empty, and both are its own from now on."""
+        if self._by_key:
+            raise ValueError("only an empty table takes over places")
+        self._keys, self.places, self._free_rows = keys, places, []
+        self._by_key = dict(zip(keys, range(len(keys)), strict=True))
+        self.values, self.frequencies = array("d", bytes(8 * len(keys))), array("B", bytes(len(keys)))
+        self.orders = array("q", [NOT_QUEUED]) * len(keys)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def keys(self) -> list[ChunkKey]:
+        """Return the keys of all chunks."""
+        return list(self._by_key)
+
+    def get(self, key: ChunkKey) -> Chunk | None:
+        """Return the chunk, None when nothing is known of it."""
+        found = self._by_key.get(key)
+        return self._chunk_in(found) if isinstance(found, int) else found
+
+    def get_all(self, keys: Iterable[ChunkKey]) -> list[Chunk | None]:
+        """Return what `get` returns for each key."""
+        chunk_in = self._chunk_in
+        return [chunk_in(found) if type(found) is int else found for found in map(self._by_key.get, keys)]  # type: ignore[misc]
+
+    def __getitem__(self, key: ChunkKey) -> Chunk:
+        found = self._by_key[key]
+        return self._chunk_in(found) if isinstance(found, int) else found
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Go through all; makes their objects."""
+        return (self[key] for key in self.keys())
+
+    def in_row(self, row: int) -> Chunk:
+        """Return the chunk in a row that is in use."""
+        return self[self._keys[row]]
+
+    def located_in(self, pack_ids: Collection[str]) -> list[StoredChunk]:
+        """Return where the chunks lie that are read from these packs; makes none of their objects."""
+        rows = np.flatnonzero(self.places.is_in(pack_ids)).tolist()
+        found = (self.places.get(row, self._keys[row]) for row in rows)
+        return [stored for stored in found if stored is not None]
+
+    def _chunk_in(self, row: int) -> Chunk:
+        key = self._keys[row]
+        chunk = self._by_key[key] = Chunk(key, row, self)
         return chunk
 
-    def forget_if_idle(self, chunk: Chunk[L]) -> None:
+    def ensure(self, key: ChunkKey) -> Chunk:
+        """Return the chunk; a new one when nothing is known of it."""
+        return self.get(key) or self._add(key)
+
+    def _add(self, key: ChunkKey) -> Chunk:
+        if self._free_rows:
+            row = self._free_rows.pop()
+            self._keys[row] = key
+        else:
+            row = len(self._keys)
+            self._keys.append(key)
+            self.places.append()
+            self.values.append(0.0)
+            self.orders.append(NOT_QUEUED)
+            self.frequencies.append(0)
+        return self._chunk_in(row)
+
+    def forget_if_idle(self, chunk: Chunk) -> None:
         """Drop the chunk if it is in no tier and no prompt pins it."""
-        if not chunk.num_pins and chunk.host is None and chunk.location is None:
-            self.pop(chunk.key, None)
+        if not chunk.num_pins and chunk.host is None and not chunk.on_disk and self._by_key.get(chunk.key) is chunk:
+            del self._by_key[chunk.key]
+            self._free_rows.append(chunk.row)
+            self._keys[chunk.row] = b""
+            chunk.move_to(_FORGOTTEN, 0)  # who still has the object: another chunk may get the row
+
+
+_FORGOTTEN = Chunks()
+"""Has one row, of a chunk that is nowhere."""
+_FORGOTTEN.ensure(b"")

@@ -6,18 +6,19 @@ evicted from host memory, so eviction never loses a promise. And it is evicted o
 of several goes first is decided by `core.chunks.eviction`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
+from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy
 from kvtier.core.chunks.disk_chunks import DiskChunks
 from kvtier.core.chunks.eviction import CostModel, EvictionClock
 from kvtier.core.chunks.host_chunks import HostChunks
 from kvtier.core.layout import ChunkKey
+from kvtier.core.place_columns import PlaceColumns
 from kvtier.core.slots import SlotTable
+from kvtier.core.stored import StoredChunk
 
 
-class ChunkTable(Generic[L]):
+class ChunkTable:
     """All chunks of one namespace. Loop thread only; decides, does no I/O.
 
     Its halves `host` and `disk` know the two tiers.
@@ -32,36 +33,36 @@ class ChunkTable(Generic[L]):
     def __init__(
         self,
         slots: SlotTable,
-        cost_model: CostModel[L],
+        cost_model: CostModel,
         host_clock: EvictionClock,
         disk_clock: EvictionClock,
-        on_move: Callable[[L | None, L | None], None],
+        on_move: Callable[[StoredChunk | None, StoredChunk | None], None],
     ) -> None:
-        self._chunks: Chunks[L] = Chunks()
-        self.disk = DiskChunks(cost_model, disk_clock, self._chunks.values, on_move)
+        self._chunks = Chunks()
+        self.disk = DiskChunks(cost_model, disk_clock, self._chunks, on_move)
         self.host = HostChunks(slots, cost_model, host_clock, self._chunks, self.disk)
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def get(self, key: ChunkKey) -> Chunk[L] | None:
+    def get(self, key: ChunkKey) -> Chunk | None:
         """Return the chunk, None when nothing is known of it."""
         return self._chunks.get(key)
 
-    def get_all(self, keys: Iterable[ChunkKey]) -> Iterator[Chunk[L] | None]:
-        """Yield what `get` returns for each key; quicker than calling it for each."""
-        return map(self._chunks.get, keys)
+    def get_all(self, keys: Iterable[ChunkKey]) -> list[Chunk | None]:
+        """Return what `get` returns for each key; quicker than calling it for each."""
+        return self._chunks.get_all(keys)
 
-    def known(self, keys: Iterable[ChunkKey]) -> list[Chunk[L]]:
+    def known(self, keys: Iterable[ChunkKey]) -> list[Chunk]:
         """Return the chunks of those keys of which something is known, in their order."""
         return [chunk for chunk in self.get_all(keys) if chunk is not None]
 
-    def __iter__(self) -> Iterator[Chunk[L]]:
-        return iter(self._chunks.values())
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._chunks)
 
     def keys(self) -> list[ChunkKey]:
         """Return the keys of all chunks, as a list of their own."""
-        return list(self._chunks)
+        return self._chunks.keys()
 
     def holds(self, key: ChunkKey) -> bool:
         """Say whether the chunk is in some tier."""
@@ -83,7 +84,7 @@ class ChunkTable(Generic[L]):
                 self.host.pins_changed(chunk)
             self._chunks.forget_if_idle(chunk)
 
-    def use(self, chunks: Sequence[Chunk[L]], *, hit: bool = True) -> None:
+    def use(self, chunks: Sequence[Chunk], *, hit: bool = True) -> None:
         """Chunks of one prompt were used; the first of them are to outlive the last, without which they still serve.
 
         Args:
@@ -92,7 +93,7 @@ class ChunkTable(Generic[L]):
         """
         unpinned: list[HostCopy] = []
         pinned: list[HostCopy] = []
-        on_disk: list[Chunk[L]] = []
+        on_disk: list[Chunk] = []
         for chunk in reversed(chunks):
             host = chunk.host
             if host is not None and not host.promoting:
@@ -103,7 +104,16 @@ class ChunkTable(Generic[L]):
         self.host.pinned.use_all(pinned, num_uses=int(hit))
         self.disk.unpinned.use_all(on_disk, num_uses=int(hit))
 
-    def place(self, key: ChunkKey, location: L) -> None:
+    def fill(self, keys: list[ChunkKey], places: PlaceColumns) -> None:
+        """Take over what lies on disk, the oldest first; nothing is known of any chunk yet, and no move is reported."""
+        self._chunks.fill(keys, places)
+        self.disk.fill()
+
+    def located_in(self, pack_ids: Collection[str]) -> list[StoredChunk]:
+        """Return where the chunks lie that are read from these packs."""
+        return self._chunks.located_in(pack_ids)
+
+    def place(self, key: ChunkKey, location: StoredChunk) -> None:
         """The chunk lies on disk at `location` now."""
         chunk = self._chunks.ensure(key)
         self.disk.place(chunk, location)

@@ -1,14 +1,57 @@
 """Chunks of one namespace on disk: where each lies, what that adds up to, which unpinned one is dropped first."""
 
-from collections.abc import Callable, Iterable
-from typing import Generic
+from array import array
+from collections.abc import Callable
+from heapq import heapify
+from itertools import islice
 
-from kvtier.core.chunks.chunk import Chunk, HostCopy, L
+import numpy as np
+
+from kvtier.core.chunks.chunk import NOT_QUEUED, Chunk, Chunks, HostCopy
 from kvtier.core.chunks.eviction import CostModel, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
+from kvtier.core.stored import StoredChunk
+
+_MAX_FRONT = 4096
+"""Objects are made of chunks in the front; a walk over the columns of a million takes 10 ms."""
 
 
-class DiskChunks(Generic[L]):
+class DiskQueue(EvictionQueue[Chunk]):
+    """The eviction queue of the disk. It walks over columns, not over chunks."""
+
+    def __init__(self, clock: EvictionClock, worth: Callable[[Chunk], float], chunks: Chunks) -> None:
+        super().__init__(clock, worth, lambda: chunks)
+        self._chunks = chunks
+
+    def fill(self, worths: list[float]) -> None:
+        """Take in all chunks, used once each, in the order of their rows; none has been in the queue."""
+        chunks, num_chunks, now = self._chunks, len(worths), self._clock.value
+        chunks.values = array("d", [now + worth for worth in worths])
+        chunks.orders = array("q", islice(self._clock.order, num_chunks))
+        chunks.frequencies = array("B", [1]) * num_chunks
+        self._num_entries = num_chunks
+
+    def _advance(self) -> bool:
+        """See EvictionQueue."""
+        if self._num_entries == len(self._parked):
+            return False
+        values, orders = np.frombuffer(self._chunks.values), np.frombuffer(self._chunks.orders, np.int64)
+        is_waiting = orders != NOT_QUEUED
+        is_waiting[[chunk.row for chunk in self._parked]] = False
+        waiting = np.flatnonzero(is_waiting)
+        values, orders = values[waiting], orders[waiting]
+        step = 1 + len(waiting) // 1024
+        sample = sorted(zip(values[::step].tolist(), orders[::step].tolist(), strict=True))
+        self._limit = value, order = sample[min(len(sample) // 16, _MAX_FRONT // step)]
+        is_within = (values < value) | ((values == value) & (orders <= order))
+        ranks = zip(values[is_within].tolist(), orders[is_within].tolist(), strict=True)
+        rows = waiting[is_within].tolist()
+        self._front = [(*rank, self._chunks.in_row(row)) for rank, row in zip(ranks, rows, strict=True)]
+        heapify(self._front)
+        return True
+
+
+class DiskChunks:
     """What a chunk table knows of the disk. Loop thread only; decides, does no I/O.
 
     Args:
@@ -28,14 +71,14 @@ class DiskChunks(Generic[L]):
 
     def __init__(
         self,
-        cost_model: CostModel[L],
+        cost_model: CostModel,
         clock: EvictionClock,
-        chunks: Callable[[], Iterable[Chunk[L]]],
-        on_move: Callable[[L | None, L | None], None],
+        chunks: Chunks,
+        on_move: Callable[[StoredChunk | None, StoredChunk | None], None],
     ) -> None:
         self.num_chunks = self.num_bytes = self.pinned_bytes = self.promised_bytes = 0
         self._cost_model, self._chunks, self._on_move = cost_model, chunks, on_move
-        self.unpinned = EvictionQueue(clock, self._worth, chunks)
+        self.unpinned = DiskQueue(clock, self._worth, chunks)
 
     @property
     def num_unpinned(self) -> int:
@@ -47,55 +90,56 @@ class DiskChunks(Generic[L]):
         """Value of the unpinned chunk that would go first, None when there is none."""
         return self.unpinned.lowest()
 
-    def place(self, chunk: Chunk[L], location: L | None) -> None:
+    def fill(self) -> None:
+        """Take in what lies on disk, all of it unpinned; nothing was there before."""
+        chunks, worth = self._chunks, self._cost_model.disk_worth
+        stored_bytes = chunks.places.all_stored_bytes.tolist()
+        self.num_chunks, self.num_bytes = len(chunks), sum(stored_bytes)
+        self.unpinned.fill([worth(key, num_bytes) for key, num_bytes in zip(chunks.keys(), stored_bytes, strict=True)])
+
+    def place(self, chunk: Chunk, location: StoredChunk | None) -> None:
         """The chunk lies at `location` now; None is nowhere."""
         old = chunk.location
         self._account(chunk, -1)
-        chunk.location = location
+        self._chunks.places.put(chunk.row, location)
         self._account(chunk, 1)
         self._on_move(old, location)
         self._enqueue(chunk)
 
-    def _account(self, chunk: Chunk[L], sign: int) -> None:
+    def _account(self, chunk: Chunk, sign: int) -> None:
         if chunk.num_pins:
             self.promised_bytes += sign * chunk.num_pins * self.needed_bytes(chunk)
-        if chunk.location is not None:
-            stored_bytes = self._cost_model.stored_bytes(chunk.location)
+        if chunk.on_disk:
+            stored_bytes = chunk.stored_bytes
             self.num_chunks += sign
             self.num_bytes += sign * stored_bytes
             if chunk.num_pins:
                 self.pinned_bytes += sign * stored_bytes
 
-    def _enqueue(self, chunk: Chunk[L]) -> None:
-        if chunk.location is None or chunk.num_pins:
+    def _enqueue(self, chunk: Chunk) -> None:
+        if chunk.num_pins or not chunk.on_disk:
             self.unpinned.remove(chunk)
         elif not chunk.queued:  # one that only moved to another pack was not used by that
             self.unpinned.add(chunk, max(1, chunk.host.frequency) if chunk.host is not None else 1)
 
-    def needed_bytes(self, chunk: Chunk[L]) -> int:
+    def needed_bytes(self, chunk: Chunk) -> int:
         """Return what the chunk takes on disk, or may take when it comes there."""
-        if chunk.location is None:
-            return self._cost_model.payload_bytes(chunk.key)
-        return self._cost_model.stored_bytes(chunk.location)
+        return chunk.stored_bytes if chunk.on_disk else self._cost_model.payload_bytes(chunk.key)
 
-    def count_pin(self, chunk: Chunk[L], sign: int) -> bool:
+    def count_pin(self, chunk: Chunk, sign: int) -> bool:
         """One pin more, or one less; say whether it is the first, or was the last."""
         chunk.num_pins += sign
         self.promised_bytes += sign * self.needed_bytes(chunk)
         if chunk.num_pins != (sign > 0):
             return False
-        self.pinned_bytes += sign * self._stored_bytes(chunk)
+        self.pinned_bytes += sign * chunk.stored_bytes
         self._enqueue(chunk)
         return True
 
-    def _worth(self, chunk: Chunk[L]) -> float:
-        assert chunk.location is not None
-        return self._cost_model.disk_worth(chunk.key, chunk.location)
+    def _worth(self, chunk: Chunk) -> float:
+        return self._cost_model.disk_worth(chunk.key, chunk.stored_bytes)
 
-    def _stored_bytes(self, chunk: Chunk[L]) -> int:
-        return 0 if chunk.location is None else self._cost_model.stored_bytes(chunk.location)
-
-    def left_host(self, chunk: Chunk[L], copy: HostCopy) -> None:
+    def left_host(self, chunk: Chunk, copy: HostCopy) -> None:
         """The chunk's copy in host memory is gone."""
         if not copy.promoting:  # here it has been waiting, unused: its uses were counted there
             self.unpinned.refresh(chunk, copy.frequency)
@@ -111,7 +155,7 @@ class DiskChunks(Generic[L]):
         for may_go in (lambda chunk: chunk.host is None, lambda chunk: True):
             while num_bytes > 0 and (taken := self.unpinned.take(may_go, 1)):
                 keys.append(taken[0].key)
-                num_bytes -= self._stored_bytes(taken[0])
+                num_bytes -= taken[0].stored_bytes
         return keys
 
     def check(self) -> None:
@@ -119,9 +163,9 @@ class DiskChunks(Generic[L]):
         self.unpinned.check()
         counted = (self.num_chunks, self.num_bytes, self.pinned_bytes, self.promised_bytes)
         self.num_chunks = self.num_bytes = self.pinned_bytes = self.promised_bytes = 0
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             self._account(chunk, 1)
-            if chunk.queued is not (chunk.location is not None and not chunk.num_pins):
+            if chunk.queued is not (chunk.on_disk and not chunk.num_pins):
                 raise AssertionError("unpinned chunks on disk and their eviction queue disagree")
         if counted != (self.num_chunks, self.num_bytes, self.pinned_bytes, self.promised_bytes):
             raise AssertionError(f"disk counters {counted} are not what the chunks add up to")

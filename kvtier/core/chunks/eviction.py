@@ -28,24 +28,19 @@ from typing import Generic, Protocol, TypeVar
 
 from kvtier.core.layout import ChunkKey
 
-L_contra = TypeVar("L_contra", contravariant=True)
-
 MAX_FREQUENCY = 16
 _MIN_FRONT = 64
 _NO_LIMIT_YET = (-math.inf, 0)
 
 
-class CostModel(Protocol[L_contra]):
+class CostModel(Protocol):
     """Says what chunks of a namespace cost to compute and to hold. Called on the loop thread; quick."""
 
     def host_worth(self, key: ChunkKey) -> float:
         """Return seconds of computing saved per byte of host memory."""
 
-    def disk_worth(self, key: ChunkKey, location: L_contra) -> float:
+    def disk_worth(self, key: ChunkKey, stored_bytes: int) -> float:
         """Return seconds of computing saved per byte on disk."""
-
-    def stored_bytes(self, location: L_contra) -> int:
-        """Return the bytes that it takes on disk."""
 
     def payload_bytes(self, key: ChunkKey) -> int:
         """Return the bytes that it takes on disk at most."""
@@ -81,7 +76,18 @@ class Entry:
         return self.order is not None
 
 
-E = TypeVar("E", bound=Entry)
+class QueueEntry(Protocol):
+    """An `Entry`, or what has its attributes."""
+
+    @property
+    def key(self) -> ChunkKey: ...
+
+    value: float
+    order: int | None
+    frequency: int
+
+
+E = TypeVar("E", bound=QueueEntry)
 
 
 class EvictionQueue(Generic[E]):

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic
 
-from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
+from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy
 from kvtier.core.chunks.disk_chunks import DiskChunks
 from kvtier.core.chunks.eviction import CostModel, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
@@ -22,7 +21,7 @@ class Eviction:
     lost: list[ChunkKey] = field(default_factory=list)
 
 
-class HostChunks(Generic[L]):
+class HostChunks:
     """What a chunk table knows of host memory. Loop thread only; decides, does no I/O.
 
     Args:
@@ -38,10 +37,10 @@ class HostChunks(Generic[L]):
     """
 
     def __init__(
-        self, slots: SlotTable, cost_model: CostModel[L], clock: EvictionClock, chunks: Chunks[L], disk: DiskChunks[L]
+        self, slots: SlotTable, cost_model: CostModel, clock: EvictionClock, chunks: Chunks, disk: DiskChunks
     ) -> None:
         self.slots, self._cost_model, self._all, self._disk = slots, cost_model, chunks, disk
-        self.chunks: set[Chunk[L]] = set()
+        self.chunks: set[Chunk] = set()
         self.unpinned = EvictionQueue(clock, _WORTH, lambda: self._copies(pinned=False))
         self.pinned = EvictionQueue(clock, _WORTH, lambda: self._copies(pinned=True))
 
@@ -53,18 +52,18 @@ class HostChunks(Generic[L]):
     def _copies(self, *, pinned: bool) -> Iterator[HostCopy]:
         return (chunk.host for chunk in self.chunks if chunk.host is not None and (chunk.num_pins > 0) is pinned)
 
-    def _queue_of(self, chunk: Chunk[L]) -> EvictionQueue[HostCopy]:
+    def _queue_of(self, chunk: Chunk) -> EvictionQueue[HostCopy]:
         return self.pinned if chunk.num_pins else self.unpinned
 
     # Leases
 
-    def lease(self, chunk: Chunk[L]) -> None:
+    def lease(self, chunk: Chunk) -> None:
         """Keep the chunk's slot until `unlease`; the chunk has a slot."""
         if chunk.host is None:
             raise ValueError(f"chunk {chunk.key.hex()} has no slot to lease")
         chunk.host.num_leases += 1
 
-    def unlease(self, chunk: Chunk[L]) -> None:
+    def unlease(self, chunk: Chunk) -> None:
         """End one lease."""
         host = chunk.host
         if host is None or host.num_leases <= 0:
@@ -82,7 +81,7 @@ class HostChunks(Generic[L]):
             elif chunk is not None:
                 self._all.forget_if_idle(chunk)
 
-    def _protection_ended(self, chunk: Chunk[L], host: HostCopy) -> None:
+    def _protection_ended(self, chunk: Chunk, host: HostCopy) -> None:
         if host.eviction_pending:
             self.evict(chunk.key)
         (self.pinned if chunk.num_pins else self.unpinned).unpark(host)  # `_queue_of`, spelled out: once per lease
@@ -117,7 +116,7 @@ class HostChunks(Generic[L]):
         The slot may lack its pages: the promoter has them made before it reads.
         """
         chunk = self._all[key]
-        if chunk.host is not None or chunk.location is None:
+        if chunk.host is not None or not chunk.on_disk:
             raise ValueError(f"chunk {key.hex()} is not only on disk")
         ref = self.slots.reserve()
         if ref is not None:
@@ -137,36 +136,36 @@ class HostChunks(Generic[L]):
         self._leave(chunk, host)
         return host.num_leases
 
-    def _promoting(self, key: ChunkKey) -> tuple[Chunk[L], HostCopy]:
+    def _promoting(self, key: ChunkKey) -> tuple[Chunk, HostCopy]:
         chunk = self._all[key]
         if chunk.host is None or not chunk.host.promoting:
             raise ValueError(f"chunk {key.hex()} is not being promoted")
         return chunk, chunk.host
 
-    def _take_slot(self, chunk: Chunk[L], ref: SlotRef) -> HostCopy:
+    def _take_slot(self, chunk: Chunk, ref: SlotRef) -> HostCopy:
         host = chunk.host = HostCopy(chunk.key, slot=ref, promoting=True)
         self.chunks.add(chunk)
         return host
 
-    def _became_readable(self, chunk: Chunk[L], host: HostCopy, checksum: int, *, unused: bool = False) -> None:
+    def _became_readable(self, chunk: Chunk, host: HostCopy, checksum: int, *, unused: bool = False) -> None:
         host.promoting, host.checksum = False, checksum
         self.slots.commit(host.slot, chunk.key, checksum)
         self._enqueue(chunk, host, max(1, self._disk.unpinned.frequency(chunk)), unused=unused)
 
-    def _enqueue(self, chunk: Chunk[L], host: HostCopy, frequency: int, *, unused: bool = False) -> None:
+    def _enqueue(self, chunk: Chunk, host: HostCopy, frequency: int, *, unused: bool = False) -> None:
         host.worth = self._cost_model.host_worth(host.key)
         self._queue_of(chunk).add(host, frequency, unused=unused)
 
     # Eviction
 
-    def pins_changed(self, chunk: Chunk[L]) -> None:
+    def pins_changed(self, chunk: Chunk) -> None:
         """The chunk's first pin came, or its last pin went."""
         host = chunk.host
         if host is not None and not host.promoting:
             (self.unpinned if chunk.num_pins else self.pinned).remove(host)
             self._enqueue(chunk, host, host.frequency)
 
-    def became_durable(self, chunk: Chunk[L]) -> None:
+    def became_durable(self, chunk: Chunk) -> None:
         """A pinned chunk came to the disk: its copy here may be evicted."""
         if chunk.num_pins and chunk.host is not None:
             self.pinned.unpark(chunk.host)
@@ -202,14 +201,14 @@ class HostChunks(Generic[L]):
         for host in taken:
             chunk = self._all[host.key]
             self._leave(chunk, host)
-            if chunk.location is None:
+            if not chunk.on_disk:
                 eviction.lost.append(host.key)
         return eviction
 
     def _is_evictable(self, host: HostCopy) -> bool:
         return self._all[host.key].evictable
 
-    def _leave(self, chunk: Chunk[L], host: HostCopy) -> None:
+    def _leave(self, chunk: Chunk, host: HostCopy) -> None:
         self.slots.release(host.slot)
         chunk.host = None
         self.chunks.discard(chunk)
@@ -222,7 +221,7 @@ class HostChunks(Generic[L]):
         self.unpinned.check()
         self.pinned.check()
         counts = self.slots.counts()
-        if self.chunks != {chunk for chunk in self._all.values() if chunk.host is not None}:
+        if self.chunks != {chunk for chunk in self._all if chunk.host is not None}:
             raise AssertionError("chunks in host memory are not those that have a slot")
         readable = {chunk.key for chunk in self.chunks if chunk.readable}
         queued = {chunk.key for chunk in self.chunks if chunk.host is not None and chunk.host.queued}

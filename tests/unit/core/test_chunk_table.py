@@ -1,7 +1,13 @@
 """Which chunks may leave host memory."""
 
+import random
+
+from kvtier.core.chunks.chunk_table import ChunkTable
+from kvtier.core.chunks.eviction import EvictionClock
+from kvtier.core.place_columns import PlaceColumns
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
-from tests.fakes.chunks import table_over
+from kvtier.core.stored import StoredChunk
+from tests.fakes.chunks import key_of, place_of, table_over
 
 KEY = b"k" * 36
 
@@ -16,8 +22,79 @@ def test_a_chunk_in_host_memory_only_that_no_prompt_pins_is_evictable() -> None:
     slots.mark_backed(ref)
     assert slots.seal(ref)
     assert table.host.commit_store(KEY, ref, checksum=1)
-    table.place(KEY, "pack")
+    table.place(KEY, place_of(KEY))
     table.unpin([KEY])
     table.unplace(KEY)
     assert table.host.evict_cheapest(1).lost == [KEY]
     assert slots.num_free == 1
+
+
+class BySize:
+    """The longer on disk, the less a chunk is worth."""
+
+    def host_worth(self, key: bytes) -> float:
+        return 1.0
+
+    def disk_worth(self, key: bytes, stored_bytes: int) -> float:
+        return 1 / stored_bytes
+
+    def payload_bytes(self, key: bytes) -> int:
+        return 1000
+
+
+def sized_table() -> ChunkTable:
+    slots = SlotTable(1, 4096, HostBudget(4096))
+    return ChunkTable(slots, BySize(), EvictionClock(), EvictionClock(), lambda old, new: None)
+
+
+def test_a_table_that_takes_over_columns_is_like_one_that_was_given_each_chunk() -> None:
+    """The same chunks are dropped first, also after many were used, pinned, dropped and placed again."""
+    places = [
+        StoredChunk(key_of(number), f"pack-{number // 100}", number % 100, 1 + number % 7, 9, "raw", number)
+        for number in range(6000)
+    ]
+    one_by_one, filled = sized_table(), sized_table()
+    columns = PlaceColumns()
+    for row, stored in enumerate(places):
+        one_by_one.place(stored.key, stored)
+        columns.append()
+        columns.put(row, stored)
+    filled.fill([stored.key for stored in places], columns)
+    chance = random.Random(1)
+    for _ in range(6):
+        used, pinned, dropped = ([key_of(number) for number in chance.sample(range(6000), 300)] for _ in range(3))
+        outcomes = []
+        for table in (one_by_one, filled):
+            table.use(table.known(used))
+            table.pin(pinned)
+            for key in dropped:
+                table.unplace(key)
+            table.check()
+            taken = table.disk.take_cheapest(800)
+            for key in taken:
+                table.unplace(key)
+            table.unpin(pinned)
+            for number in range(0, 6000, 50):
+                table.place(key_of(number), places[number])
+            table.check()
+            located = [stored for pack in range(60) for stored in table.located_in([f"pack-{pack}"])]
+            assert {stored.key: stored for stored in located} == {
+                chunk.key: chunk.location for chunk in table if chunk.location is not None
+            }
+            outcomes.append((taken, table.disk.num_bytes, len(located)))
+        assert outcomes[0] == outcomes[1]
+
+
+def test_a_chunk_that_was_forgotten_does_not_become_the_next_one() -> None:
+    """Who looked at a chunk may still have its object when it is dropped and another gets its row."""
+    table = sized_table()
+    table.place(key_of(1), place_of(key_of(1)))
+    forgotten = table.get(key_of(1))
+    assert forgotten is not None
+    table.unplace(key_of(1))
+    table.place(key_of(2), place_of(key_of(2)))
+    table.use([forgotten])
+    assert (forgotten.location, forgotten.on_disk, forgotten.queued) == (None, False, False)
+    table.place(key_of(1), place_of(key_of(1), offset=5))
+    assert [chunk.key for chunk in table] == [key_of(2), key_of(1)]
+    table.check()

@@ -12,7 +12,7 @@ from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import HostBudget, SlotState, SlotTable
-from tests.fakes.chunks import key_of, layout_of, table_over
+from tests.fakes.chunks import key_of, layout_of, place_of, table_over
 
 NUM_SLOTS = 20
 
@@ -49,11 +49,11 @@ def number_of(entry: Entry) -> int:
     return int.from_bytes(entry.key[:32], "big")
 
 
-def table_of(num_slots: int = NUM_SLOTS) -> ChunkTable[str]:
+def table_of(num_slots: int = NUM_SLOTS) -> ChunkTable:
     return table_over(SlotTable(num_slots, 4096, HostBudget(num_slots * 4096)))
 
 
-def store(table: ChunkTable[str], keys: list[ChunkKey]) -> list[ChunkKey]:
+def store(table: ChunkTable, keys: list[ChunkKey]) -> list[ChunkKey]:
     """Commit chunks as a session does, the last first; return what was lost for them."""
     lost: list[ChunkKey] = []
     for key in reversed(keys):
@@ -156,7 +156,7 @@ def test_pinned_chunks_leave_host_memory_last() -> None:
     pinned, ordinary = [key_of(1), key_of(2)], [key_of(3), key_of(4)]
     table.pin(pinned)
     store(table, pinned + ordinary)
-    table.place(pinned[0], "pack")
+    table.place(pinned[0], place_of(pinned[0]))
     for _ in range(20):
         table.use(table.known(ordinary))
     assert table.host.evict_cheapest(2, unpinned_only=True).lost == ordinary[::-1]
@@ -173,7 +173,7 @@ def test_what_is_in_host_memory_is_dropped_from_disk_last() -> None:
     keys = [key_of(n) for n in range(4)]
     store(table, keys)
     for key in keys:
-        table.place(key, "pack")
+        table.place(key, place_of(key))
     table.host.evict_when_unprotected(keys[3])
     table.host.evict_when_unprotected(keys[2])
     assert table.disk.take_cheapest(2) == [keys[3], keys[2]]
@@ -184,8 +184,8 @@ def test_uses_in_host_memory_count_on_disk_afterwards() -> None:
     table = table_of()
     hot, cold = key_of(1), key_of(2)
     store(table, [hot, cold])
-    table.place(hot, "pack")
-    table.place(cold, "pack")
+    table.place(hot, place_of(hot))
+    table.place(cold, place_of(cold))
     table.use(table.known([hot]))
     table.use(table.known([hot]))
     table.host.evict_when_unprotected(hot)
@@ -196,8 +196,8 @@ def test_uses_in_host_memory_count_on_disk_afterwards() -> None:
 def test_a_promotion_that_fails_is_no_use_of_what_is_on_disk() -> None:
     table = table_of()
     old, young = key_of(1), key_of(2)
-    table.place(old, "pack")
-    table.place(young, "pack")
+    table.place(old, place_of(old))
+    table.place(young, place_of(young))
     assert table.host.begin_promotion(old) is not None
     table.host.fail_promotion(old)
     assert table.disk.take_cheapest(1) == [old]

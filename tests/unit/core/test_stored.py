@@ -1,10 +1,12 @@
-"""StoredChunk: four numbers in one int come back as they went in."""
+"""StoredChunk and the columns that keep what it says: numbers come back as they went in, or are refused."""
 
+import numpy as np
 import pytest
 
+from kvtier.core.place_columns import PlaceColumns
 from kvtier.core.stored import StoredChunk
 
-LARGEST_LENGTH = 2**40 - 1
+LARGEST_LENGTH, LARGEST_OFFSET = 2**40 - 1, 2**63 - 1
 
 
 def stored(offset: int = 4096, stored_bytes: int = 100, raw_bytes: int = 200, checksum: int = 7) -> StoredChunk:
@@ -19,24 +21,39 @@ def stored(offset: int = 4096, stored_bytes: int = 100, raw_bytes: int = 200, ch
     )
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2**40, 2**63])
+@pytest.mark.parametrize("offset", [0, 1, 2**40, LARGEST_OFFSET])
 @pytest.mark.parametrize("stored_bytes", [0, LARGEST_LENGTH])
 @pytest.mark.parametrize("raw_bytes", [0, LARGEST_LENGTH])
 @pytest.mark.parametrize("checksum", [0, 2**64 - 1])
-def test_numbers_do_not_touch_each_other(offset: int, stored_bytes: int, raw_bytes: int, checksum: int) -> None:
-    chunk = stored(offset, stored_bytes, raw_bytes, checksum)
-    assert (chunk.offset, chunk.stored_bytes, chunk.raw_bytes, chunk.checksum) == (
-        offset,
-        stored_bytes,
-        raw_bytes,
-        checksum,
-    )
+def test_columns_give_back_what_was_put_in(offset: int, stored_bytes: int, raw_bytes: int, checksum: int) -> None:
+    places, chunk = PlaceColumns(), stored(offset, stored_bytes, raw_bytes, checksum)
+    for _ in range(3):
+        places.append()
+    places.put(1, chunk)
+    assert [places.get(row, chunk.key) for row in range(3)] == [None, chunk, None]
+    assert [places.stored_bytes(row) for row in range(3)] == [0, stored_bytes, 0]
+    assert places.select(np.array([1])).get(0, chunk.key) == chunk
+
+
+def test_the_number_of_a_pack_that_no_row_has_is_given_out_again() -> None:
+    places = PlaceColumns()
+    places.append()
+    places.append()
+    for number in range(100):
+        chunk = stored()._replace(pack_id=f"pack-{number}")
+        places.put(number % 2, chunk)
+        assert places.get(number % 2, chunk.key) == chunk
+    assert len(places.parts) <= 4
+    places.put(0, None)
+    places.put(1, None)
+    assert not any(places.parts)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"offset": -1},
+        {"offset": LARGEST_OFFSET + 1},
         {"stored_bytes": -1},
         {"stored_bytes": LARGEST_LENGTH + 1},
         {"raw_bytes": -1},

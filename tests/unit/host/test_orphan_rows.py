@@ -8,7 +8,7 @@ from kvtier.core.arena_format import SlotEntry, key_tag_of, mark_of
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
 from kvtier.upkeep.arena_recovery import OrphanRow, index_by_tag, read_orphan_rows
-from tests.fakes.chunks import key_of, layout_of, table_over
+from tests.fakes.chunks import key_of, layout_of, place_of, table_over
 
 LAYOUT = layout_of(useful_bytes=1000)
 KEYS = [key_of(number) for number in range(4)]
@@ -78,7 +78,7 @@ def test_the_length_is_that_of_the_keys_group() -> None:
     assert rejected == [1]
 
 
-def resumed() -> tuple[ChunkTable[str], SlotTable, HostBudget]:
+def resumed() -> tuple[ChunkTable, SlotTable, HostBudget]:
     budget = HostBudget(2 * 4096)
     slots = SlotTable(4, 4096, budget)
     slots.resume([7, 0, 5, 0, 0, 0], [0, 2, 3])
@@ -115,7 +115,7 @@ def test_a_table_in_use_resumes_nothing() -> None:
 def test_recovered_chunks_are_evicted_before_those_used_since_and_the_least_valuable_first() -> None:
     table, _, budget = resumed()
     for key in KEYS[:3]:
-        table.place(key, "pack")
+        table.place(key, place_of(key))
     assert table.host.commit_orphan(KEYS[0], SlotRef(0, 7), 1)
     assert table.host.commit_orphan(KEYS[1], SlotRef(2, 5), 1)
     assert not table.host.commit_orphan(KEYS[1], SlotRef(3, 0), 1), "the chunk has a slot"

@@ -47,6 +47,35 @@ def test_everything_comes_back_after_a_restart(tmp_path: Path) -> None:
     after.close()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "offset = -1",
+        "stored_bytes = -1",
+        f"stored_bytes = {2**40}",
+        "raw_bytes = -1",
+        f"raw_bytes = {2**40}",
+        "pack_id = 'none'",
+    ],
+)
+def test_a_chunk_row_that_makes_no_sense_is_a_chunk_that_is_not_held(ledger: Ledger, damage: str) -> None:
+    ledger.packs.commit_pack(pack_record("p1", [1, 2, 3]))
+    sql = ledger._database.connection
+    sql.execute("PRAGMA foreign_keys = OFF")
+    sql.execute(f"UPDATE chunks SET {damage} WHERE key = ?", (key_of(2),))
+    assert chunks_by_pack(ledger) == {"p1": [1, 3]}
+
+
+def test_the_chunks_of_each_namespace_are_told_apart(ledger: Ledger) -> None:
+    ledger.put_namespace(namespace_row("ns-2"))
+    ledger.packs.commit_pack(pack_record("p1", [1, 2]))
+    ledger.packs.commit_pack(pack_record("p2", [2, 3], "ns-2"))
+    ledger.packs.commit_pack(pack_record("p3", [4], "ns"))
+    stored = ledger.load().stored
+    assert stored.of_namespace("ns").records == {"p1": pack_record("p1", [1, 2]), "p3": pack_record("p3", [4])}
+    assert stored.of_namespace("ns-2").records == {"p2": pack_record("p2", [2, 3], "ns-2")}
+
+
 def test_put_namespace_updates_and_keeps_what_hangs_on_it(ledger: Ledger) -> None:
     ledger.promises.put_binding(binding_row())
     ledger.packs.commit_pack(pack_record("p1", [1]))

@@ -1,6 +1,7 @@
 """An engine that does not read its messages, and one that receives a lot at once."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -8,6 +9,7 @@ import grpc
 import pytest
 
 import kvtier.concurrency.turns
+import kvtier.sessions.session
 from kvtier._pb import engine_pb2 as pb
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import RequestedPin
@@ -60,7 +62,7 @@ def test_pins_that_do_not_fit_into_the_first_message_come_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With some twenty million tokens pinned, the message was longer than gRPC takes: no engine attached any longer."""
-    monkeypatch.setattr(engine_servicer, "MAX_WELCOME_PIN_BYTES", 400)
+    monkeypatch.setattr(engine_servicer, "MAX_PIN_BATCH_BYTES", 400)
 
     async def scenario() -> None:
         config = config_in(tmp_path)
@@ -70,7 +72,7 @@ def test_pins_that_do_not_fit_into_the_first_message_come_after_it(
             async with ScriptedEngine(config) as engine:
                 names = [each.name for each in engine.welcome.pins]
                 assert names == ["a"]
-                names += [(await engine.receive("pin_added")).pin_added.pin.name for _ in range(2)]
+                names += [each.name for each in await engine.receive_pins()]
                 assert names == ["a", "b", "c"]
                 assert len(engine.welcome.pin_ids) == 3
 
@@ -90,13 +92,14 @@ def test_the_first_message_is_short_however_much_is_pinned(tmp_path: Path) -> No
                 assert engine.welcome.ByteSize() < 512 * 1024
                 received = {each.name for each in engine.welcome.pins}
                 while received != set(names):
-                    received.add((await engine.receive("pin_added")).pin_added.pin.name)
+                    received |= {each.name for each in await engine.receive_pins()}
 
     asyncio.run(scenario())
 
 
 def test_pins_are_sent_with_turns_of_the_loop_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtier.concurrency.turns, "_TURN_S", 0.0)
+    monkeypatch.setattr(kvtier.sessions.session, "MAX_PIN_BATCH_BYTES", 100)
 
     class PinPeer(ListPeer):
         names: ClassVar[list[str]] = []
@@ -106,21 +109,22 @@ def test_pins_are_sent_with_turns_of_the_loop_between_them(tmp_path: Path, monke
 
     async def scenario() -> None:
         async with rig(tmp_path) as r:
-            for name in "abcd":
+            for name in "abcde":
                 await r.cache.pins.pin(RequestedPin(name=name, tokens=(1, 2)))
             peer = PinPeer()
             session = await r.cache.attach(hello_of("e"), peer)
             prompts = r.cache.pins_for(session)
-            session.start_task("pins", session.send_pins(r.cache.prompts.by_pin_id, [p.pin_id for p in prompts]))
+            find_pin = partial(r.cache.known_pin, session.namespace_id)
+            session.start_task("pins", session.send_pins(find_pin, [p.pin_id for p in prompts]))
             seen = list[int]()
-            while len(peer.names) < 4 and len(seen) < 20:
+            while len(peer.names) < 5 and len(seen) < 20:
                 seen.append(len(peer.names))
                 await asyncio.sleep(0)
             assert {1, 2, 3} <= set(seen), "one at a time"
             peer.names.clear()
-            session.start_task("pins", session.send_pins(r.cache.prompts.by_pin_id, [p.pin_id for p in prompts]))
+            session.start_task("pins", session.send_pins(find_pin, [p.pin_id for p in prompts]))
             r.cache.prompts.forget(r.cache.prompts.get("b"))  # before its turn
             await r.namespace.tasks.join()
-            assert peer.names == ["a", "c", "d"]
+            assert peer.names == ["a", "c", "d", "e"]
 
     asyncio.run(scenario())

@@ -78,6 +78,40 @@ def test_chunks_survive_a_restart_and_are_promoted_from_disk(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+def test_an_engine_confirms_the_keys_by_which_another_has_bound_a_pin(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            assert list(engine.welcome.pins) == []
+            await make_durable(stub, engine, KEYS)
+            async with ScriptedEngine(config, fingerprint={"weights": "2"}, engine_id="other") as other:
+                assert not other.welcome.pins[0].keys, "of another namespace"
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            (known,) = engine.welcome.pins
+            assert list(known.keys) == KEYS
+            assert (await wait_durable(stub, "p")).num_confirmed == 0
+            await engine.send(confirm_pins=pb.ConfirmPins(pin_ids=["of no pin", known.pin_id]))
+            await engine.wait_held(KEYS)
+            assert (await wait_durable(stub, "p")).num_confirmed == 1
+            assert len(await engine.acquire(1, KEYS)) == len(KEYS)
+
+    asyncio.run(scenario())
+
+
+def test_keys_of_a_pin_with_an_adapter_are_computed_by_each_engine(tmp_path: Path) -> None:
+    """What lies at the adapter's path may be another adapter by now."""
+
+    async def scenario() -> None:
+        config = config_in(tmp_path)
+        async with running(config) as stub, ScriptedEngine(config) as engine:
+            request = cache_pb2.PinRequest(name="p", tokens=range(80), lora_name="sql", lora_path="/adapters/sql")
+            await engine.bind((await stub.Pin(request)).pin_id, KEYS)
+        async with running(config), ScriptedEngine(config) as engine:
+            assert not engine.welcome.pins[0].keys
+
+    asyncio.run(scenario())
+
+
 def test_full_attention_answer_ends_at_the_first_hole(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = config_in(tmp_path)

@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 import kvtier_connector.session.daemon_events
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.arena_format import ArenaGeometry
+from kvtier_connector.engine.chunk_keys import GroupShape
 from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
 from kvtier_connector.session.daemon_events import (
     Attached,
@@ -22,7 +23,7 @@ from kvtier_connector.session.daemon_events import (
     PinGone,
     Received,
 )
-from kvtier_connector.session.pin_binder import PinBinder
+from kvtier_connector.session.pin_binder import BoundPin, PinBinder
 from tests.fakes.fake_daemon import FakeDaemon
 from tests.fakes.waiting import wait_for
 from tests.unit.connector.session.test_pin_binder import FULL
@@ -173,3 +174,36 @@ def test_a_long_standstill_keeps_the_last_session_only(
     wait_for(lambda: any(isinstance(event, Attached) for event in link._events))
     assert sum(isinstance(event, Attached) for event in link._events) == 1
     assert len(link._events) < 10
+
+
+def test_pins_that_come_with_their_keys_are_confirmed_in_one_message(daemon: FakeDaemon) -> None:
+    background = BackgroundThread("kvtier-test")
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    hasher: Any = get_request_block_hasher(4, hash_fn)
+    group = GroupShape(group_idx=0, chunk_tokens=4, hashes_per_chunk=1, window_chunks=0)
+    binder = PinBinder((group,), lambda: hasher, AdapterDigests(background.submit), 1000)
+    daemon.pins.clear()
+    link = DaemonEvents(daemon.socket, lambda turn: pb.Hello(store_credits=2), binder, background)
+    link.start()
+    session = daemon.wait_sessions(1)
+    keys = [bytes([chunk]) * 32 + bytes(4) for chunk in range(5)]
+    pins = [pb.Pin(pin_id=name, name=name, tokens=range(20), pinned=True, keys=keys) for name in "qrs"]
+    pins[1].ClearField("keys")
+    daemon.pins |= {pin.pin_id: pin for pin in pins}
+    session.send(pb.DaemonMessage(pins_added=pb.PinsAdded(pins=pins)))
+    wait_for(lambda: {"bind_pin", "confirm_pins"} <= set(session.kinds()))
+    (confirm,) = [m.confirm_pins for m in session.received if m.WhichOneof("kind") == "confirm_pins"]
+    assert list(confirm.pin_ids) == ["q", "s"]
+    (bind,) = [m.bind_pin for m in session.received if m.WhichOneof("kind") == "bind_pin"]
+    assert bind.pin_id == "r"
+    bound: list[BoundPin] = []
+
+    def all_are_bound() -> bool:
+        bound.extend(event.pin for event in link.poll() if isinstance(event, PinBound))
+        return len(bound) == 3
+
+    wait_for(all_are_bound)
+    assert [pin.pin_id for pin in bound] == ["q", "r", "s"]
+    assert list(bound[0].keys) == keys == list(bound[0].gpu_keys)
+    link.close()

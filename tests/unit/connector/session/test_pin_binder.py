@@ -23,6 +23,7 @@ from tests.fakes.waiting import wait_for
 
 HASH_TOKENS = 4
 FULL = GroupShape(group_idx=0, chunk_tokens=8, hashes_per_chunk=2, window_chunks=0)
+BLOCKS = GroupShape(group_idx=0, chunk_tokens=4, hashes_per_chunk=1, window_chunks=0)
 WINDOW = GroupShape(group_idx=1, chunk_tokens=4, hashes_per_chunk=1, window_chunks=2)
 
 
@@ -205,3 +206,45 @@ def test_hashes_of_other_lengths_become_32_bytes() -> None:
     assert (len(key), key[-4:]) == (36, b"\0\0\0\1")
     plain = b"y" * 32 + b"\0\0\0\0"
     assert chunk_key(plain, None) is plain
+
+
+def binder_of(hasher: BlockHasher, *groups: GroupShape, max_model_len: int = 1000) -> PinBinder:
+    return PinBinder(groups, lambda: hasher, AdapterDigests(BackgroundThread("test").submit), max_model_len)
+
+
+def test_a_pin_that_comes_with_its_keys_is_bound_as_if_they_were_computed(hasher: BlockHasher) -> None:
+    binder = binder_of(hasher, BLOCKS)
+    fields: dict[str, Any]
+    for fields in ({}, {"public": True}, {"cache_salt": "tenant"}, {"public": True, "cache_salt": "tenant"}):
+        pin = pin_of(list(range(30)), priority=3, **fields)
+        assert binder.known(pin) is None
+        binding = binder.bind(pin)
+        pin.keys.extend(binding.message.keys)
+        assert binder.known(pin) == binding.bound
+
+
+def test_keys_that_cannot_be_all_of_the_prompt_are_computed(hasher: BlockHasher) -> None:
+    tokens = list(range(30))
+    binder = binder_of(hasher, BLOCKS)
+    keys = binder.bind(pin_of(tokens)).message.keys
+    assert binder.known(pin_of(tokens, keys=keys)) is not None
+    for wrong in (keys[:-1], [key + b"x" for key in keys], [key[:-1] + b"x" for key in keys]):
+        assert binder.known(pin_of(tokens, keys=wrong)) is None
+
+
+def test_keys_that_do_not_tell_all_hashes_are_computed(hasher: BlockHasher, adapter: Path) -> None:
+    tokens = list(range(30))
+    for groups in ((FULL,), (FULL, WINDOW)):
+        keys = binder_of(hasher, *groups).bind(pin_of(tokens)).message.keys
+        assert binder_of(hasher, *groups).known(pin_of(tokens, keys=keys)) is None
+    pin = pin_of(tokens, lora_name="sql", lora_path=str(adapter))
+    pin.keys.extend(binder_of(hasher, BLOCKS).bind(pin).message.keys)
+    assert binder_of(hasher, BLOCKS).known(pin) is None
+
+
+def test_a_prompt_that_is_too_long_for_this_engine_is_refused_though_another_has_bound_it(hasher: BlockHasher) -> None:
+    tokens = list(range(30))
+    pin = pin_of(tokens, keys=binder_of(hasher, BLOCKS).bind(pin_of(tokens)).message.keys)
+    short = binder_of(hasher, BLOCKS, max_model_len=20)
+    assert short.known(pin) is None
+    assert "max_model_len is 20" in short.bind(pin).message.error
