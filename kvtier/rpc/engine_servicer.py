@@ -109,22 +109,19 @@ class StreamPeer(EnginePeer):
         *,
         more: bool = False,
     ) -> None:
-        chunks: list[_Residency] = [
-            {
-                "index": index,
-                "state": _PROMOTING if host.promoting else _HOST,
-                "slot": {"slot": host.slot.slot, "generation": host.slot.generation},
-            }
-            for index, chunk in leased.items()
-            if (host := chunk.host) is not None
+        hosts = [(index, host) for index, chunk in leased.items() if (host := chunk.host) is not None]
+        promoting: list[_Residency] = [
+            {"index": index, "state": _PROMOTING, "slot": _slot(host.slot)} for index, host in hosts if host.promoting
         ]
-        message = _update_message(acquire_id, chunks, forecast)
+        resident = [(index, *host.slot) for index, host in hosts if not host.promoting]
+        message = _update_message(acquire_id, promoting, forecast, resident)
         if self._answer is not None:
             self._answer.MergeFrom(message)
             message = self._answer
         self._answer = message if more else None
         if not more:
-            self.send(message, _about_bytes(num_chunks=len(message.acquire_update.chunks)))
+            update = message.acquire_update
+            self.send(message, _about_bytes(num_chunks=len(update.chunks) + len(update.resident.indexes)))
 
     def promotion_advanced(
         self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int], forecast: PromotionForecast
@@ -330,9 +327,16 @@ def _how_it_ended(outcome: bool | BaseException) -> SessionEnd | None:
     return None
 
 
-def _update_message(acquire_id: int, chunks: Sequence[_Residency], forecast: PromotionForecast) -> pb.DaemonMessage:
+def _update_message(
+    acquire_id: int,
+    chunks: Sequence[_Residency],
+    forecast: PromotionForecast,
+    resident: Sequence[tuple[int, int, int]] = (),
+) -> pb.DaemonMessage:
+    indexes, slots, generations = zip(*resident, strict=True) if resident else ((), (), ())
     update = {
         "acquire_id": acquire_id,
+        "resident": {"indexes": indexes, "slots": slots, "generations": generations},
         "chunks": chunks,
         "pending_bytes": forecast.pending_bytes,
         "promote_bytes_per_s": forecast.bytes_per_s,

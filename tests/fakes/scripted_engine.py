@@ -98,6 +98,17 @@ def hello_message(layout: KVLayout | pb.KVLayout = ONE_GROUP, **fields: Any) -> 
     return pb.Hello(**usual | fields)
 
 
+def residencies(update: pb.AcquireUpdate) -> list[pb.ChunkResidency]:
+    """All chunks that an update names, also those that are resident, in one form."""
+    resident = update.resident
+    places = zip(resident.indexes, resident.slots, resident.generations, strict=True)
+    host = [
+        pb.ChunkResidency(index=index, state=pb.ChunkResidency.HOST, slot=pb.SlotRef(slot=slot, generation=generation))
+        for index, slot, generation in places
+    ]
+    return [*host, *update.chunks]
+
+
 def _layout_message(layout: KVLayout) -> pb.KVLayout:
     groups = [pb.KVGroup(**asdict(group)) for group in layout.groups]
     return pb.KVLayout(
@@ -233,7 +244,7 @@ class ScriptedEngine:
             update = (await self.receive("acquire_update")).acquire_update
             if update.acquire_id != acquire_id:
                 continue
-            chunks |= {chunk.index: chunk for chunk in update.chunks}
+            chunks |= {chunk.index: chunk for chunk in residencies(update)}
             if not any(chunk.state == pb.ChunkResidency.PROMOTING for chunk in chunks.values()):
                 return {i: chunk for i, chunk in chunks.items() if chunk.state == pb.ChunkResidency.HOST}
 

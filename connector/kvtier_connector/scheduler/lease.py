@@ -2,13 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
+from kvtier.core.slots import SlotRef
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
 
 HOST, _MISS, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
+
+
+class Resident(NamedTuple):
+    """A chunk that was in host memory when it was asked for: what its ChunkResidency would say."""
+
+    slot: SlotRef
+    state: "pb.ChunkResidency.State" = HOST
+    from_disk: bool = False
+
+
+Residency = pb.ChunkResidency | Resident
 
 
 @dataclass(kw_only=True)
@@ -29,7 +42,7 @@ class Lease:
     num_to_load: int = 0  # how many they were at first
     loading_since_s: float | None = None  # when the load began; None before
     # what the daemon reported about each chunk so far
-    residencies: dict[ChunkKey, pb.ChunkResidency] = field(default_factory=dict)
+    residencies: dict[ChunkKey, Residency] = field(default_factory=dict)
     _promoting: set[int] = field(default_factory=set)  # indexes of those that could be used
     _prefix_end: int | None = None  # index of the first MISS of the prefix, once answered
 
@@ -46,6 +59,9 @@ class Lease:
     def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
         """Record the daemon's update. It costs what the update names: a long promotion is a thousand updates."""
         missed: list[int] = []
+        resident, keys = update.resident, self.query.keys
+        slots = map(SlotRef, resident.slots, resident.generations)
+        self.residencies.update(zip(map(keys.__getitem__, resident.indexes), map(Resident, slots), strict=True))
         for chunk in update.chunks:
             self.residencies[self.query.keys[chunk.index]] = chunk
             if chunk.state == _PROMOTING:

@@ -18,7 +18,7 @@ from kvtier.obs import trace
 from kvtier_connector.metrics.declared import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.forecasts import LoadCost, PrefillRate, worth_waiting
-from kvtier_connector.scheduler.lease import HOST, Lease
+from kvtier_connector.scheduler.lease import HOST, Lease, Residency
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.request_state import Phase, RequestState
 from kvtier_connector.scheduler.touches import Touches
@@ -71,7 +71,7 @@ class Lookups:
             self._await_promotion(state, now_s)
         return state.phase is Phase.DECIDED
 
-    def hit(self, state: RequestState, key: ChunkKey) -> pb.ChunkResidency | None:
+    def hit(self, state: RequestState, key: ChunkKey) -> Residency | None:
         """Decide whether a chunk is a hit: return its place in the arena, or None for a miss.
 
         A hit is what the daemon reported as resident in host memory, under this request's lease, in the session that

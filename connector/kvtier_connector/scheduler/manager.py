@@ -28,6 +28,7 @@ from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.slots import SlotRef
 from kvtier.obs import trace
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
@@ -347,5 +348,5 @@ def _begin_instructions(state: RequestState, instructions: Instructions, digests
         instructions.begin(state.instructed, state.adapter_digest, now_s)
 
 
-def _arena_chunk(key: ChunkKey, slot: pb.SlotRef) -> ArenaChunk:
+def _arena_chunk(key: ChunkKey, slot: pb.SlotRef | SlotRef) -> ArenaChunk:
     return ArenaChunk(key_tag_of(key), slot.slot, slot.generation, group_idx_of(key))

@@ -105,6 +105,10 @@ class AcquirePlanner(Generic[L]):
         plan, keys, ended, from_disk = self.plan, self._keys, self._ended, self._from_disk
         for index, chunk in enumerate(self._table.get_all(keys[start:end]), start):
             host = chunk.host if chunk is not None else None
+            if host is not None and not ended and not host.promoting and not host.eviction_pending:
+                host.num_leases += 1  # `HostChunks.lease`, spelled out
+                plan.leased[index] = chunk
+                continue
             if not from_disk and chunk is not None and host is None and chunk.location is not None:
                 plan.num_disk_off += 1
             if ended and group_idx_of(keys[index]) in ended:

@@ -147,7 +147,7 @@ def test_an_acquire_makes_the_head_outlive_the_tail_and_windows_outlive_both() -
     planner = AcquirePlanner(table, layout, keys)
     assert not list(planner.steps())
     for chunk in planner.plan.leased.values():
-        table.host.unlease(chunk)
+        table.host.unlease([chunk])
     assert table.host.evict_cheapest(5).lost == [keys[2], keys[1], keys[0], keys[4], keys[3]]
 
 
