@@ -1,0 +1,267 @@
+"""Acquires of many engines at once: how many a second one daemon answers, at what CPU and after how long.
+
+usage: python -m benchmarks.acquires [--engines 1,2,4] [--open 1,8] [--chunks 94] [--seconds 3] [--rounds 3]
+
+Every engine is a process. It asks for the same chunks, all in host memory, waits for the answer, releases, and asks
+again, with `--open` acquires under way at any time. `session` engines use the client that the connector uses, and make
+each message. `raw` engines send bytes that they made before and hardly look at the answers, so that on few cores the
+daemon gets more of them. CPU is that of whole processes per acquire (with its answer and its release), and of the
+daemon's loop thread, which alone bounds the rate where cores are plenty.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import queue
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+
+from benchmarks.harness.daemon import Daemon
+from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT, config_for_engine
+from benchmarks.measuring.machine import machine_line, spread
+from benchmarks.measuring.process_usage import cpu_of, thread_cpu_s
+from benchmarks.measuring.tables import percentile, table
+from kvtier._pb import cache_pb2_grpc
+from kvtier._pb import engine_pb2 as pb
+from kvtier.client.address import channel_target
+from kvtier.client.engine_session import Attachment, EngineSession
+from kvtier.core.layout import ChunkKey
+from tests.fakes.operator import pin
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, hello_message
+
+TIMEOUT_S = 30.0
+HEADER = (
+    "engines",
+    "open each",
+    "acquires/s",
+    "daemon CPU, us",
+    "its loop, us",
+    "engine CPU, us",
+    "p50, ms",
+    "p99, ms",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one engine does: `session` or `raw`, so many acquires under way, for so long."""
+
+    kind: str
+    socket: Path
+    keys: Sequence[ChunkKey]
+    num_open: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What came of one round: latencies of all engines, CPU seconds of daemon, loop thread and engines."""
+
+    latency_s: Sequence[float]
+    wall_s: float
+    daemon_s: float
+    loop_s: float
+    engines_s: float
+
+
+class SessionEngine:
+    """An engine with the connector's client; listens to its session."""
+
+    def __init__(self, load: Load, engine_id: str) -> None:
+        self._load = load
+        self._events: queue.SimpleQueue[Attachment | pb.AcquireUpdate] = queue.SimpleQueue()
+        hello = hello_message(LAYOUT, fingerprint=FINGERPRINT, engine_id=engine_id)
+        self._session = EngineSession(load.socket, lambda turn: hello, self)
+        self._session.start()
+        attached = self._events.get(timeout=TIMEOUT_S)
+        assert isinstance(attached, Attachment)
+        self._attachment = attached
+        self._asked_s: dict[int, float] = {}
+
+    def on_attached(self, attachment: Attachment) -> None:
+        """See SessionListener."""
+        self._events.put(attachment)
+
+    def on_message(self, attachment: Attachment, message: pb.DaemonMessage) -> None:
+        """See SessionListener."""
+        if message.WhichOneof("kind") == "acquire_update":
+            self._events.put(message.acquire_update)
+
+    def on_detached(self, attachment: Attachment) -> None:
+        """See SessionListener."""
+
+    def run(self) -> list[float]:
+        """Acquire and release; return seconds from each acquire to its answer."""
+        latency_s, number, stop_s = list[float](), self._load.num_open, time.perf_counter() + self._load.seconds
+        for acquire_id in range(1, number + 1):
+            self._ask(acquire_id)
+        while time.perf_counter() < stop_s:
+            update = self._events.get(timeout=TIMEOUT_S)
+            assert isinstance(update, pb.AcquireUpdate)
+            assert len(update.resident.indexes) == len(self._load.keys)
+            latency_s.append(time.perf_counter() - self._asked_s.pop(update.acquire_id))
+            self._attachment.send(pb.EngineMessage(release=pb.Release(acquire_id=update.acquire_id, all=True)))
+            number += 1
+            self._ask(number)
+        return latency_s
+
+    def _ask(self, acquire_id: int) -> None:
+        self._asked_s[acquire_id] = time.perf_counter()
+        acquire = pb.Acquire(acquire_id=acquire_id, keys=self._load.keys)
+        self._attachment.send(pb.EngineMessage(acquire=acquire))
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()
+
+
+class RawEngine:
+    """An engine that sends ready bytes on a stream of its own."""
+
+    def __init__(self, load: Load, engine_id: str) -> None:
+        self._load, self._asked_s = load, dict[int, float]()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        hello = hello_message(LAYOUT, fingerprint=FINGERPRINT, engine_id=engine_id)
+        self._outgoing.put(pb.EngineMessage(hello=hello).SerializeToString())
+        self._channel = grpc.insecure_channel(channel_target(load.socket))
+        attach = self._channel.stream_stream(
+            "/kvtier.v1.EngineService/Attach", None, pb.DaemonMessage.FromString, _registered_method=True
+        )
+        self._answers = attach(iter(self._outgoing.get, None))
+        assert next(self._answers).WhichOneof("kind") == "welcome"
+        self._messages = [self._bytes_of(number + 1) for number in range(load.num_open)]
+
+    def _bytes_of(self, acquire_id: int) -> tuple[bytes, bytes]:
+        release = pb.EngineMessage(release=pb.Release(acquire_id=acquire_id, all=True))
+        acquire = pb.EngineMessage(acquire=pb.Acquire(acquire_id=acquire_id, keys=self._load.keys))
+        return release.SerializeToString(), acquire.SerializeToString()
+
+    def run(self) -> list[float]:
+        """Release and acquire, with ids that come again; return seconds from each acquire to its answer."""
+        latency_s, stop_s = list[float](), time.perf_counter() + self._load.seconds
+        for acquire_id in range(1, self._load.num_open + 1):
+            self._ask(acquire_id)
+        for answer in self._answers:
+            if answer.WhichOneof("kind") != "acquire_update":
+                continue
+            update = answer.acquire_update
+            assert len(update.resident.indexes) == len(self._load.keys)
+            latency_s.append(time.perf_counter() - self._asked_s[update.acquire_id])
+            if time.perf_counter() > stop_s:
+                break
+            self._ask(update.acquire_id)
+        return latency_s
+
+    def _ask(self, acquire_id: int) -> None:
+        self._asked_s[acquire_id] = time.perf_counter()
+        for message in self._messages[acquire_id - 1]:
+            self._outgoing.put(message)
+
+    def close(self) -> None:
+        """End the session."""
+        self._outgoing.put(None)
+        self._answers.cancel()
+        self._channel.close()
+
+
+def _be_engine(load: Load, number: int, pipe: Connection) -> None:
+    """The process of an engine: say when it is attached, run when told, send latencies and CPU seconds."""
+    engine = (SessionEngine if load.kind == "session" else RawEngine)(load, f"engine-{number}")
+    pipe.send(None)
+    pipe.recv()
+    used_s = time.process_time()
+    latency_s = engine.run()
+    pipe.send((latency_s, time.process_time() - used_s))
+    pipe.recv()
+    engine.close()
+
+
+def one_round(daemon: Daemon, load: Load, num_engines: int) -> Round:
+    """Run the engines of one round at the same time."""
+    with contextlib.ExitStack() as ends:
+        pipes = [ends.enter_context(_engine_process(load, number)) for number in range(num_engines)]
+        for pipe in pipes:
+            pipe.recv()
+        daemon_s, loop_s, began_s = cpu_of([daemon.pid]), thread_cpu_s(daemon.pid, daemon.pid), time.perf_counter()
+        for pipe in pipes:
+            pipe.send(None)
+        results = [pipe.recv() for pipe in pipes]
+        return Round(
+            latency_s=[each for latency_s, _ in results for each in latency_s],
+            wall_s=time.perf_counter() - began_s,
+            daemon_s=cpu_of([daemon.pid]) - daemon_s,
+            loop_s=thread_cpu_s(daemon.pid, daemon.pid) - loop_s,
+            engines_s=sum(used_s for _, used_s in results),
+        )
+
+
+@contextlib.contextmanager
+def _engine_process(load: Load, number: int) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
+    pipe, other = context.Pipe()
+    process = context.Process(target=_be_engine, args=(load, number, other), daemon=True)
+    process.start()
+    try:
+        yield pipe
+        pipe.send(None)
+    finally:
+        process.join(TIMEOUT_S)
+
+
+async def _store(daemon: Daemon, keys: Sequence[ChunkKey]) -> None:
+    async with grpc.aio.insecure_channel(channel_target(daemon.socket)) as channel:
+        pin_id = await pin(cache_pb2_grpc.CacheServiceStub(channel), tokens=16 * len(keys))
+    async with ScriptedEngine(config_for_engine(daemon), LAYOUT, fingerprint=FINGERPRINT) as engine:
+        await engine.bind(pin_id, keys)
+        await engine.store(keys)
+
+
+def _row(rounds: Sequence[Round], num_engines: int, num_open: int) -> tuple[str, ...]:
+    def cell(value: Callable[[Round], float], digits: int = 0) -> str:
+        return spread([value(each) for each in rounds], digits=digits)
+
+    return (
+        f"{num_engines}",
+        f"{num_open}",
+        cell(lambda each: len(each.latency_s) / each.wall_s),
+        *(cell(lambda each, part=part: 1e6 * getattr(each, part) / len(each.latency_s)) for part in _PARTS),
+        *(cell(lambda each, p=p: 1e3 * percentile(each.latency_s, p), 2) for p in (50, 99)),
+    )
+
+
+_PARTS = ("daemon_s", "loop_s", "engines_s")
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default="session,raw")
+    parser.add_argument("--engines", default="1,2,4")
+    parser.add_argument("--open", default="1,8")
+    parser.add_argument("--chunks", type=int, default=94)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print(machine_line())
+    keys = [chunk_key(number) for number in range(options.chunks)]
+    with tempfile.TemporaryDirectory(prefix="kva-") as home, Daemon(Path(home)) as daemon:
+        asyncio.run(_store(daemon, keys))
+        for kind in options.kinds.split(","):
+            rows = []
+            for num_engines in map(int, options.engines.split(",")):
+                for num_open in map(int, options.open.split(",")):
+                    load = Load(kind=kind, socket=daemon.socket, keys=keys, num_open=num_open, seconds=options.seconds)
+                    rounds = [one_round(daemon, load, num_engines) for _ in range(options.rounds)]
+                    rows.append(_row(rounds, num_engines, num_open))
+            print(f"\n{kind} engines, {options.chunks} chunks an acquire\n\n{table(HEADER, rows)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
