@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -129,19 +130,27 @@ class RawEngine:
         self._load, self._asked_s = load, dict[int, float]()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         hello = hello_message(LAYOUT, fingerprint=FINGERPRINT, engine_id=engine_id)
-        self._outgoing.put(pb.EngineMessage(hello=hello).SerializeToString())
+        self._outgoing.put(_bytes_of(hello=hello))
         self._channel = grpc.insecure_channel(channel_target(load.socket))
         attach = self._channel.stream_stream(
-            "/kvtier.v1.EngineService/Attach", None, pb.DaemonMessage.FromString, _registered_method=True
+            "/kvtier.v1.EngineService/Attach", None, pb.DaemonMessages.FromString, _registered_method=True
         )
-        self._answers = attach(iter(self._outgoing.get, None))
+        self._call = attach(self._sent())
+        self._answers = (message for together in self._call for message in together.messages)
         assert next(self._answers).WhichOneof("kind") == "welcome"
-        self._messages = [self._bytes_of(number + 1) for number in range(load.num_open)]
+        self._messages = [
+            _bytes_of(release=pb.Release(acquire_id=number, all=True))
+            + _bytes_of(acquire=pb.Acquire(acquire_id=number, keys=load.keys))
+            for number in range(1, load.num_open + 1)
+        ]
 
-    def _bytes_of(self, acquire_id: int) -> tuple[bytes, bytes]:
-        release = pb.EngineMessage(release=pb.Release(acquire_id=acquire_id, all=True))
-        acquire = pb.EngineMessage(acquire=pb.Acquire(acquire_id=acquire_id, keys=self._load.keys))
-        return release.SerializeToString(), acquire.SerializeToString()
+    def _sent(self) -> Iterator[bytes]:
+        """Yield what is ready together, as the client does: bytes of EngineMessages may be appended to each other."""
+        while (first := self._outgoing.get()) is not None:
+            ready = [first]
+            while not self._outgoing.empty() and (more := self._outgoing.get()) is not None:
+                ready.append(more)
+            yield b"".join(ready)
 
     def run(self) -> list[float]:
         """Release and acquire, with ids that come again; return seconds from each acquire to its answer."""
@@ -161,14 +170,17 @@ class RawEngine:
 
     def _ask(self, acquire_id: int) -> None:
         self._asked_s[acquire_id] = time.perf_counter()
-        for message in self._messages[acquire_id - 1]:
-            self._outgoing.put(message)
+        self._outgoing.put(self._messages[acquire_id - 1])
 
     def close(self) -> None:
         """End the session."""
         self._outgoing.put(None)
-        self._answers.cancel()
+        self._call.cancel()
         self._channel.close()
+
+
+def _bytes_of(**kind: Any) -> bytes:
+    return pb.EngineMessages(messages=[pb.EngineMessage(**kind)]).SerializeToString()
 
 
 def _be_engine(load: Load, number: int, pipe: Connection) -> None:

@@ -14,6 +14,18 @@ class StoreMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 STORE_PINNED: StoreMode
 STORE_ALL: StoreMode
 
+class EngineMessages(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[EngineMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[EngineMessage, _Mapping]]] = ...) -> None: ...
+
+class DaemonMessages(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[DaemonMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[DaemonMessage, _Mapping]]] = ...) -> None: ...
+
 class EngineMessage(_message.Message):
     __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote")
     HELLO_FIELD_NUMBER: _ClassVar[int]

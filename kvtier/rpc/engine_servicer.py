@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,8 @@ HELLO_TIMEOUT_S = 10.0
 """An engine has its Hello before it opens a stream, so it comes at once, unless the machine is overloaded."""
 MAX_WELCOME_PIN_BYTES = 256 * 1024
 """Of pins in the Welcome; making and sending more at once would hold up every other engine."""
+MAX_TOGETHER_BYTES = 64 * 1024
+"""Of messages that are sent to an engine at once: more saves nothing, and the first of them would wait for the last."""
 _HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
 
 _Residency = Mapping[str, Any]
@@ -67,9 +70,10 @@ class StreamPeer(EnginePeer):
 
     def __init__(self, on_full: Callable[[], None]) -> None:
         self._on_full = on_full
-        self._queue: asyncio.Queue[tuple[pb.DaemonMessage | PromptRow, int] | None] = asyncio.Queue()
+        self._queue: deque[tuple[pb.DaemonMessage | PromptRow, int]] = deque()
+        self._changed = asyncio.Event()  # the queue, or `_is_finished`
         self._queued_bytes = 0
-        self._is_full = False
+        self._is_full = self._is_finished = False
         self._answer: pb.DaemonMessage | None = None  # to an acquire; what there is of it so far
 
     def send(self, message: pb.DaemonMessage | PromptRow, about_bytes: int = 64) -> None:
@@ -80,26 +84,40 @@ class StreamPeer(EnginePeer):
         if self._is_full:
             return
         self._queued_bytes += about_bytes
-        self._queue.put_nowait((message, about_bytes))
+        self._queue.append((message, about_bytes))
+        self._changed.set()
         if self._queued_bytes > MAX_QUEUED_BYTES:
             self._is_full = True
-            while not self._queue.empty():
-                self._queue.get_nowait()
+            self._queue.clear()
             self.finish()
             asyncio.get_running_loop().call_soon(self._on_full)  # not here: the service is in the middle of something
 
     def finish(self) -> None:
         """End the stream after what is queued."""
-        self._queue.put_nowait(None)
+        self._is_finished = True
+        self._changed.set()
 
-    async def next(self) -> pb.DaemonMessage | None:
-        """Return the next message to send, None at the end."""
-        queued = await self._queue.get()
-        if queued is None:
-            return None
-        message, about_bytes = queued
-        self._queued_bytes -= about_bytes
-        return await _pin_added(message) if isinstance(message, PromptRow) else message
+    async def next(self) -> pb.DaemonMessages | None:
+        """Return what to send next: all that is queued, as far as it goes together; None at the end."""
+        while not self._queue:
+            if self._is_finished:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        message, num_bytes = self._queue.popleft()
+        self._queued_bytes -= num_bytes
+        if isinstance(message, PromptRow):
+            return pb.DaemonMessages(messages=[await _pin_added(message)])
+        together = [message]
+        while self._queue:
+            message, about_bytes = self._queue[0]
+            num_bytes += about_bytes
+            if isinstance(message, PromptRow) or num_bytes > MAX_TOGETHER_BYTES:
+                break
+            together.append(message)
+            self._queue.popleft()
+            self._queued_bytes -= about_bytes
+        return pb.DaemonMessages(messages=together)
 
     def acquire_answered(
         self,
@@ -109,11 +127,18 @@ class StreamPeer(EnginePeer):
         *,
         more: bool = False,
     ) -> None:
-        hosts = [(index, host) for index, chunk in leased.items() if (host := chunk.host) is not None]
-        promoting: list[_Residency] = [
-            {"index": index, "state": _PROMOTING, "slot": _slot(host.slot)} for index, host in hosts if host.promoting
+        resident = [
+            (index, host.slot)
+            for index, chunk in leased.items()
+            if (host := chunk.host) is not None and not host.promoting
         ]
-        resident = [(index, *host.slot) for index, host in hosts if not host.promoting]
+        promoting: list[_Residency] = []
+        if len(resident) < len(leased):
+            promoting = [
+                {"index": index, "state": _PROMOTING, "slot": _slot(host.slot)}
+                for index, chunk in leased.items()
+                if (host := chunk.host) is not None and host.promoting
+            ]
         message = _update_message(acquire_id, promoting, forecast, resident)
         if self._answer is not None:
             self._answer.MergeFrom(message)
@@ -168,8 +193,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._peers: set[StreamPeer] = set()
 
     async def Attach(
-        self, request_iterator: AsyncIterator[pb.EngineMessage], context: Context
-    ) -> AsyncIterator[pb.DaemonMessage]:
+        self, request_iterator: AsyncIterator[pb.EngineMessages], context: Context
+    ) -> AsyncIterator[pb.DaemonMessages]:
         """Serve one session until either side ends the stream, or the engine stops reading."""
 
         def cut_off() -> None:
@@ -187,15 +212,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             try:
                 prompts = self._cache.pins_for(session)
                 welcome, num_named = self._welcome(session, prompts)
-                yield welcome
+                yield pb.DaemonMessages(messages=[welcome])
                 pin_ids = [prompt.pin_id for prompt in prompts[num_named:]]
                 session.start_task("pins", session.send_pins(self._cache.prompts.by_pin_id, pin_ids))
                 session.stores.top_up()
                 self._cache.auto_pins.attached(session)
                 if self._cache.resources.stores_all:
                     session.start_task("held", session.send_inventory())
-                while (message := await peer.next()) is not None:
-                    yield message
+                while (messages := await peer.next()) is not None:
+                    yield messages
             finally:
                 reader.cancel()
                 (outcome,) = await asyncio.gather(reader, return_exceptions=True)
@@ -212,13 +237,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         for peer in list(self._peers):
             peer.finish()
 
-    async def _read(self, session: Session, peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> bool:
+    async def _read(self, session: Session, peer: StreamPeer, received: AsyncIterator[pb.EngineMessages]) -> bool:
         """Dispatch what the engine sends; return whether it said goodbye before the stream ended."""
         try:
-            async for message in messages:
-                if message.WhichOneof("kind") == "goodbye":
-                    return True
-                await self._dispatch(session, message)
+            async for together in received:
+                limits.check_count("messages", len(together.messages), limits.MAX_MESSAGES)
+                breather = turns.Breather()
+                for message in together.messages:
+                    if message.WhichOneof("kind") == "goodbye":
+                        return True
+                    await self._dispatch(session, message)
+                    await breather.pause()
             return False
         finally:
             peer.finish()
@@ -306,13 +335,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return pb.DaemonMessage(welcome=welcome), len(pins)
 
 
-async def _first_message(messages: AsyncIterator[pb.EngineMessage]) -> pb.EngineMessage | None:
+async def _first_message(received: AsyncIterator[pb.EngineMessages]) -> pb.EngineMessage | None:
     """Return the first message of a stream, None if it ended without one; no list of sessions shows a silent stream."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            return await anext(messages, None)
+            together = await anext(received, None)
     except TimeoutError as exc:
         raise HelloTimeoutError(HELLO_TIMEOUT_S) from exc
+    if together is None:
+        return None
+    if len(together.messages) != 1:
+        raise InvalidArgumentError("messages", f"{len(together.messages)} of them", "Hello comes first, and alone")
+    return together.messages[0]
 
 
 def _how_it_ended(outcome: bool | BaseException) -> SessionEnd | None:
@@ -331,9 +365,10 @@ def _update_message(
     acquire_id: int,
     chunks: Sequence[_Residency],
     forecast: PromotionForecast,
-    resident: Sequence[tuple[int, int, int]] = (),
+    resident: Sequence[tuple[int, SlotRef]] = (),
 ) -> pb.DaemonMessage:
-    indexes, slots, generations = zip(*resident, strict=True) if resident else ((), (), ())
+    indexes, refs = zip(*resident, strict=True) if resident else ((), ())
+    slots, generations = zip(*refs, strict=True) if refs else ((), ())
     update = {
         "acquire_id": acquire_id,
         "resident": {"indexes": indexes, "slots": slots, "generations": generations},

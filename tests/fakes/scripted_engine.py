@@ -152,7 +152,11 @@ class ScriptedEngine:
 
     async def send(self, **kind: Any) -> None:
         """Send one message."""
-        await self._call.write(pb.EngineMessage(**kind))
+        await self.send_together(pb.EngineMessage(**kind))
+
+    async def send_together(self, *messages: pb.EngineMessage) -> None:
+        """Send several messages at once."""
+        await self._call.write(pb.EngineMessages(messages=messages))
 
     async def receive(self, kind: str) -> pb.DaemonMessage:
         """Return the next message of a kind; credits and held changes on the way are taken in."""
@@ -161,14 +165,17 @@ class ScriptedEngine:
                 self._unread.remove(message)
                 return message
         while True:
-            message = await asyncio.wait_for(self._call.read(), DEADLINE_S)
-            if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+            received = await asyncio.wait_for(self._call.read(), DEADLINE_S)
+            if received is grpc.aio.EOF:  # type: ignore[attr-defined]
                 code, details = await self._call.code(), await self._call.details()
                 raise EOFError(f"{code}: {details}")
-            self._take_in(message)
-            if message.WhichOneof("kind") == kind:
-                return message
-            self._unread.append(message)
+            found: list[pb.DaemonMessage] = []
+            for message in received.messages:
+                self._take_in(message)
+                is_first = not found and message.WhichOneof("kind") == kind
+                (found if is_first else self._unread).append(message)
+            if found:
+                return found[0]
 
     async def cut(self) -> None:
         """Wait until the daemon has ended the stream.
