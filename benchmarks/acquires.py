@@ -16,7 +16,7 @@ import multiprocessing
 import queue
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -132,9 +132,7 @@ class RawEngine:
         hello = hello_message(LAYOUT, fingerprint=FINGERPRINT, engine_id=engine_id)
         self._outgoing.put(_bytes_of(hello=hello))
         self._channel = grpc.insecure_channel(channel_target(load.socket))
-        attach = self._channel.stream_stream(
-            "/kvtier.v1.EngineService/Attach", None, pb.DaemonMessages.FromString, _registered_method=True
-        )
+        attach = self._channel.stream_stream("/kvtier.v1.EngineService/Attach", None, pb.DaemonMessages.FromString)
         self._call = attach(self._sent())
         self._answers = (message for together in self._call for message in together.messages)
         assert next(self._answers).WhichOneof("kind") == "welcome"
@@ -236,19 +234,14 @@ async def _store(daemon: Daemon, keys: Sequence[ChunkKey]) -> None:
 
 
 def _row(rounds: Sequence[Round], num_engines: int, num_open: int) -> tuple[str, ...]:
-    def cell(value: Callable[[Round], float], digits: int = 0) -> str:
-        return spread([value(each) for each in rounds], digits=digits)
-
-    return (
-        f"{num_engines}",
-        f"{num_open}",
-        cell(lambda each: len(each.latency_s) / each.wall_s),
-        *(cell(lambda each, part=part: 1e6 * getattr(each, part) / len(each.latency_s)) for part in _PARTS),
-        *(cell(lambda each, p=p: 1e3 * percentile(each.latency_s, p), 2) for p in (50, 99)),
-    )
+    columns = zip(*map(_values, rounds), strict=True)
+    return (f"{num_engines}", f"{num_open}", *(spread(column, digits=2 if column[0] < 50 else 0) for column in columns))
 
 
-_PARTS = ("daemon_s", "loop_s", "engines_s")
+def _values(each: Round) -> tuple[float, ...]:
+    number = len(each.latency_s)
+    cpu_us = (1e6 * seconds / number for seconds in (each.daemon_s, each.loop_s, each.engines_s))
+    return (number / each.wall_s, *cpu_us, *(1e3 * percentile(each.latency_s, percent) for percent in (50, 99)))
 
 
 def main() -> None:

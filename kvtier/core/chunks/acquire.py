@@ -105,7 +105,8 @@ class AcquirePlanner(Generic[L]):
         plan, keys, ended, from_disk = self.plan, self._keys, self._ended, self._from_disk
         for index, chunk in enumerate(self._table.get_all(keys[start:end]), start):
             host = chunk.host if chunk is not None else None
-            if host is not None and not ended and not host.promoting and not host.eviction_pending:
+            # Most chunks are such; what follows is the general case.
+            if chunk is not None and host is not None and not (host.promoting or host.eviction_pending or ended):
                 host.num_leases += 1  # `HostChunks.lease`, spelled out
                 plan.leased[index] = chunk
                 continue
