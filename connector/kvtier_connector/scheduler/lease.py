@@ -63,7 +63,7 @@ class Lease:
         slots = map(SlotRef, resident.slots, resident.generations)
         self.residencies.update(zip(map(keys.__getitem__, resident.indexes), map(Resident, slots), strict=True))
         for chunk in update.chunks:
-            self.residencies[self.query.keys[chunk.index]] = chunk
+            self.residencies[keys[chunk.index]] = chunk
             if chunk.state == _PROMOTING:
                 self._promoting.add(chunk.index)
             else:
