@@ -22,7 +22,7 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.acquires.engines import TIMEOUT_S, Load, RawEngine, SessionEngine
+from benchmarks.acquires.engines import TIMEOUT_S, Load, be_engine
 from benchmarks.harness.daemon import Daemon
 from benchmarks.measuring.daemon_fixtures import FINGERPRINT, LAYOUT, config_for_engine
 from benchmarks.measuring.machine import machine_line, spread
@@ -57,18 +57,6 @@ class Round:
     engines_s: float
 
 
-def _be_engine(load: Load, number: int, pipe: Connection) -> None:
-    """The process of an engine: say when it is attached, run when told, send latencies and CPU seconds."""
-    engine = (SessionEngine if load.kind == "session" else RawEngine)(load, f"engine-{number}")
-    pipe.send(None)
-    pipe.recv()
-    used_s = time.process_time()
-    latency_s = engine.run()
-    pipe.send((latency_s, time.process_time() - used_s))
-    pipe.recv()
-    engine.close()
-
-
 def one_round(daemon: Daemon, load: Load, num_engines: int) -> Round:
     """Run the engines of one round at the same time."""
     with contextlib.ExitStack() as ends:
@@ -92,7 +80,7 @@ def one_round(daemon: Daemon, load: Load, num_engines: int) -> Round:
 def _engine_process(load: Load, number: int) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
     pipe, other = context.Pipe()
-    process = context.Process(target=_be_engine, args=(load, number, other), daemon=True)
+    process = context.Process(target=be_engine, args=(load, number, other), daemon=True)
     process.start()
     try:
         yield pipe

@@ -4,6 +4,7 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,15 @@ class RawEngine:
 
 def _bytes_of(**kind: Any) -> bytes:
     return pb.EngineMessages(messages=[pb.EngineMessage(**kind)]).SerializeToString()
+
+
+def be_engine(load: Load, number: int, pipe: Connection) -> None:
+    """The process of an engine: say when it is attached, run when told, send latencies and CPU seconds."""
+    engine = (SessionEngine if load.kind == "session" else RawEngine)(load, f"engine-{number}")
+    pipe.send(None)
+    pipe.recv()
+    used_s = time.process_time()
+    latency_s = engine.run()
+    pipe.send((latency_s, time.process_time() - used_s))
+    pipe.recv()
+    engine.close()
