@@ -54,6 +54,14 @@ def cpu_of(pids: Iterable[int]) -> float:
     return total
 
 
+def thread_cpu_s(pid: int, thread_id: int) -> float:
+    """Return CPU seconds of one thread; a process's first thread has its id.
+
+    Source: /proc/PID/task/TID/schedstat, first field, nanoseconds.
+    """
+    return int((PROC / str(pid) / "task" / str(thread_id) / "schedstat").read_text().split()[0]) / 1e9
+
+
 def waited_s(pids: Iterable[int]) -> float:
     """Return the seconds that the threads which these processes have now were ready to run and had no core.
 

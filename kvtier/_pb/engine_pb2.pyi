@@ -14,6 +14,18 @@ class StoreMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 STORE_PINNED: StoreMode
 STORE_ALL: StoreMode
 
+class EngineMessages(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[EngineMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[EngineMessage, _Mapping]]] = ...) -> None: ...
+
+class DaemonMessages(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[DaemonMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[DaemonMessage, _Mapping]]] = ...) -> None: ...
+
 class EngineMessage(_message.Message):
     __slots__ = ("hello", "acquire", "release", "touch", "store_begin", "store_done", "store_abort", "bind_pin", "ping", "engine_rates", "goodbye", "requests_seen", "prefix_tokens", "changing_middle", "request_pins", "prefetch", "demote", "confirm_pins")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -190,18 +202,30 @@ class Acquire(_message.Message):
     def __init__(self, acquire_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AcquireUpdate(_message.Message):
-    __slots__ = ("acquire_id", "chunks", "pending_bytes", "promote_bytes_per_s", "ready_in_s")
+    __slots__ = ("acquire_id", "resident", "chunks", "pending_bytes", "promote_bytes_per_s", "ready_in_s")
     ACQUIRE_ID_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROMOTE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     READY_IN_S_FIELD_NUMBER: _ClassVar[int]
     acquire_id: int
+    resident: ResidentChunks
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkResidency]
     pending_bytes: int
     promote_bytes_per_s: float
     ready_in_s: float
-    def __init__(self, acquire_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkResidency, _Mapping]]] = ..., pending_bytes: _Optional[int] = ..., promote_bytes_per_s: _Optional[float] = ..., ready_in_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, acquire_id: _Optional[int] = ..., resident: _Optional[_Union[ResidentChunks, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkResidency, _Mapping]]] = ..., pending_bytes: _Optional[int] = ..., promote_bytes_per_s: _Optional[float] = ..., ready_in_s: _Optional[float] = ...) -> None: ...
+
+class ResidentChunks(_message.Message):
+    __slots__ = ("indexes", "slots", "generations")
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, indexes: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChunkResidency(_message.Message):
     __slots__ = ("index", "state", "slot", "from_disk")

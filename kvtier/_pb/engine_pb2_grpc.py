@@ -36,8 +36,8 @@ class EngineServiceStub(object):
         """
         self.Attach = channel.stream_stream(
                 '/kvtier.v1.EngineService/Attach',
-                request_serializer=kvtier_dot_v1_dot_engine__pb2.EngineMessage.SerializeToString,
-                response_deserializer=kvtier_dot_v1_dot_engine__pb2.DaemonMessage.FromString,
+                request_serializer=kvtier_dot_v1_dot_engine__pb2.EngineMessages.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_engine__pb2.DaemonMessages.FromString,
                 _registered_method=True)
 
 
@@ -68,8 +68,8 @@ def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=kvtier_dot_v1_dot_engine__pb2.EngineMessage.FromString,
-                    response_serializer=kvtier_dot_v1_dot_engine__pb2.DaemonMessage.SerializeToString,
+                    request_deserializer=kvtier_dot_v1_dot_engine__pb2.EngineMessages.FromString,
+                    response_serializer=kvtier_dot_v1_dot_engine__pb2.DaemonMessages.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -97,8 +97,8 @@ class EngineService(object):
             request_iterator,
             target,
             '/kvtier.v1.EngineService/Attach',
-            kvtier_dot_v1_dot_engine__pb2.EngineMessage.SerializeToString,
-            kvtier_dot_v1_dot_engine__pb2.DaemonMessage.FromString,
+            kvtier_dot_v1_dot_engine__pb2.EngineMessages.SerializeToString,
+            kvtier_dot_v1_dot_engine__pb2.DaemonMessages.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ thread. Nothing is opened at import or construction, so a process may fork or sp
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import grpc
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
-from kvtier.client.outbox import Outbox
+from kvtier.client.outbox import Outbox, in_bounds
 from kvtier.client.trusted_socket import open_trusted, unreachable
 from kvtier.concurrency.pauses import RETRY_S
 from kvtier.errors import DaemonUnreachableError, KvtierError, SessionRefusedError, UntrustedSocketError
@@ -206,7 +206,7 @@ class EngineSession:
         watchdog.daemon = True
         watchdog.start()
         try:
-            for message in call:
+            for message in _each(call):
                 if attachment is not None:
                     self._listener.on_message(attachment, message)
                 elif message.WhichOneof("kind") == "welcome":
@@ -222,15 +222,15 @@ class EngineSession:
             if attachment is not None:
                 self._listener.on_detached(attachment)
 
-    def _outgoing(self, hello: pb.Hello, outbox: Outbox) -> Iterator[pb.EngineMessage]:
+    def _outgoing(self, hello: pb.Hello, outbox: Outbox) -> Iterator[pb.EngineMessages]:
         """Yield what goes to the daemon; runs in gRPC's own thread."""
-        yield pb.EngineMessage(hello=hello)
+        yield pb.EngineMessages(messages=[pb.EngineMessage(hello=hello)])
         num_pings, last_ping_s = 0, 0.0
         while (messages := outbox.take()) is not None:
-            yield from messages
             if self._probing and time.monotonic() - last_ping_s >= PROBE_PERIOD_S:
                 num_pings, last_ping_s = num_pings + 1, time.monotonic()
-                yield pb.EngineMessage(ping=pb.Ping(id=num_pings))
+                messages.append(pb.EngineMessage(ping=pb.Ping(id=num_pings)))
+            yield from in_bounds(messages)
 
     def _translate(self, exc: grpc.RpcError, turn: int) -> None:
         code, details = exc.code(), exc.details()
@@ -248,3 +248,8 @@ class EngineSession:
             is_news = level >= logging.ERROR or not self._reported
             logger.log(level if is_news else logging.INFO, "%s", problem)
         self._reported.add(problem)
+
+
+def _each(received: Iterable[pb.DaemonMessages]) -> Iterator[pb.DaemonMessage]:
+    for together in received:
+        yield from together.messages

@@ -2,13 +2,17 @@
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier._pb import engine_pb2 as pb
+from kvtier.core.limits import MAX_MESSAGES
 
 LINGER_S = 0.25
 """How long what may wait waits at most. A message and its answer cost each side several turns of threads with the
 interpreter's lock: sent one by one, stores of ten requests a second, they were a fifth of the daemon's CPU."""
+
+MAX_TOGETHER_BYTES = 64 * 1024
+"""Of messages that are sent to the daemon at once: more saves nothing, and the first would wait for the last."""
 
 MAX_UNSENT_BATCHES = 64
 """A daemon that reads leaves none; one that is stopped leaves all."""
@@ -56,14 +60,25 @@ class Outbox:
     def take(self, timeout_s: float = LINGER_S) -> list[pb.EngineMessage] | None:
         """Wait for an urgent message, or for `timeout_s`; return what to send now, in order; None at the end."""
         try:
-            return self._batches.get(timeout=timeout_s)
+            taken = self._batches.get(timeout=timeout_s)
         except queue.Empty:
-            pass
-        with self._lock:
-            try:
-                return self._batches.get_nowait()  # put in meanwhile: said before what waits now
-            except queue.Empty:
-                return self._take_later()
+            with self._lock:
+                try:
+                    taken = self._batches.get_nowait()  # put in meanwhile: said before what waits now
+                except queue.Empty:
+                    return self._take_later()
+        return None if taken is None else taken + self._take_more()
+
+    def _take_more(self) -> list[pb.EngineMessage]:
+        """Take what else was put in to be sent at once, without waiting."""
+        taken: list[pb.EngineMessage] = []
+        while not self._batches.empty():
+            batch = self._batches.get()
+            if batch is None:
+                self._batches.put(None)  # the next `take` returns it
+                break
+            taken += batch
+        return taken
 
     def _take_later(self) -> list[pb.EngineMessage]:
         taken, self._later = self._later, []
@@ -86,3 +101,17 @@ def _together(messages: Sequence[pb.EngineMessage]) -> list[pb.EngineMessage]:
     if begun.stores:
         rest.insert(0, pb.EngineMessage(store_begin=begun))
     return rest
+
+
+def in_bounds(messages: Iterable[pb.EngineMessage]) -> Iterator[pb.EngineMessages]:
+    """Yield messages together, in their order, as many at once as the daemon takes."""
+    together, together_bytes = list[pb.EngineMessage](), 0
+    for message in messages:
+        num_bytes = message.ByteSize()
+        if together and (together_bytes + num_bytes > MAX_TOGETHER_BYTES or len(together) == MAX_MESSAGES):
+            yield pb.EngineMessages(messages=together)
+            together, together_bytes = [], 0
+        together.append(message)
+        together_bytes += num_bytes
+    if together:
+        yield pb.EngineMessages(messages=together)

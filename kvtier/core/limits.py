@@ -91,6 +91,9 @@ FINGERPRINT_BYTES = Whole(1, 1024**2)
 STORE_CREDITS = Whole(1, 4096)
 PREFILL_TOKENS_PER_S = (1e-3, 1e9)
 
+MAX_MESSAGES = 1024
+"""That an engine sends at once."""
+
 # What requests begin with
 MAX_SEEN_REQUESTS = 1024
 """Of one message."""

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.concurrency import turns
 from kvtier.core import limits
-from kvtier.core.chunks.chunk import Chunk
-from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
-from kvtier.core.tokens import TokenIds
 from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
 from kvtier.obs.log import log_event
@@ -31,145 +27,16 @@ from kvtier.rpc.convert import (
     seen_request,
 )
 from kvtier.rpc.error_statuses import Context
+from kvtier.rpc.stream_peer import StreamPeer
 from kvtier.service import Cache
-from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, EnginePeer, KnownPin, PinResult, PromotionForecast
+from kvtier.sessions.engine_peer import MAX_PIN_BATCH_BYTES, KnownPin
 from kvtier.sessions.session import Session, SessionEnd
 from kvtier.sessions.stores import StoreList
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_BYTES = 256 * 1024**2
-"""Of messages that an engine has yet to read; all that a namespace of a million chunks holds is named in 40 MB."""
 HELLO_TIMEOUT_S = 10.0
 """An engine has its Hello before it opens a stream, so it comes at once, unless the machine is overloaded."""
-_HOST, _PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.PROMOTING  # looked up once, not per chunk
-
-_Sent = pb.DaemonMessage | PromptRow | Sequence[KnownPin]
-"""A message, or the pins of one that is yet to be made."""
-_Residency = Mapping[str, Any]
-"""A ChunkResidency by field names: one nested mapping becomes a message in a third of the time that objects take."""
-
-
-def _about_bytes(*, num_chunks: int = 0, num_tokens: int = 0) -> int:
-    """Return about how long a message is: its exact size would cost as much as sending it."""
-    return 64 + 40 * num_chunks + 3 * num_tokens
-
-
-class StreamPeer(EnginePeer):
-    """Outgoing half of a session: makes messages and queues them for the stream.
-
-    If more than `MAX_QUEUED_BYTES` wait, the engine does not read (a stopped process): the queue is dropped, and the
-    stream ends. Without one of the messages, the engine would not know what is held.
-
-    Args:
-        on_full: Called once, soon after that.
-    """
-
-    def __init__(self, on_full: Callable[[], None]) -> None:
-        self._on_full = on_full
-        self._queue: asyncio.Queue[tuple[_Sent, int] | None] = asyncio.Queue()
-        self._queued_bytes = 0
-        self._is_full = False
-        self._answer: pb.DaemonMessage | None = None  # to an acquire; what there is of it so far
-
-    def send(self, message: _Sent, about_bytes: int = 64) -> None:
-        """Queue a message of about this many bytes.
-
-        Prompts become a message when its turn comes: that of a million tokens takes 40 ms to make.
-        """
-        if self._is_full:
-            return
-        self._queued_bytes += about_bytes
-        self._queue.put_nowait((message, about_bytes))
-        if self._queued_bytes > MAX_QUEUED_BYTES:
-            self._is_full = True
-            while not self._queue.empty():
-                self._queue.get_nowait()
-            self.finish()
-            asyncio.get_running_loop().call_soon(self._on_full)  # not here: the service is in the middle of something
-
-    def finish(self) -> None:
-        """End the stream after what is queued."""
-        self._queue.put_nowait(None)
-
-    async def next(self) -> pb.DaemonMessage | None:
-        """Return the next message to send, None at the end."""
-        queued = await self._queue.get()
-        if queued is None:
-            return None
-        message, about_bytes = queued
-        self._queued_bytes -= about_bytes
-        match message:
-            case PromptRow():
-                return await _pin_added(message)
-            case pb.DaemonMessage():
-                return message
-            case pins:
-                return pb.DaemonMessage(pins_added={"pins": [pin_fields(*pin) for pin in pins]})
-
-    def acquire_answered(
-        self,
-        acquire_id: int,
-        leased: Mapping[int, Chunk],
-        forecast: PromotionForecast,
-        *,
-        more: bool = False,
-    ) -> None:
-        chunks: list[_Residency] = [
-            {
-                "index": index,
-                "state": _PROMOTING if host.promoting else _HOST,
-                "slot": {"slot": host.slot.slot, "generation": host.slot.generation},
-            }
-            for index, chunk in leased.items()
-            if (host := chunk.host) is not None
-        ]
-        message = _update_message(acquire_id, chunks, forecast)
-        if self._answer is not None:
-            self._answer.MergeFrom(message)
-            message = self._answer
-        self._answer = message if more else None
-        if not more:
-            self.send(message, _about_bytes(num_chunks=len(message.acquire_update.chunks)))
-
-    def promotion_advanced(
-        self, acquire_id: int, ready: Sequence[tuple[int, SlotRef]], failed: Sequence[int], forecast: PromotionForecast
-    ) -> None:
-        chunks: list[_Residency] = [
-            {"index": index, "state": _HOST, "slot": _slot(ref), "from_disk": True} for index, ref in ready
-        ]
-        chunks += [{"index": index, "state": pb.ChunkResidency.MISS} for index in failed]
-        self.send(_update_message(acquire_id, chunks, forecast), _about_bytes(num_chunks=len(chunks)))
-
-    def credits_granted(self, slots: Sequence[SlotRef]) -> None:
-        self.send(pb.DaemonMessage(store_credits=pb.StoreCredits(slots=[_slot(ref) for ref in slots])))
-
-    def pin_added(self, prompt: PromptRow) -> None:
-        self.send(prompt, _about_bytes(num_tokens=len(prompt.tokens)))
-
-    def pins_added(self, pins: Sequence[KnownPin]) -> None:
-        self.send(pins, sum(pin.about_bytes for pin in pins))
-
-    def pin_removed(self, pin_id: str) -> None:
-        self.send(pb.DaemonMessage(pin_removed=pb.PinRemoved(pin_id=pin_id)))
-
-    def chunks_held(self, keys: Sequence[ChunkKey], held: bool, *, complete: bool = False) -> None:
-        message = pb.DaemonMessage(chunks_held=pb.ChunksHeld(keys=keys, held=held, complete=complete))
-        self.send(message, _about_bytes(num_chunks=len(keys)))
-
-    def prefixes_wanted(self, digests: Sequence[bytes]) -> None:
-        self.send(pb.DaemonMessage(prefixes_wanted=pb.PrefixesWanted(digests=digests)))
-
-    def request_pins_answered(self, ask_id: int, results: Sequence[PinResult], problem: str) -> None:
-        answer = pb.RequestPinsAnswer(
-            id=ask_id,
-            results=[pb.RequestPinResult(state=result.outcome.name, ends_in_s=result.ends_in_s) for result in results],
-            problem=problem,
-        )
-        self.send(pb.DaemonMessage(request_pins_answer=answer))
-
-    def ponged(self, ping_id: int) -> None:
-        self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -180,8 +47,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._peers: set[StreamPeer] = set()
 
     async def Attach(
-        self, request_iterator: AsyncIterator[pb.EngineMessage], context: Context
-    ) -> AsyncIterator[pb.DaemonMessage]:
+        self, request_iterator: AsyncIterator[pb.EngineMessages], context: Context
+    ) -> AsyncIterator[pb.DaemonMessages]:
         """Serve one session until either side ends the stream, or the engine stops reading."""
 
         def cut_off() -> None:
@@ -199,7 +66,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             try:
                 prompts = self._cache.pins_for(session)
                 welcome, num_named = self._welcome(session, prompts)
-                yield welcome
+                yield pb.DaemonMessages(messages=[welcome])
                 pin_ids = [prompt.pin_id for prompt in prompts[num_named:]]
                 find_pin = partial(self._cache.known_pin, session.namespace_id)
                 session.start_task("pins", session.send_pins(find_pin, pin_ids))
@@ -207,8 +74,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 self._cache.auto_pins.attached(session)
                 if self._cache.resources.stores_all:
                     session.start_task("held", session.send_inventory())
-                while (message := await peer.next()) is not None:
-                    yield message
+                while (messages := await peer.next()) is not None:
+                    yield messages
             finally:
                 reader.cancel()
                 (outcome,) = await asyncio.gather(reader, return_exceptions=True)
@@ -225,13 +92,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         for peer in list(self._peers):
             peer.finish()
 
-    async def _read(self, session: Session, peer: StreamPeer, messages: AsyncIterator[pb.EngineMessage]) -> bool:
+    async def _read(self, session: Session, peer: StreamPeer, received: AsyncIterator[pb.EngineMessages]) -> bool:
         """Dispatch what the engine sends; return whether it said goodbye before the stream ended."""
         try:
-            async for message in messages:
-                if message.WhichOneof("kind") == "goodbye":
-                    return True
-                await self._dispatch(session, message)
+            async for together in received:
+                limits.check_count("messages", len(together.messages), limits.MAX_MESSAGES)
+                breather = turns.Breather()
+                for message in together.messages:
+                    if message.WhichOneof("kind") == "goodbye":
+                        return True
+                    await self._dispatch(session, message)
+                    await breather.pause()
             return False
         finally:
             peer.finish()
@@ -323,13 +194,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return pb.DaemonMessage(welcome=welcome), len(pins)
 
 
-async def _first_message(messages: AsyncIterator[pb.EngineMessage]) -> pb.EngineMessage | None:
+async def _first_message(received: AsyncIterator[pb.EngineMessages]) -> pb.EngineMessage | None:
     """Return the first message of a stream, None if it ended without one; no list of sessions shows a silent stream."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            return await anext(messages, None)
+            together = await anext(received, None)
     except TimeoutError as exc:
         raise HelloTimeoutError(HELLO_TIMEOUT_S) from exc
+    if together is None:
+        return None
+    if len(together.messages) != 1:
+        raise InvalidArgumentError("messages", f"{len(together.messages)} of them", "Hello comes first, and alone")
+    return together.messages[0]
 
 
 def _how_it_ended(outcome: bool | BaseException) -> SessionEnd | None:
@@ -342,25 +218,6 @@ def _how_it_ended(outcome: bool | BaseException) -> SessionEnd | None:
         case KvtierError():
             return SessionEnd.REFUSED
     return None
-
-
-def _update_message(acquire_id: int, chunks: Sequence[_Residency], forecast: PromotionForecast) -> pb.DaemonMessage:
-    update = {
-        "acquire_id": acquire_id,
-        "chunks": chunks,
-        "pending_bytes": forecast.pending_bytes,
-        "promote_bytes_per_s": forecast.bytes_per_s,
-        "ready_in_s": forecast.ready_in_s,
-    }
-    return pb.DaemonMessage(acquire_update=update)
-
-
-async def _pin_added(prompt: PromptRow) -> pb.DaemonMessage:
-    """Make the message, of a long prompt in several turns of the loop."""
-    message = pb.DaemonMessage(pin_added={"pin": pin_fields(replace(prompt, tokens=TokenIds()))})
-    async for part in in_turns_of(prompt.token_ids):
-        message.pin_added.pin.tokens.extend(part)
-    return message
 
 
 async def _slices(
@@ -376,7 +233,3 @@ async def _slices(
 
 def _store_list(stores: Sequence[pb.StoreSlot]) -> StoreList:
     return [(store.key, SlotRef(store.slot.slot, store.slot.generation)) for store in stores]
-
-
-def _slot(ref: SlotRef) -> Mapping[str, int]:
-    return {"slot": ref.slot, "generation": ref.generation}

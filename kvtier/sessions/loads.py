@@ -80,7 +80,7 @@ class Loads:
             if self._session.ended:
                 return
         self._promote(lease, keys, plan)
-        self._count(plan, lease)
+        self._count(plan, lease, keys)
         if len(keys) > SLICE_KEYS:
             yield
             if self._session.ended:
@@ -123,13 +123,14 @@ class Loads:
         lost, plan.lost = plan.lost, []
         self._tiers.inventory.announce(lost, held=False)
 
-    def _count(self, plan: AcquirePlan, lease: _Lease) -> None:
+    def _count(self, plan: AcquirePlan, lease: _Lease, all_keys: Sequence[ChunkKey]) -> None:
         counters = self._tiers.counters
         counters.acquires += 1
         counters.acquired_chunks_disk += len(lease.pending)
         counters.acquired_chunks_host += len(plan.leased) - len(lease.pending)
         counters.acquired_bytes_disk += lease.pending_bytes
-        leased_bytes = self._tiers.layout.total_payload_bytes([chunk.key for chunk in lease.chunks.values()])
+        keys = [chunk.key for chunk in lease.chunks.values()] if plan.num_missed else all_keys
+        leased_bytes = self._tiers.layout.total_payload_bytes(keys)
         counters.acquired_bytes_host += leased_bytes - lease.pending_bytes
         counters.missed_chunks += plan.num_missed - plan.num_without_slot - plan.num_disk_off
         counters.missed_chunks_no_slot += plan.num_without_slot
@@ -148,7 +149,7 @@ class Loads:
             yield
             if self._session.ended:
                 return
-        peer.acquire_answered(acquire_id, _among(lease.chunks, last), self._forecast(lease))
+        peer.acquire_answered(acquire_id, _among(lease.chunks, last) if parts else lease.chunks, self._forecast(lease))
         lease.answered = True
         late = [index for key, index in pending.items() if key not in lease.pending]
         if late:
@@ -205,20 +206,18 @@ class Loads:
         for number, part in enumerate(slices(list(lease.chunks) if indexes is None else indexes)):
             if number:
                 yield
-            for index in part:
-                self._release(lease, index)
+            self._release(lease, part)
         if not lease.chunks:
             self._leases.pop(acquire_id, None)
         self._session.namespace.top_up_all()
 
-    def _release(self, lease: _Lease, index: int) -> None:
-        chunk = lease.chunks.pop(index, None)
-        if chunk is None:
-            return
-        self._tiers.table.host.unlease(chunk)
-        if lease.pending.pop(chunk.key, None) is not None:
-            lease.pending_bytes -= self._tiers.payload_bytes(chunk.key)
-            self._promoter.stop_waiting(lease, chunk.key)
+    def _release(self, lease: _Lease, indexes: Sequence[int]) -> None:
+        chunks = [chunk for index in indexes if (chunk := lease.chunks.pop(index, None)) is not None]
+        self._tiers.table.host.unlease(chunks)
+        for chunk in chunks if lease.pending else ():
+            if lease.pending.pop(chunk.key, None) is not None:
+                lease.pending_bytes -= self._tiers.payload_bytes(chunk.key)
+                self._promoter.stop_waiting(lease, chunk.key)
 
     def touch(self, keys: Sequence[ChunkKey], *, hit: bool) -> Iterator[None]:
         """Note that chunks were used, the head of a prompt last; yields now and then if there are many."""

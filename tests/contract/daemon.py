@@ -12,7 +12,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier.config import DaemonConfig
 from kvtier.core.arena_format import key_tag_of
 from tests.fakes.arena_file import is_locked
-from tests.fakes.scripted_engine import ScriptedEngine, chunk_key
+from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, residencies
 
 KEYS = [chunk_key(number) for number in range(3)]
 OTHERS = [chunk_key(number) for number in range(3, 12)]
@@ -148,7 +148,7 @@ class DaemonContract:
             while [each[-1] for each in states.values()] != [HOST] * len(KEYS):
                 update = (await engine.receive("acquire_update")).acquire_update
                 assert update.acquire_id == 1
-                for chunk in update.chunks:
+                for chunk in residencies(update):
                     states.setdefault(chunk.index, []).append(chunk.state)
             assert set(states) == {0, 1, 2}, "what is not held is not named"
             assert all(each[0] in (HOST, PROMOTING) for each in states.values())

@@ -272,7 +272,7 @@ class DaemonModel:
         """Answer an acquire for the first time: lease what is held, begin promotions."""
         acquire = self.acquires[acquire_id]
         acquire.is_answered = True
-        chunks: list[pb.ChunkResidency] = []
+        update = pb.AcquireUpdate(acquire_id=acquire_id)
         for index, key in enumerate(acquire.keys):
             number = self._slot_of(key) if self._slot_of(key) is not None else self._begin_promotion(key)
             if number is None:
@@ -281,9 +281,11 @@ class DaemonModel:
             assert self.session_id is not None
             slot.leases.add((self.session_id, acquire_id))
             acquire.slots[index] = number
-            state = pb.ChunkResidency.HOST if slot.loading is None else pb.ChunkResidency.PROMOTING
-            chunks.append(self._residency(index, state, number))
-        self._update(acquire_id, chunks)
+            if slot.loading is None:
+                add_resident(update, index, self._slot_ref(number))
+            else:
+                update.chunks.append(self._residency(index, pb.ChunkResidency.PROMOTING, number))
+        self._send(pb.DaemonMessage(acquire_update=update))
         if not acquire.slots:
             del self.acquires[acquire_id]
 
@@ -395,3 +397,10 @@ class DaemonModel:
     def _send(self, message: pb.DaemonMessage) -> None:
         assert self.link is not None
         self.link.send(message)
+
+
+def add_resident(update: pb.AcquireUpdate, index: int, slot: pb.SlotRef) -> None:
+    """Name a chunk that is in host memory in a first answer."""
+    update.resident.indexes.append(index)
+    update.resident.slots.append(slot.slot)
+    update.resident.generations.append(slot.generation)

@@ -3,6 +3,7 @@
 It answers at once, records what engines say, and can be made to refuse, to send anything, or to die.
 """
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -87,10 +88,11 @@ class FakeDaemon(DaemonModel, engine_pb2_grpc.EngineServiceServicer):
         return self.sessions[-1]
 
     def Attach(
-        self, request_iterator: Iterator[pb.EngineMessage], context: grpc.ServicerContext
-    ) -> Iterable[pb.DaemonMessage]:
+        self, request_iterator: Iterator[pb.EngineMessages], context: grpc.ServicerContext
+    ) -> Iterable[pb.DaemonMessages]:
         """The one RPC."""
-        hello = next(request_iterator).hello
+        (first,) = next(request_iterator).messages
+        hello = first.hello
         if self.refusal is not None:
             context.abort(*self.refusal)
         session = FakeSession(hello)
@@ -101,11 +103,11 @@ class FakeDaemon(DaemonModel, engine_pb2_grpc.EngineServiceServicer):
             self.sessions.append(session)
         threading.Thread(target=self._read, args=(session, request_iterator), daemon=True).start()
         while (message := session.outbox.get()) is not None:
-            yield message
+            yield pb.DaemonMessages(messages=[message])
 
-    def _read(self, session: FakeSession, messages: Iterator[pb.EngineMessage]) -> None:
+    def _read(self, session: FakeSession, received: Iterator[pb.EngineMessages]) -> None:
         try:
-            for message in messages:
+            for message in itertools.chain.from_iterable(together.messages for together in received):
                 session.received.append(message)
                 with self._lock:
                     if self.link is session:

@@ -102,6 +102,17 @@ def hello_message(layout: KVLayout | pb.KVLayout = ONE_GROUP, **fields: Any) -> 
     return pb.Hello(**usual | fields)
 
 
+def residencies(update: pb.AcquireUpdate) -> list[pb.ChunkResidency]:
+    """All chunks that an update names, also those that are resident, in one form."""
+    resident = update.resident
+    places = zip(resident.indexes, resident.slots, resident.generations, strict=True)
+    host = [
+        pb.ChunkResidency(index=index, state=pb.ChunkResidency.HOST, slot=pb.SlotRef(slot=slot, generation=generation))
+        for index, slot, generation in places
+    ]
+    return [*host, *update.chunks]
+
+
 def _layout_message(layout: KVLayout) -> pb.KVLayout:
     groups = [pb.KVGroup(**asdict(group)) for group in layout.groups]
     return pb.KVLayout(
@@ -145,7 +156,11 @@ class ScriptedEngine:
 
     async def send(self, **kind: Any) -> None:
         """Send one message."""
-        await self._call.write(pb.EngineMessage(**kind))
+        await self.send_together(pb.EngineMessage(**kind))
+
+    async def send_together(self, *messages: pb.EngineMessage) -> None:
+        """Send several messages at once."""
+        await self._call.write(pb.EngineMessages(messages=messages))
 
     async def receive(self, *kinds: str) -> pb.DaemonMessage:
         """Return the next message of a kind; credits and held changes on the way are taken in."""
@@ -154,14 +169,17 @@ class ScriptedEngine:
                 self._unread.remove(message)
                 return message
         while True:
-            message = await asyncio.wait_for(self._call.read(), DEADLINE_S)
-            if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+            received = await asyncio.wait_for(self._call.read(), DEADLINE_S)
+            if received is grpc.aio.EOF:  # type: ignore[attr-defined]
                 code, details = await self._call.code(), await self._call.details()
                 raise EOFError(f"{code}: {details}")
-            self._take_in(message)
-            if message.WhichOneof("kind") in kinds:
-                return message
-            self._unread.append(message)
+            found: list[pb.DaemonMessage] = []
+            for message in received.messages:
+                self._take_in(message)
+                is_first = not found and message.WhichOneof("kind") in kinds
+                (found if is_first else self._unread).append(message)
+            if found:
+                return found[0]
 
     async def receive_pins(self) -> list[pb.Pin]:
         """The pins of the next message that has some."""
@@ -242,7 +260,7 @@ class ScriptedEngine:
             update = (await self.receive("acquire_update")).acquire_update
             if update.acquire_id != acquire_id:
                 continue
-            chunks |= {chunk.index: chunk for chunk in update.chunks}
+            chunks |= {chunk.index: chunk for chunk in residencies(update)}
             if not any(chunk.state == pb.ChunkResidency.PROMOTING for chunk in chunks.values()):
                 return {i: chunk for i, chunk in chunks.items() if chunk.state == pb.ChunkResidency.HOST}
 

@@ -121,8 +121,7 @@ class ChunkTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        for chunk in self.leases.pop(data.draw(st.sampled_from(sorted(self.leases)))):
-            self.table.host.unlease(chunk)
+        self.table.host.unlease(self.leases.pop(data.draw(st.sampled_from(sorted(self.leases)))))
 
     @rule(num_slots=st.integers(1, 3), unpinned_only=st.booleans())
     def evict_cheapest(self, num_slots: int, unpinned_only: bool) -> None:

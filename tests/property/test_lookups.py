@@ -34,6 +34,7 @@ from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.request_state import Phase, RequestState
 from kvtier_connector.scheduler.touches import Touches
 from kvtier_connector.session.pin_binder import BoundPin
+from tests.fakes.daemon_model import add_resident
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 6
@@ -172,7 +173,11 @@ class Run:
             self.num_slots += 1
             state = self.chance.choice((HOST, HOST, HOST, PROMOTING, PROMOTING, MISS))
             question.chunks[question.keys[index]] = (state, self.num_slots)
-            update.chunks.add(index=index, state=state, slot=pb.SlotRef(slot=self.num_slots, generation=1))
+            slot = pb.SlotRef(slot=self.num_slots, generation=1)
+            if state == HOST and question.answered_s is None:
+                add_resident(update, index, slot)
+            else:
+                update.chunks.add(index=index, state=state, slot=slot)
         question.answered_s = self.now_s if question.answered_s is None else question.answered_s
         self.lookups.apply(update, self.now_s)
 

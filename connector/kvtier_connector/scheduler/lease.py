@@ -2,13 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.client.engine_session import Attachment
 from kvtier.core.layout import ChunkKey
+from kvtier.core.slots import SlotRef
 from kvtier_connector.scheduler.lookup_planner import LookupQuery
 
 HOST, _MISS, PROMOTING = pb.ChunkResidency.HOST, pb.ChunkResidency.MISS, pb.ChunkResidency.PROMOTING
+
+
+class Resident(NamedTuple):
+    """A chunk that was in host memory when it was asked for: what its ChunkResidency would say."""
+
+    slot: SlotRef
+    state: "pb.ChunkResidency.State" = HOST
+    from_disk: bool = False
+
+
+Residency = pb.ChunkResidency | Resident
 
 
 @dataclass(kw_only=True)
@@ -31,7 +44,7 @@ class Lease:
     loads_early: bool = False  # chunks that are still promoted are hits, too: the workers wait for them
     loading_since_s: float | None = None  # when the load began; None before
     # what the daemon reported about each chunk so far
-    residencies: dict[ChunkKey, pb.ChunkResidency] = field(default_factory=dict)
+    residencies: dict[ChunkKey, Residency] = field(default_factory=dict)
     _promoting: set[int] = field(default_factory=set)  # indexes of those that could be used
     _prefix_end: int | None = None  # index of the first MISS of the prefix, once answered
 
@@ -48,8 +61,11 @@ class Lease:
     def apply(self, update: pb.AcquireUpdate, now_s: float) -> None:
         """Record the daemon's update. It costs what the update names: a long promotion is a thousand updates."""
         missed: list[int] = []
+        resident, keys = update.resident, self.query.keys
+        slots = map(SlotRef, resident.slots, resident.generations)
+        self.residencies.update(zip(map(keys.__getitem__, resident.indexes), map(Resident, slots), strict=True))
         for chunk in update.chunks:
-            self.residencies[self.query.keys[chunk.index]] = chunk
+            self.residencies[keys[chunk.index]] = chunk
             if chunk.state == PROMOTING:
                 self._promoting.add(chunk.index)
             else:
@@ -76,7 +92,7 @@ class Lease:
         """Chunks at the head of the prefix that can be loaded; counts none, since a prefix may have thousands."""
         return self._prefix_end or 0 if self.loads_early else min([self._prefix_end or 0, *self._promoting])
 
-    def is_hit(self, residency: pb.ChunkResidency) -> bool:
+    def is_hit(self, residency: Residency) -> bool:
         """Return whether a chunk can be loaded."""
         return residency.state == HOST or (self.loads_early and residency.state == PROMOTING)
 

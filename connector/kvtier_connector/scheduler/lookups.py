@@ -19,7 +19,7 @@ from kvtier_connector.engine.transfer_job import Awaited
 from kvtier_connector.metrics.declared import ANSWER_SECONDS, LOOKUPS, PROMOTION_WAIT_SECONDS, LookupEnd
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.scheduler.forecasts import LoadCost, PrefillRate, is_near, worth_waiting
-from kvtier_connector.scheduler.lease import PROMOTING, Lease
+from kvtier_connector.scheduler.lease import PROMOTING, Lease, Residency
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.request_state import Phase, RequestState
 from kvtier_connector.scheduler.touches import Touches
@@ -79,7 +79,7 @@ class Lookups:
             self._await_promotion(state, now_s)
         return state.phase is Phase.DECIDED
 
-    def hit(self, state: RequestState, key: ChunkKey) -> pb.ChunkResidency | None:
+    def hit(self, state: RequestState, key: ChunkKey) -> Residency | None:
         """Decide whether a chunk is a hit: return its place in the arena, or None for a miss.
 
         A hit is what the daemon reported as resident in host memory, under this request's lease, in the session that
@@ -104,7 +104,7 @@ class Lookups:
             self.drop(state)
         state.phase = Phase.TAKEN
 
-    def awaited(self, state: RequestState, hits: Sequence[pb.ChunkResidency], now_s: float) -> Awaited | None:
+    def awaited(self, state: RequestState, hits: Sequence[Residency], now_s: float) -> Awaited | None:
         """Return which of these hits the workers have to wait for, and until when; None: for none."""
         lease = self._live(state)
         indexes = tuple(index for index, hit in enumerate(hits) if hit.state == PROMOTING)

@@ -28,6 +28,7 @@ from kvtier.client.circuit_breaker import CircuitBreaker
 from kvtier.client.warm_requests import is_warm_request
 from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey, group_idx_of
+from kvtier.core.slots import SlotRef
 from kvtier.obs import trace
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.engine.chunk_keys import GroupShape, chunk_key
@@ -53,7 +54,7 @@ from kvtier_connector.scheduler.chunk_mirror import ChunkMirror
 from kvtier_connector.scheduler.current_session import CurrentSession
 from kvtier_connector.scheduler.forecasts import PrefillRate
 from kvtier_connector.scheduler.idle_wait import IdleWait
-from kvtier_connector.scheduler.lease import PROMOTING
+from kvtier_connector.scheduler.lease import PROMOTING, Residency
 from kvtier_connector.scheduler.lookup_planner import LookupPlanner
 from kvtier_connector.scheduler.lookups import Lookups
 from kvtier_connector.scheduler.recurrent_state import MissingStates
@@ -245,7 +246,7 @@ class KVTierOffloadingManager(OffloadingManager):
         state = attached(req_context, RequestState)
         chunks: list[ArenaChunk] = []
         found: list[ChunkKey] = []
-        hits: list[pb.ChunkResidency] = []
+        hits: list[Residency] = []
         for key in state.leased_keys(keys):
             hit = self._lookups.hit(state, key)
             # vLLM loads what lookup called HIT in this very step. Should it ever not, the job lacks a chunk and fails.
@@ -355,9 +356,9 @@ def _begin_instructions(state: RequestState, instructions: Instructions, digests
         instructions.begin(state.instructed, state.adapter_digest, now_s)
 
 
-def _is_from_disk(hit: pb.ChunkResidency) -> bool:
+def _is_from_disk(hit: Residency) -> bool:
     return hit.from_disk or hit.state == PROMOTING
 
 
-def _arena_chunk(key: ChunkKey, slot: pb.SlotRef) -> ArenaChunk:
+def _arena_chunk(key: ChunkKey, slot: pb.SlotRef | SlotRef) -> ArenaChunk:
     return ArenaChunk(key_tag_of(key), slot.slot, slot.generation, group_idx_of(key))

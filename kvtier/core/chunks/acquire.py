@@ -104,6 +104,11 @@ class AcquirePlanner:
         plan, keys, ended, from_disk = self.plan, self._keys, self._ended, self._from_disk
         for index, chunk in enumerate(self._table.get_all(keys[start:end]), start):
             host = chunk.host if chunk is not None else None
+            # Most chunks are such; what follows is the general case.
+            if chunk is not None and host is not None and not (host.promoting or host.eviction_pending or ended):
+                host.num_leases += 1  # `HostChunks.lease`, spelled out
+                plan.leased[index] = chunk
+                continue
             if not from_disk and chunk is not None and host is None and chunk.on_disk:
                 plan.num_disk_off += 1
             if ended and group_idx_of(keys[index]) in ended:

@@ -199,6 +199,12 @@ class EvictionQueue(Generic[E]):
             self._parked.discard(entry)
             self._put_in_front(entry)
 
+    def unpark_all(self, entries: Iterable[E]) -> None:
+        """What protected these chunks does so no more; those that are not parked are left as they are."""
+        if self._parked:
+            for entry in entries:
+                self.unpark(entry)
+
     def _put_in_front(self, entry: E) -> None:
         """Do so if its rank is within the limit and it is not parked."""
         if entry.order is not None and (entry.value, entry.order) <= self._limit and entry not in self._parked:

@@ -63,14 +63,20 @@ class HostChunks:
             raise ValueError(f"chunk {chunk.key.hex()} has no slot to lease")
         chunk.host.num_leases += 1
 
-    def unlease(self, chunk: Chunk) -> None:
-        """End one lease."""
-        host = chunk.host
-        if host is None or host.num_leases <= 0:
-            raise ValueError(f"chunk {chunk.key.hex()} has no lease to end")
-        host.num_leases -= 1
-        if not host.num_leases:
-            self._protection_ended(chunk, host)
+    def unlease(self, chunks: Iterable[Chunk]) -> None:
+        """End one lease of each."""
+        ended: list[HostCopy] = []
+        for chunk in chunks:
+            host = chunk.host
+            if host is None or host.num_leases <= 0:
+                raise ValueError(f"chunk {chunk.key.hex()} has no lease to end")
+            host.num_leases -= 1
+            if not host.num_leases:
+                if host.eviction_pending:
+                    self.evict(chunk.key)
+                ended.append(host)
+        self.pinned.unpark_all(ended)
+        self.unpinned.unpark_all(ended)
 
     def protection_ended(self, keys: Iterable[ChunkKey]) -> None:
         """What kept these chunks has ended, a write for example: evict those whose eviction is pending."""

@@ -61,7 +61,8 @@ def test_says_hello_first_and_answers_come_back(daemon: FakeDaemon, session: Eng
     assert daemon.session().hello.engine_id == "e0"
     assert recorder.messages.get(timeout=5).store_credits.slots
     update = recorder.messages.get(timeout=5).acquire_update
-    assert (update.acquire_id, update.chunks[0].slot) == (1, slot)
+    resident = update.resident
+    assert (update.acquire_id, [*resident.slots], [*resident.generations]) == (1, [slot.slot], [slot.generation])
 
 
 def test_waits_for_a_daemon_that_is_not_there_yet(

@@ -1,3 +1,4 @@
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -5,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier.client.outbox import MAX_UNSENT_BATCHES, Outbox
+from kvtier.client.outbox import MAX_TOGETHER_BYTES, MAX_UNSENT_BATCHES, Outbox, in_bounds
+from kvtier.core.limits import MAX_MESSAGES
 
 
 def store(kind: str, slot: int) -> pb.EngineMessage:
@@ -156,3 +158,41 @@ def test_many_threads_may_say_something_while_one_sends() -> None:
         assert [number for number in touched if number in mine] == list(mine), "in order, each once"
         asked = [m.acquire.acquire_id for m in sent if m.HasField("acquire")]
         assert [number for number in asked if number in mine] == [number for number in mine if number % 7 == 0]
+
+
+def test_what_was_put_in_while_the_last_went_out_is_taken_together() -> None:
+    outbox = Outbox()
+    outbox.put(acquire(1))
+    outbox.put_later(touch(b"a"))
+    outbox.put(acquire(2))
+    outbox.put_later(touch(b"b"))
+    assert said(outbox.take(timeout_s=60)) == ["acquire 1", "touch [b'a']", "acquire 2"]
+    outbox.close()
+    assert said(outbox.take(timeout_s=60)) == ["touch [b'b']"]
+    assert outbox.take(timeout_s=60) is None
+
+
+def test_the_end_is_not_lost_among_what_is_taken_together() -> None:
+    outbox = Outbox()
+    outbox.put(acquire(1))
+    outbox.put(acquire(2))
+    outbox.close()
+    assert said(outbox.take(timeout_s=60)) == ["acquire 1", "acquire 2"]
+    assert outbox.take(timeout_s=60) is None
+
+
+@given(st.lists(st.sampled_from([1, 30_000, 200_000]), max_size=12))
+def test_what_goes_together_is_bounded_in_bytes(sizes: list[int]) -> None:
+    messages = [touch(bytes(size)) for size in sizes]
+    sent = [list(together.messages) for together in in_bounds(messages)]
+    assert [message for together in sent for message in together] == messages
+    for together, following in itertools.pairwise([*sent, []]):
+        assert together
+        num_bytes = sum(message.ByteSize() for message in together)
+        assert len(together) == 1 or num_bytes <= MAX_TOGETHER_BYTES
+        assert not following or num_bytes + following[0].ByteSize() > MAX_TOGETHER_BYTES, "as few as possible"
+
+
+def test_what_goes_together_is_bounded_in_number() -> None:
+    sent = [len(together.messages) for together in in_bounds([touch(b"a")] * (2 * MAX_MESSAGES + 1))]
+    assert sent == [MAX_MESSAGES, MAX_MESSAGES, 1]

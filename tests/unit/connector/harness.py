@@ -40,6 +40,7 @@ from kvtier_connector.session.daemon_events import (
     Received,
 )
 from kvtier_connector.session.pin_binder import BoundPin
+from tests.fakes.daemon_model import add_resident
 
 BLOCK_TOKENS = 4
 LOOKUP_TIMEOUT_S = 0.25
@@ -281,6 +282,7 @@ class Scheduler:
         self.manager = self.connector.manager
         self.manager._clock = self.clock
         self._block_ids = iter(range(1, 10_000))
+        self._answered: list[pb.Acquire] = []
 
     def _parts(self, facts: EngineFacts, num_credits: int, options: Mapping[str, Any]) -> EngineParts:
         self.facts = facts
@@ -322,12 +324,16 @@ class Scheduler:
         self.link.events.append(PinGone(self.link.live, pin_id))
 
     def answer(self, acquire: pb.Acquire, states: Sequence[Any], **fields: Any) -> None:
-        """Answer an Acquire: one state per key."""
-        chunks = [
-            pb.ChunkResidency(index=index, state=state, slot=pb.SlotRef(slot=20 + index, generation=3))
-            for index, state in enumerate(states)
-        ]
-        update = pb.AcquireUpdate(acquire_id=acquire.acquire_id, chunks=chunks, **fields)
+        """Answer an Acquire, for the first time or again: one state per key."""
+        update = pb.AcquireUpdate(acquire_id=acquire.acquire_id, **fields)
+        is_first = all(answered is not acquire for answered in self._answered)
+        self._answered.append(acquire)
+        for index, state in enumerate(states):
+            slot = pb.SlotRef(slot=20 + index, generation=3)
+            if is_first and state == pb.ChunkResidency.HOST:
+                add_resident(update, index, slot)
+            else:
+                update.chunks.add(index=index, state=state, slot=slot)
         self.say(pb.DaemonMessage(acquire_update=update))
 
     def has_sent(self) -> bool:

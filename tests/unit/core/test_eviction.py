@@ -146,8 +146,7 @@ def test_an_acquire_makes_the_head_outlive_the_tail_and_windows_outlive_both() -
     store(table, keys)
     planner = AcquirePlanner(table, layout, keys)
     assert not list(planner.steps())
-    for chunk in planner.plan.leased.values():
-        table.host.unlease(chunk)
+    table.host.unlease(planner.plan.leased.values())
     assert table.host.evict_cheapest(5).lost == [keys[2], keys[1], keys[0], keys[4], keys[3]]
 
 
@@ -272,3 +271,21 @@ def test_a_chunk_is_in_one_queue_at_most() -> None:
     shelf = Shelf(1)
     with pytest.raises(ValueError, match="queued already"):
         shelf.add(1)
+
+
+def test_leases_that_end_together_let_each_chunk_be_evicted() -> None:
+    """One chunk's eviction was pending, one was parked by an eviction that found it leased, one is leased twice."""
+    table = table_of(3)
+    pending, parked, twice = keys = [key_of(1), key_of(2), key_of(3)]
+    store(table, keys)
+    chunks = table.known(keys)
+    for chunk in [*chunks, chunks[2]]:
+        table.host.lease(chunk)
+    assert not table.host.evict_when_unprotected(pending)
+    assert table.host.evict_cheapest(3).num_slots == 0
+    table.host.unlease(chunks)
+    assert not table.holds(pending)
+    assert table.host.evict_cheapest(3).lost == [parked]
+    table.host.unlease([chunks[2]])
+    assert table.host.evict_cheapest(3).lost == [twice]
+    table.check()

@@ -51,7 +51,8 @@ def test_bytes_in_a_session_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixt
         config = config_in(tmp_path)
         async with running(config), grpc.aio.insecure_channel(channel_target(config.server.socket)) as channel:
             call = channel.stream_stream("/kvtier.v1.EngineService/Attach", _as_it_is, _as_it_is)()  # type: ignore[call-arg]
-            await call.write(pb.EngineMessage(hello=hello_message()).SerializeToString())
+            hello = pb.EngineMessage(hello=hello_message())
+            await call.write(pb.EngineMessages(messages=[hello]).SerializeToString())
             assert await call.read()
             await call.write(GARBAGE)
             with pytest.raises(grpc.aio.AioRpcError, match=r"no message of .*Attach") as caught:

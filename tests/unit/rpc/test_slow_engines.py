@@ -13,7 +13,7 @@ import kvtier.sessions.session
 from kvtier._pb import engine_pb2 as pb
 from kvtier.ledger import PromptRow
 from kvtier.prompts.book import RequestedPin
-from kvtier.rpc import engine_servicer
+from kvtier.rpc import engine_servicer, stream_peer
 from tests.fakes.operator import pin, status_of, until
 from tests.fakes.rig import ListPeer, hello_of, rig
 from tests.fakes.scripted_engine import ScriptedEngine, chunk_key, config_in, running
@@ -25,7 +25,7 @@ def test_a_stopped_engine_loses_its_session_and_costs_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All messages to engines were kept for it, until it was continued or killed."""
-    monkeypatch.setattr(engine_servicer, "MAX_QUEUED_BYTES", 1_000_000)
+    monkeypatch.setattr(stream_peer, "MAX_QUEUED_BYTES", 1_000_000)
 
     async def scenario() -> None:
         config = config_in(tmp_path)

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.acquires`: acquires of many engines at once, through one daemon."""
