@@ -172,6 +172,36 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path) -> None:
         assert tier.read_record(record.pack_id) == record
 
 
+class BadSectorOps(FileOps):
+    """No read of more than one chunk, and none of the bytes at `bad`, succeeds."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def preadv(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        num_bytes = sum(view.nbytes for view in into)
+        if num_bytes > 10_000 or offset <= self.bad < offset + num_bytes:
+            raise OSError(5, "Input/output error")
+        return super().preadv(fd, into, offset)
+
+
+@pytest.mark.parametrize("bad_chunk", [None, 0, 1, 3])
+def test_a_bad_sector_costs_its_chunk_only(tmp_path: Path, bad_chunk: int | None) -> None:
+    data = [noise(9000, number) for number in range(4)]
+    chunks = PackTier(tmp_path).write_pack("ns", [payload_of(i, each) for i, each in enumerate(data)]).chunks
+    tier = PackTier(tmp_path, ops=BadSectorOps(-1 if bad_chunk is None else chunks[bad_chunk].offset + 17))
+    buffers = [bytearray(9000) for _ in data]
+    reads = [ChunkRead(chunk=each, into=[memoryview(into)]) for each, into in zip(chunks, buffers, strict=True)]
+    errors: dict[int, object] = {}
+    tier.read_chunks(reads, lambda read, error: errors.update({reads.index(read): error}), lambda: False)
+    for number, each in enumerate(data):
+        if number == bad_chunk:
+            assert isinstance(errors[number], TierIOError)
+        else:
+            assert errors[number] is None
+            assert buffers[number] == each
+
+
 def test_no_descriptor_is_left_open(tier: PackTier) -> None:
     before = os.listdir("/proc/self/fd")  # noqa: PTH208 (a count, not paths)
     record = tier.write_pack("ns", [payload_of(1, soft(1000))])

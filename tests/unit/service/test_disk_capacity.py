@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier.tiering.resources
 from kvtier._pb import cache_pb2
 from kvtier.disk.packs.pack_tier import PackTier
 from tests.fakes.gates import gated
@@ -59,6 +60,28 @@ def test_unpinning_lets_what_was_refused_become_durable(tmp_path: Path) -> None:
                 # p lost its place on disk, its chunks are in host memory still: the promise again has to bring it back.
                 await unpin(stub, "q")
                 await pin(stub)
+                await wait_durable(stub, "p")
+
+    asyncio.run(scenario())
+
+
+def test_what_was_refused_is_tried_again_when_the_file_system_has_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs' files filled it; nobody tells the daemon that they are gone."""
+    free_bytes = [0]
+    monkeypatch.setattr(kvtier.tiering.resources, "_free_bytes", lambda folder: free_bytes[0])
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, reserve_bytes=0)
+        async with running(config) as stub:
+            pin_id = await pin(stub)
+            async with ScriptedEngine(config) as engine:
+                await asyncio.sleep(0.6)  # the daemon looks four times a second
+                await engine.bind(pin_id, KEYS)
+                await engine.store(KEYS)
+                await wait_over_quota(stub, "p")
+                free_bytes[0] = 1 << 30
                 await wait_durable(stub, "p")
 
     asyncio.run(scenario())

@@ -15,6 +15,7 @@ import pytest
 
 import kvtier.concurrency.turns
 import kvtier.core.chunks.acquire
+from kvtier._pb import engine_pb2 as pb
 from kvtier.concurrency.turns import SLICE_KEYS, in_turns
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.layout import ChunkKey
@@ -23,7 +24,7 @@ from kvtier.prompts.book import RequestedPin
 from kvtier.tiering.promotion.queue import MAX_TAKEN_CHUNKS, PromotionQueue
 from tests.fakes.clocks import num_turns
 from tests.fakes.rig import LeasedChunk, ListPeer, Rig, at_once, eventually, hello_of, keys_of, rig
-from tests.fakes.scripted_engine import ONE_GROUP
+from tests.fakes.scripted_engine import ONE_GROUP, ScriptedEngine, chunk_key, config_in, residencies, running
 
 PAYLOAD_BYTES = ONE_GROUP.payload_bytes(0)
 
@@ -287,3 +288,21 @@ def test_a_batch_of_small_chunks_is_bounded() -> None:
     queue: PromotionQueue[str] = PromotionQueue(lambda key: 1)
     queue.add("e", keys_of(range(3 * MAX_TAKEN_CHUNKS)))
     assert [len(queue.take(1 << 30)) for _ in range(4)] == [MAX_TAKEN_CHUNKS] * 3 + [0]
+
+
+def test_an_answer_that_is_made_in_several_turns_names_everything_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first update does not name is a miss to the engine."""
+    monkeypatch.setattr(kvtier.concurrency.turns, "SLICE_KEYS", 2)
+    keys = [chunk_key(number) for number in range(7)]
+
+    async def scenario() -> None:
+        config = config_in(tmp_path, store="all")
+        async with running(config), ScriptedEngine(config) as engine:
+            await engine.store(keys)
+            await engine.send(acquire=pb.Acquire(acquire_id=1, keys=keys))
+            update = (await engine.receive("acquire_update")).acquire_update
+            assert sorted(chunk.index for chunk in residencies(update)) == list(range(7))
+
+    asyncio.run(scenario())

@@ -334,7 +334,7 @@ def test_a_daemon_that_does_not_read_is_sent_no_more() -> None:
     assert set(kinds) == {"touch"}
     assert not attachment.is_behind
     observer.observe(request, None)
-    wait_for(lambda: observer.take_counts().num_observed == 1)
+    wait_for(lambda: (counts := observer.take_counts()).num_observed == 1 and counts.knows_template)
     (report,) = outbox.take() or []
     assert report.requests_seen.num_skipped == 1, "said when the daemon reads again"
     observer.close()
