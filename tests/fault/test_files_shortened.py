@@ -27,7 +27,8 @@ async def started_again(stub: Stub, started_unix_s: float) -> None:
         try:
             return (await status_of(stub)).started_unix_s != started_unix_s
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            # The daemon that stops cancels calls that are under way.
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 raise
             return False
 

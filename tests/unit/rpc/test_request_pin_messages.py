@@ -94,6 +94,8 @@ def test_prefetch_brings_chunks_into_memory_without_a_lease_and_demote_takes_the
                 return (await status_of(stub)).host.num_chunks == len(KEYS)
 
             async def none_in_host() -> bool:
+                # Again and again: a chunk stays in memory until the writer is through with it.
+                await engine.send(demote=pb.Demote(keys=KEYS, digest=DIGEST))
                 return (await status_of(stub)).host.num_chunks == 0
 
             async def all_on_disk() -> bool:
@@ -101,7 +103,6 @@ def test_prefetch_brings_chunks_into_memory_without_a_lease_and_demote_takes_the
 
             await store_requested(engine, KEYS)
             await until(all_on_disk)
-            await engine.send(demote=pb.Demote(keys=KEYS, digest=DIGEST))
             await until(none_in_host)
             await engine.send(prefetch=pb.Prefetch(keys=[*KEYS, chunk_key("not held")]))
             await until(all_in_host)
