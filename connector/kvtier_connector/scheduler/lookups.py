@@ -137,6 +137,7 @@ class Lookups:
             return
         if lease.loads_early and lease.promoting_since_s is not None:
             self._stats.observe(PROMOTION_WAIT_SECONDS, now_s - lease.promoting_since_s)
+            trace.record("wait for promotion", lease.promoting_since_s, now_s, of=state.req_id, result="loaded early")
         elif lease.loading_since_s is not None:
             self._cost.loaded(lease.num_to_load, now_s - lease.loading_since_s)
         if lease.loading_since_s is not None:
