@@ -68,7 +68,7 @@ def test_unpinning_lets_what_was_refused_become_durable(tmp_path: Path) -> None:
 def test_what_was_refused_is_tried_again_when_the_file_system_has_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other programs' files filled it; nobody tells the daemon that they are gone."""
+    """Other programs' files filled it; the daemon is not notified when they are gone."""
     free_bytes = [0]
     monkeypatch.setattr(kvtier.tiering.resources, "_free_bytes", lambda folder: free_bytes[0])
 
