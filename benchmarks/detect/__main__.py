@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.detect.counting import CERTAIN, Counted, count_trace, flood, size_bytes
 from benchmarks.detect.generated_trace import generated_trace
-from benchmarks.detect.request_trace import BLOCK_TOKENS, TracedRequest, TraceError, read_trace
+from benchmarks.measuring.request_trace import BLOCK_TOKENS, TracedRequest, TraceError, read_trace
 from benchmarks.detect.simulated_caches import (
     REQUESTS_UNTIL_STORED,
     OnlinePins,
