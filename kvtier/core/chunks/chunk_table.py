@@ -13,7 +13,7 @@ from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy, L
 from kvtier.core.chunks.disk_chunks import DiskChunks
 from kvtier.core.chunks.eviction import CostModel, EvictionClock
 from kvtier.core.chunks.host_chunks import HostChunks
-from kvtier.core.layout import ChunkKey
+from kvtier.core.layout import ChunkKey, group_idx_of
 from kvtier.core.slots import SlotTable
 
 
@@ -90,6 +90,8 @@ class ChunkTable(Generic[L]):
             chunks: Of this table, in prefix order.
             hit: Count a use; else recency only.
         """
+        if not hit:
+            _close_gaps(chunks)
         unpinned: list[HostCopy] = []
         pinned: list[HostCopy] = []
         on_disk: list[Chunk[L]] = []
@@ -123,3 +125,17 @@ class ChunkTable(Generic[L]):
         for chunk in self:
             if chunk.num_leases < 0 or chunk.num_pins < 0:
                 raise AssertionError(f"chunk {chunk.key.hex()} has impossible counts")
+
+
+def _close_gaps(chunks: Sequence[Chunk[L]]) -> None:
+    """Raise the frequency of each chunk of a prompt to the highest behind it in its group.
+
+    It was used at least as often. But of an evicted chunk that may have been forgotten, and in the queue it would go
+    before its tail.
+    """
+    highest: dict[int, int] = {}
+    for chunk in reversed(chunks):
+        entry = chunk.host if chunk.host is not None and not chunk.host.promoting else chunk
+        if entry.queued:
+            group_idx = group_idx_of(chunk.key)
+            highest[group_idx] = entry.frequency = max(entry.frequency, highest.get(group_idx, 0))

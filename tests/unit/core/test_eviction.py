@@ -272,3 +272,33 @@ def test_a_chunk_is_in_one_queue_at_most() -> None:
     shelf = Shelf(1)
     with pytest.raises(ValueError, match="queued already"):
         shelf.add(1)
+
+
+def test_a_chunk_that_comes_back_goes_on_with_the_frequency_it_had() -> None:
+    shelf = Shelf(1, 2, 3)
+    for _ in range(3):
+        shelf.use(1)
+    shelf.take(3)
+    shelf.add(1)
+    assert shelf.queue.frequency(shelf.entries[1]) == 5
+    shelf.add(4)
+    assert shelf.queue.frequency(shelf.entries[4]) == 1
+
+
+def test_a_chunk_of_a_previous_daemon_is_not_used_by_being_found() -> None:
+    shelf = Shelf(1)
+    shelf.take()
+    shelf.queue.add(shelf.entries[1], unused=True)
+    assert shelf.queue.frequency(shelf.entries[1]) == 1
+
+
+def test_a_head_that_was_forgotten_outlives_its_tail_that_is_remembered() -> None:
+    table = table_of()
+    head, tail = key_of(1), key_of(2)
+    store(table, [tail])
+    table.use(table.known([tail]))
+    table.host.evict_cheapest(1)
+    store(table, [head, tail])
+    table.use(table.known([head, tail]), hit=False)
+    assert [chunk.host.frequency for chunk in table.known([head, tail]) if chunk.host is not None] == [3, 3]
+    assert table.host.evict_cheapest(1).lost == [tail]
