@@ -13,7 +13,7 @@ Requests = Sequence[Blocks]
 
 
 def numbered(requests: Iterable[TracedRequest]) -> Requests:
-    """Return the blocks of requests, each prefix with a number of its own; requests without a whole block are left out."""
+    """Return the blocks of requests, each prefix with a number of its own; requests without a block are left out."""
     numbers: dict[bytes, int] = {}
     found = [[numbers.setdefault(block, len(numbers)) for block in request.blocks] for request in requests]
     return [blocks for blocks in found if blocks]

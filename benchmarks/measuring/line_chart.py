@@ -1,4 +1,4 @@
-"""Small line charts side by side as a PNG, all with a scale from 0 to 100 % and equal distances between the x values."""
+"""Small line charts side by side as a PNG, with a scale from 0 to 100 % and equal distances between x values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def _draw_panel(
     places = [left + (right - left) * (number + 0.5) / len(panel.x_names) for number in range(len(panel.x_names))]
     for x, name in zip(places, panel.x_names, strict=True):
         _text(canvas, x, bottom + 16, name, 11, _MUTED, anchor="mm")
-    for name in reversed(colors):
+    for name in reversed(list(colors)):
         heights = [bottom - (bottom - top) * share for share in panel.lines[name]]
         _line(canvas, list(zip(places, heights, strict=True)), colors[name])
 

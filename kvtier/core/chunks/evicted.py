@@ -67,9 +67,10 @@ class EvictedChunks:
     """Frequencies of the chunks that were evicted last from one tier.
 
     Attributes:
-        first_use: What the first use of a chunk counts, beside 1 for each further one; MIN_FIRST_USE to 1. It rises when
-            chunks come back that were evicted after one use, and falls when those come back that were used repeatedly.
-            Either counts by how rare its kind is among the remembered ones: what a slot more of each would have hit.
+        first_use: What the first use of a chunk counts, beside 1 for each further one; MIN_FIRST_USE to 1. It rises
+            when chunks come back that were evicted after one use, and falls when those come back that were used
+            repeatedly. Either counts by how rare its kind is among the remembered ones: what a slot more of each would
+            have hit.
 
     Source: N. Megiddo, D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003.
     """

@@ -175,7 +175,8 @@ def test_a_trace_is_read_replayed_and_drawn(tmp_path: Path) -> None:
     replays = list(replay(*traces[0], percents=(40, 100)))
     assert [each.capacity for each in replays] == [2, 5]
     assert replays[1].hits == dict.fromkeys(POLICIES, 5)
-    assert replays[0].share(BELADY) == 1.0 and replays[0].share(KVTIER[0]) <= 1.0
+    assert replays[0].share(BELADY) == 1.0
+    assert replays[0].share(KVTIER[0]) <= 1.0
     assert "| 50.0% (1.000) |" in table_of(replays)
     draw([replays], tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as image:
