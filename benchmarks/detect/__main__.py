@@ -27,7 +27,6 @@ from pathlib import Path
 
 from benchmarks.detect.counting import CERTAIN, Counted, count_trace, flood, size_bytes
 from benchmarks.detect.generated_trace import generated_trace
-from benchmarks.detect.request_trace import BLOCK_TOKENS, TracedRequest, TraceError, read_trace
 from benchmarks.detect.simulated_caches import (
     REQUESTS_UNTIL_STORED,
     OnlinePins,
@@ -37,6 +36,7 @@ from benchmarks.detect.simulated_caches import (
     static_hits,
 )
 from benchmarks.measuring.machine import machine_line, spread
+from benchmarks.measuring.request_trace import BLOCK_TOKENS, TracedRequest, TraceError, read_trace
 from benchmarks.measuring.tables import table
 from kvtier.config.units import parse_size
 from kvtier.discovery.choices import PinCosts, PinRules

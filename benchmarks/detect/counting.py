@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
 
-from benchmarks.detect.request_trace import TracedRequest
 from benchmarks.detect.simulated_caches import exact_counts
+from benchmarks.measuring.request_trace import TracedRequest
 from kvtier.collector import freeze_index, thaw_index
 from kvtier.discovery.choices import PinCosts, PinRules, Verdict
 from kvtier.discovery.prefix_sketch import PrefixSketch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 from random import Random
 
-from benchmarks.detect.request_trace import BLOCK_TOKENS, TracedRequest, make_request
+from benchmarks.measuring.request_trace import BLOCK_TOKENS, TracedRequest, make_request
 
 _DURATION_S = 7200.0
 _NUM_PROMPTS = 60

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.detect.request_trace import BLOCK_TOKENS, TracedRequest
+from benchmarks.measuring.request_trace import BLOCK_TOKENS, TracedRequest
 from kvtier.discovery.choices import PinCosts, PinnedPrefix, PinRules
 from kvtier.discovery.prefix_sketch import PrefixSketch
 from kvtier.discovery.seen import PrefixCount, SeenTraffic

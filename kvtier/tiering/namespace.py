@@ -196,4 +196,5 @@ class Namespace:
         await self.write_back.close()
         await self.promoter.close()
         await self.tasks.close()
+        self.table.end()
         self.host.close(keep=keep_arena and not self.ephemeral)

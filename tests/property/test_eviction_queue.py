@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtier.core.chunks.evicted import EvictedChunks
 from kvtier.core.chunks.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
 from tests.fakes.chunks import key_of
 
@@ -38,6 +39,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         self.model: dict[int, Model] = {}
         self.protected: set[int] = set()
         self.clock, self.order = 0.0, 0
+        self.evicted = EvictedChunks()  # a twin of the queue's, with a test of its own
 
     def next_order(self) -> int:
         self.order += 1
@@ -52,8 +54,11 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         if number in self.model:
             return
         self.queue.add(self.entries[number], frequency, unused=unused)
+        if not unused:
+            remembered = self.evicted.recall(self.entries[number].key, len(self.model) + 1)
+            frequency = max(frequency, remembered + 1)
         frequency, order = min(frequency, MAX_FREQUENCY), self.next_order()
-        value = self.clock + frequency * self.entries[number].worth
+        value = self.value(number, frequency)
         self.model[number] = Model(value, -order if unused else order, frequency)
 
     @rule(chosen=many)
@@ -77,7 +82,11 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     def grow(self, number: int, frequency: int) -> None:
         known = self.model[number]
         known.frequency, known.order = min(frequency, MAX_FREQUENCY), self.next_order()
-        known.value = max(known.value, self.clock + known.frequency * self.entries[number].worth)
+        known.value = max(known.value, self.value(number, known.frequency))
+
+    def value(self, number: int, frequency: int) -> float:
+        less = 1.0 - self.evicted.first_use
+        return self.clock + (frequency - less) * self.entries[number].worth
 
     @rule(number=numbers, worth=st.sampled_from([0.5, 1.0, 4.0]))
     def appraise(self, number: int, worth: float) -> None:
@@ -117,6 +126,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
             elif number in self.protected:
                 self.model[number].parked = True
             else:
+                self.evicted.note(self.entries[number].key, self.model[number].frequency, len(self.model))
                 self.clock = max(self.clock, self.model.pop(number).value)
                 gone.append(number)
         return gone

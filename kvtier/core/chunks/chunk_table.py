@@ -12,7 +12,7 @@ from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy
 from kvtier.core.chunks.disk_chunks import DiskChunks
 from kvtier.core.chunks.eviction import CostModel, EvictionClock
 from kvtier.core.chunks.host_chunks import HostChunks
-from kvtier.core.layout import ChunkKey
+from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey
 from kvtier.core.place_columns import PlaceColumns
 from kvtier.core.slots import SlotTable
 from kvtier.core.stored import StoredChunk
@@ -91,6 +91,8 @@ class ChunkTable:
             chunks: Of this table, in prefix order.
             hit: Count a use; else recency only.
         """
+        if not hit:
+            _close_gaps(chunks)
         unpinned: list[HostCopy] = []
         pinned: list[HostCopy] = []
         on_disk: list[Chunk] = []
@@ -126,6 +128,11 @@ class ChunkTable:
             self.disk.place(chunk, None)
             self._chunks.forget_if_idle(chunk)
 
+    def end(self) -> None:
+        """The namespace ends, and the table is not used from now on; others compete for both tiers without it."""
+        for queue in (self.host.unpinned, self.host.pinned, self.disk.unpinned):
+            queue.end()
+
     def check(self) -> None:
         """Raise AssertionError unless chunks, slots and eviction queues agree."""
         self.host.check()
@@ -133,3 +140,20 @@ class ChunkTable:
         for chunk in self:
             if chunk.num_leases < 0 or chunk.num_pins < 0:
                 raise AssertionError(f"chunk {chunk.key.hex()} has impossible counts")
+
+
+def _close_gaps(chunks: Sequence[Chunk]) -> None:
+    """Raise the frequency of each chunk of a prompt to the highest behind it in its group.
+
+    It was used at least as often. But of an evicted chunk that may have been forgotten, and in the queue it would go
+    before its tail.
+    """
+    highest: dict[bytes, int] = {}  # by the part of a key that says its group
+    for chunk in reversed(chunks):
+        entry = chunk if chunk.host is None or chunk.host.promoting else chunk.host
+        if entry.queued:
+            suffix, frequency = chunk.key[-GROUP_SUFFIX_BYTES:], entry.frequency
+            if frequency < highest.get(suffix, 0):
+                entry.frequency = highest[suffix]
+            else:
+                highest[suffix] = frequency

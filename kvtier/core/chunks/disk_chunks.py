@@ -26,10 +26,12 @@ class DiskQueue(EvictionQueue[Chunk]):
     def fill(self, worths: list[float]) -> None:
         """Take in all chunks, used once each, in the order of their rows; none has been in the queue."""
         chunks, num_chunks, now = self._chunks, len(worths), self._clock.value
-        chunks.values = array("d", [now + worth for worth in worths])
+        first_use = self._clock.evicted.first_use
+        chunks.values = array("d", [now + first_use * worth for worth in worths])
         chunks.orders = array("q", islice(self._clock.order, num_chunks))
         chunks.frequencies = array("B", [1]) * num_chunks
         self._num_entries = num_chunks
+        self._clock.num_chunks += num_chunks
 
     def _advance(self) -> bool:
         """See EvictionQueue."""

@@ -1,11 +1,16 @@
 """Which chunk is the cheapest to lose: GreedyDual-Size-Frequency over the chunks of one tier.
 
-    value = clock at its last use + frequency x worth        worth = seconds to recompute it / bytes that it occupies
+    value = clock at its last use + (first use + further uses) x worth
+    worth = seconds to recompute it / bytes that it occupies
 
 The chunk of the lowest value goes first, and the clock rises to that value. So recency counts without timestamps (what
 was used long ago has a low clock in it), frequency ages (the clock catches up with it), and a chunk that is dear to
 compute or small outlives others of equal use. A flood of prompts that are not repeated evicts itself: its chunks enter
-at `clock + worth`, below everything that was used twice since.
+below everything that was used twice since.
+
+A further use counts 1, the first one between 0.01 and 1: in a small tier most chunks leave before their second use, and
+there it is best to keep what was used twice. `EvictedChunks` finds out which, and what was evicted and comes back goes
+on with the frequency that it had.
 
 The clock is shared by the queues of all namespaces of one tier, so that their values can be compared.
 
@@ -26,6 +31,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
+from kvtier.core.chunks.evicted import EvictedChunks
 from kvtier.core.layout import ChunkKey
 
 MAX_FREQUENCY = 16
@@ -48,10 +54,19 @@ class CostModel(Protocol):
 
 @dataclass(slots=True)
 class EvictionClock:
-    """The value at which the last chunk was evicted, and the order of uses. Shared by all queues of a tier."""
+    """What all queues of a tier share.
+
+    Attributes:
+        value: At which the last chunk was evicted.
+        order: Of uses.
+        num_chunks: In all queues.
+        evicted: What is remembered of chunks that were evicted.
+    """
 
     value: float = 0.0
     order: Iterator[int] = field(default_factory=count)
+    num_chunks: int = 0
+    evicted: EvictedChunks = field(default_factory=EvictedChunks)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +77,7 @@ class Entry:
         key: The chunk's key.
         value: See the module's text; it never falls while the chunk is queued.
         order: Of its last use among all uses of the tier; None while it is in no queue.
-        frequency: How often it was used since it came in, at most MAX_FREQUENCY.
+        frequency: How often it was used since it came in, and before if that is remembered; at most MAX_FREQUENCY.
     """
 
     key: ChunkKey
@@ -116,15 +131,19 @@ class EvictionQueue(Generic[E]):
         return self._num_entries
 
     def add(self, entry: E, frequency: int = 1, *, unused: bool = False) -> None:
-        """Take in a chunk that is in no queue, as used now.
+        """Take in a chunk that is in no queue, as used now; if it was evicted lately, that is one use more.
 
         With `unused` it goes before those of equal value that were used, and before those taken in so earlier.
         """
         if entry.order is not None:
             raise ValueError(f"chunk {entry.key.hex()} is queued already")
+        clock = self._clock
+        clock.num_chunks += 1
+        if not unused:
+            frequency = max(frequency, 1 + clock.evicted.recall(entry.key, clock.num_chunks))
         entry.frequency = min(frequency, MAX_FREQUENCY)
-        entry.value = self._clock.value + entry.frequency * self._worth(entry)
-        order = next(self._clock.order)
+        entry.value = clock.value + (entry.frequency - (1.0 - clock.evicted.first_use)) * self._worth(entry)
+        order = next(clock.order)
         entry.order = -order if unused else order
         self._num_entries += 1
         self._put_in_front(entry)
@@ -138,11 +157,12 @@ class EvictionQueue(Generic[E]):
     def use_all(self, entries: Iterable[E], *, num_uses: int = 1) -> None:
         """Chunks of this queue were hit; the one hit last goes last. With `num_uses` 0 it is recency only."""
         worth, now, order, limit = self._worth, self._clock.value, self._clock.order, self._limit[0]
+        less = 1.0 - self._clock.evicted.first_use
         for entry in entries:  # an Acquire uses thousands: no call that can be spared
             frequency = entry.frequency + num_uses
             if frequency > MAX_FREQUENCY:
                 frequency = MAX_FREQUENCY
-            value = now + frequency * worth(entry)
+            value = now + (frequency - less) * worth(entry)
             # A worth that fell meanwhile does not lower the value: the front relies on values that only grow.
             if value > entry.value:
                 entry.value = value
@@ -151,7 +171,7 @@ class EvictionQueue(Generic[E]):
                 self._put_in_front(entry)
 
     def frequency(self, entry: E) -> int:
-        """Return how often the chunk was used since it came in, at most MAX_FREQUENCY; 0 when it is in no queue."""
+        """Return the chunk's frequency, 0 when it is in no queue."""
         return 0 if entry.order is None else entry.frequency
 
     def remove(self, entry: E) -> None:
@@ -160,7 +180,12 @@ class EvictionQueue(Generic[E]):
             entry.order = None
             self._parked.discard(entry)
             self._num_entries -= 1
+            self._clock.num_chunks -= 1
             self._bound_front()
+
+    def end(self) -> None:
+        """The queue is not used from now on: its chunks do not count in the tier any longer."""
+        self._clock.num_chunks -= self._num_entries
 
     def lowest(self) -> float | None:
         """Return the value of the chunk that goes first, None when there is none; parked ones do not count."""
@@ -186,6 +211,7 @@ class EvictionQueue(Generic[E]):
                 continue
             heappop(self._front)
             if may_go(entry):
+                self._clock.evicted.note(entry.key, entry.frequency, self._clock.num_chunks)
                 self.remove(entry)
                 self._clock.value = max(self._clock.value, entry.value)
                 taken.append(entry)

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.detect.__main__ import examine_trace, flooded, options_of, text_of
 from benchmarks.detect.counting import size_bytes, top_found
 from benchmarks.detect.generated_trace import generated_trace
-from benchmarks.detect.request_trace import BLOCK_TOKENS, TracedRequest, TraceError, make_request, read_trace
 from benchmarks.detect.simulated_caches import OnlinePins, best_blocks, best_pins, exact_counts, lru_hits, static_hits
+from benchmarks.measuring.request_trace import BLOCK_TOKENS, TracedRequest, TraceError, make_request, read_trace
 from kvtier.discovery.choices import PinCosts, PinRules
 
 COSTS = PinCosts(bytes_per_token=1.0, bytes_per_pin=0.0, prefill_tokens_per_s=1000.0)

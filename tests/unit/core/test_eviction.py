@@ -289,3 +289,45 @@ def test_leases_that_end_together_let_each_chunk_be_evicted() -> None:
     table.host.unlease([chunks[2]])
     assert table.host.evict_cheapest(3).lost == [twice]
     table.check()
+
+
+def test_a_chunk_that_comes_back_goes_on_with_the_frequency_it_had() -> None:
+    shelf = Shelf(1, 2, 3)
+    for _ in range(3):
+        shelf.use(1)
+    shelf.take(3)
+    shelf.add(1)
+    assert shelf.queue.frequency(shelf.entries[1]) == 5
+    shelf.add(4)
+    assert shelf.queue.frequency(shelf.entries[4]) == 1
+
+
+def test_a_chunk_of_a_previous_daemon_is_not_used_by_being_found() -> None:
+    shelf = Shelf(1)
+    shelf.take()
+    shelf.queue.add(shelf.entries[1], unused=True)
+    assert shelf.queue.frequency(shelf.entries[1]) == 1
+
+
+def test_a_head_that_was_forgotten_outlives_its_tail_that_is_remembered() -> None:
+    table = table_of()
+    head, tail = key_of(1), key_of(2)
+    store(table, [tail])
+    table.use(table.known([tail]))
+    table.host.evict_cheapest(1)
+    store(table, [head, tail])
+    table.use(table.known([head, tail]), hit=False)
+    assert [chunk.host.frequency for chunk in table.known([head, tail]) if chunk.host is not None] == [3, 3]
+    assert table.host.evict_cheapest(1).lost == [tail]
+
+
+def test_an_ended_namespace_does_not_count_in_the_size_of_a_tier() -> None:
+    table = table_of()
+    chunks = [key_of(number) for number in range(5)]
+    store(table, chunks)
+    for key in chunks[:3]:
+        table.place(key, place_of(key))
+    clocks = [table.host.unpinned._clock, table.disk.unpinned._clock]
+    assert [clock.num_chunks for clock in clocks] == [5, 3]
+    table.end()
+    assert [clock.num_chunks for clock in clocks] == [0, 0]

@@ -1,0 +1,1 @@
+"""Hit rates of eviction policies on traces, beside the best in hindsight."""
