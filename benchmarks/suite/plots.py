@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.measuring.bar_chart import Bar, draw_chart
+from benchmarks.measuring.charts.bar_chart import Bar, draw_chart
 from benchmarks.measuring.samples import Records, Row
 from benchmarks.measuring.tables import chosen, distinct, percentile, sources, values
 from benchmarks.suite.load import UNDISTURBED
