@@ -86,6 +86,20 @@ def computed_share(turns: Sequence[Row]) -> str:
     return f"{1 - sum(turn['cached_tokens'] for turn in turns) / tokens:.1%}" if tokens else ""
 
 
+def load_cells(samples: Sequence[Row], fits: Sequence[Row]) -> tuple[str, ...]:
+    """Return turns/s, TTFT p50, p95, p99 and the computed share; rates and p95 beside those of `fits` too."""
+    rate, p95 = statistics.median(turns_per_s(samples)), wait_s(samples, 95)
+    return (
+        f"{rate:.1f}",
+        _ratio(rate, statistics.median(turns_per_s(fits)) if fits else None),
+        _seconds(wait_s(samples, 50)),
+        _seconds(p95),
+        _ratio(p95, wait_s(fits, 95)),
+        _seconds(wait_s(samples, 99)),
+        computed_share(answered_turns(samples)),
+    )
+
+
 def _row(system: str, mode: str, samples: Sequence[Row], fits: Sequence[Row]) -> tuple[str, ...]:
     num_turns = sum(len(row["turns"]) for row in samples)
     answered = answered_turns(samples)

@@ -22,6 +22,7 @@ from benchmarks.suite.plan import ALL_FITS, Plan
 from benchmarks.suite.plots import draw_plots
 from benchmarks.suite.profiles import PROFILES
 from benchmarks.suite.report import report
+from benchmarks.suite.report_summary import compare
 from benchmarks.suite.traffic import Traffic, plan
 
 SETUP = {"hardware": "2 x CPU", "versions": "kvtier 1", "profile": "short", "dtype": "bfloat16"}
@@ -109,6 +110,50 @@ def test_a_hit_is_compared_with_a_prefix_cache_hit_and_the_floor(add_to: tuple[R
         "| kvtier | GPU cache emptied | 100 (100..100) | 2.0 (2.0..2.0) | 1.91 | 1 of 1 | 2976 of 3020 | host |" in text
     )
     assert "| 200 (200..200) | 4.0 (4.0..4.0) | 3.20 |" in text
+
+
+def test_the_summary_has_a_column_for_each_system_and_says_who_is_ahead(
+    add_to: tuple[Records, Callable[..., None]],
+) -> None:
+    records, add = add_to
+    add("floor", memcpy=[10e9], device=[1e9])
+    add("ttft", **ttft("vLLM alone", Condition.PREFIX_CACHE_HIT, 0.050))
+    for seconds in (0.1, 0.12, 0.14):
+        add("ttft", **ttft("LMCache fs", Condition.HOST, 2 * seconds))
+        add("ttft", **ttft("kvtier", Condition.HOST, seconds / 2))
+        add("ttft", **ttft("vLLM fs tier", Condition.HOST, seconds))
+    text = report(records)
+    assert "| asked | vLLM alone | kvtier | LMCache fs | vLLM fs tier | kvtier is |" in text
+    ahead = "50% ahead of vLLM fs tier, spreads apart"
+    assert f"| GPU cache emptied |  | 60, 1.14x | 240, 4.58x | 120, 2.29x | {ahead} |" in text
+
+
+def test_overlapping_spreads_and_rates_are_compared_the_right_way_round() -> None:
+    samples = {"kvtier": [9.0, 10.0, 12.0], "LMCache fs": [8.0], "vLLM fs tier": [10.0, 11.0, 13.0]}
+    assert compare(samples, less_is_better=False) == "9% behind vLLM fs tier, spreads overlap"
+    assert compare(samples) == "25% behind LMCache fs, spreads apart"
+    assert compare({"kvtier": [1.0], "vLLM alone": [2.0]}) == ""
+
+
+def test_the_summary_of_the_load_has_a_row_for_each_system(add_to: tuple[Records, Callable[..., None]]) -> None:
+    records, add = add_to
+    add("load", **load(USERS, [turn(0.2)]))
+    add("load", **load(USERS, [turn(0.4)]) | {"system": "vLLM fs tier", "wall_s": 4.0})
+    text = report(records)
+    assert "| 16 users | kvtier | 0.5 |  | 0.20 | 0.20 |  | 0.20 | 10.0% |" in text
+    assert (
+        "- 16 users: kvtier's turns/s are 100% ahead of vLLM fs tier, spreads apart; "
+        "its p95 is 50% ahead of vLLM fs tier, spreads apart."
+    ) in text
+
+
+def test_the_memory_of_all_rounds_is_one_row(add_to: tuple[Records, Callable[..., None]]) -> None:
+    records, add = add_to
+    for mib in (10, 30, 20):
+        sizes = dict.fromkeys(("resident", "proportional", "anonymous"), mib * 2**20)
+        add("memory", system="kvtier", matrix="8x512", process="kvtier-daemon", when="after all prompts", **sizes)
+    cell = "20 (10..30)"
+    assert f"| kvtier | 8x512 | kvtier-daemon | after all prompts | {cell} | {cell} | {cell} |" in report(records)
 
 
 def test_a_miss_has_no_ratio_to_the_floor_of_hits(add_to: tuple[Records, Callable[..., None]]) -> None:
