@@ -133,7 +133,7 @@ PROFILES = {
             limit_min=10,
             matrices=(_small((1000,), prompts=2, rounds=1, pool_blocks=96),),
             load=LoadShape(
-                prompt_tokens=500, users=(Users(8), Users(8, busy_loops=1)), turns=2, pool_blocks=96, kill=True
+                prompt_tokens=500, users=(Users(8), Users(8, busy_loops=2)), turns=2, pool_blocks=96, kill=True
             ),
             growth=GrowthShape(pins=(1, 100), chunks=(1000,), sessions=(1, 2), rounds=1, service_mib=32),
         ),

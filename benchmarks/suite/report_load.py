@@ -9,6 +9,7 @@ from benchmarks.measuring.tables import chosen, distinct, percentile, table
 from benchmarks.suite.load import KILLED
 from benchmarks.suite.profiles import BLOCK_TOKENS
 from benchmarks.systems.kvtier_system import KVTier
+from benchmarks.systems.lmcache_system import LMCache
 from benchmarks.systems.vllm_systems import VLLMAllFits
 
 HEADER = (
@@ -150,6 +151,7 @@ def _computed_tables(samples: Sequence[Row]) -> Iterator[str]:
     if rows:
         yield "## Turns that computed what was stored"
         yield table(("system", "run", "computed", "turns that computed some of their system prompt", "all of it"), rows)
+    if any(row[0] == LMCache.name for row in rows):
         yield "LMCache restores whole chunks of 256 tokens, so that it always computes the rest of a prompt."
     if each:
         yield table(("system", "run", "round", "user", "sent after s", "TTFT s", "cached tokens"), each)
