@@ -91,7 +91,7 @@ class LoadRun:
 
 @contextmanager
 def _busy_loops(count: int, home: Path) -> Iterator[None]:
-    """Keep so many processes busy."""
+    """Keep this many processes busy."""
     with ExitStack() as stack:
         for number in range(count):
             argv = [sys.executable, "-c", "while True: pass"]
