@@ -9,7 +9,7 @@ from benchmarks.measuring.samples import Records, Row
 from benchmarks.measuring.tables import chosen, distinct, percentile, sources, values
 from benchmarks.suite.load import KILLED
 from benchmarks.suite.matrix import Condition
-from benchmarks.suite.report_load import answered_turns
+from benchmarks.suite.reports.load_tables import answered_turns
 
 COLORS = {
     "vLLM alone": "#a3adbd",

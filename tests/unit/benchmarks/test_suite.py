@@ -22,7 +22,7 @@ from benchmarks.suite.plan import ALL_FITS, Plan
 from benchmarks.suite.plots import draw_plots
 from benchmarks.suite.profiles import PROFILES
 from benchmarks.suite.report import report
-from benchmarks.suite.report_summary import compare
+from benchmarks.suite.reports.summary import compare
 from benchmarks.suite.traffic import Traffic, plan
 
 SETUP = {"hardware": "2 x CPU", "versions": "kvtier 1", "profile": "short", "dtype": "bfloat16"}

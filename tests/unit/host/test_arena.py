@@ -235,7 +235,7 @@ def test_close_ends_the_file_descriptor(tmp_path: Path) -> None:
 
 def open_files() -> list[str]:
     paths = Path("/proc/self/fd").iterdir()
-    return [os.readlink(path) for path in paths if path.is_symlink()]
+    return [str(path.readlink()) for path in paths if path.is_symlink()]
 
 
 def test_another_process_keeps_its_mapping_after_unlink(arena: Arena) -> None:

@@ -8,8 +8,8 @@ from benchmarks.measuring.tables import chosen, distinct, percentile, table, val
 from benchmarks.suite.floor import floor_of
 from benchmarks.suite.load import KILLED
 from benchmarks.suite.matrix import Condition
-from benchmarks.suite.report_load import answered_turns, load_cells, turns_per_s
-from benchmarks.suite.report_matrix import times_floor
+from benchmarks.suite.reports.load_tables import answered_turns, load_cells, turns_per_s
+from benchmarks.suite.reports.matrix_tables import times_floor
 from benchmarks.systems.kvtier_system import KVTier
 from benchmarks.systems.vllm_systems import VLLMAllFits, VLLMAlone
 
