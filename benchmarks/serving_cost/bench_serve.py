@@ -1,10 +1,12 @@
-"""`vllm bench serve` as a traffic generator: a fixed number of random prompts."""
+"""`vllm bench serve` as a traffic generator: a fixed number of random prompts, or a trace."""
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -23,9 +25,20 @@ class TrafficError(Exception):
     """A run whose numbers mean nothing; the message says why."""
 
 
+class Traffic(Protocol):
+    """What `vllm bench serve` is to send."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in all; each must succeed."""
+
+    def arguments(self, url: str, seed: int, result: Path) -> list[str]:
+        """Return those of `vllm bench serve`; equal seeds send equal prompts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchServe:
-    """One shape of traffic.
+    """One shape of random traffic.
 
     Attributes:
         model: Folder of the model, for its tokenizer.
@@ -42,31 +55,73 @@ class BenchServe:
     spread: float = 0.0
 
     def arguments(self, url: str, seed: int, result: Path) -> list[str]:
-        """Return those of `vllm bench serve`; equal seeds send equal prompts."""
-        flags = {
-            "--backend": "openai",
-            "--base-url": url,
-            "--endpoint": "/v1/completions",
-            "--model": str(self.model),
-            "--served-model-name": "model",
-            "--dataset-name": "random",
-            "--num-prompts": self.num_requests,
-            "--random-input-len": self.input_tokens,
-            "--random-output-len": self.output_tokens,
-            "--random-range-ratio": self.spread,
-            "--max-concurrency": self.concurrency,
-            "--temperature": 0,
-            "--seed": seed,
-            "--percentile-metrics": "ttft,tpot,itl,e2el",
-            "--metric-percentiles": "95,99",
-            # Either would send the first prompt once more, and vLLM would have it in its cache.
-            "--num-warmups": 0,
-            "--ready-check-timeout-sec": 0,
-            "--result-dir": str(result.parent),
-            "--result-filename": result.name,
-        }
-        switches = ["--ignore-eos", "--disable-tqdm", "--save-result"]
-        return switches + [str(part) for flag in flags.items() for part in flag]
+        """See `Traffic`."""
+        return _arguments(
+            url,
+            seed,
+            result,
+            {
+                "--model": self.model,
+                "--dataset-name": "random",
+                "--num-prompts": self.num_requests,
+                "--random-input-len": self.input_tokens,
+                "--random-output-len": self.output_tokens,
+                "--random-range-ratio": self.spread,
+                "--max-concurrency": self.concurrency,
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedTrace:
+    """The requests of a trace, each at its time.
+
+    Attributes:
+        model: Folder of the model, for its tokenizer.
+        trace: JSON lines as Mooncake's, with timestamps in seconds.
+        block_tokens: Tokens that each of its hash ids stands for.
+    """
+
+    model: Path
+    trace: Path
+    num_requests: int
+    block_tokens: int
+
+    def arguments(self, url: str, seed: int, result: Path) -> list[str]:
+        """See `Traffic`."""
+        return _arguments(
+            url,
+            seed,
+            result,
+            {
+                "--model": self.model,
+                "--dataset-name": "timed_trace",
+                "--dataset-path": self.trace,
+                "--num-prompts": self.num_requests,
+                "--timed-trace-chunk-hash-size": self.block_tokens,
+            },
+        )
+
+
+def _arguments(url: str, seed: int, result: Path, flags: Mapping[str, object]) -> list[str]:
+    flags = {
+        "--backend": "openai",
+        "--base-url": url,
+        "--endpoint": "/v1/completions",
+        "--served-model-name": "model",
+        **flags,
+        "--temperature": 0,
+        "--seed": seed,
+        "--percentile-metrics": "ttft,tpot,itl,e2el",
+        "--metric-percentiles": "95,99",
+        # Either would send the first prompt once more, and vLLM would have it in its cache.
+        "--num-warmups": 0,
+        "--ready-check-timeout-sec": 0,
+        "--result-dir": result.parent,
+        "--result-filename": result.name,
+    }
+    switches = ["--ignore-eos", "--disable-tqdm", "--save-result"]
+    return switches + [str(part) for flag in flags.items() for part in flag]
 
 
 class BenchServeClient(Process):
@@ -82,7 +137,8 @@ class BenchServeClient(Process):
         self._connection: Connection | None = None
         # -P: its folder has modules of common names.
         argv = [sys.executable, "-P", str(Path(__file__).with_name("bench_client.py")), str(self._socket)]
-        env = {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "none"}
+        # It draws a trace's tokens by Python's hashes of its block ids.
+        env = {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "none", "PYTHONHASHSEED": "0"}
         super().__init__("vllm bench serve", argv, env, home / "bench-serve.log")
 
     @override
@@ -92,7 +148,7 @@ class BenchServeClient(Process):
         super().start()
         self.wait_ready(self._connects, START_TIMEOUT_S)
 
-    def run(self, shape: BenchServe, url: str, seed: int) -> dict[str, float]:
+    def run(self, shape: Traffic, url: str, seed: int) -> dict[str, float]:
         """Send the prompts of this seed and return rates and times.
 
         Raises:
