@@ -1,24 +1,25 @@
-"""EvictionQueue against a list that is sorted at every eviction: the same chunks go in the same order."""
+"""Both eviction queues against a list that is sorted at every eviction: the same chunks go in the same order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvtier.core.chunks.chunk import Chunks
+from kvtier.core.chunks.disk_chunks import DiskQueue
 from kvtier.core.chunks.evicted import EvictedChunks
 from kvtier.core.chunks.eviction import MAX_FREQUENCY, Entry, EvictionClock, EvictionQueue
+from kvtier.core.place_columns import PlaceColumns
 from tests.fakes.chunks import key_of
 
 NUM_ENTRIES = 40
+KEYS = [key_of(number) for number in range(NUM_ENTRIES)]
+NUMBERS = {key: number for number, key in enumerate(KEYS)}
 numbers = st.integers(0, NUM_ENTRIES - 1)
 many = st.lists(numbers, max_size=NUM_ENTRIES)
-
-
-@dataclass(slots=True, eq=False)
-class PricedEntry(Entry):
-    worth: float = 1.0
 
 
 @dataclass
@@ -34,12 +35,16 @@ class Model:
 class EvictionQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.entries = [PricedEntry(key_of(number), worth=1.0 + number % 3) for number in range(NUM_ENTRIES)]
-        self.queue = EvictionQueue(EvictionClock(), attrgetter("worth"), lambda: self.entries)
+        self.worths = {key: 1.0 + number % 3 for key, number in NUMBERS.items()}
+        self.queue, self.entries = self.make_queue(lambda entry: self.worths[entry.key])
         self.model: dict[int, Model] = {}
         self.protected: set[int] = set()
         self.clock, self.order = 0.0, 0
         self.evicted = EvictedChunks()  # a twin of the queue's, with a test of its own
+
+    def make_queue(self, worth: Callable[[Any], float]) -> tuple[EvictionQueue[Any], list[Any]]:
+        entries = [Entry(key) for key in KEYS]
+        return EvictionQueue(EvictionClock(), worth, lambda: entries), entries
 
     def next_order(self) -> int:
         self.order += 1
@@ -86,11 +91,11 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     def value(self, number: int, frequency: int) -> float:
         less = 1.0 - self.evicted.first_use
-        return self.clock + (frequency - less) * self.entries[number].worth
+        return self.clock + (frequency - less) * self.worths[KEYS[number]]
 
     @rule(number=numbers, worth=st.sampled_from([0.5, 1.0, 4.0]))
     def appraise(self, number: int, worth: float) -> None:
-        self.entries[number].worth = worth
+        self.worths[KEYS[number]] = worth
 
     @rule(number=numbers)
     def remove(self, number: int) -> None:
@@ -109,8 +114,8 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     @rule(max_chunks=st.integers(0, NUM_ENTRIES))
     def take(self, max_chunks: int) -> None:
-        taken = self.queue.take(lambda entry: self.entries.index(entry) not in self.protected, max_chunks)
-        assert [self.entries.index(entry) for entry in taken] == self.expected(max_chunks)
+        taken = self.queue.take(lambda entry: NUMBERS[entry.key] not in self.protected, max_chunks)
+        assert [NUMBERS[entry.key] for entry in taken] == self.expected(max_chunks)
 
     def expected(self, max_chunks: int) -> list[int]:
         gone: list[int] = []
@@ -143,6 +148,36 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         for number, entry in enumerate(self.entries):
             assert self.queue.frequency(entry) == (self.model[number].frequency if number in self.model else 0)
 
+
+class DiskQueueMachine(EvictionQueueMachine):
+    """The disk's queue walks over columns; chunks are forgotten and come back in other rows."""
+
+    def make_queue(self, worth: Callable[[Any], float]) -> tuple[EvictionQueue[Any], list[Any]]:
+        self.chunks = Chunks()
+        places = PlaceColumns()
+        for _ in KEYS:
+            places.append()
+        self.chunks.fill(list(KEYS), places)
+        self.disk_queue = DiskQueue(EvictionClock(), worth, self.chunks)
+        return self.disk_queue, [self.chunks[key] for key in KEYS]
+
+    @initialize(found_on_disk=st.booleans())
+    def fill(self, found_on_disk: bool) -> None:
+        if found_on_disk:
+            self.disk_queue.fill([self.worths[key] for key in KEYS])
+            self.model = {number: Model(self.value(number, 1), self.next_order(), 1) for number in range(NUM_ENTRIES)}
+
+    @rule(chosen=many)
+    def forget_and_know_again(self, chosen: list[int]) -> None:
+        idle = [number for number in chosen if number not in self.model]
+        for number in idle:
+            self.chunks.forget_if_idle(self.entries[number])
+        for number in idle:
+            self.entries[number] = self.chunks.ensure(KEYS[number])
+
+
+TestDiskQueue = DiskQueueMachine.TestCase
+TestDiskQueue.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 TestEvictionQueue = EvictionQueueMachine.TestCase
 TestEvictionQueue.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
