@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.demo.story import Story
-from benchmarks.measuring.bar_chart import Bar, draw_chart
+from benchmarks.measuring.charts.bar_chart import Bar, draw_chart
 from benchmarks.measuring.chat_requests import Answer
 from benchmarks.measuring.machine import hardware, versions
 

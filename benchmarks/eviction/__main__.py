@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.eviction.replay import BELADY, KVTIER, POLICIES, Replay, replay
 from benchmarks.eviction.workloads import GENERATED, Requests, from_file
-from benchmarks.measuring.line_chart import Panel, draw_panels
+from benchmarks.measuring.charts.line_chart import Panel, draw_panels
 from benchmarks.measuring.machine import machine_line
 from benchmarks.measuring.request_trace import TraceError
 from benchmarks.measuring.tables import table

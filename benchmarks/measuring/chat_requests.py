@@ -69,9 +69,9 @@ def forget_device_cache(engine: Engine) -> None:
     wait_until(emptied, EMPTY_TIMEOUT_S, "vLLM to empty its prefix cache")
 
 
-def greet(engine: Engine) -> None:
+def greet(engine: Engine, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
     """Send a short request, so that lazy imports do not count as part of the first measured one."""
-    ask(engine, [], [{"role": "user", "content": "Hello!"}])
+    ask(engine, [], [{"role": "user", "content": "Hello!"}], timeout_s)
 
 
 def ask_pinned(engine: Engine, processes: Sequence[Process], number: int, variant: int = PINNED_VARIANT) -> Answer:

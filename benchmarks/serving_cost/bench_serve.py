@@ -25,7 +25,7 @@ class TrafficError(Exception):
     """A run whose numbers mean nothing; the message says why."""
 
 
-class Traffic(Protocol):
+class BenchTraffic(Protocol):
     """What `vllm bench serve` is to send."""
 
     @property
@@ -55,7 +55,7 @@ class BenchServe:
     spread: float = 0.0
 
     def arguments(self, url: str, seed: int, result: Path) -> list[str]:
-        """See `Traffic`."""
+        """See `BenchTraffic`."""
         return _arguments(
             url,
             seed,
@@ -88,7 +88,7 @@ class TimedTrace:
     block_tokens: int
 
     def arguments(self, url: str, seed: int, result: Path) -> list[str]:
-        """See `Traffic`."""
+        """See `BenchTraffic`."""
         return _arguments(
             url,
             seed,
@@ -148,7 +148,7 @@ class BenchServeClient(Process):
         super().start()
         self.wait_ready(self._connects, START_TIMEOUT_S)
 
-    def run(self, shape: Traffic, url: str, seed: int) -> dict[str, float]:
+    def run(self, shape: BenchTraffic, url: str, seed: int) -> dict[str, float]:
         """Send the prompts of this seed and return rates and times.
 
         Raises:

@@ -2,8 +2,9 @@
 
 `make bench` runs the short profile, `make bench PROFILE=long` the one for numbers to quote. Cases are measured one
 after the other, systems taking turns round by round, each in its own environment: vLLM alone, kvtier, LMCache in
-multi-process mode (`make peers-venv`) and vLLM's OffloadingConnector with its fs tier. Raw samples go to a file of JSON
-lines as they are measured; `--resume` measures only what is missing in it, `--report` measures nothing.
+multi-process mode (`make peers-venv`) and vLLM's OffloadingConnector with its fs tier; under load also vLLM alone with
+a pool in which everything fits. Raw samples go to a file of JSON lines as they are measured; `--resume` measures only
+what is missing in it, `--report` measures nothing.
 """
 
 import argparse
@@ -23,13 +24,13 @@ from benchmarks.measuring.machine import fast_dtype, hardware, versions
 from benchmarks.measuring.samples import Records, RecordsError
 from benchmarks.measuring.storage import is_in_memory
 from benchmarks.suite.matrix import first_line
-from benchmarks.suite.plan import ALL_SYSTEMS, Case, Plan
+from benchmarks.suite.plan import ALL_FITS, ALL_SYSTEMS, Case, Plan
 from benchmarks.suite.plots import draw_plots
 from benchmarks.suite.profiles import PROFILES
 from benchmarks.suite.report import report
 from benchmarks.systems.system import SetupError
 
-DEFAULT_SYSTEMS = ("alone", "kvtier", "lmcache", "vllm-fs")
+DEFAULT_SYSTEMS = ("alone", "kvtier", "lmcache", "vllm-fs", ALL_FITS)
 OUT = Path("bench-results")
 FAILURES = (
     SetupError,

@@ -1,10 +1,12 @@
 """Many users, and more system prompts than the pool can hold: throughput, waiting times, and which tier served.
 
-Two runs on one start of a system, each with another seed for its users: one undisturbed, and one in which the server
-beside vLLM is killed (-9) and started again when half of the turns are answered.
+All on one start of a system, each run with another seed for its users. In the last one the server beside vLLM is killed
+(-9) and started again when half of the turns are answered.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,11 +17,11 @@ from benchmarks.harness.process import Process, wait_until
 from benchmarks.measuring.chat_requests import ask, greet, question
 from benchmarks.measuring.process_usage import cpu_s
 from benchmarks.measuring.sized_prompts import SystemPrompt, make_prompt
-from benchmarks.suite.profiles import LoadShape
+from benchmarks.suite.profiles import LoadShape, Users
 from benchmarks.suite.traffic import Traffic, plan
 from benchmarks.systems.system import System
 
-UNDISTURBED, KILLED = "undisturbed", "server killed in the middle"
+KILLED = "server killed in the middle"
 HALF_TIMEOUT_S = 180
 
 
@@ -44,14 +46,18 @@ class LoadRun:
                 ask(engine, [], prompt.messages(question(number)))
                 if self.system.keeps:
                     self.system.keep(engine, prompt.name, prompt.text)
-            self._run_users(UNDISTURBED, servers, engine, prompts, seed=2 * self.round)
-            if self.system.has_server:
-                self._run_users(KILLED, servers, engine, prompts, seed=2 * self.round + 1)
+            for number, users in enumerate(self.shape.users):
+                with _busy_loops(users.busy_loops, self.system.home):
+                    self._run_users(users, users.name, servers, engine, prompts, number)
+            if self.shape.kill and self.system.has_server:
+                first, last = self.shape.users[0], len(self.shape.users)
+                self._run_users(first, KILLED, servers, engine, prompts, last)
 
     def _run_users(
-        self, mode: str, servers: list[Process], engine: Engine, prompts: list[SystemPrompt], *, seed: int
+        self, users: Users, mode: str, servers: list[Process], engine: Engine, prompts: list[SystemPrompt], number: int
     ) -> None:
-        traffic = Traffic(engine, plan(self.shape, prompts, seed), self.shape.answer_tokens)
+        chats = plan(users.count, self.shape.turns, prompts, seed=10 * self.round + number)
+        traffic = Traffic(engine, chats, self.shape.answer_tokens)
         sources, engine_s, servers_s = engine.cached_by_source(), cpu_s({engine.pid}), _cpu_s(servers)
         traffic.start()
         killed_at = 0
@@ -74,12 +80,23 @@ class LoadRun:
             round=self.round,
             wall_s=wall_s,
             killed_at_turn=killed_at,
+            system_tokens=self.shape.prompt_tokens,
             answer_tokens=self.shape.answer_tokens,
             by_source={source: after[source] - sources[source] for source in after},
             engine_cpu_s=cpu_s({engine.pid}) - engine_s,
             server_cpu_s=_cpu_s(servers) - servers_s,
             turns=[asdict(turn) for turn in traffic.turns],
         )
+
+
+@contextmanager
+def _busy_loops(count: int, home: Path) -> Iterator[None]:
+    """Keep this many processes busy."""
+    with ExitStack() as stack:
+        for number in range(count):
+            argv = [sys.executable, "-c", "while True: pass"]
+            stack.enter_context(Process(f"busy loop {number}", argv, {}, home / "busy.log"))
+        yield
 
 
 def _cpu_s(processes: list[Process]) -> float:

@@ -28,6 +28,8 @@ from benchmarks.systems.system import System
 FLOOD_RATIO = 1.3
 # Of prompts that are not measured: they share no first word with those that are.
 FLOOD_VARIANT = 500
+# Of a short request after the server was killed and started: longer is no answer.
+REVIVED_TIMEOUT_S = 60
 # Errors that show that vLLM ended or does not answer.
 LOST = (httpx.HTTPError, openai.OpenAIError, TimeoutError)
 
@@ -107,7 +109,7 @@ class MatrixRun:
             for server in servers:
                 server.kill()
                 self.system.revive(server, engine)
-            greet(engine)
+            greet(engine, REVIVED_TIMEOUT_S)
             forget_device_cache(engine)
             self._ask(Condition.SERVER_RESTARTED, prompts, engine, servers)
         except LOST as error:  # a result too: vLLM did not survive

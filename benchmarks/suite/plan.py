@@ -15,15 +15,17 @@ from benchmarks.suite import daemon_growth
 from benchmarks.suite.floor import measure_floor
 from benchmarks.suite.load import LoadRun
 from benchmarks.suite.matrix import MatrixRun
-from benchmarks.suite.profiles import BLOCK_TOKENS, LoadShape, MatrixShape, Profile
+from benchmarks.suite.profiles import BLOCK_TOKENS, TURN_TOKENS, LoadShape, MatrixShape, Profile
 from benchmarks.systems.all_systems import SYSTEMS
 from benchmarks.systems.kvtier_system import OFF_DEVICE_CONFIG, KVTierAll
 from benchmarks.systems.system import System
-from benchmarks.systems.vllm_systems import VLLMAlone
+from benchmarks.systems.vllm_systems import VLLMAllFits, VLLMAlone
 
-ALL_SYSTEMS: dict[str, type[System]] = {"alone": VLLMAlone, "kvtier-all": KVTierAll, **SYSTEMS}
-# Tokens of a context for the conversation behind the system prompt.
-TURN_TOKENS = 1024
+ALL_FITS = "alone-fits"
+"""The system that only the load has: what the machine can do when vLLM's own prefix cache has everything."""
+ALL_SYSTEMS: dict[str, type[System]] = {
+    "alone": VLLMAlone, "kvtier-all": KVTierAll, **SYSTEMS, ALL_FITS: VLLMAllFits,
+}  # fmt: skip
 
 Add = Callable[..., None]
 
@@ -51,7 +53,7 @@ class Plan:
             yield Case(name=f"floor/{number}", measure=partial(measure_floor, self.home))
             for shape in self.profile.matrices:
                 if number < shape.rounds:
-                    for name in _in_turns(self.systems, number):
+                    for name in _in_turns([name for name in self.systems if name != ALL_FITS], number):
                         yield self._matrix(name, shape, number)
         if load := self.profile.load:
             for number in range(load.rounds):
@@ -72,7 +74,8 @@ class Plan:
     def _load(self, name: str, shape: LoadShape, number: int) -> Case:
         def measure(add: Add) -> None:
             model = cached_model("suite-8x512", SERVED)
-            options = self._options(model, shape.pool_blocks, shape.prompt_tokens + TURN_TOKENS)
+            pool_blocks = shape.fitting_blocks if name == ALL_FITS else shape.pool_blocks
+            options = self._options(model, pool_blocks, shape.prompt_tokens + TURN_TOKENS)
             with _system(name, self.home, options, 1) as system:
                 LoadRun(system=system, shape=shape, model=model, round=number, add=add).measure()
 
@@ -104,7 +107,7 @@ class Plan:
 
 def _in_turns(systems: Sequence[str], number: int) -> list[str]:
     """Return the systems, with another one first in every round."""
-    turn = number % len(systems)
+    turn = number % max(1, len(systems))
     return [*systems[turn:], *systems[:turn]]
 
 

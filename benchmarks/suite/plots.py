@@ -4,13 +4,20 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.measuring.bar_chart import Bar, draw_chart
+from benchmarks.measuring.charts.bar_chart import Bar, draw_chart
 from benchmarks.measuring.samples import Records, Row
 from benchmarks.measuring.tables import chosen, distinct, percentile, sources, values
-from benchmarks.suite.load import UNDISTURBED
+from benchmarks.suite.load import KILLED
 from benchmarks.suite.matrix import Condition
+from benchmarks.suite.reports.load_tables import answered_turns
 
-COLORS = {"vLLM alone": "#a3adbd", "kvtier": "#34d399", "LMCache fs": "#f97352", "vLLM fs tier": "#60a5fa"}
+COLORS = {
+    "vLLM alone": "#a3adbd",
+    "kvtier": "#34d399",
+    "LMCache fs": "#f97352",
+    "vLLM fs tier": "#60a5fa",
+    "vLLM alone, all fits": "#e5e7eb",
+}
 OTHER_COLOR = "#c084fc"
 PINS_COLOR, CHUNKS_COLOR, SESSIONS_COLOR = "#34d399", "#60a5fa", "#f97352"
 
@@ -98,11 +105,11 @@ def _ttft_bars(samples: Sequence[Row]) -> list[Bar]:
 
 def _load_bars(samples: Sequence[Row]) -> list[Bar]:
     bars = []
-    for row_system in distinct(samples, "system"):
-        rows = chosen(samples, system=row_system, mode=UNDISTURBED)
-        waits = [turn["ttft_s"] for row in rows for turn in row["turns"] if not turn["error"]]
-        if waits:
-            bars.append(_bar("95th percentile", row_system, f"{len(waits)} turns", percentile(waits, 95)))
+    for mode in distinct(samples, "mode"):
+        for system in distinct(samples, "system"):
+            waits = [turn["ttft_s"] for turn in answered_turns(chosen(samples, system=system, mode=mode))]
+            if waits and mode != KILLED:
+                bars.append(_bar(mode, system, f"{len(waits)} turns", percentile(waits, 95)))
     return bars
 
 

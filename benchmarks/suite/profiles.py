@@ -1,10 +1,28 @@
-"""How much is measured: `smoke` shows that everything runs, `short` fits 20 minutes, `long` is for numbers to quote."""
+"""How much is measured: `smoke` shows that everything runs, `short` fits 15 minutes, `long` two hours.
+
+Seconds of one case on two cores of a cloud machine (the slower of two that were tried), from the samples of earlier
+runs; what no run had yet is in brackets, from the tokens to compute. An 8,000-token prompt takes 4.7 s to compute with
+8x512 (a faster machine: 2.4) and [22] with 16x1024 (11).
+
+| case | vLLM alone | kvtier | LMCache | vLLM fs tier | alone, all fits |
+|---|---|---|---|---|---|
+| matrix, 8x512, 3 prompts of each length | 70 | 130 | [210] | [140] | |
+| matrix, 8x512, 2 prompts of each length | [55] | [110] | [185] | [120] | |
+| matrix, 16x1024, 3 prompts of each length | [220] | [230] | [310] | [250] | |
+| load: 16 users | 45 | 45 | [50] | [50] | [45] |
+| load: 16 users, 64, 16 beside busy loops, a kill | [175] | [105] | [190] | [105] | [75] |
+
+So `short` is 8 minutes of matrix, 4 of load and 1 of the daemon alone; `long` is 28 and 51 minutes of matrices, 33 of
+load and 4 of the daemon alone.
+"""
 
 from dataclasses import dataclass
 
 from benchmarks.harness.model_specs import DEMO, SERVED, ModelSpec
 
 BLOCK_TOKENS = 32
+# Tokens of a context for the conversation behind the system prompt.
+TURN_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +47,50 @@ class MatrixShape:
     host_gib: int = 1
 
 
+@dataclass(frozen=True)
+class Users:
+    """Users at the same time; each sends its next turn when the last one was answered.
+
+    Attributes:
+        busy_loops: Processes that only use a core, beside everything else.
+    """
+
+    count: int
+    busy_loops: int = 0
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.count} users" + (f", {self.busy_loops} busy loops" if self.busy_loops else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadShape:
-    """Users who send requests at the same time.
+    """What users send, and which numbers of them come one after the other to the same vLLM.
 
     Attributes:
         system_prompts: Number to choose from; together they are more than the pool can hold.
         prompt_tokens: Tokens of each.
-        users: Users at the same time; each sends its next turn when the last one was answered.
+        users: Measured in this order.
         turns: Turns of each user.
+        kill: Whether the first users come again at the end, and the server is killed (-9) in the middle.
         rounds: Times that every system is measured.
     """
 
     system_prompts: int = 8
     prompt_tokens: int = 2000
-    users: int = 16
+    users: tuple[Users, ...] = (Users(16),)
     turns: int = 5
     answer_tokens: int = 16
     pool_blocks: int = 288
+    kill: bool = False
     rounds: int = 1
+
+    @property
+    def fitting_blocks(self) -> int:
+        """Blocks in which all prompts fit, and the conversations of all users."""
+        most = max(users.count for users in self.users)
+        return self.system_prompts * -(-self.prompt_tokens // BLOCK_TOKENS) + most * TURN_TOKENS // BLOCK_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,27 +132,36 @@ PROFILES = {
             name="smoke",
             limit_min=10,
             matrices=(_small((1000,), prompts=2, rounds=1, pool_blocks=96),),
-            load=LoadShape(prompt_tokens=500, users=8, turns=2, pool_blocks=96),
+            load=LoadShape(
+                prompt_tokens=500, users=(Users(8), Users(8, busy_loops=2)), turns=2, pool_blocks=96, kill=True
+            ),
             growth=GrowthShape(pins=(1, 100), chunks=(1000,), sessions=(1, 2), rounds=1, service_mib=32),
         ),
         Profile(
             name="short",
-            limit_min=17,  # the last case ends within 20
-            matrices=(_small((1000, 3000, 8000), prompts=3, rounds=1, pool_blocks=320),),
+            limit_min=12,  # the last case ends within 15
+            matrices=(_small((1000, 3000, 8000), prompts=2, rounds=1, pool_blocks=320),),
             load=LoadShape(),
-            growth=GrowthShape(),
+            growth=GrowthShape(chunks=(1000, 100_000)),
         ),
         Profile(
             name="long",
-            limit_min=150,
+            limit_min=116,  # the last case ends within 120
             # Nine samples a cell.
             matrices=(
                 _small((1000, 3000, 8000), prompts=3, rounds=3, pool_blocks=320),
+                # A token has 32 KiB: the pool 320 MiB, the prompts of a round 1.1 GiB, the flood 0.4, which peers keep.
                 MatrixShape(
-                    name="16x1024", model=DEMO, lengths=(3000,), prompts=3, rounds=3, pool_blocks=144, host_gib=2
+                    name="16x1024",
+                    model=DEMO,
+                    lengths=(1000, 3000, 8000),
+                    prompts=3,
+                    rounds=3,
+                    pool_blocks=320,
+                    host_gib=3,
                 ),
             ),
-            load=LoadShape(rounds=3),
+            load=LoadShape(users=(Users(16), Users(16, busy_loops=2), Users(64)), kill=True, rounds=3),
             growth=GrowthShape(
                 pins=(1, 10, 100, 1000), chunks=(1000, 10_000, 100_000, 200_000), rounds=7, service_mib=1024
             ),

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from benchmarks.measuring.samples import Records
-from benchmarks.suite.report_growth import service_tables
-from benchmarks.suite.report_load import load_tables
-from benchmarks.suite.report_matrix import matrix_tables
+from benchmarks.suite.reports.growth_tables import service_tables
+from benchmarks.suite.reports.load_tables import load_tables
+from benchmarks.suite.reports.matrix_tables import matrix_tables
+from benchmarks.suite.reports.summary import summary
 
 
 def report(records: Records, not_measured: Sequence[str] = ()) -> str:
@@ -19,6 +20,7 @@ def report(records: Records, not_measured: Sequence[str] = ()) -> str:
     parts = [
         f"# Results, profile {setup['profile']}",
         f"{setup['hardware']}, {setup['versions']}; {setup['dtype']}. Cells: median (min..max).",
+        *summary(records),
         *matrix_tables(records),
         *load_tables(records),
         *service_tables(records),

@@ -17,7 +17,6 @@ import httpx
 from benchmarks.harness.engine import Engine
 from benchmarks.measuring.chat_requests import question, streamed_event
 from benchmarks.measuring.sized_prompts import SystemPrompt
-from benchmarks.suite.profiles import LoadShape
 
 TIMEOUT_S = 60.0
 _NO_ANSWER = httpx.ReadTimeout.__name__
@@ -47,13 +46,13 @@ class Turn:
     error: str
 
 
-def plan(shape: LoadShape, prompts: Sequence[SystemPrompt], seed: int) -> list[list[Messages]]:
+def plan(num_users: int, num_turns: int, prompts: Sequence[SystemPrompt], seed: int) -> list[list[Messages]]:
     """Return what each user sends, turn by turn: conversations of one to three turns behind a prompt drawn for each."""
     users = []
-    for user in range(shape.users):
+    for user in range(num_users):
         chance = random.Random(f"{seed}-{user}")
         turns: list[Messages] = []
-        while len(turns) < shape.turns:
+        while len(turns) < num_turns:
             messages = chance.choice(prompts).messages(question(chance.randrange(10**9)))
             for _ in range(chance.randint(1, MAX_TURNS)):
                 turns.append(list(messages))
@@ -61,7 +60,7 @@ def plan(shape: LoadShape, prompts: Sequence[SystemPrompt], seed: int) -> list[l
                     {"role": "assistant", "content": REPLY},
                     {"role": "user", "content": question(chance.randrange(10**9))},
                 ]
-        users.append(turns[: shape.turns])
+        users.append(turns[:num_turns])
     return users
 
 

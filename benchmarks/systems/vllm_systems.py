@@ -20,6 +20,12 @@ class VLLMAlone(System):
         """Nothing outlives vLLM."""
 
 
+class VLLMAllFits(VLLMAlone):
+    """vLLM without any connector, with a pool that is large enough for everything that is asked."""
+
+    name = "vLLM alone, all fits"
+
+
 class VLLMBare(VLLMAlone):
     """vLLM with a connector that does nothing."""
 

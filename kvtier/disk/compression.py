@@ -5,7 +5,7 @@ import os
 from kvtier.config.model import CompressionMode
 
 CODE_BYTES_PER_S = 3e9
-"""Payload bytes that one free core decodes in a second (benchmarks/RESULTS.md, codecs)."""
+"""Payload bytes that one free core decodes in a second (benchmarks/results/codecs.md)."""
 FREE_CORES_SHARE = 4
 """Of this many cores one is free to decode: vLLM computes and waits on the others."""
 RAW_SPACE_SHARE = 2

@@ -111,6 +111,22 @@ def test_chunks_are_evicted_only_when_there_is_no_other_way(rig: HostRig) -> Non
     check(rig)
 
 
+@pytest.mark.parametrize(("num_given", "num_free"), [(NUM_SLOTS, 3), (2, 2)])
+def test_rows_are_preallocated_and_memory_that_runs_out_is_reported(
+    rig: HostRig, num_given: int, num_free: int
+) -> None:
+    rig.system_gives(num_given)
+    assert asyncio.run(rig.tier.preallocate(3, rig.tier.back)) is (num_free == 3)
+    assert rig.tier.counts()[SlotState.FREE] == num_free
+    check(rig)
+
+
+def test_a_slot_that_was_never_taken_is_at_generation_0(rig: HostRig) -> None:
+    assert [rig.tier.slots.generation(slot) for slot in range(NUM_SLOTS)] == [0] * NUM_SLOTS
+    (ref,) = allocated(rig)
+    assert rig.tier.slots.generation(ref.slot) == ref.generation > 0
+
+
 def test_allocation_ends_where_the_system_has_no_memory(rig: HostRig) -> None:
     rig.system_gives(2)
     assert len(allocated(rig, 4)) == 2

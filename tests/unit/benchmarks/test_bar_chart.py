@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.measuring.bar_chart import Bar, draw_chart
+from benchmarks.measuring.charts.bar_chart import Bar, draw_chart
 
 RED, GREEN, BLUE = "#ff0000", "#00ff00", "#0000ff"
 

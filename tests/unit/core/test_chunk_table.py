@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.place_columns import PlaceColumns
@@ -98,3 +100,19 @@ def test_a_chunk_that_was_forgotten_does_not_become_the_next_one() -> None:
     table.place(key_of(1), place_of(key_of(1), offset=5))
     assert [chunk.key for chunk in table] == [key_of(2), key_of(1)]
     table.check()
+
+
+def test_a_lease_that_ended_twice_is_found() -> None:
+    slots = SlotTable(1, 4096, HostBudget(4096))
+    table = table_over(slots)
+    ref = slots.take_unbacked(SlotState.GRANTED)
+    assert ref is not None
+    slots.mark_backed(ref)
+    assert slots.seal(ref)
+    assert table.host.commit_store(KEY, ref, checksum=1)
+    table.check()
+    (chunk,) = table.known([KEY])
+    assert chunk.host is not None
+    chunk.host.num_leases = -1
+    with pytest.raises(AssertionError, match="impossible counts"):
+        table.check()

@@ -1,4 +1,4 @@
-"""README and docs/: their links lead somewhere, and the command that they all name is one."""
+"""README, docs/ and results: their links lead somewhere, and the command that they all name is one."""
 
 import json
 import re
@@ -9,7 +9,11 @@ import pytest
 from tests.unit.deployment.shipped import README_TRANSFER_CONFIG, ROOT
 
 _PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-DOCUMENTS = [*(ROOT / name for name in _PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in _PAGES),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 

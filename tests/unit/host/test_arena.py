@@ -226,6 +226,18 @@ def test_close_without_views_unmaps(tmp_path: Path) -> None:
     assert arena.path.exists()
 
 
+def test_close_ends_the_file_descriptor(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path, layout_of(), 1)
+    assert str(arena.path) in open_files()
+    arena.close(unlink=False)
+    assert str(arena.path) not in open_files()
+
+
+def open_files() -> list[str]:
+    paths = Path("/proc/self/fd").iterdir()
+    return [str(path.readlink()) for path in paths if path.is_symlink()]
+
+
 def test_another_process_keeps_its_mapping_after_unlink(arena: Arena) -> None:
     arena.back([0])
     with arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as other:

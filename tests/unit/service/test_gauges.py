@@ -40,6 +40,17 @@ def test_tiers_are_split_by_kind(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_pinned_chunks_that_the_disk_refused_are_shown(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, disk_bytes=4096) as r:
+            r.in_host(range(3))
+            r.table.pin(keys_of(range(3)))
+            r.namespace.write_back.add(keys_of(range(3)))
+            await eventually(lambda: shown(r)["over_quota_chunks"] == 3)
+
+    asyncio.run(scenario())
+
+
 def test_leases_sessions_and_what_waits_for_the_disk(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path) as r:

@@ -128,6 +128,21 @@ def test_what_was_skipped_is_written_when_the_disk_has_caught_up(tmp_path: Path)
     asyncio.run(scenario())
 
 
+def test_what_is_not_written_at_the_end_does_not_count_as_waiting(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            r.in_host(range(2))
+            with r.tier.holding("write_pack") as gate:
+                r.namespace.write_back.add(keys_of(range(2)))
+                await reached(gate.reached)
+                closing = asyncio.create_task(r.namespace.write_back.close())
+                gate.open()
+                await closing
+            assert r.namespace.write_back.queue.num_bytes == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_session_gets_fewer_credits_while_the_disk_is_behind(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig(tmp_path, host_bytes=host_bytes_for(64)) as r:

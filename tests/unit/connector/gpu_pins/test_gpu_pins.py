@@ -253,6 +253,16 @@ def test_blocks_are_held_while_enough_stay_free(monkeypatch: pytest.MonkeyPatch)
     assert (hard.num_held, hard.num_released) == (0, 2)
 
 
+def test_pinned_blocks_leave_the_way_of_a_request_before_it_is_admitted() -> None:
+    manager = pool_of([A, None, None, None])
+    settings = ConnectorSettings(socket="/s", gpu_pin=GpuPin.SOFT)  # type: ignore[arg-type]
+    pins = GpuPins(settings, SHAPE, pinned_of((A,)), ConnectorStats())
+    pins.bind(manager)
+    assert order(manager)[0] == 0
+    pins.before_admission(request_of(4), 0, is_load=False)
+    assert order(manager)[-1] == 0
+
+
 def test_the_pinned_blocks_that_vllm_has_are_counted_in_turn() -> None:
     """A slice of them in each step; the result is reported when it differs from the last."""
     keys = [bytes([number]) * 36 for number in range(20)]

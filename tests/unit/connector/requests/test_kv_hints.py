@@ -165,6 +165,7 @@ def test_what_was_demoted_is_asked_for_when_it_is_pinned_again(scheduler: Schedu
         (envelope(action("kv.pin", {"priority": True})), Action.PIN),
         (envelope(action("kv.retain", {"directives": [{"end": 16}] * 5})), Action.RETAIN),
         (envelope(action("kv.retain", {"directives": {}})), Action.RETAIN),
+        (envelope(action("kv.retain", {"directives": [{"end": 16}], "unknown": 1})), Action.RETAIN),
         (envelope(action("kv.prefetch", {"duration": 5})), Action.PREFETCH),
         (envelope(action("kv.demote", {"end": 0})), Action.DEMOTE),
     ],

@@ -206,4 +206,5 @@ def test_pins_that_come_with_their_keys_are_confirmed_in_one_message(daemon: Fak
     wait_for(all_are_bound)
     assert [pin.pin_id for pin in bound] == ["q", "r", "s"]
     assert list(bound[0].keys) == keys == list(bound[0].gpu_keys)
+    wait_for(lambda: not [*link.poll(), *[None] * link.wait_for_events(0.01)])
     link.close()

@@ -56,20 +56,30 @@ def _table(samples: Sequence[Row], records: Records, matrix: str, tokens: int) -
 
 def _row(system: str, condition: Condition, samples: Sequence[Row], floor: Floor | None) -> tuple[str, ...]:
     seconds = values(samples, "ttft_s")
-    least_s = floor.seconds(condition) if floor else None
-    num_hits = sum(row["cached_tokens"] >= HIT_RATIO * row["prompt_tokens"] for row in samples)
     cached, prompt = (statistics.median(values(samples, key)) for key in ("cached_tokens", "prompt_tokens"))
     return (
         system,
         condition.value,
         milliseconds(seconds),
         spread([each / floor.prefix_cache_s for each in seconds], digits=1) if floor else "",
-        f"{statistics.median(seconds) / least_s:.2f}" if least_s and num_hits == len(samples) else "",
-        f"{num_hits} of {len(samples)}",
+        times_floor(samples, condition, floor),
+        f"{_num_hits(samples)} of {len(samples)}",
         f"{cached:.0f} of {prompt:.0f}",
         sources(samples),
         milliseconds(values(samples, "server_cpu_s")) if any(values(samples, "server_cpu_s")) else "",
     )
+
+
+def times_floor(samples: Sequence[Row], condition: Condition, floor: Floor | None) -> str:
+    """Return the ratio of the median TTFT to the floor; empty where some request was no hit."""
+    least_s = floor.seconds(condition) if floor else None
+    if not least_s or _num_hits(samples) < len(samples):
+        return ""
+    return f"{statistics.median(values(samples, 'ttft_s')) / least_s:.2f}"
+
+
+def _num_hits(samples: Sequence[Row]) -> int:
+    return sum(row["cached_tokens"] >= HIT_RATIO * row["prompt_tokens"] for row in samples)
 
 
 def _lost(records: Records) -> Iterator[str]:
@@ -102,13 +112,13 @@ def _kept(records: Records) -> Iterator[str]:
 
 def _memory(records: Records) -> Iterator[str]:
     samples = list(records.rows("memory"))
-    rows = [
-        (
-            *(row[key] for key in ("system", "matrix", "process", "when")),
-            *(f"{row[key] / MIB:.0f}" for key in ("resident", "proportional", "anonymous")),
-        )
-        for row in samples
-    ]
+    labels = ("system", "matrix", "process", "when")
+    groups = list(dict.fromkeys(tuple(row[label] for label in labels) for row in samples))
+    rows = []
+    for group in groups:
+        some = chosen(samples, **dict(zip(labels, group, strict=True)))
+        sizes = (values(some, key) for key in ("resident", "proportional", "anonymous"))
+        rows.append((*group, *(spread([each / MIB for each in size], digits=0) for size in sizes)))
     if rows:
         yield "## Memory of each process group"
         header = ("system", "model", "process", "when", "resident MiB", "proportional MiB", "allocated MiB")

@@ -1,0 +1,1 @@
+"""How benchmarks draw: bars and lines, as PNG."""

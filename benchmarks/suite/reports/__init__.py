@@ -1,0 +1,1 @@
+"""The tables of a report, and its summary, from the records alone."""
