@@ -28,8 +28,8 @@ from benchmarks.measuring.request_trace import TraceError
 from benchmarks.measuring.tables import table
 
 _COLORS = {
-    BELADY: "#f3f4f6", KVTIER[0]: "#34d399", KVTIER[1]: "#a7f3d0", "LRU": "#a3adbd", "ARC": "#60a5fa",
-    "S3-FIFO": "#f97352", "W-TinyLFU": "#c084fc", "GDSF": "#fbbf24",
+    BELADY: "#f3f4f6", KVTIER[0]: "#34d399", KVTIER[1]: "#a7f3d0", KVTIER[2]: "#0d9488", "LRU": "#a3adbd",
+    "ARC": "#60a5fa", "S3-FIFO": "#f97352", "W-TinyLFU": "#c084fc", "GDSF": "#fbbf24",
 }  # fmt: skip
 
 

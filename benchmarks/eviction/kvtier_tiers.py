@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.eviction.peers.base import Blocks
-from kvtier.core.chunks.acquire import AcquirePlanner
+from kvtier.core.chunks.acquire import AcquirePlan, AcquirePlanner
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.layout import ChunkKey, GroupLayout, KVLayout
@@ -53,17 +53,25 @@ class HostTier:
     def request(self, blocks: Blocks) -> int:
         """See `Cache`."""
         keys = [self._keys[block] for block in blocks]
-        planner = AcquirePlanner(self.table, _LAYOUT, keys)
-        for _ in planner.steps():
-            pass
-        num_hits = len(planner.plan.leased)
+        leased = self._find(keys).leased
+        num_hits = len(leased)
         for key in keys[num_hits:]:
             if not self.table.holds(key):
                 self._store(key)
         self.table.use(self.table.known(keys), hit=False)
-        self.table.host.unlease(planner.plan.leased.values())
+        self._write_back(keys)
+        self.table.host.unlease(leased.values())
         self.table.host.evict_cheapest(self.table.host.num_chunks - self._capacity)
         return num_hits
+
+    def _find(self, keys: Sequence[ChunkKey]) -> AcquirePlan:
+        planner = AcquirePlanner(self.table, _LAYOUT, keys)
+        for _ in planner.steps():
+            pass
+        return planner.plan
+
+    def _write_back(self, keys: Sequence[ChunkKey]) -> None:
+        """Nothing is below host memory."""
 
     def _store(self, key: ChunkKey) -> None:
         slots = self.table.host.slots
@@ -72,6 +80,39 @@ class HostTier:
         slots.mark_backed(ref)
         slots.seal(ref)
         self.table.host.commit_store(key, ref, 0)
+
+
+class BothTiers(HostTier):
+    """A disk of `disk_capacity` chunks below host memory: all that is stored goes to both, and disk hits are promoted.
+
+    A chunk on disk is a hit, as one in host memory is.
+    """
+
+    def __init__(self, host_capacity: int, disk_capacity: int, keys: Sequence[ChunkKey], longest: int) -> None:
+        super().__init__(host_capacity, keys, longest)
+        self._disk_capacity = disk_capacity
+
+    def _find(self, keys: Sequence[ChunkKey]) -> AcquirePlan:
+        plan = super()._find(keys)
+        for key in plan.promotions:
+            chunk = self.table.get(key)
+            assert chunk is not None
+            assert chunk.slot is not None
+            self.table.host.slots.mark_backed(chunk.slot)
+            self.table.host.complete_promotion(key, 0)
+        return plan
+
+    def request(self, blocks: Blocks) -> int:
+        """See `Cache`."""
+        num_hits = super().request(blocks)
+        for key in self.table.disk.take_cheapest(self.table.disk.num_bytes - self._disk_capacity):
+            self.table.unplace(key)
+        return num_hits
+
+    def _write_back(self, keys: Sequence[ChunkKey]) -> None:
+        for chunk in self.table.known(keys):
+            if not chunk.on_disk:
+                self.table.place(chunk.key, _place(chunk.key))
 
 
 class DiskTier:

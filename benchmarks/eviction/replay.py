@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from benchmarks.eviction.kvtier_tiers import DiskTier, HostTier
+from benchmarks.eviction.kvtier_tiers import BothTiers, DiskTier, HostTier
 from benchmarks.eviction.peers.arc import Arc
 from benchmarks.eviction.peers.base import Cache
 from benchmarks.eviction.peers.belady import Belady
@@ -18,7 +18,7 @@ from benchmarks.eviction.workloads import Requests
 from kvtier.core.layout import ChunkKey
 
 BELADY = "Belady"
-KVTIER = ("kvtier host", "kvtier disk")
+KVTIER = ("kvtier host", "kvtier disk", "kvtier both")
 PEERS: Mapping[str, Callable[[int], Cache]] = {
     "LRU": Lru,
     "ARC": Arc,
@@ -89,4 +89,6 @@ def make_cache(policy: str, capacity: int, requests: Requests, keys: Sequence[Ch
         return HostTier(capacity, keys, max(map(len, requests), default=0))
     if policy == KVTIER[1]:
         return DiskTier(capacity, keys)
+    if policy == KVTIER[2]:
+        return BothTiers(max(1, capacity // 10), capacity, keys, max(map(len, requests), default=0))
     return PEERS[policy](capacity)

@@ -58,10 +58,11 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     def add(self, number: int, frequency: int, unused: bool) -> None:
         if number in self.model:
             return
-        self.queue.add(self.entries[number], frequency, unused=unused)
         if not unused:
-            remembered = self.evicted.recall(self.entries[number].key, len(self.model) + 1)
+            remembered = self.queue.recall(KEYS[number])
+            assert remembered == self.evicted.recall(KEYS[number], len(self.model))
             frequency = max(frequency, remembered + 1)
+        self.queue.add(self.entries[number], frequency, unused=unused)
         frequency, order = min(frequency, MAX_FREQUENCY), self.next_order()
         value = self.value(number, frequency)
         self.model[number] = Model(value, -order if unused else order, frequency)

@@ -122,7 +122,10 @@ class DiskChunks:
         if chunk.num_pins or not chunk.on_disk:
             self.unpinned.remove(chunk)
         elif not chunk.queued:  # one that only moved to another pack was not used by that
-            self.unpinned.add(chunk, max(1, chunk.host.frequency) if chunk.host is not None else 1)
+            # As in host memory, where the prompt is in order: what is remembered of it here may be above its head's.
+            host = chunk.host
+            frequency = 1 + self.unpinned.recall(chunk.key) if host is None else max(1, host.frequency)
+            self.unpinned.add(chunk, frequency)
 
     def needed_bytes(self, chunk: Chunk) -> int:
         """Return what the chunk takes on disk, or may take when it comes there."""

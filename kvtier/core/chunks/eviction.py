@@ -131,7 +131,7 @@ class EvictionQueue(Generic[E]):
         return self._num_entries
 
     def add(self, entry: E, frequency: int = 1, *, unused: bool = False) -> None:
-        """Take in a chunk that is in no queue, as used now; if it was evicted lately, that is one use more.
+        """Take in a chunk that is in no queue, as used now.
 
         With `unused` it goes before those of equal value that were used, and before those taken in so earlier.
         """
@@ -139,14 +139,16 @@ class EvictionQueue(Generic[E]):
             raise ValueError(f"chunk {entry.key.hex()} is queued already")
         clock = self._clock
         clock.num_chunks += 1
-        if not unused:
-            frequency = max(frequency, 1 + clock.evicted.recall(entry.key, clock.num_chunks))
         entry.frequency = min(frequency, MAX_FREQUENCY)
         entry.value = clock.value + (entry.frequency - (1.0 - clock.evicted.first_use)) * self._worth(entry)
         order = next(clock.order)
         entry.order = -order if unused else order
         self._num_entries += 1
         self._put_in_front(entry)
+
+    def recall(self, key: ChunkKey) -> int:
+        """The chunk is back in the tier; return how often it was used before it was evicted, 0 when that is unknown."""
+        return self._clock.evicted.recall(key, self._clock.num_chunks)
 
     def refresh(self, entry: E, frequency: int = 0) -> None:
         """Recency, and at least this frequency; no use is counted. One that is in no queue is left as it is."""

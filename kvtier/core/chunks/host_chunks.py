@@ -156,7 +156,12 @@ class HostChunks:
     def _became_readable(self, chunk: Chunk, host: HostCopy, checksum: int, *, unused: bool = False) -> None:
         host.promoting, host.checksum = False, checksum
         self.slots.commit(host.slot, chunk.key, checksum)
-        self._enqueue(chunk, host, max(1, self._disk.unpinned.frequency(chunk)), unused=unused)
+        frequency = max(1, self._disk.unpinned.frequency(chunk))
+        if not unused:
+            # Both tiers' memories, here: `ChunkTable.use` then puts the prompt in order, and the disk follows that.
+            remembered = 0 if chunk.on_disk else self._disk.unpinned.recall(chunk.key)
+            frequency = max(frequency, 1 + max(remembered, self.unpinned.recall(chunk.key)))
+        self._enqueue(chunk, host, frequency, unused=unused)
 
     def _enqueue(self, chunk: Chunk, host: HostCopy, frequency: int, *, unused: bool = False) -> None:
         host.worth = self._cost_model.host_worth(host.key)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from benchmarks.eviction.__main__ import draw, options_of, table_of, traces_of
-from benchmarks.eviction.kvtier_tiers import DiskTier, HostTier
+from benchmarks.eviction.kvtier_tiers import BothTiers, DiskTier, HostTier
 from benchmarks.eviction.peers.arc import Arc
 from benchmarks.eviction.peers.base import BlockCache, Cache
 from benchmarks.eviction.peers.belady import Belady, next_uses
@@ -143,7 +143,9 @@ def test_all_policies_are_equal_where_everything_fits(requests: list[list[int]])
     assert len(set(hits.values())) == 1
 
 
-@pytest.mark.parametrize("cache", [HostTier(20, KEYS, longest=13), DiskTier(20, KEYS)])
+@pytest.mark.parametrize(
+    "cache", [HostTier(20, KEYS, longest=13), DiskTier(20, KEYS), BothTiers(5, 20, KEYS, longest=13)]
+)
 def test_kvtier_stays_within_its_capacity_and_the_table_is_sound(cache: HostTier | DiskTier) -> None:
     requests = [[*range(5), *range(base, base + 8)] for base in range(10, 130, 10)]
     hits = hits_of(cache, *requests, requests[-1])

@@ -36,7 +36,7 @@ class Shelf:
     def add(self, number: int, worth: float = 1.0) -> None:
         entry = self.entries.setdefault(number, PricedEntry(key_of(number)))
         entry.worth = worth
-        self.queue.add(entry)
+        self.queue.add(entry, 1 + self.queue.recall(entry.key))
 
     def use(self, number: int) -> None:
         self.queue.use_all([self.entries[number]])
@@ -303,10 +303,14 @@ def test_a_chunk_that_comes_back_goes_on_with_the_frequency_it_had() -> None:
 
 
 def test_a_chunk_of_a_previous_daemon_is_not_used_by_being_found() -> None:
-    shelf = Shelf(1)
-    shelf.take()
-    shelf.queue.add(shelf.entries[1], unused=True)
-    assert shelf.queue.frequency(shelf.entries[1]) == 1
+    slots = SlotTable(2, 4096, HostBudget(2 * 4096))
+    slots.resume([1, 1], backed=[0])
+    table, key = table_over(slots), key_of(1)
+    table.place(key, place_of(key))
+    store(table, [key])
+    table.host.evict_cheapest(1)
+    assert table.host.commit_orphan(key, slots.orphans()[0], 0)
+    assert [chunk.host.frequency for chunk in table.known([key]) if chunk.host is not None] == [1]
 
 
 def test_a_head_that_was_forgotten_outlives_its_tail_that_is_remembered() -> None:
@@ -319,6 +323,35 @@ def test_a_head_that_was_forgotten_outlives_its_tail_that_is_remembered() -> Non
     table.use(table.known([head, tail]), hit=False)
     assert [chunk.host.frequency for chunk in table.known([head, tail]) if chunk.host is not None] == [3, 3]
     assert table.host.evict_cheapest(1).lost == [tail]
+
+
+def test_what_the_disk_remembers_counts_in_host_memory_and_on_disk() -> None:
+    table, key = table_of(), key_of(1)
+    table.place(key, place_of(key))
+    table.use(table.known([key]))
+    assert table.disk.take_cheapest(1) == [key]
+    table.unplace(key)
+    store(table, [key])
+    table.place(key, place_of(key))
+    (chunk,) = table.known([key])
+    assert chunk.host is not None
+    assert (chunk.host.frequency, chunk.frequency) == (3, 3)
+
+
+def test_a_tail_that_the_disk_remembers_goes_before_a_head_that_it_forgot() -> None:
+    """Each tier was in order by itself, but a chunk in host memory was not put in order on disk: heads went first."""
+    table = table_of()
+    keys = head, tail = [key_of(1), key_of(2)]
+    table.place(tail, place_of(tail))
+    table.use(table.known([tail]))
+    assert table.disk.take_cheapest(1) == [tail]
+    table.unplace(tail)
+    store(table, keys)
+    table.use(table.known(keys), hit=False)
+    for key in keys:
+        table.place(key, place_of(key))
+    table.host.evict_cheapest(2)
+    assert table.disk.take_cheapest(2) == [tail, head]
 
 
 def test_an_ended_namespace_does_not_count_in_the_size_of_a_tier() -> None:
