@@ -31,10 +31,10 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.measuring.machine import machine_line
+from kvtier_connector.engine.vllm_block_pool import VllmBlockPool
 from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 from kvtier_connector.gpu_pins.policy import Policy
-from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 
 BLOCK_TOKENS = 16

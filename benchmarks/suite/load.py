@@ -37,21 +37,32 @@ class LoadRun:
 
     def measure(self) -> None:
         """Store the prompts, then run the users."""
+        with self.system.server() as servers, self.system.engine() as engine:
+            prompts = self.store_prompts(engine)
+            for number, users in enumerate(self.shape.users):
+                self.run_users(users, users.name, servers, engine, prompts, number)
+            if self.shape.kill and self.system.has_server:
+                first, last = self.shape.users[0], len(self.shape.users)
+                self.run_users(first, KILLED, servers, engine, prompts, last)
+
+    def store_prompts(self, engine: Engine) -> list[SystemPrompt]:
+        """Return the system prompts, of which the system keeps each."""
         prompts = [
             make_prompt(self.model, self.shape.prompt_tokens, number) for number in range(self.shape.system_prompts)
         ]
-        with self.system.server() as servers, self.system.engine() as engine:
-            greet(engine)
-            for number, prompt in enumerate(prompts):
-                ask(engine, [], prompt.messages(question(number)))
-                if self.system.keeps:
-                    self.system.keep(engine, prompt.name, prompt.text)
-            for number, users in enumerate(self.shape.users):
-                with _busy_loops(users.busy_loops, self.system.home):
-                    self._run_users(users, users.name, servers, engine, prompts, number)
-            if self.shape.kill and self.system.has_server:
-                first, last = self.shape.users[0], len(self.shape.users)
-                self._run_users(first, KILLED, servers, engine, prompts, last)
+        greet(engine)
+        for number, prompt in enumerate(prompts):
+            ask(engine, [], prompt.messages(question(number)))
+            if self.system.keeps:
+                self.system.keep(engine, prompt.name, prompt.text)
+        return prompts
+
+    def run_users(
+        self, users: Users, mode: str, servers: list[Process], engine: Engine, prompts: list[SystemPrompt], number: int
+    ) -> None:
+        """Run these users, whose chats depend on the round and `number`, and add a sample."""
+        with _busy_loops(users.busy_loops, self.system.home):
+            self._run_users(users, mode, servers, engine, prompts, number)
 
     def _run_users(
         self, users: Users, mode: str, servers: list[Process], engine: Engine, prompts: list[SystemPrompt], number: int

@@ -53,18 +53,18 @@ class Plan:
             yield Case(name=f"floor/{number}", measure=partial(measure_floor, self.home))
             for shape in self.profile.matrices:
                 if number < shape.rounds:
-                    for name in _in_turns([name for name in self.systems if name != ALL_FITS], number):
+                    for name in in_turns([name for name in self.systems if name != ALL_FITS], number):
                         yield self._matrix(name, shape, number)
         if load := self.profile.load:
             for number in range(load.rounds):
-                for name in _in_turns(self.systems, number):
+                for name in in_turns(self.systems, number):
                     yield self._load(name, load, number)
         yield from self._growth()
 
     def _matrix(self, name: str, shape: MatrixShape, number: int) -> Case:
         def measure(add: Add) -> None:
             model = cached_model(f"suite-{shape.name}", shape.model)
-            options = self._options(model, shape.pool_blocks, max(shape.lengths) + TURN_TOKENS)
+            options = _options(model, shape.pool_blocks, max(shape.lengths) + TURN_TOKENS, self.dtype)
             options = replace(options, connector_config=OFF_DEVICE_CONFIG)
             with _system(name, self.home, options, shape.host_gib) as system:
                 MatrixRun(system=system, shape=shape, model=model, round=number, add=add).measure()
@@ -73,10 +73,7 @@ class Plan:
 
     def _load(self, name: str, shape: LoadShape, number: int) -> Case:
         def measure(add: Add) -> None:
-            model = cached_model("suite-8x512", SERVED)
-            pool_blocks = shape.fitting_blocks if name == ALL_FITS else shape.pool_blocks
-            options = self._options(model, pool_blocks, shape.prompt_tokens + TURN_TOKENS)
-            with _system(name, self.home, options, 1) as system:
+            with load_system(name, self.home, shape, self.dtype) as (system, model):
                 LoadRun(system=system, shape=shape, model=model, round=number, add=add).measure()
 
         return Case(name=f"load/{name}/{number}", measure=measure)
@@ -94,18 +91,29 @@ class Plan:
         for count in shape.chunks:
             yield Case(name=f"chunks/{count}", measure=partial(daemon_growth.chunks, count, rounds))
 
-    def _options(self, model: Path, pool_blocks: int, max_model_len: int) -> EngineOptions:
-        return EngineOptions(
-            model=str(model),
-            max_model_len=max_model_len,
-            block_size=BLOCK_TOKENS,
-            pool_blocks=pool_blocks,
-            max_batched_tokens=4096,
-            dtype=self.dtype,
-        )
+
+@contextmanager
+def load_system(name: str, home: Path, shape: LoadShape, dtype: str) -> Iterator[tuple[System, Path]]:
+    """Make a system for `shape`, with its model; `ALL_FITS` gets a pool in which everything fits."""
+    model = cached_model("suite-8x512", SERVED)
+    pool_blocks = shape.fitting_blocks if name == ALL_FITS else shape.pool_blocks
+    options = _options(model, pool_blocks, shape.prompt_tokens + TURN_TOKENS, dtype)
+    with _system(name, home, options, 1) as system:
+        yield system, model
 
 
-def _in_turns(systems: Sequence[str], number: int) -> list[str]:
+def _options(model: Path, pool_blocks: int, max_model_len: int, dtype: str) -> EngineOptions:
+    return EngineOptions(
+        model=str(model),
+        max_model_len=max_model_len,
+        block_size=BLOCK_TOKENS,
+        pool_blocks=pool_blocks,
+        max_batched_tokens=4096,
+        dtype=dtype,
+    )
+
+
+def in_turns(systems: Sequence[str], number: int) -> list[str]:
     """Return the systems, with another one first in every round."""
     turn = number % max(1, len(systems))
     return [*systems[turn:], *systems[:turn]]

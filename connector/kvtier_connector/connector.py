@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from kvtier.errors import ConfigError
 from kvtier.obs import trace
 from kvtier_connector import startup
+from kvtier_connector.admission import Admission
 from kvtier_connector.engine.facts import EngineFacts
 from kvtier_connector.engine.row_layout import check_layer_specs
 from kvtier_connector.engine.vllm_compat import (
@@ -70,6 +71,7 @@ class KVTierConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._manager: KVTierOffloadingManager | None = None
         self._gpu_pins: GpuPins | None = None
+        self._admission: Admission | None = None
         self._loading: dict[str, set[int]] = {}  # blocks by request, where vLLM names failed blocks
         if self.connector_scheduler is not None:
             _warn_untested_platform()
@@ -85,6 +87,7 @@ class KVTierConnector(OffloadingConnector):
             self._manager.start(parts)
             shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
+            self._admission = Admission(startup.reordered_block_tokens(facts, shape), self._manager.stats)
             if parts.warm_start is not None:
                 parts.warm_start.watch(self._manager.serves_users, self._prefix_cache)
 
@@ -100,11 +103,18 @@ class KVTierConnector(OffloadingConnector):
         assert self._gpu_pins is not None
         return self._gpu_pins
 
+    @property
+    def admission(self) -> Admission:
+        """What has requests let others pass when vLLM's pool is short of blocks."""
+        assert self._admission is not None
+        return self._admission
+
     @override
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if vllm_is_tested():
             self.gpu_pins.bind(kv_cache_manager)
+            self.admission.bind(kv_cache_manager)
 
     def _prefix_cache(self) -> object:
         """vLLM's index of its prefix cache: a new one after each reset. Any thread; None where there is none."""
@@ -115,6 +125,7 @@ class KVTierConnector(OffloadingConnector):
     @override
     def on_new_request(self, request: "Request") -> None:
         self.manager.register(request)
+        self.admission.arrived(request)
         super().on_new_request(request)
 
     @override
@@ -122,8 +133,12 @@ class KVTierConnector(OffloadingConnector):
         # While the daemon's answer is awaited vLLM must not scan the prompt's chunks: it would do so at every step.
         if not self.manager.advance(request, num_computed_tokens):
             return None, False
+        if self.admission.still_passes(request, num_computed_tokens):
+            return None, False
         num_matched: int | None
         num_matched, is_load = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if num_matched is not None and self.admission.lets_pass(request, num_computed_tokens, num_matched):
+            return None, False
         if num_matched is not None:
             self.gpu_pins.before_admission(request, num_computed_tokens + num_matched, is_load=is_load)
         return num_matched, is_load
@@ -133,6 +148,7 @@ class KVTierConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.manager.allocated(request.request_id, num_external_tokens)
         self.gpu_pins.allocated(request)
+        self.admission.allocated(request.request_id)
         if (instructed := self.manager.instructed(request.request_id)) is not None:
             instructed.admitted(cache_hit_sources(self.connector_scheduler, request, num_external_tokens))
         if num_external_tokens and not names_failed_requests():
@@ -154,6 +170,7 @@ class KVTierConnector(OffloadingConnector):
 
     def _report(self, request: "Request") -> dict[str, Any] | None:
         """Return what the answer shall say of what the request asked; None where it asked nothing."""
+        self.admission.finished(request.request_id)
         instructed = self.manager.instructed(request.request_id)
         return None if instructed is None else instructed.report()
 
@@ -166,6 +183,7 @@ class KVTierConnector(OffloadingConnector):
         if not scheduler_output.total_num_scheduled_tokens:
             setattr(meta, _IS_EMPTY, True)
         self.gpu_pins.after_step(scheduler_output)
+        self.admission.step_scheduled(scheduler_output.total_num_scheduled_tokens)
         return meta
 
     @override

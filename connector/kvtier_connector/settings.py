@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SPEC_NAME, SPEC_MODULE = "KVTierOffloadingSpec", "kvtier_connector.spec"
 _SOURCE = "kv_connector_extra_config"
 _OUR_KEYS = (
+    "admission",
     "chat_template",
     "daemon_uid",
     "gpu_pin",
@@ -61,6 +62,13 @@ class GpuPin(enum.Enum):
     OFF = "off"
 
 
+class AdmissionOrder(enum.Enum):
+    """Which waiting request is admitted when vLLM's pool is short of blocks (ADR 26)."""
+
+    PREFIX_FIRST = "prefix_first"
+    FCFS = "fcfs"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectorSettings:
     """The validated settings of one connector."""
@@ -69,6 +77,8 @@ class ConnectorSettings:
     """The daemon's unix socket."""
     daemon_uid: int | None = None
     """As whom the daemon may run besides our own uid and root; None: as no one else."""
+    admission: AdmissionOrder = AdmissionOrder.PREFIX_FIRST
+    """prefix_first: a request whose prompt must be loaded lets some pass whose prompt is in the pool; fcfs: none."""
     blocks_per_chunk: int = 1
     """vLLM blocks that make one chunk, our stored unit."""
     gpu_pin: GpuPin = GpuPin.SOFT
@@ -98,6 +108,7 @@ def parse_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     return ConnectorSettings(
         socket=_socket(extra.get("socket")),
         daemon_uid=_uid(extra.get("daemon_uid")),
+        admission=_choice(AdmissionOrder, extra, "admission", AdmissionOrder.PREFIX_FIRST),
         blocks_per_chunk=_positive_int(extra, "blocks_per_chunk", 1),
         gpu_pin=_choice(GpuPin, extra, "gpu_pin", GpuPin.SOFT),
         lookup_timeout_s=_positive_int(extra, "lookup_timeout_ms", 250) / 1000,

@@ -20,6 +20,7 @@ from kvtier_connector.session.engine_api_client import EngineApiClient
 from kvtier_connector.session.hello import HelloMaker
 from kvtier_connector.session.pin_binder import PinBinder
 from kvtier_connector.session.warm_start import WarmStart
+from kvtier_connector.settings import AdmissionOrder
 
 
 def start_session(facts: EngineFacts) -> EngineParts:
@@ -76,3 +77,11 @@ def gpu_shape(facts: EngineFacts) -> EngineShape | None:
     if len(facts.kv_cache_config.kv_cache_groups) > 1 or not has_one_whole_prefix(facts.shapes):
         return None
     return EngineShape.of(facts.vllm_config, facts.shapes[0].chunk_tokens // facts.settings.blocks_per_chunk)
+
+
+def reordered_block_tokens(facts: EngineFacts, shape: EngineShape | None) -> int | None:
+    """Return the tokens of a block if requests may let others pass; None where they are admitted as vLLM has it."""
+    if facts.settings.admission is not AdmissionOrder.PREFIX_FIRST or shape is None:
+        return None
+    # Under its other policy requests have priorities, and none may pass one of a higher priority.
+    return shape.block_tokens if facts.vllm_config.scheduler_config.policy == "fcfs" else None

@@ -112,7 +112,8 @@ class SimulatedEngine:
         blocks_per_chunk: vLLM blocks of one chunk.
         is_async: One step is scheduled ahead of the outputs.
         stores_all: The daemon keeps unpinned chunks too.
-        gpu_pin: As in `kv_connector_extra_config`.
+        gpu_pin: As in `kv_connector_extra_config`; so is `admission`.
+        scheduling_policy: vLLM's.
 
     Attributes:
         public: Prompts that were public at some time. Their chunks have no salt in them, and may be read with any.
@@ -132,6 +133,8 @@ class SimulatedEngine:
         is_async: bool = False,
         stores_all: bool = False,
         gpu_pin: str = "off",
+        admission: str = "prefix_first",
+        scheduling_policy: str = "fcfs",
     ) -> None:
         self.clock = FakeClock()
         self._windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
@@ -152,7 +155,8 @@ class SimulatedEngine:
         self.num_received: Counter[str] = Counter()
         self.aborted: set[str] = set()
         self.num_preemptions = 0
-        config = _vllm_config(num_blocks, blocks_per_chunk, gpu_pin, is_async=is_async)
+        extra = ("blocks_per_chunk", blocks_per_chunk), ("gpu_pin", gpu_pin), ("admission", admission)
+        config = _vllm_config(num_blocks, extra, scheduling_policy, is_async=is_async)
         self.scheduler = self._make_scheduler(config, kv_cache_config_of(specs, num_blocks), is_async=is_async)
 
     def _make_scheduler(self, config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_async: bool) -> Scheduler:
@@ -382,7 +386,9 @@ def _spans(scheduled: SchedulerOutput) -> dict[str, tuple[int, int, int]]:
 
 
 @functools.cache
-def _vllm_config(num_blocks: int, blocks_per_chunk: int, gpu_pin: str, *, is_async: bool) -> VllmConfig:
+def _vllm_config(
+    num_blocks: int, extra: tuple[tuple[str, object], ...], scheduling_policy: Any, *, is_async: bool
+) -> VllmConfig:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         config = EngineArgs(
@@ -394,16 +400,13 @@ def _vllm_config(num_blocks: int, blocks_per_chunk: int, gpu_pin: str, *, is_asy
             max_num_seqs=4,
             enforce_eager=True,
             async_scheduling=is_async,
+            scheduling_policy=scheduling_policy,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVTierConnector",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 kv_connector_module_path="kvtier_connector.connector",
-                kv_connector_extra_config={
-                    "socket": "/nowhere",
-                    "blocks_per_chunk": blocks_per_chunk,
-                    "gpu_pin": gpu_pin,
-                },
+                kv_connector_extra_config={"socket": "/nowhere", **dict(extra)},
             ),
         ).create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks

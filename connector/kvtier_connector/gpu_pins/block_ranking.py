@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-GpuKey = bytes
-"""vLLM's block hash with the index of the KV cache group."""
+from kvtier_connector.engine.vllm_block_pool import GpuKey
 
 
 @dataclass(kw_only=True)

@@ -5,8 +5,8 @@ keeps one waiting, because of a pin. Held blocks count as used in vLLM's usage m
 them before they are released. Pinned blocks that are not held are protected as soft pins are.
 """
 
-from kvtier_connector.gpu_pins.block_ranking import GpuKey, PinnedBlocks, Ranking
-from kvtier_connector.gpu_pins.vllm_block_pool import Hold, VllmBlockPool
+from kvtier_connector.engine.vllm_block_pool import GpuKey, Hold, VllmBlockPool
+from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks, Ranking
 
 _SLICE = 128
 """Blocks that one step looks at."""

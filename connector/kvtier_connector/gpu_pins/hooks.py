@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvtier_connector.engine.vllm_block_pool import UnknownPoolError, VllmBlockPool
 from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 from kvtier_connector.gpu_pins.policy import Policy
-from kvtier_connector.gpu_pins.vllm_block_pool import UnknownPoolError, VllmBlockPool
 from kvtier_connector.metrics.declared import GPU_HELD_BLOCKS, GPU_PINNED_BLOCKS, GPU_RESIDENT_BLOCKS
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.settings import ConnectorSettings, GpuPin

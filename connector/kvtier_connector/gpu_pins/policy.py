@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from kvtier_connector.engine.vllm_block_pool import VllmBlockPool
 from kvtier_connector.gpu_pins.block_demand import Demand
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
 from kvtier_connector.gpu_pins.hard_pins import HardPins
 from kvtier_connector.gpu_pins.soft_pins import SoftPins
-from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
 from kvtier_connector.metrics.declared import (
     GPU_HELD_BLOCKS,
     GPU_MOVES,

@@ -9,8 +9,8 @@ blocks costs, P / (F - P) moves for each block that vLLM takes, is 0.25 at the m
 Beyond a slice they are moved ahead of need, in slices, at that pace.
 """
 
+from kvtier_connector.engine.vllm_block_pool import VllmBlockPool
 from kvtier_connector.gpu_pins.block_ranking import PinnedBlocks
-from kvtier_connector.gpu_pins.vllm_block_pool import VllmBlockPool
 
 SLICE = 1024
 """Blocks that one step may move; about 0.2 ms."""

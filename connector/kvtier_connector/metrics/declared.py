@@ -102,6 +102,11 @@ GPU_MOVES = counter(
 GPU_RELEASED = counter(
     "connector_gpu_released", "References to pinned blocks released because requests needed the blocks."
 )
+PASSED_REQUESTS = counter(
+    "connector_passed_requests",
+    "Requests whose prompt had to be loaded, for which vLLM had too few blocks, and which let later requests pass "
+    "whose prompt was there.",
+)
 
 METRICS = (
     LOOKUPS,
@@ -126,4 +131,5 @@ METRICS = (
     GPU_HELD_BLOCKS,
     GPU_MOVES,
     GPU_RELEASED,
+    PASSED_REQUESTS,
 )

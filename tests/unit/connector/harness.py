@@ -236,7 +236,11 @@ def vllm_config_of(extra: dict[str, Any] | None = None, world_size: int = 1) -> 
         ),
         load_config=SimpleNamespace(load_format="auto"),
         scheduler_config=SimpleNamespace(
-            max_num_batched_tokens=64, max_num_scheduled_tokens=None, watermark=0.0, scheduler_reserve_full_isl=True
+            policy="fcfs",
+            max_num_batched_tokens=64,
+            max_num_scheduled_tokens=None,
+            watermark=0.0,
+            scheduler_reserve_full_isl=True,
         ),
         attention_config=SimpleNamespace(backend=None, hisparse_config=None),
         speculative_config=None,

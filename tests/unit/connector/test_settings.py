@@ -90,7 +90,7 @@ def test_our_own_spec_name_is_accepted_so_that_parsing_is_idempotent() -> None:
         (
             "cpu_bytes_to_use",
             1,
-            r"cpu_bytes_to_use = 1: unknown key; allowed are blocks_per_chunk, chat_template, daemon_uid, ",
+            r"cpu_bytes_to_use = 1: unknown key; allowed are admission, blocks_per_chunk, chat_template, daemon_uid, ",
         ),
         ("blocks_per_chunk", 0, "blocks_per_chunk = 0: must be a positive whole number"),
         ("blocks_per_chunk", True, "must be a positive whole number"),

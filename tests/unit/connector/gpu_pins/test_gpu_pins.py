@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import RequestStatus
 
 from kvtier_connector.engine.chunk_keys import GroupShape, gpu_keys
+from kvtier_connector.engine.vllm_block_pool import UnknownPoolError, VllmBlockPool
 from kvtier_connector.gpu_pins import hard_pins as hard_module
 from kvtier_connector.gpu_pins import soft_pins as soft_module
 from kvtier_connector.gpu_pins.block_demand import Demand, EngineShape
@@ -21,7 +22,6 @@ from kvtier_connector.gpu_pins.hard_pins import HardPins
 from kvtier_connector.gpu_pins.hooks import GpuPins
 from kvtier_connector.gpu_pins.policy import Policy
 from kvtier_connector.gpu_pins.soft_pins import RATIO, SLICE, SoftPins
-from kvtier_connector.gpu_pins.vllm_block_pool import UnknownPoolError, VllmBlockPool
 from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.settings import ConnectorSettings, GpuPin
 

@@ -1,4 +1,4 @@
-"""vLLM's block pool, as far as GPU pins touch it: the only module that knows its internals.
+"""vLLM's block pool, as far as kvtier looks at it and moves blocks in it: the only module that knows its internals.
 
 Read from vLLM 0.32: `v1/core/block_pool.py` (`BlockPool`, `BlockHashToBlockMap`), `FreeKVCacheBlockQueue` of
 `v1/core/kv_cache_utils.py`, `KVCacheManager.new_step_starts`. What is relied on:
@@ -13,14 +13,18 @@ A block that is moved is taken out and put back in one call: `num_free_blocks`, 
 and usage metric go by, is the same before and after.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvtier.core.layout import suffix_of
 from kvtier.vllm_versions import TESTED_SERIES
-from kvtier_connector.gpu_pins.block_ranking import GpuKey
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+GpuKey = bytes
+"""vLLM's block hash with the index of the KV cache group."""
 
 _POOL = (
     "blocks",
@@ -100,6 +104,19 @@ class VllmBlockPool:
     def is_cached(self, key: GpuKey) -> bool:
         """Return whether vLLM has the block, free or in use."""
         return self._pool.cached_block_hash_to_block.get_one_block(key) is not None
+
+    def num_in_use(self, block_hashes: Sequence[bytes], num_blocks: int) -> int:
+        """Return how many of a prefix's first blocks requests hold: to hit those takes no free block.
+
+        Who holds a block of a prefix holds those before it, so a bisection finds the last. (Where vLLM has a block
+        twice it may be off by some.)
+        """
+        suffix = suffix_of(0)
+        return bisect_left(range(num_blocks), True, key=lambda idx: not self._is_in_use(block_hashes[idx] + suffix))
+
+    def _is_in_use(self, key: GpuKey) -> bool:
+        block = self._pool.cached_block_hash_to_block.get_one_block(key)
+        return block is not None and bool(block.ref_cnt)
 
     def hold(self, key: GpuKey) -> "Hold | None":
         """Take a reference to the block, if vLLM has it."""

@@ -1,0 +1,1 @@
+"""Load on systems that take turns: `python -m benchmarks.load_turns`."""
