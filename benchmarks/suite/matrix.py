@@ -73,7 +73,7 @@ class MatrixRun:
         with system.server() as servers:
             with system.engine() as engine:
                 self._first_phase(servers, engine, prompts)
-            if system.keeps:
+            if system.keeps and not self.shape.disk_only:
                 with system.engine() as engine:
                     self._second_phase(servers, engine, prompts)
         if system.keeps:
@@ -93,6 +93,8 @@ class MatrixRun:
             self._compute_and_keep(prompt, engine, servers)
             greet(engine)  # a vLLM that has idled is slower, and some systems need no time to store a prompt
             self._ask(Condition.PREFIX_CACHE_HIT, [prompt], engine, servers)
+        if self.shape.disk_only:
+            return
         self._flood(engine)
         self._ask(Condition.PRESSURE, prompts, engine, servers)
         if self.system.keeps:

@@ -1,4 +1,4 @@
-"""How much is measured: `smoke` shows that everything runs, `short` fits 15 minutes, `long` two hours.
+"""How much is measured: `smoke` shows that everything runs, `short` fits 15 minutes, `disk` 45, `long` two hours.
 
 Seconds of one case on two cores of a cloud machine (the slower of two that were tried), from the samples of earlier
 runs; what no run had yet is in brackets, from the tokens to compute. An 8,000-token prompt takes 4.7 s to compute with
@@ -16,7 +16,7 @@ So `short` is 8 minutes of matrix, 4 of load and 1 of the daemon alone; `long` i
 load and 4 of the daemon alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.harness.model_specs import DEMO, SERVED, ModelSpec
 
@@ -36,6 +36,7 @@ class MatrixShape:
         rounds: Times that every system is started again; they take turns.
         pool_blocks: vLLM's KV cache: the longest prompt and some more.
         host_gib: Host memory of each system, enough for all prompts.
+        disk_only: Measure computing, and what the disk alone has after everything was restarted; nothing in between.
     """
 
     name: str
@@ -45,6 +46,7 @@ class MatrixShape:
     rounds: int
     pool_blocks: int
     host_gib: int = 1
+    disk_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,11 @@ def _small(lengths: tuple[int, ...], prompts: int, rounds: int, pool_blocks: int
     )
 
 
+# A token has 32 KiB: the pool 320 MiB, the prompts of a round 1.1 GiB, the flood 0.4, which peers keep.
+_LARGER = MatrixShape(
+    name="16x1024", model=DEMO, lengths=(1000, 3000, 8000), prompts=3, rounds=3, pool_blocks=320, host_gib=3
+)
+
 PROFILES = {
     profile.name: profile
     for profile in (
@@ -145,22 +152,20 @@ PROFILES = {
             growth=GrowthShape(chunks=(1000, 100_000)),
         ),
         Profile(
+            name="disk",
+            limit_min=40,
+            matrices=(
+                replace(_small((1000, 3000, 8000), prompts=3, rounds=3, pool_blocks=320), disk_only=True),
+                replace(_LARGER, disk_only=True),
+            ),
+            load=None,
+            growth=None,
+        ),
+        Profile(
             name="long",
             limit_min=116,  # the last case ends within 120
             # Nine samples a cell.
-            matrices=(
-                _small((1000, 3000, 8000), prompts=3, rounds=3, pool_blocks=320),
-                # A token has 32 KiB: the pool 320 MiB, the prompts of a round 1.1 GiB, the flood 0.4, which peers keep.
-                MatrixShape(
-                    name="16x1024",
-                    model=DEMO,
-                    lengths=(1000, 3000, 8000),
-                    prompts=3,
-                    rounds=3,
-                    pool_blocks=320,
-                    host_gib=3,
-                ),
-            ),
+            matrices=(_small((1000, 3000, 8000), prompts=3, rounds=3, pool_blocks=320), _LARGER),
             load=LoadShape(users=(Users(16), Users(16, busy_loops=2), Users(64)), kill=True, rounds=3),
             growth=GrowthShape(
                 pins=(1, 10, 100, 1000), chunks=(1000, 10_000, 100_000, 200_000), rounds=7, service_mib=1024

@@ -11,10 +11,12 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier.errors import ConfigError
 from kvtier_connector import connector as connector_module
+from kvtier_connector.admission import Admission
 from kvtier_connector.connector import KVTierConnector
 from kvtier_connector.engine import vllm_compat
 from kvtier_connector.engine.transfer_job import ArenaSpec
 from kvtier_connector.engine.vllm_compat import TensorPlacement
+from kvtier_connector.metrics.engine_stats import ConnectorStats
 from kvtier_connector.settings import parse_settings
 from kvtier_connector.workers import KVTierWorker
 from tests.unit.connector.harness import full_spec, kv_cache_config_of
@@ -172,6 +174,7 @@ def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monk
     )
     gpu_pins: Any = SimpleNamespace(allocated=ignored.append)
     connector._manager, connector._gpu_pins, connector._loading = manager, gpu_pins, {}
+    connector._admission = Admission(None, ConnectorStats())
     for req_id, block_ids, num_tokens in (("a", [1, 2], 32), ("b", [3], 16), ("c", [4], 0)):
         request: Any = SimpleNamespace(request_id=req_id)
         blocks: Any = SimpleNamespace(get_block_ids=lambda block_ids=block_ids: (block_ids,))
@@ -182,16 +185,16 @@ def test_the_scheduler_half_finds_an_old_vllms_failed_request_by_its_blocks(monk
     assert list(connector._loading) == ["b"]
 
 
-@pytest.mark.parametrize(("version", "num_bound"), [("0.32.1", 1), ("0.33.0", 0), ("0.320.0", 0)])
-def test_only_in_a_vllm_that_was_run_its_own_blocks_are_moved(
+@pytest.mark.parametrize(("version", "num_bound"), [("0.32.1", 2), ("0.33.0", 0), ("0.320.0", 0)])
+def test_only_in_a_vllm_that_was_run_its_own_blocks_are_moved_and_its_order_is_changed(
     monkeypatch: pytest.MonkeyPatch, version: str, num_bound: int
 ) -> None:
     bound: list[object] = []
     monkeypatch.setattr(vllm, "__version__", version)
     connector = KVTierConnector.__new__(KVTierConnector)
-    gpu_pins: Any = SimpleNamespace(bind=bound.append)
+    binds: Any = SimpleNamespace(bind=bound.append)
     kv_cache_manager: Any = SimpleNamespace(block_pool=None)
-    connector._gpu_pins = gpu_pins
+    connector._gpu_pins = connector._admission = binds
     connector.bind_kv_cache_manager(kv_cache_manager)
     assert len(bound) == num_bound
 
