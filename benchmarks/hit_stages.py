@@ -1,6 +1,6 @@
 """One prompt from a tier to the first token, stage by stage: where the time of a hit goes.
 
-usage: python -m benchmarks.hit_stages [--tier disk] [--tokens 3008] [--rounds 6]
+usage: python -m benchmarks.hit_stages [--tier disk] [--model 8x512] [--tokens 3008] [--rounds 6]
 
 A real vLLM and daemon, both writing spans. First everything is restarted with memory and page cache emptied, and the
 prompt is requested from disk. Then each round evicts it from vLLM's prefix cache (for `--tier disk` also from host
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from benchmarks.harness.daemon import Daemon, run_cli, wait_attached
 from benchmarks.harness.engine import Engine, EngineOptions
-from benchmarks.harness.model_specs import SERVED
+from benchmarks.harness.model_specs import DEMO, SERVED
 from benchmarks.harness.models import cached_model
 from benchmarks.harness.process import StartError, interrupt_on_signals
 from benchmarks.measuring.chat_requests import forget_device_cache, greet
@@ -37,6 +37,7 @@ from kvtier.cli.commands.trace_files import read_trace, spans_of
 from kvtier.client.warm_requests import warm_body
 
 STAGES = ("answer", "acquire", "make pages", "read", "decode", "wait for promotion", "load", "step")
+MODELS = {"8x512": SERVED, "16x1024": DEMO}
 NAME = "prompt"
 QUESTION_TOKENS = 40
 # A process writes its spans within a second.
@@ -56,13 +57,13 @@ class Request(NamedTuple):
 class HitRun:
     """vLLM and daemon, and the spans of the requests."""
 
-    def __init__(self, home: Path, num_tokens: int) -> None:
+    def __init__(self, home: Path, model: str, num_tokens: int) -> None:
         self._home, self._random = home, random.Random(1)
         self._prompt = self._tokens(num_tokens)
         variable = {"KVTIER_TRACE_FOLDER": str(home / "traces")}
         self.daemon = Daemon(home / "daemon", settings={**variable, "TUNED_HOST_PREFETCH": "false"})
         self._options = EngineOptions(
-            model=str(cached_model("served", SERVED)),
+            model=str(cached_model(f"suite-{model}", MODELS[model])),
             kvtier_socket=self.daemon.socket,
             connector_config={"gpu_pin": "off", "lookup_timeout_ms": 5000},
             extra_env=variable,
@@ -179,6 +180,7 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tier", choices=("disk", "host"), default="disk")
+    parser.add_argument("--model", choices=MODELS, default="8x512")
     parser.add_argument("--tokens", type=int, default=3008)
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
@@ -186,7 +188,7 @@ def main() -> None:
     windows: list[tuple[str, tuple[float, float]]] = []
     requests: list[Request] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-hit-") as home:
-        bench = HitRun(Path(home), options.tokens)
+        bench = HitRun(Path(home), options.model, options.tokens)
         with bench.daemon:
             with bench.engine() as engine:
                 bench.pin(engine)

@@ -33,4 +33,6 @@ def test_requests_that_wait_for_blocks_are_restored(note: Note) -> None:
         sources = {source: count - before[source] for source, count in engine.cached_by_source().items()}
         assert sources["host"]
         assert sources["device"]
-        note(f"{ROUNDS * USERS} requests of {PREFIX_TOKENS} tokens: {sources}")
+        num_passed = engine.metric("kvtier_connector_passed_requests_total")
+        assert 0 < num_passed < ROUNDS * USERS
+        note(f"{ROUNDS * USERS} requests of {PREFIX_TOKENS} tokens: {sources}, {num_passed:.0f} passed")
