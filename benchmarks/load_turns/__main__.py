@@ -22,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.harness.engine import Engine
 from benchmarks.harness.process import Process, StartError, interrupt_on_signals, say
+from benchmarks.measuring.chat_requests import greet
 from benchmarks.measuring.machine import fast_dtype, hardware, versions
 from benchmarks.measuring.samples import Records
 from benchmarks.measuring.sized_prompts import SystemPrompt
@@ -69,7 +70,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default=fast_dtype())
     parser.add_argument("--out", type=Path, default=Path("bench-results/load_turns.jsonl"), help="raw samples")
     options = parser.parse_args(arguments)
-    options.systems = options.systems.split(",")
+    options.systems = list(dict.fromkeys(options.systems.split(",")))
     if unknown := set(options.systems) - set(ALL_SYSTEMS):
         parser.error(f"--systems: {', '.join(sorted(unknown))} unknown, choose from {', '.join(ALL_SYSTEMS)}")
     try:
@@ -85,10 +86,13 @@ def run(options: argparse.Namespace, records: Records, home: Path) -> None:
     with ExitStack() as stack:
         sides: dict[str, _Side] = {}
         for name in options.systems:
-            try:
-                sides[name] = _start(name, shape, options.dtype, home, stack)
-            except SetupError as error:
-                say(f"{name} is left out: {error}")
+            with ExitStack() as its_own:
+                try:
+                    sides[name] = _start(name, shape, options.dtype, home, its_own)
+                except SetupError as error:
+                    say(f"{name} is left out: {error}")
+                    continue
+                stack.enter_context(its_own.pop_all())
         for number in range(options.rounds):
             for kind, users in enumerate(shape.users):
                 for name in in_turns(list(sides), number):
@@ -106,8 +110,8 @@ def _start(name: str, shape: LoadShape, dtype: str, home: Path, stack: ExitStack
     prompts = LoadRun(system=system, shape=shape, model=model, round=0, add=print).store_prompts(engine)
     side = _Side(system=system, model=model, servers=servers, engine=engine, prompts=prompts)
     for process in (engine, *servers):
-        process.pause()
         stack.callback(process.resume)  # what is stopped cannot end
+        process.pause()
     say(f"{name} is ready")
     return side
 
@@ -115,6 +119,7 @@ def _start(name: str, shape: LoadShape, dtype: str, home: Path, stack: ExitStack
 def _measure(side: _Side, shape: LoadShape, users: Users, number: int, kind: int, add: Callable[..., None]) -> None:
     load = LoadRun(system=side.system, shape=shape, model=side.model, round=number, add=add)
     with side.awake():
+        greet(side.engine)  # what was stopped is slow at first
         load.run_users(users, users.name, side.servers, side.engine, side.prompts, kind)
 
 

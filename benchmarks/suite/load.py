@@ -23,6 +23,7 @@ from benchmarks.systems.system import System
 
 KILLED = "server killed in the middle"
 HALF_TIMEOUT_S = 180
+_PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class LoadRun:
         chats = plan(users.count, self.shape.turns, prompts, seed=10 * self.round + number)
         traffic = Traffic(engine, chats, self.shape.answer_tokens)
         sources, engine_s, servers_s = engine.cached_by_source(), cpu_s({engine.pid}), _cpu_s(servers)
+        preempted = engine.metric(_PREEMPTIONS)
         traffic.start()
         killed_at = 0
         if mode == KILLED:
@@ -81,9 +83,9 @@ class LoadRun:
                 self.system.revive(server, engine)
         wall_s = traffic.finish()
         try:
-            after = engine.cached_by_source()
+            after, preempted = engine.cached_by_source(), engine.metric(_PREEMPTIONS) - preempted
         except httpx.HTTPError:  # vLLM did not survive: its turns say so
-            after = sources
+            after, preempted = sources, 0
         self.add(
             "load",
             system=self.system.name,
@@ -96,6 +98,7 @@ class LoadRun:
             by_source={source: after[source] - sources[source] for source in after},
             engine_cpu_s=cpu_s({engine.pid}) - engine_s,
             server_cpu_s=_cpu_s(servers) - servers_s,
+            preempted=preempted,
             turns=[asdict(turn) for turn in traffic.turns],
         )
 

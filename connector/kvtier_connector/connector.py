@@ -87,7 +87,9 @@ class KVTierConnector(OffloadingConnector):
             self._manager.start(parts)
             shape = startup.gpu_shape(facts) if vllm_is_tested() else None
             self._gpu_pins = GpuPins(settings, shape, self._manager.pinned_blocks, self._manager.stats)
-            self._admission = Admission(startup.reordered_block_tokens(facts, shape), self._manager.stats)
+            self._admission = Admission(
+                startup.pool_shape(facts, shape), self._manager.stats, lambda: self.gpu_pins.num_held
+            )
             if parts.warm_start is not None:
                 parts.warm_start.watch(self._manager.serves_users, self._prefix_cache)
 
@@ -125,7 +127,7 @@ class KVTierConnector(OffloadingConnector):
     @override
     def on_new_request(self, request: "Request") -> None:
         self.manager.register(request)
-        self.admission.arrived(request)
+        self.admission.arrived(request.request_id)
         super().on_new_request(request)
 
     @override
@@ -133,13 +135,13 @@ class KVTierConnector(OffloadingConnector):
         # While the daemon's answer is awaited vLLM must not scan the prompt's chunks: it would do so at every step.
         if not self.manager.advance(request, num_computed_tokens):
             return None, False
-        if self.admission.still_passes(request, num_computed_tokens):
+        if self.admission.is_still_held(request, num_computed_tokens):
             return None, False
         num_matched: int | None
         num_matched, is_load = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if num_matched is not None and self.admission.lets_pass(request, num_computed_tokens, num_matched):
-            return None, False
         if num_matched is not None:
+            if self.admission.is_held(request, num_computed_tokens, num_matched):
+                return None, False
             self.gpu_pins.before_admission(request, num_computed_tokens + num_matched, is_load=is_load)
         return num_matched, is_load
 
@@ -180,6 +182,7 @@ class KVTierConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         if (arena := self.manager.new_arena()) is not None:
             setattr(meta, _NEW_ARENA, arena)
+            self.admission.matches_changed()
         if not scheduler_output.total_num_scheduled_tokens:
             setattr(meta, _IS_EMPTY, True)
         self.gpu_pins.after_step(scheduler_output)
@@ -243,6 +246,7 @@ class KVTierConnector(OffloadingConnector):
         unsent = set(to_flush)
         to_flush.clear()
         was_reset: bool | None = super().reset_cache()
+        self.admission.matches_changed()
         to_flush.update(unsent)
         return was_reset
 

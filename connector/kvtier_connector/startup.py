@@ -1,10 +1,12 @@
 """Puts the scheduler half together: from vLLM's configuration to a running session with the daemon."""
 
+import logging
 import os
 
 import platformdirs
 from vllm.platforms import current_platform
 
+from kvtier_connector.admission import PoolShape
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import load_chat_renderer
 from kvtier_connector.engine.chunk_keys import has_one_whole_prefix
@@ -21,6 +23,8 @@ from kvtier_connector.session.hello import HelloMaker
 from kvtier_connector.session.pin_binder import PinBinder
 from kvtier_connector.session.warm_start import WarmStart
 from kvtier_connector.settings import AdmissionOrder
+
+logger = logging.getLogger(__name__)
 
 
 def start_session(facts: EngineFacts) -> EngineParts:
@@ -79,9 +83,15 @@ def gpu_shape(facts: EngineFacts) -> EngineShape | None:
     return EngineShape.of(facts.vllm_config, facts.shapes[0].chunk_tokens // facts.settings.blocks_per_chunk)
 
 
-def reordered_block_tokens(facts: EngineFacts, shape: EngineShape | None) -> int | None:
-    """Return the tokens of a block if requests may let others pass; None where they are admitted as vLLM has it."""
+def pool_shape(facts: EngineFacts, shape: EngineShape | None) -> PoolShape | None:
+    """Return what says whether a request fits; None where requests are admitted in vLLM's own order."""
     if facts.settings.admission is not AdmissionOrder.PREFIX_FIRST or shape is None:
         return None
-    # Under its other policy requests have priorities, and none may pass one of a higher priority.
-    return shape.block_tokens if facts.vllm_config.scheduler_config.policy == "fcfs" else None
+    if facts.vllm_config.scheduler_config.policy != "fcfs":
+        logger.info("kvtier: admission is fcfs: requests have priorities, and kvtier changes none")
+        return None
+    return PoolShape(
+        block_tokens=shape.block_tokens,
+        watermark_ratio=shape.watermark_ratio,
+        reserves_whole_prompt=shape.reserves_whole_prompt,
+    )

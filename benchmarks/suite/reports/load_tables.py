@@ -28,6 +28,7 @@ HEADER = (
     "p95",
     "computed",
     "by tier",
+    "preempted",
     "server CPU s",
 )
 
@@ -122,6 +123,7 @@ def _row(system: str, mode: str, samples: Sequence[Row], fits: Sequence[Row]) ->
         *(f"{1e3 * percentile(gaps, percent):.0f}" if gaps else "" for percent in (50, 95)),
         computed_share(answered),
         _by_tier(samples, answered),
+        f"{sum(row.get('preempted', 0) for row in samples):.0f}",
         spread([row["server_cpu_s"] for row in samples]),
     )
 

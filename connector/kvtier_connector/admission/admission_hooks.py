@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvtier_connector.admission.prefix_first import PrefixFirst
+from kvtier_connector.admission.prefix_first import BlockNeed, PrefixFirst
 from kvtier_connector.engine.vllm_block_pool import UnknownPoolError, VllmBlockPool
 from kvtier_connector.metrics.declared import PASSED_REQUESTS
 from kvtier_connector.metrics.engine_stats import ConnectorStats
@@ -22,16 +23,28 @@ class _Match(NamedTuple):
     num_loaded_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoolShape:
+    """The part of vLLM's configuration that says how many blocks a request needs to be admitted."""
+
+    block_tokens: int
+    watermark_ratio: float  # of the pool, what vLLM keeps free when it admits a request
+    reserves_whole_prompt: bool  # vLLM admits a request only when its whole prompt fits
+
+
 class Admission:
     """Called for each request that vLLM would admit. Scheduler thread only.
 
     Args:
-        block_tokens: Of vLLM's blocks; None: vLLM's own order is kept.
+        shape: None: vLLM's own order is kept.
         stats: Where passed requests are counted.
+        num_held_blocks: Blocks that GPU pins hold, and release as soon as vLLM needs them.
     """
 
-    def __init__(self, block_tokens: int | None, stats: ConnectorStats) -> None:
-        self._block_tokens, self._stats = block_tokens or 0, stats
+    def __init__(
+        self, shape: PoolShape | None, stats: ConnectorStats, num_held_blocks: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._shape, self._stats, self._num_held_blocks = shape, stats, num_held_blocks
         self._pool: VllmBlockPool | None = None
         self._order = PrefixFirst()
         self._matches: dict[str, _Match] = {}  # of loads
@@ -44,41 +57,46 @@ class Admission:
 
     def bind(self, manager: "KVCacheManager") -> None:
         """Begin with vLLM's block pool; if it is an unknown one, log that and keep vLLM's order."""
-        if not self._block_tokens:
+        if self._shape is None:
             return
         try:
-            self._pool = VllmBlockPool(manager, self._block_tokens)
+            self._pool = VllmBlockPool(manager, self._shape.block_tokens)
         except UnknownPoolError as error:
             logger.warning("kvtier: admission is fcfs: vLLM's block pool is not the one kvtier knows (%s)", error)
 
-    def arrived(self, request: Any) -> None:
+    def arrived(self, req_id: str) -> None:
         """Called when vLLM has a new request."""
         if self._pool is not None:
-            self._order.arrived(request.request_id)
+            self._order.arrived(req_id)
 
-    def still_passes(self, request: Any, num_cached_tokens: int) -> bool:
-        """Return whether the request lets others pass, going by what it was last found to have.
+    def is_still_held(self, request: Any, num_cached_tokens: int) -> bool:
+        """Return `is_held`, going by what the request was last found to have.
 
-        Called first, because to look for chunks costs more. False if that is not known, or its prefix-cache hit is
+        Called first, because to look up chunks costs more. False if that is not known, or its prefix-cache hit is
         another by now.
         """
         match = self._matches.get(request.request_id)
         if match is None or match.num_cached_tokens != num_cached_tokens:
             return False
-        return self.lets_pass(request, *match)
+        return self.is_held(request, *match)
 
-    def lets_pass(self, request: Any, num_cached_tokens: int, num_loaded_tokens: int) -> bool:
+    def is_held(self, request: Any, num_cached_tokens: int, num_loaded_tokens: int) -> bool:
         """Return whether vLLM shall go on to the requests behind this one, and ask for it again in the next step."""
-        return self._guarded(lambda pool: self._lets_pass(pool, request, _Match(num_cached_tokens, num_loaded_tokens)))
-
-    def _lets_pass(self, pool: VllmBlockPool, request: Any, match: _Match) -> bool:
-        if match.num_loaded_tokens:
+        if self._pool is None or self._shape is None:
+            return False
+        match = _Match(num_cached_tokens, num_loaded_tokens)
+        if num_loaded_tokens:
             self._matches[request.request_id] = match
-        num_blocks = -(-(request.num_tokens + 1) // self._block_tokens)
-        num_held = pool.num_in_use(request.block_hashes, match.num_cached_tokens // self._block_tokens)
-        return self._order.lets_pass(
-            request.request_id, num_blocks - num_held, pool.num_free, is_load=match.num_loaded_tokens > 0
-        )
+        else:
+            self._matches.pop(request.request_id, None)
+        try:
+            need = _block_need(request, match, self._pool, self._shape)
+            num_free = self._pool.num_free + self._num_held_blocks()
+            return self._order.is_held(request.request_id, need, num_free)
+        except Exception:
+            logger.exception("kvtier: admission is fcfs from now on: prefix_first failed")
+            self._pool = None
+            return False
 
     def allocated(self, req_id: str) -> None:
         """Called when vLLM has allocated blocks for a request."""
@@ -92,6 +110,10 @@ class Admission:
             self._matches.pop(req_id, None)
             self._order.ended(req_id)
 
+    def matches_changed(self) -> None:
+        """Called when what requests were found to have may be no longer there: another session, a reset."""
+        self._matches.clear()
+
     def step_scheduled(self, num_tokens: int) -> None:
         """Called once per scheduled step, with the tokens that it computes."""
         if self._pool is None:
@@ -100,12 +122,20 @@ class Admission:
         self._stats.count(PASSED_REQUESTS, num=self._order.num_passed - self._num_reported)
         self._num_reported = self._order.num_passed
 
-    def _guarded(self, decide: Callable[[VllmBlockPool], bool]) -> bool:
-        if self._pool is None:
-            return False
-        try:
-            return decide(self._pool)
-        except Exception:
-            logger.exception("kvtier: admission is fcfs from now on: prefix_first failed")
-            self._pool = None
-            return False
+
+def _block_need(request: Any, match: _Match, pool: VllmBlockPool, shape: PoolShape) -> BlockNeed:
+    """Return what the request needs to be admitted, without what vLLM reserves for requests that are being computed.
+
+    Source: `KVCacheManager.allocate_slots` of vLLM 0.32.
+    """
+    num_known = match.num_cached_tokens + match.num_loaded_tokens
+    computes_all = shape.reserves_whole_prompt or not match.num_loaded_tokens
+    num_blocks = -(-(request.num_tokens if computes_all else num_known) // shape.block_tokens)
+    num_scanned = match.num_cached_tokens // shape.block_tokens
+    num_needed = num_blocks - pool.num_in_use(request.block_hashes, num_scanned)
+    num_loaded = match.num_loaded_tokens // shape.block_tokens
+    return BlockNeed(
+        num_needed=num_needed + int(shape.watermark_ratio * (pool.num_blocks + 1)),
+        num_scanned=num_scanned,
+        is_load=num_loaded > 0 and 2 * num_loaded >= num_needed,
+    )

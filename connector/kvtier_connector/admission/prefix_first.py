@@ -1,38 +1,51 @@
-"""Which waiting requests let later ones pass: those that need the blocks of a whole prompt, while others need few.
+"""Which waiting requests let others pass: those that need the blocks of a whole prompt, while others need few.
 
 vLLM admits requests in the order in which they came, and stops at the first that finds no blocks. With more prompts
 than its pool can hold that is soon one whose prompt has to be loaded, and it needs the blocks of a whole prompt. Those
-behind it wait with it, although the prompt of some is in the pool and they need a few blocks each. So such a request
-lets them pass. Pure: what vLLM's pool has is an argument.
+behind it wait with it, although most of them need a few blocks each: their prompt is in the pool. So such a request
+lets small ones pass; those that need more stay behind it. Pure: what vLLM's pool has is an argument.
 
-No request waits for ever: it lets at most `MAX_PASSED` pass, and vLLM tries it after `MAX_VAIN_STEPS` in which none
-did, or after one step in which nothing was computed.
+What a request needs is an estimate. If vLLM tried one and stopped, it needs more than was free then. And one is tried
+every `MAX_STEPS` steps, and after a step that computed nothing: so no estimate makes a request wait for long.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
 MAX_PASSED = 16
-"""Requests that came later and are admitted before one that waits. 8 gave less throughput (13.5 turns a second of 64
-users, where 16 gave 14.2, and vLLM's order 12.0), 32 no more, and its slowest first tokens came later."""
-MAX_VAIN_STEPS = 32
-"""Steps in which a request lets others pass and none does. A try that fails has vLLM stop there for a step; with one
-every other step nearly all of the gain was lost (12.3 turns a second where vLLM's order gave 12.7)."""
-MAX_WAITING = 16
-"""Requests that let others pass in one step: vLLM looks at each again in the next, which costs its scheduler time."""
+"""Requests that came later and are admitted before one that waits. 8 gave less throughput, 32 no more, and later
+slowest first tokens (ADR 26)."""
+MAX_STEPS = 32
+"""Steps in which requests let others pass before one is tried. If it does not fit, vLLM stops there for a step; with
+a try every other step nearly all of the gain was lost (ADR 26)."""
 SMALL_RATIO = 0.25
 """Of the blocks that a waiting request needs, what those at most need that it lets pass."""
+MAX_HELD = 16
+"""Requests that are not admitted in a step so that vLLM goes on to others. It looks at each again in the next step."""
+MAX_SCANNED_BLOCKS = 1024
+"""Blocks that those have in vLLM's prefix cache: to look at one again takes vLLM a microsecond or two."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Waiting:
     number: int  # in the order in which requests came
-    num_needed: int = 0  # free blocks, as of the last question; 0 before the first
     num_passed: int = 0  # later requests that were admitted first
-    num_passed_before_step: int = 0
-    num_vain_steps: int = 0  # in a row: it let others pass, and none did
-    must_be_tried: bool = False
+    num_refused: int = -1  # free blocks with which vLLM tried it and stopped; -1: it did not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockNeed:
+    """What one request would take.
+
+    Attributes:
+        num_needed: Blocks that it takes out of vLLM's free ones.
+        num_scanned: Blocks that vLLM looks up for it at each question.
+        is_load: Whether most of what it needs is loaded. What has to be computed lets nothing pass.
+    """
+
+    num_needed: int
+    num_scanned: int
+    is_load: bool
 
 
 class PrefixFirst:
@@ -41,52 +54,73 @@ class PrefixFirst:
     def __init__(self) -> None:
         self._numbers = count()
         self._waiting: dict[str, _Waiting] = {}
-        self._asked: dict[str, _Waiting] = {}  # of those, the ones that vLLM has asked for
-        self._passing: dict[str, bool] = {}  # the answers of this step: whether the request lets others pass
+        self._stopped: dict[str, int] = {}  # requests at which vLLM stopped, with the blocks that they need
+        self._num_steps = 0  # in which requests let others pass, since one was tried
+        self._is_try_due = False
         self.num_passed = 0  # requests that were passed, each counted once
+        self._step_begins()
+
+    def _step_begins(self) -> None:
+        self._answers: dict[str, bool] = {}
+        self._passed: list[_Waiting] = []  # those that let others pass in this step
+        self._num_held = self._num_scanned = 0
+        self._max_small = 0.0  # blocks that a request may need to pass all of them
+        self._tried: tuple[str, BlockNeed, int] | None = None  # the last one, and the free blocks that it found
 
     def arrived(self, req_id: str) -> None:
         """A request came; those that were there before keep their place."""
         self._waiting[req_id] = _Waiting(number=next(self._numbers))
 
-    def lets_pass(self, req_id: str, num_needed: int, num_free: int, *, is_load: bool) -> bool:
-        """Return whether the request lets others pass in this step: vLLM then asks for those behind it.
+    def is_held(self, req_id: str, need: BlockNeed, num_free: int) -> bool:
+        """Return whether vLLM shall go on to the next request, and ask for this one again in the next step.
 
         Args:
-            req_id: A request that vLLM would admit next. One that never arrived, or was admitted before, passes none.
-            num_needed: Blocks that it takes out of vLLM's free ones.
-            num_free: Those.
-            is_load: Whether a prompt is loaded for it. One that has to be computed keeps its place.
+            req_id: The request that vLLM would try next. One that never arrived, or was admitted before, is not held.
+            need: What it would take.
+            num_free: Free blocks.
         """
         waiting = self._waiting.get(req_id)
         if waiting is None:
             return False
-        if (known := self._passing.get(req_id)) is not None:
+        if (known := self._answers.get(req_id)) is not None:
             return known
-        self._asked[req_id] = waiting
-        waiting.num_needed = num_needed
-        lets_pass = is_load and self._must_pass(waiting, num_free)
-        if waiting.must_be_tried:
-            waiting.num_vain_steps, waiting.must_be_tried = 0, False
-        if is_load:
-            self._passing[req_id] = lets_pass
-            waiting.num_passed_before_step = waiting.num_passed
-        return lets_pass
+        is_held = False
+        if self._num_held < MAX_HELD and self._num_scanned + need.num_scanned <= MAX_SCANNED_BLOCKS:
+            is_held = self._stays_behind(need) or self._lets_pass(waiting, need, num_free)
+        self._answers[req_id] = is_held
+        if is_held:
+            self._num_held += 1
+            self._num_scanned += need.num_scanned
+        else:
+            self._tried = req_id, need, num_free
+        return is_held
 
-    def _must_pass(self, waiting: _Waiting, num_free: int) -> bool:
-        if waiting.must_be_tried or waiting.num_passed >= MAX_PASSED or sum(self._passing.values()) >= MAX_WAITING:
+    def _stays_behind(self, need: BlockNeed) -> bool:
+        if not self._passed:
             return False
-        most = SMALL_RATIO * waiting.num_needed
-        num_small = sum(other.num_needed for other in self._asked.values() if other.num_needed <= most)
-        return num_free < waiting.num_needed + num_small
+        return need.num_needed > self._max_small or any(each.num_passed >= MAX_PASSED for each in self._passed)
+
+    def _lets_pass(self, waiting: _Waiting, need: BlockNeed, num_free: int) -> bool:
+        if not need.is_load or waiting.num_passed >= MAX_PASSED:
+            return False
+        max_small = SMALL_RATIO * need.num_needed
+        num_small = sum(num_needed for num_needed in self._stopped.values() if num_needed <= max_small)
+        if num_free > waiting.num_refused and num_free >= need.num_needed + num_small:
+            return False
+        if self._is_try_due:
+            self._is_try_due = False
+            return False
+        self._max_small = min(max_small, self._max_small) if self._passed else max_small
+        self._passed.append(waiting)
+        return True
 
     def admitted(self, req_id: str) -> None:
-        """vLLM has given the request blocks: it has passed those that came before it."""
+        """vLLM has given the request blocks: it has passed those that came before it and are held."""
         waiting = self._waiting.get(req_id)
         self.ended(req_id)
         if waiting is None:
             return
-        for other in self._passing_now():
+        for other in self._passed:
             if other.number < waiting.number:
                 self.num_passed += not other.num_passed
                 other.num_passed += 1
@@ -94,17 +128,19 @@ class PrefixFirst:
     def ended(self, req_id: str) -> None:
         """The request waits no longer."""
         self._waiting.pop(req_id, None)
-        self._asked.pop(req_id, None)
+        self._stopped.pop(req_id, None)
 
     def step_ends(self, num_tokens: int) -> None:
         """A step over this many tokens is scheduled."""
-        for waiting in self._passing_now():
-            is_vain = waiting.num_passed == waiting.num_passed_before_step
-            waiting.num_vain_steps = waiting.num_vain_steps + 1 if is_vain else 0
-            waiting.must_be_tried = is_vain and (not num_tokens or waiting.num_vain_steps >= MAX_VAIN_STEPS)
-        self._passing.clear()
-
-    def _passing_now(self) -> Iterator[_Waiting]:
-        for req_id, lets_pass in self._passing.items():
-            if lets_pass and (waiting := self._waiting.get(req_id)) is not None:
-                yield waiting
+        if self._tried is not None:
+            req_id, need, num_free = self._tried
+            if (waiting := self._waiting.get(req_id)) is not None:  # vLLM stopped there
+                waiting.num_refused = num_free if need.is_load else -1
+                self._stopped[req_id] = need.num_needed
+        if self._passed:
+            self._num_steps += 1
+            self._is_try_due = not num_tokens or self._num_steps >= MAX_STEPS
+            if self._is_try_due:
+                self._num_steps = 0
+        if self._answers:
+            self._step_begins()

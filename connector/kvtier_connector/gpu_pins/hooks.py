@@ -38,6 +38,11 @@ class GpuPins:
         """Whether a policy acts."""
         return self._policy is not None
 
+    @property
+    def num_held(self) -> int:
+        """How many blocks are held by reference; they are released before vLLM is short of them."""
+        return 0 if self._policy is None else self._policy.num_held
+
     def bind(self, manager: "KVCacheManager") -> None:
         """Begin with vLLM's block pool; if GPU pins cannot work with it, log why and stay off."""
         if self._mode is GpuPin.OFF:

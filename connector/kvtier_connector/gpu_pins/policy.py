@@ -38,6 +38,11 @@ class Policy:
         self._next_rank = self._num_found = 0
         self._reported_counts = (0, 0)
 
+    @property
+    def num_held(self) -> int:
+        """How many blocks hard pins hold."""
+        return 0 if self._hard is None else self._hard.num_held
+
     def before_step(self) -> None:
         """Called before running requests take blocks: free enough, and move pinned blocks out of their way."""
         if self._hard is not None:
