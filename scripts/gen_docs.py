@@ -41,7 +41,7 @@ It takes these in `kv_connector_extra_config`, a key of `--kv-transfer-config`:
 | `socket` | as `server.socket` | the daemon's socket |
 | `daemon_uid` | `KVTIER_DAEMON_UID`, else none | the daemon's uid, if neither vLLM's nor root's |
 | `chat_template` | the model's | the file that vLLM got by `--chat-template`; system prompts are found by it |
-| `admission` | `prefix_first` | requests whose prompt is in vLLM's pool pass some that wait for blocks; `fcfs`: none |
+| `admission` | `prefix_first` | requests that need few blocks pass some that wait for a whole prompt's; `fcfs`: none |
 | `gpu_pin` | `soft` | vLLM's prefix cache evicts pinned blocks last; `hard`: they are held until a request needs them |
 | `lookup_timeout_ms` | 250 | longest wait for the daemon's first answer, once; lookups then miss until it answers |
 | `prefill_tokens_per_s` | measured | what computing is taken to cost when a promotion or a load is weighed against it |

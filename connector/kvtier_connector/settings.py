@@ -78,7 +78,7 @@ class ConnectorSettings:
     daemon_uid: int | None = None
     """As whom the daemon may run besides our own uid and root; None: as no one else."""
     admission: AdmissionOrder = AdmissionOrder.PREFIX_FIRST
-    """prefix_first: a request whose prompt must be loaded lets some pass whose prompt is in the pool; fcfs: none."""
+    """prefix_first: a request that waits for the blocks of a whole prompt lets some pass that need few; fcfs: none."""
     blocks_per_chunk: int = 1
     """vLLM blocks that make one chunk, our stored unit."""
     gpu_pin: GpuPin = GpuPin.SOFT

@@ -104,8 +104,8 @@ GPU_RELEASED = counter(
 )
 PASSED_REQUESTS = counter(
     "connector_passed_requests",
-    "Requests whose prompt had to be loaded, for which vLLM had too few blocks, and which let later requests pass "
-    "whose prompt was there.",
+    "Requests whose prompt had to be loaded, for which vLLM had too few blocks, and which let later ones pass that "
+    "needed few.",
 )
 
 METRICS = (

@@ -113,7 +113,7 @@ def test_after_an_empty_step_vllm_tries_the_request() -> None:
     assert answers_over(order_of("a"), 4, EMPTY) == [True, False, True, False]
 
 
-def test_every_so_many_steps_vllm_tries_the_request() -> None:
+def test_after_max_steps_vllm_tries_the_request() -> None:
     held = [True] * MAX_STEPS
     assert answers_over(order_of("a"), 2 * MAX_STEPS + 2, BUSY) == [*held, False, *held, False]
 
