@@ -5,8 +5,8 @@ than its pool can hold that is soon one whose prompt has to be loaded, and it ne
 behind it wait with it, although most of them need a few blocks each: their prompt is in the pool. So such a request
 lets small ones pass; those that need more stay behind it. Pure: what vLLM's pool has is an argument.
 
-What a request needs is an estimate. If vLLM tried one and stopped, it needs more than was free then. And one is tried
-every `MAX_STEPS` steps, and after a step that computed nothing: so no estimate makes a request wait for long.
+What a request needs is an estimate. One is tried every `MAX_STEPS` steps, and after a step that computed nothing: so no
+estimate makes a request wait for long.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ MAX_SCANNED_BLOCKS = 1024
 class _Waiting:
     number: int  # in the order in which requests came
     num_passed: int = 0  # later requests that were admitted first
-    num_refused: int = -1  # free blocks with which vLLM tried it and stopped; -1: it did not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +61,10 @@ class PrefixFirst:
 
     def _step_begins(self) -> None:
         self._answers: dict[str, bool] = {}
-        self._passed: list[_Waiting] = []  # those that let others pass in this step
-        self._num_held = self._num_scanned = 0
-        self._max_small = 0.0  # blocks that a request may need to pass all of them
-        self._tried: tuple[str, BlockNeed, int] | None = None  # the last one, and the free blocks that it found
+        self._held: list[_Waiting] = []  # in this step: those that let others pass, and those that stay behind them
+        self._num_scanned = 0
+        self._max_small: float | None = None  # blocks that a request may need to pass all of them
+        self._tried: tuple[str, int] | None = None  # the last one, and the blocks that it needs
 
     def arrived(self, req_id: str) -> None:
         """A request came; those that were there before keep their place."""
@@ -85,33 +84,32 @@ class PrefixFirst:
         if (known := self._answers.get(req_id)) is not None:
             return known
         is_held = False
-        if self._num_held < MAX_HELD and self._num_scanned + need.num_scanned <= MAX_SCANNED_BLOCKS:
+        if len(self._held) < MAX_HELD and self._num_scanned + need.num_scanned <= MAX_SCANNED_BLOCKS:
             is_held = self._stays_behind(need) or self._lets_pass(waiting, need, num_free)
         self._answers[req_id] = is_held
         if is_held:
-            self._num_held += 1
+            self._held.append(waiting)
             self._num_scanned += need.num_scanned
         else:
-            self._tried = req_id, need, num_free
+            self._tried = req_id, need.num_needed
         return is_held
 
     def _stays_behind(self, need: BlockNeed) -> bool:
-        if not self._passed:
+        if self._max_small is None:
             return False
-        return need.num_needed > self._max_small or any(each.num_passed >= MAX_PASSED for each in self._passed)
+        return need.num_needed > self._max_small or any(each.num_passed >= MAX_PASSED for each in self._held)
 
     def _lets_pass(self, waiting: _Waiting, need: BlockNeed, num_free: int) -> bool:
         if not need.is_load or waiting.num_passed >= MAX_PASSED:
             return False
         max_small = SMALL_RATIO * need.num_needed
         num_small = sum(num_needed for num_needed in self._stopped.values() if num_needed <= max_small)
-        if num_free > waiting.num_refused and num_free >= need.num_needed + num_small:
+        if num_free >= need.num_needed + num_small:
             return False
         if self._is_try_due:
             self._is_try_due = False
             return False
-        self._max_small = min(max_small, self._max_small) if self._passed else max_small
-        self._passed.append(waiting)
+        self._max_small = max_small if self._max_small is None else min(max_small, self._max_small)
         return True
 
     def admitted(self, req_id: str) -> None:
@@ -120,7 +118,7 @@ class PrefixFirst:
         self.ended(req_id)
         if waiting is None:
             return
-        for other in self._passed:
+        for other in self._held:
             if other.number < waiting.number:
                 self.num_passed += not other.num_passed
                 other.num_passed += 1
@@ -133,11 +131,10 @@ class PrefixFirst:
     def step_ends(self, num_tokens: int) -> None:
         """A step over this many tokens is scheduled."""
         if self._tried is not None:
-            req_id, need, num_free = self._tried
-            if (waiting := self._waiting.get(req_id)) is not None:  # vLLM stopped there
-                waiting.num_refused = num_free if need.is_load else -1
-                self._stopped[req_id] = need.num_needed
-        if self._passed:
+            req_id, num_needed = self._tried
+            if req_id in self._waiting:  # vLLM stopped there
+                self._stopped[req_id] = num_needed
+        if self._held:
             self._num_steps += 1
             self._is_try_due = not num_tokens or self._num_steps >= MAX_STEPS
             if self._is_try_due:

@@ -82,16 +82,6 @@ def test_blocks_are_left_only_for_small_ones(num_needed: int, is_held: bool) -> 
     assert load(order, "a", NEED) is is_held
 
 
-def test_where_vllm_stopped_at_a_load_it_needs_more_than_was_free() -> None:
-    """vLLM keeps blocks back that the estimate does not have: those that others are yet to compute."""
-    order = order_of("a")
-    assert not load(order, "a", NEED)
-    order.step_ends(BUSY)
-    assert load(order, "a", NEED)
-    order.step_ends(BUSY)
-    assert not load(order, "a", NEED + 1)
-
-
 def test_within_a_step_the_answer_stays_the_same() -> None:
     order = order_of("a")
     assert load(order, "a", 0)
@@ -158,6 +148,20 @@ def test_a_bounded_number_pass_within_one_step() -> None:
         assert not other(order, name)
         order.admitted(name)
     assert other(order, names[MAX_PASSED])
+
+
+def test_one_that_stays_behind_is_not_passed_by_more_than_the_first() -> None:
+    """When the first is admitted it keeps its place at once: enough have passed it already."""
+    names = [f"b{number}" for number in range(MAX_PASSED)]
+    order = order_of("a", "behind", *names)
+    assert load(order, "a", 0)
+    assert load(order, "behind", 0)
+    for name in names:
+        assert not other(order, name)
+        order.admitted(name)
+    order.admitted("a")
+    order.step_ends(BUSY)
+    assert not load(order, "behind", 0)
 
 
 def test_one_that_came_before_does_not_count_as_passing() -> None:
