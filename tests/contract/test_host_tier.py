@@ -1,6 +1,8 @@
 """What `ArenaTier` promises."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from kvtier.core.arena_format import key_tag_of
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef, SlotState
 from kvtier.errors import ArenaError
+from kvtier.host import arena_tier
+from kvtier.pages import PageOps
 from tests.fakes.chunks import noise
 from tests.fakes.host_rig import HostRig
 from tests.fakes.scripted_engine import ONE_GROUP, chunk_key
@@ -317,6 +321,7 @@ def test_rows_whose_pages_the_system_does_not_take_stay_free(rig: HostRig, num_t
     rig.system_takes(num_taken)
     rig.tier.reclaim(3 * ROW_BYTES, evict=False)
     assert rig.tier.usage.num_free == rig.tier.usage.num_backed == 3 - num_taken
+    assert rig.counters.io_errors_host_release == 1
     check(rig)
     assert len(allocated(rig, 3)) == 3
     check(rig)
@@ -392,6 +397,30 @@ def test_as_many_orphans_as_asked_for_keep_their_pages(rig: HostRig) -> None:
     assert (freed.num_free, freed.num_unbacked) == (2, 1)
     assert rig.tier.counts() == {SlotState.FREE: 2, SlotState.UNBACKED: NUM_SLOTS - 2}
     assert rig.marks() == {}
+    check(rig)
+
+
+class RefusedOnce(PageOps):
+    """A file system that has no memory for the first row that it is asked for."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().allocate(fd, offset, length)
+
+
+def test_no_orphan_keeps_its_pages_after_one_that_could_not(rig: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_tier, "ORPHAN_BATCH_BYTES", ROW_BYTES)
+    stored(rig, KEYS[:3])
+    rig.restart()
+    rig.tier.arena._pages = pages = RefusedOnce()
+    freed = asyncio.run(rig.tier.free_orphans(1 << 40))
+    assert (pages.num_asked, freed.num_free, freed.num_unbacked) == (1, 0, 3)
+    assert rig.tier.counts()[SlotState.UNBACKED] == NUM_SLOTS
     check(rig)
 
 

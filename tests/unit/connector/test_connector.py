@@ -1,11 +1,14 @@
 """What the connector sees to when vLLM makes it."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvtier.errors import ConfigError
 from kvtier_connector.engine import vllm_compat
+from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
 from tests.unit.connector.harness import Scheduler, full_spec, sliding_spec
 
 
@@ -39,3 +42,18 @@ def test_a_model_whose_failed_loads_an_old_vllm_cannot_take_back_is_refused(monk
     Scheduler(monkeypatch)
     with pytest.raises(ConfigError, match=r"vLLM 0\.30 or later for this model"):
         Scheduler(monkeypatch, [full_spec(), sliding_spec(8)])
+
+
+def test_a_worker_maps_the_arena_once_and_a_process_without_one_maps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(KVTierCPUWorker, "prepare", lambda _, arena: prepared.append(arena))
+    scheduler = Scheduler(monkeypatch)
+    scheduler.attach()
+    connector, began, later = scheduler.connector, scheduler.step(), scheduler.step()
+    connector.bind_connector_metadata(began)
+    assert prepared == []
+    worker: Any = SimpleNamespace(worker=object.__new__(KVTierCPUWorker))
+    connector.connector_worker = worker
+    for metadata in (began, later):
+        connector.bind_connector_metadata(metadata)
+    assert [arena.arena_path for arena in prepared] == ["/arena"]

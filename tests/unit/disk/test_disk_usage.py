@@ -20,3 +20,16 @@ def test_writing_a_scratch_file_takes_nothing_more_from_others() -> None:
             assert usage.shortage(250) == 0, "the file system says the same"
         assert scratch.shortage(850, pack_bytes=150) == 0, "the file may still become longer"
     assert (usage.kept_bytes, usage.free_bytes) == (0, FREE_BYTES)
+
+
+def test_space_that_ended_takes_nothing_and_may_be_used_again() -> None:
+    usage = DiskUsage(limit_bytes=10 * FREE_BYTES)
+    usage.measured(FREE_BYTES)
+    scratch = usage.scratch_space()
+    for _ in range(2):
+        with scratch:
+            scratch.keep(600, pack_bytes=150)
+            assert usage.shortage(251) == 1
+            scratch.grew(400)
+        assert (usage.kept_bytes, usage.free_bytes) == (0, FREE_BYTES)
+        assert scratch.file_shortage(FREE_BYTES + 1) == 1

@@ -1,6 +1,7 @@
 """The pack tier beyond its contract: files, names, codec, and what other tools see."""
 
 import json
+import math
 import mmap
 import os
 import stat
@@ -284,6 +285,28 @@ def test_what_is_in_the_page_cache_is_read_through_it(tmp_path: Path) -> None:
     assert not any(direct for direct, _ in ops.reads)
 
 
+class PartlyWarmOps(WatchedOps):
+    """Where this share of everything is in the page cache."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def resident_bytes(self, fd: int, offset: int, length: int) -> int:
+        return math.ceil(self._share * length)
+
+
+@pytest.mark.parametrize(("share", "is_direct"), [(0.45, True), (0.5, False)])
+def test_what_is_in_the_page_cache_by_half_is_read_through_it(tmp_path: Path, share: float, is_direct: bool) -> None:
+    if not tmp_path_takes_direct_reads(tmp_path):
+        pytest.skip("no direct reads here")
+    ops = PartlyWarmOps(share)
+    tier = PackTier(tmp_path, ops=ops)
+    record = tier.write_pack("ns", [payload_of(n, soft(300_000, n)) for n in range(3)])
+    assert [bytes(buffer) for buffer in read_all(tier, record.chunks)] == [soft(300_000, n) for n in range(3)]
+    assert {direct for direct, _ in ops.reads} == {is_direct}
+
+
 def test_a_pack_that_is_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
     tier = PackTier(tmp_path, ops=WatchedOps())
     record = tier.write_pack("ns", [payload_of(n, noise(1_000_000, n)) for n in range(12)])
@@ -438,9 +461,9 @@ def test_a_file_that_goes_while_its_folder_is_listed_is_left_out(
 def test_quarantine_keeps_the_newest_within_its_bounds(tmp_path: Path, max_packs: int, max_bytes: int) -> None:
     tier = PackTier(tmp_path, ops=CountingClockOps(), quarantine_max_packs=max_packs, quarantine_max_bytes=max_bytes)
     records = [tier.write_pack("ns", [payload_of(1, soft(100, seed))]) for seed in range(5)]
-    for record in records:
+    for number, record in enumerate(records):
         tier.quarantine_pack(record.pack_id)
-    assert set(tier.quarantined_packs()) == {record.pack_id for record in records[3:]}
+        assert set(tier.quarantined_packs()) == {each.pack_id for each in records[: number + 1][-2:]}
     assert tier.list_packs() == {}
 
 

@@ -233,6 +233,20 @@ def test_close_ends_the_file_descriptor(tmp_path: Path) -> None:
     assert str(arena.path) not in open_files()
 
 
+def test_a_file_with_descriptor_0_ends_like_any_other(tmp_path: Path) -> None:
+    """A daemon that was started without stdin opens its first file as that."""
+    stdin = os.dup(0)
+    os.close(0)
+    try:
+        arena = Arena.create(tmp_path, layout_of(), 1)
+        assert os.readlink("/proc/self/fd/0") == str(arena.path)  # noqa: PTH115 (a text, as in open_files)
+        arena.close(unlink=False)
+        assert str(arena.path) not in open_files()
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
 def open_files() -> list[str]:
     paths = Path("/proc/self/fd").iterdir()
     return [str(path.readlink()) for path in paths if path.is_symlink()]

@@ -8,7 +8,7 @@ import errno
 import os
 import resource
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from tests.fakes.scripted_engine import chunk_key, config_in, host_bytes_for
 
 MAX_OPEN = 4
 KEYS = [chunk_key(number) for number in range(3)]
+MORE = [chunk_key(number) for number in range(10, 13)]
 
 
 @pytest.fixture
@@ -73,12 +74,15 @@ async def idle(namespace: Namespace) -> None:
     await eventually(lambda: not namespace.sessions and not namespace.tasks.running)
 
 
-async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: bool = True) -> Namespace:
+async def pinned(
+    cache: Cache, engine: InProcessEngine, model: str, *, keys: Sequence[bytes] = KEYS, durable: bool = True
+) -> Namespace:
     """Pin a prompt and store it."""
     namespace = engine.namespace
-    view = await cache.pins.pin(RequestedPin(name=name, tokens=tuple(range(48)), model=name))
-    await cache.bind(engine.session, view.prompt.pin_id, KEYS, 48, "")
-    for key in KEYS:
+    name, tokens = (model, range(48)) if keys is KEYS else (f"{model}-more", range(100, 148))
+    view = await cache.pins.pin(RequestedPin(name=name, tokens=tuple(tokens), model=model))
+    await cache.bind(engine.session, view.prompt.pin_id, keys, 48, "")
+    for key in keys:
         await eventually(lambda: bool(engine.credits))
         engine.begin_store([key])
         (written,) = engine.writing
@@ -88,7 +92,7 @@ async def pinned(cache: Cache, engine: InProcessEngine, name: str, *, durable: b
         await eventually(partial(namespace.table.holds, key))
     if durable:
         await eventually(
-            lambda: all(_location(namespace, key) for key in KEYS) and not namespace.write_back.queue.num_bytes
+            lambda: all(_location(namespace, key) for key in keys) and not namespace.write_back.queue.num_bytes
         )
     return namespace
 
@@ -150,6 +154,27 @@ def test_what_is_not_written_yet_stays(folder: Path, monkeypatch: pytest.MonkeyP
             two = await attached(cache, "two")
             assert not namespace.host.is_open
             await gone(cache, two)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_written_is_not_evicted_beside_what_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arena would not be empty without it either."""
+
+    async def scenario() -> None:
+        async with cache_in(folder, max_open=1) as cache:
+            writable = asyncio.Event()
+            engine = await attached(cache, "one")
+            await pinned(cache, engine, "one")
+            monkeypatch.setattr(cache.resources.disk_health, "until_closed", writable.wait)
+            namespace = await pinned(cache, engine, "one", keys=MORE, durable=False)
+            await gone(cache, engine)
+            with pytest.raises(ArenaFullError, match="1 models have an arena, as many as"):
+                await attached(cache, "two")
+            assert all(namespace.table.holds(key) for key in KEYS + MORE)
+            assert namespace.table.host.num_chunks == len(KEYS + MORE)
+            writable.set()
+            await eventually(lambda: not namespace.write_back.queue.num_bytes)
 
     asyncio.run(scenario())
 

@@ -84,7 +84,7 @@ def test_compaction_remembers_nothing_of_packs_that_are_gone(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_the_copy_of_a_namespace_goes_with_it(tmp_path: Path) -> None:
+def test_the_row_and_the_copy_of_a_namespace_go_with_it(tmp_path: Path) -> None:
     """Each model that was ever tried left a file for ever."""
 
     async def scenario() -> None:
@@ -96,6 +96,7 @@ def test_the_copy_of_a_namespace_goes_with_it(tmp_path: Path) -> None:
             r.namespace.row = replace(r.namespace.row, seen_unix_s=time.time() - 2 * 24 * 3600)
             await r.cache._keep_capacity_once()
             assert not r.cache.namespaces
+            assert not r.resources.ledger.load().namespaces
             assert load_namespaces(r.cache.config.disk.disk_dir) == []
 
     asyncio.run(scenario())

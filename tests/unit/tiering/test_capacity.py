@@ -82,6 +82,26 @@ def test_an_engine_that_has_been_attached_for_long_is_not_stale() -> None:
 
 
 @dataclass(eq=False)
+class LargeNamespace(FakeNamespace):
+    """It holds more than is ever dropped at once."""
+
+    asked: list[int] = field(default_factory=list)
+
+    async def drop_cheapest(self, num_bytes: int) -> int:
+        self.asked.append(num_bytes)
+        return num_bytes
+
+
+def test_much_is_dropped_in_steps_of_256_mib() -> None:
+    """Values change as chunks go: another namespace may be the next."""
+    mib = 1024**2
+    only = LargeNamespace("only", DiskUsage(limit_bytes=80), value=1.0)
+    capacity = capacity_of(only.usage, only)
+    asyncio.run(capacity.drop_until_enough(lambda: 600 * mib - sum(only.asked)))
+    assert only.asked == [256 * mib, 256 * mib, 88 * mib]
+
+
+@dataclass(eq=False)
 class HoleyNamespace(FakeNamespace):
     """Its chunks can be dropped as whole packs only; its first drop ends another namespace and frees nothing."""
 

@@ -59,6 +59,25 @@ def test_reading_begins_with_a_short_batch(tmp_path: Path, monkeypatch: pytest.M
     asyncio.run(scenario())
 
 
+def test_the_batches_after_the_first_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtier.tiering.promotion.read_planner, "_SHORT_BATCH_BYTES", 6000)
+
+    async def scenario() -> None:
+        async with rig(tmp_path, io_threads=1) as r:
+            await r.on_disk(range(9))
+            session, peer = await r.session()
+            with r.tier.stepping():
+                at_once(session.loads.acquire(1, keys_of(range(9))))
+                for num_before, size in [(0, 1), (1, 4), (5, 4)]:
+                    await eventually(lambda: len(r.tier.asked) > num_before)  # noqa: B023 - it is over within the turn
+                    (batch,) = r.namespace.promoter._batches
+                    assert [read.key for read in batch.reads] == keys_of(range(num_before, num_before + size))
+                    r.tier.allow(size)
+            await eventually(lambda: peer.num_ready() == 9)
+
+    asyncio.run(scenario())
+
+
 def have_pages(r: Rig, num_rows: int) -> None:
     """Rows are free that have their pages."""
     taken = [r.namespace.host.slots.take_unbacked(SlotState.GRANTED) for _ in range(num_rows)]
@@ -295,6 +314,23 @@ def test_a_request_joins_the_background_read_of_its_chunk(tmp_path: Path) -> Non
                 at_once(session.loads.acquire(1, keys_of(range(4))))
             await eventually(lambda: peer.num_ready() == 4)
             assert r.tier.asked == keys_of(range(4))
+
+    asyncio.run(scenario())
+
+
+def test_one_task_waits_for_requests_to_end_however_often_prefetching_is_asked_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path) as r:
+            await r.on_disk(range(4))
+            await r.session()
+            r.resources.traffic.began()
+            for number in range(4):
+                r.namespace.promoter.prefetch(keys_of([number]))
+            await at_rest(r.resources)
+            assert [task.get_name() for task in r.namespace.promoter._tasks._tasks] == ["promote-later"]
+            r.resources.traffic.ended()
+            await r.namespace.promoter.until_prefetched()
+            assert all(r.chunk(number).readable for number in range(4))
 
     asyncio.run(scenario())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier.tiering.resources
 import kvtier.tiering.write_back
 from kvtier.errors import LedgerError
 from kvtier.ledger.pack_rows import PackRows
@@ -123,6 +124,32 @@ def test_what_was_skipped_is_written_when_the_disk_has_caught_up(tmp_path: Path)
             await write_back.flush()
             assert all(r.location(n) is not None for n in range(7))
             assert not write_back.queue._skipped
+            r.check()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("num_chunks", "pack_bytes"), [(1, 64 * MIB), (4, 6000)])
+def test_what_was_refused_is_tried_again_once_twice_a_pack_of_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_chunks: int, pack_bytes: int
+) -> None:
+    """Of all that was refused where that is less than a pack, else of one pack."""
+    free_bytes = [0]
+    monkeypatch.setattr(kvtier.tiering.resources, "_free_bytes", lambda _: free_bytes[0])
+
+    async def scenario() -> None:
+        async with rig(tmp_path, pack_bytes=pack_bytes, reserve_bytes=0) as r:
+            write_back, numbers = r.namespace.write_back, range(num_chunks)
+            r.table.pin(keys_of(numbers))
+            r.in_host(numbers)
+            write_back.add(keys_of(numbers))
+            await write_back.flush()
+            assert write_back.queue.num_refused == num_chunks
+            for free_bytes[0], is_written in [(2 * 6000 - 1, False), (2 * 6000, True)]:
+                await r.resources.measure_disk()
+                write_back.retry_if_it_fits()
+                await write_back.flush()
+                assert (r.location(0) is not None) is is_written
             r.check()
 
     asyncio.run(scenario())

@@ -52,6 +52,15 @@ def link(daemon: FakeDaemon) -> Iterator[DaemonEvents]:
     made.close()
 
 
+def test_a_background_thread_that_is_closed_ends_after_what_it_was_given() -> None:
+    background, done = BackgroundThread("kvtier-test"), list[int]()
+    for number in range(3):
+        background.submit(lambda number=number: done.append(number))  # type: ignore[misc]
+    background.close()
+    wait_for(lambda: not background._thread.is_alive())
+    assert done == [0, 1, 2]
+
+
 def collect(link: DaemonEvents, kind: type, events: list[Event]) -> Event:
     """Poll until an event of this kind has come."""
 

@@ -89,6 +89,21 @@ def test_rows_that_get_pages_later_are_locked_then(arena: PageLockedArena, path:
     wait_for(lambda: address(arena, 5) in memory.locked)
 
 
+def test_a_job_with_a_row_that_is_not_locked_has_all_rows_looked_at_now(
+    path: Path, memory: FakeHostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a daemon has just granted have pages, and the next look may be far."""
+    monkeypatch.setattr(page_locked_arena, "_LOOK_EVERY_S", 3600.0)
+    arena = PageLockedArena(ArenaMap(path, GEOMETRY.arena_id), 6000, memory)
+    wait_for(lambda: arena.num_locked == 2)
+    set_backing(path, GEOMETRY, 5, 1)
+    arena.hold([6])
+    arena.release([6])
+    wait_for(lambda: address(arena, 5) in memory.locked)
+    arena.retire()
+    arena.join()
+
+
 def test_rows_that_lose_their_pages_are_unlocked(arena: PageLockedArena, path: Path, memory: FakeHostMemory) -> None:
     """Else the system would not get them back: the device has a hold on them."""
     wait_for(lambda: arena.num_locked == 2)
