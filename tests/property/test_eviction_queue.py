@@ -108,7 +108,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, worth=st.sampled_from([0.5, 1.0, 4.0]))
     def appraise(self, number: int, worth: float) -> None:
-        self.queue.settle()  # worths are asked for then
+        self.queue.count_uses()  # worths are asked for then
         self.worths[KEYS[number]] = worth
 
     @rule(number=numbers)

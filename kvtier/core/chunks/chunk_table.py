@@ -80,7 +80,7 @@ class ChunkTable:
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one pinned prompt less for each key."""
-        self.host.settle()
+        self._count_uses()
         for key in keys:
             chunk = self._chunks[key]
             if self.disk.count_pin(chunk, -1):
@@ -95,7 +95,7 @@ class ChunkTable:
             hit: Count a use; else recency only.
         """
         if not hit:
-            self.host.settle()
+            self._count_uses()
             _close_gaps(chunks)
         unpinned: list[HostCopy] = []
         pinned: list[HostCopy] = []
@@ -110,6 +110,11 @@ class ChunkTable:
         self.host.pinned.use_all(pinned, num_uses=int(hit))
         self.disk.unpinned.use_all(on_disk, num_uses=int(hit))
 
+    def _count_uses(self) -> None:
+        """Count uses that were noted (`EvictionQueue.note_use`): until then frequencies of copies lack them."""
+        self.host.unpinned.count_uses()
+        self.host.pinned.count_uses()
+
     def fill(self, keys: list[ChunkKey], places: PlaceColumns) -> None:
         """Take over what lies on disk, the oldest first; nothing is known of any chunk yet, and no move is reported."""
         self._chunks.fill(keys, places)
@@ -122,7 +127,7 @@ class ChunkTable:
     def place(self, key: ChunkKey, location: StoredChunk) -> None:
         """The chunk lies on disk at `location` now."""
         chunk = self._chunks.ensure(key)
-        self.host.settle()
+        self._count_uses()
         self.disk.place(chunk, location)
         self.host.became_durable(chunk)
 

@@ -34,7 +34,7 @@ class HostChunks:
     Attributes:
         chunks: Those that have a slot, readable or being promoted.
         unpinned, pinned: The readable copies, the cheapest to lose first. Pinned ones leave when no unpinned one can.
-        num_changes: How often a copy has left or was told to, or has changed its queue.
+        num_changes: How often a copy left, was marked to leave, or changed its queue.
     """
 
     def __init__(
@@ -56,11 +56,6 @@ class HostChunks:
 
     def _queue_of(self, chunk: Chunk) -> EvictionQueue[HostCopy]:
         return self.pinned if chunk.num_pins else self.unpinned
-
-    def settle(self) -> None:
-        """Count the uses that were noted (`EvictionQueue.note_use`); frequencies of copies lack them until then."""
-        self.unpinned.settle()
-        self.pinned.settle()
 
     # Leases
 
