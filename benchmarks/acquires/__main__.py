@@ -1,12 +1,13 @@
 """Acquires of many engines at once: how many a second one daemon answers, at what CPU and after how long.
 
-usage: python -m benchmarks.acquires [--engines 1,2,4] [--open 1,8] [--chunks 94] [--seconds 3] [--rounds 3]
+usage: python -m benchmarks.acquires [--engines 1,2,4] [--open 1,8] [--chunks 94] [--prompts 1] [--seconds 3]
+                                     [--rounds 3]
 
-Every engine is a process. It asks for the same chunks, all in host memory, waits for the answer, releases, and asks
-again, with `--open` acquires under way at any time. `session` engines use the client that the connector uses, and make
-each message. `raw` engines send bytes that they made before and hardly look at the answers, so that on few cores the
-daemon gets more of them. CPU is that of whole processes per acquire (with its answer and its release), and of the
-daemon's loop thread, which alone bounds the rate where cores are plenty.
+Every engine is a process. It asks for the chunks of a prompt (or of `--prompts` in turn), all in host memory, waits
+for the answer, releases, and asks again, with `--open` acquires under way at any time. `session` engines use the client
+that the connector uses, and make each message. `raw` engines send bytes that they made before and hardly look at the
+answers, so that on few cores the daemon gets more of them. CPU is that of whole processes per acquire (with its answer
+and its release), and of the daemon's loop thread, which alone bounds the rate where cores are plenty.
 """
 
 import argparse
@@ -89,12 +90,16 @@ def _engine_process(load: Load, number: int) -> Iterator[Connection]:
         process.join(TIMEOUT_S)
 
 
-async def _store(daemon: Daemon, keys: Sequence[ChunkKey]) -> None:
-    async with grpc.aio.insecure_channel(channel_target(daemon.socket)) as channel:
-        pin_id = await pin(cache_pb2_grpc.CacheServiceStub(channel), tokens=16 * len(keys))
-    async with ScriptedEngine(config_for_engine(daemon), LAYOUT, fingerprint=FINGERPRINT) as engine:
-        await engine.bind(pin_id, keys)
-        await engine.store(keys)
+async def _store(daemon: Daemon, prompts: Sequence[Sequence[ChunkKey]]) -> None:
+    async with (
+        grpc.aio.insecure_channel(channel_target(daemon.socket)) as channel,
+        ScriptedEngine(config_for_engine(daemon), LAYOUT, fingerprint=FINGERPRINT) as engine,
+    ):
+        for number, keys in enumerate(prompts):
+            tokens = 16 * len(keys)
+            stub = cache_pb2_grpc.CacheServiceStub(channel)
+            await engine.bind(await pin(stub, f"p{number}", tokens, number * tokens), keys)
+            await engine.store(keys)
 
 
 def _row(rounds: Sequence[Round], num_engines: int, num_open: int) -> tuple[str, ...]:
@@ -115,18 +120,21 @@ def main() -> None:
     parser.add_argument("--engines", default="1,2,4")
     parser.add_argument("--open", default="1,8")
     parser.add_argument("--chunks", type=int, default=94)
+    parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     print(machine_line())
-    keys = [chunk_key(number) for number in range(options.chunks)]
+    prompts = [[chunk_key((number, chunk)) for chunk in range(options.chunks)] for number in range(options.prompts)]
     with tempfile.TemporaryDirectory(prefix="kva-") as home, Daemon(Path(home)) as daemon:
-        asyncio.run(_store(daemon, keys))
+        asyncio.run(_store(daemon, prompts))
         for kind in options.kinds.split(","):
             rows = []
             for num_engines in map(int, options.engines.split(",")):
                 for num_open in map(int, options.open.split(",")):
-                    load = Load(kind=kind, socket=daemon.socket, keys=keys, num_open=num_open, seconds=options.seconds)
+                    load = Load(
+                        kind=kind, socket=daemon.socket, prompts=prompts, num_open=num_open, seconds=options.seconds
+                    )
                     rounds = [one_round(daemon, load, num_engines) for _ in range(options.rounds)]
                     rows.append(_row(rounds, num_engines, num_open))
             print(f"\n{kind} engines, {options.chunks} chunks an acquire\n\n{table(HEADER, rows)}", flush=True)

@@ -22,11 +22,15 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one engine does: `session` or `raw`, so many acquires under way, for so long."""
+    """What one engine does: `session` or `raw`, so many acquires under way, for so long.
+
+    Attributes:
+        prompts: Keys of each prompt that it asks for, in turn; of one length.
+    """
 
     kind: str
     socket: Path
-    keys: Sequence[ChunkKey]
+    prompts: Sequence[Sequence[ChunkKey]]
     num_open: int
     seconds: float
 
@@ -65,7 +69,7 @@ class SessionEngine:
         while time.perf_counter() < stop_s:
             update = self._events.get(timeout=TIMEOUT_S)
             assert isinstance(update, pb.AcquireUpdate)
-            assert len(update.resident.indexes) == len(self._load.keys)
+            assert len(update.resident.indexes) == len(self._load.prompts[0])
             latency_s.append(time.perf_counter() - self._asked_s.pop(update.acquire_id))
             self._attachment.send(pb.EngineMessage(release=pb.Release(acquire_id=update.acquire_id, all=True)))
             number += 1
@@ -74,7 +78,8 @@ class SessionEngine:
 
     def _ask(self, acquire_id: int) -> None:
         self._asked_s[acquire_id] = time.perf_counter()
-        acquire = pb.Acquire(acquire_id=acquire_id, keys=self._load.keys)
+        keys = self._load.prompts[acquire_id % len(self._load.prompts)]
+        acquire = pb.Acquire(acquire_id=acquire_id, keys=keys)
         self._attachment.send(pb.EngineMessage(acquire=acquire))
 
     def close(self) -> None:
@@ -97,7 +102,7 @@ class RawEngine:
         assert next(self._answers).WhichOneof("kind") == "welcome"
         self._messages = [
             _bytes_of(release=pb.Release(acquire_id=number, all=True))
-            + _bytes_of(acquire=pb.Acquire(acquire_id=number, keys=load.keys))
+            + _bytes_of(acquire=pb.Acquire(acquire_id=number, keys=load.prompts[number % len(load.prompts)]))
             for number in range(1, load.num_open + 1)
         ]
 
@@ -118,7 +123,7 @@ class RawEngine:
             if answer.WhichOneof("kind") != "acquire_update":
                 continue
             update = answer.acquire_update
-            assert len(update.resident.indexes) == len(self._load.keys)
+            assert len(update.resident.indexes) == len(self._load.prompts[0])
             latency_s.append(time.perf_counter() - self._asked_s[update.acquire_id])
             if time.perf_counter() > stop_s:
                 break

@@ -10,6 +10,7 @@ from kvtier._pb import engine_pb2 as pb
 from kvtier._pb import engine_pb2_grpc
 from kvtier.concurrency import turns
 from kvtier.core import limits
+from kvtier.core.chunks.resident_runs import MAX_RUN_CHUNKS
 from kvtier.core.slots import SlotRef
 from kvtier.errors import HelloTimeoutError, InvalidArgumentError, KvtierError
 from kvtier.ledger import PromptRow
@@ -110,8 +111,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _dispatch(self, session: Session, message: pb.EngineMessage) -> None:
         match message.WhichOneof("kind"):
             case "acquire":
-                keys = await listed("acquire.keys", message.acquire.keys)
-                await turns.in_turns(session.loads.acquire(message.acquire.acquire_id, keys))
+                await _acquire(session, message.acquire)
             case "release":
                 release = message.release
                 indexes = None if release.all else await listed("release.indexes", release.indexes)
@@ -218,6 +218,18 @@ def _how_it_ended(outcome: bool | BaseException) -> SessionEnd | None:
         case KvtierError():
             return SessionEnd.REFUSED
     return None
+
+
+async def _acquire(session: Session, message: pb.Acquire) -> None:
+    limits.check_count("acquire.keys", len(message.keys), limits.MAX_KEYS)
+    acquire_id, name = message.acquire_id, b""
+    if len(message.keys) <= MAX_RUN_CHUNKS:
+        message.acquire_id = 0
+        name = message.SerializeToString()  # of its keys alone: no object has to be made of each
+        if session.loads.acquire_again(acquire_id, name):
+            return
+    keys = await listed("acquire.keys", message.keys)
+    await turns.in_turns(session.loads.acquire(acquire_id, keys, name))
 
 
 async def _slices(

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtier._pb import engine_pb2 as pb
 from kvtier.core.chunks.chunk import Chunk
+from kvtier.core.chunks.resident_runs import ResidentRun
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.core.tokens import TokenIds
@@ -100,6 +101,9 @@ class StreamPeer(EnginePeer):
         *,
         more: bool = False,
     ) -> None:
+        if isinstance(leased, ResidentRun):
+            self.send(_answer_of(acquire_id, leased), about_bytes(num_chunks=len(leased)))
+            return
         resident = [
             (index, host.slot)
             for index, chunk in leased.items()
@@ -159,6 +163,17 @@ class StreamPeer(EnginePeer):
 
     def ponged(self, ping_id: int) -> None:
         self.send(pb.DaemonMessage(pong=pb.Pong(id=ping_id)))
+
+
+def _answer_of(acquire_id: int, run: ResidentRun) -> pb.DaemonMessage:
+    """Return the first update for an acquire of a run; the bytes of its slots are made once."""
+    if run.answer is None:
+        slots = [(index, host.slot) for index, host in zip(run, run.copies, strict=True)]
+        run.answer = _update_message(0, (), PromotionForecast(), slots).acquire_update.SerializeToString()
+    message = pb.DaemonMessage()
+    message.acquire_update.MergeFromString(run.answer)
+    message.acquire_update.acquire_id = acquire_id
+    return message
 
 
 def _update_message(

@@ -9,6 +9,7 @@ from kvtier.concurrency.turns import SLICE_KEYS, in_turns, slices, slices_from_e
 from kvtier.core import limits
 from kvtier.core.chunks.acquire import AcquirePlan, AcquirePlanner, by_importance
 from kvtier.core.chunks.chunk import Chunk
+from kvtier.core.chunks.resident_runs import ResidentRun
 from kvtier.core.layout import ChunkKey
 from kvtier.core.slots import SlotRef
 from kvtier.errors import InvalidArgumentError
@@ -56,20 +57,47 @@ class Loads:
         """Acquires that lease something."""
         return len(self._leases)
 
-    def acquire(self, acquire_id: int, keys: Sequence[ChunkKey]) -> Iterator[None]:
+    def acquire_again(self, acquire_id: int, name: bytes) -> bool:
+        """Do what `acquire` does, at once, if all chunks that it found by this name are still in host memory.
+
+        Returns:
+            Whether that was done. If not, nothing was.
+
+        Raises:
+            InvalidArgumentError: The id is in use.
+        """
+        self._check_unused(acquire_id)
+        run = self._tiers.table.runs.get(name)
+        if run is None or self._would_exceed_limits(len(run)):
+            return False
+        counters = self._tiers.counters
+        lease = self._leases[acquire_id] = _Lease(self, acquire_id, time.monotonic(), run, answered=True)
+        self._tiers.table.runs.acquire(run)
+        counters.acquires += 1
+        counters.acquired_chunks_host += len(run)
+        counters.acquired_bytes_host += run.payload_bytes
+        self._session.peer.acquire_answered(acquire_id, run, PromotionForecast())
+        self._observe(lease, len(run))
+        return True
+
+    def acquire(self, acquire_id: int, keys: Sequence[ChunkKey], name: bytes = b"") -> Iterator[None]:
         """Lease what is held of `keys`, start promotions, answer; yields now and then if there are many.
+
+        Args:
+            acquire_id: Of no acquire that has yet to be released.
+            keys: As for `AcquirePlanner`.
+            name: Equal for equal keys only: if all are in host memory, `acquire_again` finds them by it. Or none.
 
         Raises:
             InvalidArgumentError: The id is in use, or a key comes twice.
         """
-        if acquire_id in self._leases:
-            raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
+        self._check_unused(acquire_id)
         yield from _check_unique(keys)
-        if len(self._leases) >= limits.MAX_ACQUIRES or self.num_leases + len(keys) > limits.MAX_LEASED_CHUNKS:
+        if self._would_exceed_limits(len(keys)):
             self._answer_nothing(acquire_id, len(keys))
             return
-        tiers, resources, began_s = self._tiers, self._session.resources, time.monotonic()
-        can_read, find_capacity = resources.disk_health.readable, tiers.host.ensure_takable
+        tiers, began_s = self._tiers, time.monotonic()
+        can_read, find_capacity = self._session.resources.disk_health.readable, tiers.host.ensure_takable
         planner = AcquirePlanner(tiers.table, tiers.layout, keys, from_disk=can_read, find_capacity=find_capacity)
         plan = planner.plan
         lease = self._leases[acquire_id] = _Lease(self, acquire_id, began_s, plan.leased)
@@ -85,12 +113,25 @@ class Loads:
             yield
             if self._session.ended:
                 return
+        if name and not plan.num_missed and not lease.num_promoted:
+            used = by_importance(tiers.layout, list(plan.leased.values()))
+            tiers.table.runs.add(name, ResidentRun(plan.leased, used, tiers.layout.total_payload_bytes(keys)))
         yield from self._answer(lease)
         self._announce_lost(plan)
-        ended_s = time.monotonic()
-        resources.timings.acquire.observe(ended_s - began_s)
-        num_leased, num_promoted = len(plan.leased), lease.num_promoted
-        trace.record("acquire", began_s, ended_s, chunks=len(keys), leased=num_leased, from_disk=num_promoted)
+        self._observe(lease, len(keys))
+
+    def _check_unused(self, acquire_id: int) -> None:
+        if acquire_id in self._leases:
+            raise InvalidArgumentError("acquire_id", acquire_id, "is in use; release it first")
+
+    def _would_exceed_limits(self, num_chunks: int) -> bool:
+        return len(self._leases) >= limits.MAX_ACQUIRES or self.num_leases + num_chunks > limits.MAX_LEASED_CHUNKS
+
+    def _observe(self, lease: _Lease, num_chunks: int) -> None:
+        began_s, ended_s = lease.asked_s, time.monotonic()
+        self._session.resources.timings.acquire.observe(ended_s - began_s)
+        num_leased, num_promoted = len(lease.chunks), lease.num_promoted
+        trace.record("acquire", began_s, ended_s, chunks=num_chunks, leased=num_leased, from_disk=num_promoted)
 
     def _answer_nothing(self, acquire_id: int, num_chunks: int) -> None:
         """The engine holds more than one may: a miss, which it computes, until it has released some."""
@@ -201,6 +242,13 @@ class Loads:
         lease = self._leases.get(acquire_id)
         if lease is None:
             return
+        if isinstance(lease.chunks, ResidentRun):
+            if indexes is None:
+                self._tiers.table.runs.release(lease.chunks)
+                del self._leases[acquire_id]
+                self._session.namespace.top_up_all()
+                return
+            lease.chunks = self._tiers.table.runs.split(lease.chunks)
         if lease.num_promoted:  # they became readable head first: the tail looks the most recent
             yield from self._use([lease.chunks[index] for index in sorted(lease.chunks)], hit=False)
         for number, part in enumerate(slices(list(lease.chunks) if indexes is None else indexes)):

@@ -41,6 +41,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         self.protected: set[int] = set()
         self.clock, self.order = 0.0, 0
         self.evicted = EvictedChunks()  # a twin of the queue's, with a test of its own
+        self.noted: dict[tuple[int, ...], list[Any]] = {}
 
     def make_queue(self, worth: Callable[[Any], float]) -> tuple[EvictionQueue[Any], list[Any]]:
         entries = [Entry(key) for key in KEYS]
@@ -79,6 +80,17 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         for number in chosen:
             self.grow(number, self.model[number].frequency + num_uses)
 
+    @rule(orders=st.lists(st.sampled_from([(0, 1, 2, 3), (4, 5, 6), (3, 4, 7), (20, 21)]), max_size=6))
+    def note_uses(self, orders: list[tuple[int, ...]]) -> None:
+        """The same lists come again and again, also when some entry has left and come back meanwhile."""
+        for order in orders:
+            chosen = [number for number in order if number in self.model]
+            entries = [self.entries[number] for number in chosen]
+            entries = self.noted.setdefault(tuple(map(id, entries)), entries)
+            self.queue.note_use(entries)
+            for number in chosen:
+                self.grow(number, self.model[number].frequency + 1)
+
     @rule(number=numbers, frequency=st.integers(0, 20))
     def refresh(self, number: int, frequency: int) -> None:
         self.queue.refresh(self.entries[number], frequency)
@@ -96,6 +108,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, worth=st.sampled_from([0.5, 1.0, 4.0]))
     def appraise(self, number: int, worth: float) -> None:
+        self.queue.count_uses()  # worths are asked for then
         self.worths[KEYS[number]] = worth
 
     @rule(number=numbers)
@@ -144,10 +157,22 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
+        assert len(self.queue) == len(self.model)
+
+    @rule()
+    def counts(self) -> None:
         self.queue.check()
         assert {number for number, entry in enumerate(self.entries) if entry.queued} == set(self.model)
         for number, entry in enumerate(self.entries):
             assert self.queue.frequency(entry) == (self.model[number].frequency if number in self.model else 0)
+
+    def teardown(self) -> None:
+        self.counts()
+        for number in list(self.model):
+            self.unpark(number)
+        self.protected = set()
+        self.take(NUM_ENTRIES)
+        assert not self.model
 
 
 class DiskQueueMachine(EvictionQueueMachine):

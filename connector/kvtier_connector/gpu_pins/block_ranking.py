@@ -8,6 +8,7 @@ prefix.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import count, filterfalse
 from typing import NamedTuple
 
 from kvtier_connector.engine.vllm_block_pool import GpuKey
@@ -22,11 +23,9 @@ class Ranking:
 
     def append(self, keys: Iterable[GpuKey], max_keys: int) -> None:
         """Add keys that are not there yet, up to the bound."""
-        for key in keys:
-            if len(self.keys) >= max_keys:
-                return
-            if self.ranks.setdefault(key, len(self.keys)) == len(self.keys):
-                self.keys.append(key)
+        new = list(dict.fromkeys(filterfalse(self.ranks.__contains__, keys)))[: max(0, max_keys - len(self.keys))]
+        self.ranks.update(zip(new, count(len(self.keys))))
+        self.keys += new
 
 
 class _Pin(NamedTuple):

@@ -8,6 +8,7 @@ a chunk beyond that is a miss, and then no unpinned chunk is stored, or it would
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import filterfalse
 
 from kvtier.core.layout import ChunkKey
 from kvtier_connector.engine.public_prompts import PublicPrompts
@@ -27,7 +28,7 @@ class ChunkMirror:
         self.public = PublicPrompts()  # of these pins
         self._pins: dict[str, BoundPin] = {}
         self._known: Counter[ChunkKey] = Counter()
-        self._wanted: Counter[ChunkKey] = Counter()
+        self._unpinned: Counter[ChunkKey] = Counter()  # of those, by pins that were unpinned; mostly none
         self._held: set[ChunkKey] = set()
         # Of pins just bound: the daemon has not reported yet whether it holds them.
         self._unreported: set[ChunkKey] = set()
@@ -48,14 +49,15 @@ class ChunkMirror:
 
     def is_pinned(self, key: ChunkKey) -> bool:
         """Return whether the chunk belongs to a prompt that is pinned now."""
-        return key in self._wanted
+        count = self._known.get(key)
+        return count is not None and (key not in self._unpinned or self._unpinned[key] < count)
 
     def wants(self, key: ChunkKey) -> bool:
         """Return whether to store the chunk when vLLM offers it.
 
         An unpinned one only once the daemon has reported all that it holds: before, everything would seem missing.
         """
-        return (key in self._wanted or self._wants_unpinned) and key not in self._held
+        return (self.is_pinned(key) or self._wants_unpinned) and key not in self._held
 
     @property
     def _wants_unpinned(self) -> bool:
@@ -65,10 +67,10 @@ class ChunkMirror:
         """Add a pin; it replaces an earlier one of the same id."""
         self.remove(pin.pin_id)
         self._pins[pin.pin_id] = pin
-        self._unreported.update(key for key in pin.keys if key not in self._known)
+        self._unreported.update(filterfalse(self._known.__contains__, pin.keys))
         self._known.update(pin.keys)
-        if pin.pinned:
-            self._wanted.update(pin.keys)
+        if not pin.pinned:
+            self._unpinned.update(pin.keys)
         if pin.public is not None:
             self.public.add(pin.pin_id, pin.public)
 
@@ -79,8 +81,8 @@ class ChunkMirror:
             return
         self.public.remove(pin_id)
         _discount(self._known, pin.keys)
-        if pin.pinned:
-            _discount(self._wanted, pin.keys)
+        if not pin.pinned:
+            _discount(self._unpinned, pin.keys)
         gone = [key for key in pin.keys if key not in self._known]
         self._unreported.difference_update(gone)
         if not self.stores_all:
@@ -88,6 +90,7 @@ class ChunkMirror:
 
     def set_held(self, keys: Sequence[ChunkKey], held: bool) -> None:
         """Note what the daemon holds; chunks of no pin are ignored unless all are stored."""
+        keys = list(keys)  # a message's list makes new objects, with new hashes, at each walk
         self._unreported.difference_update(keys)
         if not held:
             self._held.difference_update(keys)
@@ -95,7 +98,7 @@ class ChunkMirror:
         elif self.stores_all:
             self._hold(keys)
         else:
-            self._held.update(key for key in keys if key in self._known)
+            self._held.update(filter(self._known.__contains__, keys))
 
     def _hold(self, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
@@ -114,7 +117,7 @@ class ChunkMirror:
         self._pins.clear()
         self.public.clear()
         self._known.clear()
-        self._wanted.clear()
+        self._unpinned.clear()
         self._held.clear()
         self._unreported.clear()
         self.is_complete = self._is_full = False

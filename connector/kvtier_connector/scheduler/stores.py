@@ -59,8 +59,9 @@ class StorePlanner:
 
     def commit_answered(self, keys: Iterable[ChunkKey]) -> None:
         """The daemon said whether it holds these; its commit need not be awaited any longer."""
-        for key in keys:
-            self._committing.pop(key, None)
+        if self._committing:
+            for key in keys:
+                self._committing.pop(key, None)
 
     def begin(
         self, keys: Collection[OffloadKey], state: RequestState, now_s: float

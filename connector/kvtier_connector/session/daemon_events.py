@@ -134,16 +134,20 @@ class DaemonEvents:
         """Return True when there is an event to poll, False after `timeout_s`; releases the interpreter's lock."""
         return self._has_events.wait(timeout_s)
 
-    def _enqueue(self, event: Event) -> None:
+    def _enqueue(self, *events: Event) -> None:
+        """Enqueue events of one session together, in their order; the end of a session comes alone."""
+        if not events:
+            return
+        first = events[0]
         with self._lock:
-            is_end = isinstance(event, Detached)
-            if event.attachment is self._overflowed and not is_end:
+            is_end = isinstance(first, Detached)
+            if first.attachment is self._overflowed and not is_end:
                 return
-            self._events.append(event)
-            self._num_items += _num_items(event)
+            self._events += events
+            self._num_items += sum(map(_num_items, events))
             is_full = self._num_items > MAX_ITEMS and not is_end
             if is_full:
-                self._drop_events(event.attachment)
+                self._drop_events(first.attachment)
         self._has_events.set()
         if is_full:
             logger.warning("kvtier: vLLM's scheduler has not run for long; the session is reopened")
@@ -215,15 +219,19 @@ class DaemonEvents:
 
     def _bind(self, attachment: Attachment, pins: Sequence[pb.Pin]) -> None:
         confirmed: list[str] = []
+        bound: list[PinBound] = []  # enqueued together: one by one, each woke the scheduler
         for pin in pins:
             if (known := self._binder.known(pin)) is not None:
-                self._enqueue(PinBound(attachment, known))
+                bound.append(PinBound(attachment, known))
                 confirmed.append(pin.pin_id)
                 continue
+            self._enqueue(*bound)
+            bound.clear()
             try:
                 self._compute(attachment, pin)
             except Exception:  # a broken pin must not end the binding of others
                 logger.exception("kvtier: a pin was not bound")
+        self._enqueue(*bound)
         if confirmed:
             attachment.send(pb.EngineMessage(confirm_pins=pb.ConfirmPins(pin_ids=confirmed)))
             logger.info("kvtier pins bound, by keys that the daemon knew: %d", len(confirmed))

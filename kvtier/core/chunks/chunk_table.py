@@ -12,6 +12,7 @@ from kvtier.core.chunks.chunk import Chunk, Chunks, HostCopy
 from kvtier.core.chunks.disk_chunks import DiskChunks
 from kvtier.core.chunks.eviction import CostModel, EvictionClock
 from kvtier.core.chunks.host_chunks import HostChunks
+from kvtier.core.chunks.resident_runs import ResidentRuns
 from kvtier.core.layout import GROUP_SUFFIX_BYTES, ChunkKey
 from kvtier.core.place_columns import PlaceColumns
 from kvtier.core.slots import SlotTable
@@ -21,7 +22,7 @@ from kvtier.core.stored import StoredChunk
 class ChunkTable:
     """All chunks of one namespace. Loop thread only; decides, does no I/O.
 
-    Its halves `host` and `disk` know the two tiers.
+    Its halves `host` and `disk` know the two tiers; `runs` remembers what is acquired again and again.
 
     Args:
         slots: Of the namespace's arena.
@@ -41,6 +42,7 @@ class ChunkTable:
         self._chunks = Chunks()
         self.disk = DiskChunks(cost_model, disk_clock, self._chunks, on_move)
         self.host = HostChunks(slots, cost_model, host_clock, self._chunks, self.disk)
+        self.runs = ResidentRuns(self.host)
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -78,6 +80,7 @@ class ChunkTable:
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Count one pinned prompt less for each key."""
+        self._count_uses()
         for key in keys:
             chunk = self._chunks[key]
             if self.disk.count_pin(chunk, -1):
@@ -92,6 +95,7 @@ class ChunkTable:
             hit: Count a use; else recency only.
         """
         if not hit:
+            self._count_uses()
             _close_gaps(chunks)
         unpinned: list[HostCopy] = []
         pinned: list[HostCopy] = []
@@ -106,6 +110,11 @@ class ChunkTable:
         self.host.pinned.use_all(pinned, num_uses=int(hit))
         self.disk.unpinned.use_all(on_disk, num_uses=int(hit))
 
+    def _count_uses(self) -> None:
+        """Count uses that were noted (`EvictionQueue.note_use`): until then frequencies of copies lack them."""
+        self.host.unpinned.count_uses()
+        self.host.pinned.count_uses()
+
     def fill(self, keys: list[ChunkKey], places: PlaceColumns) -> None:
         """Take over what lies on disk, the oldest first; nothing is known of any chunk yet, and no move is reported."""
         self._chunks.fill(keys, places)
@@ -118,6 +127,7 @@ class ChunkTable:
     def place(self, key: ChunkKey, location: StoredChunk) -> None:
         """The chunk lies on disk at `location` now."""
         chunk = self._chunks.ensure(key)
+        self._count_uses()
         self.disk.place(chunk, location)
         self.host.became_durable(chunk)
 
@@ -137,6 +147,7 @@ class ChunkTable:
         """Raise AssertionError unless chunks, slots and eviction queues agree."""
         self.host.check()
         self.disk.check()
+        self.runs.check()
         for chunk in self:
             if chunk.num_leases < 0 or chunk.num_pins < 0:
                 raise AssertionError(f"chunk {chunk.key.hex()} has impossible counts")

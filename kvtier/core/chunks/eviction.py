@@ -25,7 +25,7 @@ stays.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -36,6 +36,8 @@ from kvtier.core.layout import ChunkKey
 
 MAX_FREQUENCY = 16
 _MIN_FRONT = 64
+_MAX_NOTED = 4096
+"""Entries of uses that are yet to be counted: some milliseconds."""
 _NO_LIMIT_YET = (-math.inf, 0)
 
 
@@ -126,6 +128,10 @@ class EvictionQueue(Generic[E]):
         # One tuple for each such entry that is not parked, and stale ones: their order is no longer their entry's.
         self._front: list[tuple[float, int, E]] = []
         self._parked: set[E] = set()
+        # Uses that are yet to be counted, by list of entries, the last one last; all at these rates.
+        self._noted: dict[int, tuple[Sequence[E], int]] = {}
+        self._num_noted = 0
+        self._noted_at = (0.0, 0.0)
 
     def __len__(self) -> int:
         return self._num_entries
@@ -135,6 +141,7 @@ class EvictionQueue(Generic[E]):
 
         With `unused` it goes before those of equal value that were used, and before those taken in so earlier.
         """
+        self.count_uses()
         if entry.order is not None:
             raise ValueError(f"chunk {entry.key.hex()} is queued already")
         clock = self._clock
@@ -152,14 +159,44 @@ class EvictionQueue(Generic[E]):
 
     def refresh(self, entry: E, frequency: int = 0) -> None:
         """Recency, and at least this frequency; no use is counted. One that is in no queue is left as it is."""
+        self.count_uses()
         if entry.order is not None:
             entry.frequency = max(entry.frequency, min(frequency, MAX_FREQUENCY))
             self.use_all((entry,), num_uses=0)
 
     def use_all(self, entries: Iterable[E], *, num_uses: int = 1) -> None:
         """Chunks of this queue were hit; the one hit last goes last. With `num_uses` 0 it is recency only."""
-        worth, now, order, limit = self._worth, self._clock.value, self._clock.order, self._limit[0]
-        less = 1.0 - self._clock.evicted.first_use
+        self.count_uses()
+        self._use_all(entries, num_uses, self._rates)
+
+    def note_use(self, entries: Sequence[E]) -> None:
+        """Do what `use_all` does, but when the queue is asked or changed the next time.
+
+        So that the same list, which no one may change, can be used again and again at next to no cost.
+        """
+        rates = self._rates
+        if rates != self._noted_at or self._num_noted > _MAX_NOTED:
+            self.count_uses()
+            self._noted_at = rates
+        _, num_uses = self._noted.pop(id(entries), (entries, 0))
+        if not num_uses:
+            self._num_noted += len(entries)
+        self._noted[id(entries)] = entries, num_uses + 1
+
+    def count_uses(self) -> None:
+        """Count the uses that were noted."""
+        if self._noted:
+            noted, self._noted, self._num_noted = self._noted, {}, 0
+            for entries, num_uses in noted.values():
+                self._use_all(entries, num_uses, self._noted_at)
+
+    @property
+    def _rates(self) -> tuple[float, float]:
+        return self._clock.value, self._clock.evicted.first_use
+
+    def _use_all(self, entries: Iterable[E], num_uses: int, rates: tuple[float, float]) -> None:
+        worth, (now, first_use), order, limit = self._worth, rates, self._clock.order, self._limit[0]
+        less = 1.0 - first_use
         for entry in entries:  # an Acquire uses thousands: no call that can be spared
             frequency = entry.frequency + num_uses
             if frequency > MAX_FREQUENCY:
@@ -174,10 +211,12 @@ class EvictionQueue(Generic[E]):
 
     def frequency(self, entry: E) -> int:
         """Return the chunk's frequency, 0 when it is in no queue."""
+        self.count_uses()
         return 0 if entry.order is None else entry.frequency
 
     def remove(self, entry: E) -> None:
         """Remove a chunk of this queue; one that is in no queue is left as it is."""
+        self.count_uses()
         if entry.order is not None:
             entry.order = None
             self._parked.discard(entry)
@@ -191,6 +230,7 @@ class EvictionQueue(Generic[E]):
 
     def lowest(self) -> float | None:
         """Return the value of the chunk that goes first, None when there is none; parked ones do not count."""
+        self.count_uses()
         first = self._first()
         return None if first is None else first.value
 
@@ -200,6 +240,7 @@ class EvictionQueue(Generic[E]):
         A chunk that may not go is parked: it keeps its value but is not asked about again before `unpark`, or before
         nothing else is left. So a crowd of protected chunks is not walked through at every call.
         """
+        self.count_uses()
         taken: list[E] = []
         asked_again = False
         while len(taken) < max_chunks:
@@ -275,6 +316,7 @@ class EvictionQueue(Generic[E]):
 
     def check(self) -> None:
         """Raise AssertionError unless every chunk is in the front once, parked, or behind the limit."""
+        self.count_uses()
         members = {entry for entry in self._members() if entry.order is not None}
         if len(members) != self._num_entries or not self._parked <= members:
             raise AssertionError("members, parked ones and their number disagree")

@@ -34,6 +34,7 @@ class HostChunks:
     Attributes:
         chunks: Those that have a slot, readable or being promoted.
         unpinned, pinned: The readable copies, the cheapest to lose first. Pinned ones leave when no unpinned one can.
+        num_changes: How often a copy left, was marked to leave, or changed its queue.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class HostChunks:
     ) -> None:
         self.slots, self._cost_model, self._all, self._disk = slots, cost_model, chunks, disk
         self.chunks: set[Chunk] = set()
+        self.num_changes = 0
         self.unpinned = EvictionQueue(clock, _WORTH, lambda: self._copies(pinned=False))
         self.pinned = EvictionQueue(clock, _WORTH, lambda: self._copies(pinned=True))
 
@@ -173,6 +175,7 @@ class HostChunks:
         """The chunk's first pin came, or its last pin went."""
         host = chunk.host
         if host is not None and not host.promoting:
+            self.num_changes += 1
             (self.unpinned if chunk.num_pins else self.pinned).remove(host)
             self._enqueue(chunk, host, host.frequency)
 
@@ -198,6 +201,7 @@ class HostChunks:
         chunk = self._all.get(key)
         if chunk is not None and chunk.host is not None:
             chunk.host.eviction_pending = True
+            self.num_changes += 1
         return False
 
     def evict_cheapest(self, num_slots: int, *, unpinned_only: bool = False) -> Eviction:
@@ -221,6 +225,7 @@ class HostChunks:
 
     def _leave(self, chunk: Chunk, host: HostCopy) -> None:
         self.slots.release(host.slot)
+        self.num_changes += 1
         chunk.host = None
         self.chunks.discard(chunk)
         self._disk.left_host(chunk, host)
