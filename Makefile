@@ -5,7 +5,7 @@ E2E_WORKERS ?= 2
 KILLS ?= 120
 RESTARTS ?= 50
 
-# short fits 20 minutes; long is for numbers to quote; smoke shows that everything runs.
+# short fits 20 minutes; disk measures the disk alone; long is for numbers to quote; smoke shows that everything runs.
 PROFILE ?= short
 
 .PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-restarts chaos clean
@@ -14,7 +14,7 @@ help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
 	@echo "                same with a prompt that kvtier finds by itself (MODEL=org/name for a real model)"
 	@echo "make bench      kvtier beside vLLM alone, LMCache and vLLM's fs tier, to bench-results/"
-	@echo "                (PROFILE=smoke|short|long, ARGS=--resume)"
+	@echo "                (PROFILE=smoke|short|disk|long, ARGS=--resume)"
 	@echo "make test       everything: check, test-fast, test-e2e"
 	@echo "make check      ruff, mypy, import-linter, generated code and docs, words"
 	@echo "make test-fast  tests without vLLM"
