@@ -5,6 +5,7 @@ further requests for A need one each. The engine checks in every step that each 
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvtier._pb import engine_pb2 as pb
-from kvtier_connector.admission.prefix_first import MAX_PASSED
+from kvtier_connector.admission import admission_hooks
+from kvtier_connector.admission.prefix_first import MAX_PASSED, BlockNeed
 from tests.simulation.engine import BLOCK_TOKENS, STEP_S, SimulatedEngine
 
 FULL = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
@@ -198,6 +200,44 @@ def test_a_request_that_lost_its_session_is_computed_in_its_place(is_async: bool
     engine.receive()
     engine.run()
     assert engine.admitted == ["a0", "b"]
+
+
+def test_while_a_request_is_held_its_chunks_are_not_looked_up_again(is_async: bool) -> None:
+    engine = Engine(is_async=is_async)
+    engine.ask("a0", A, max_tokens=LONG)
+    engine.steps_until("a0")
+    engine.ask("b", B)
+    for _ in range(4):
+        engine.step()
+    looked_up: list[object] = []
+    manager: Any = engine.manager
+    lookup = manager.lookup
+    manager.lookup = lambda *args: looked_up.append(args) or lookup(*args)
+    for _ in range(5):
+        engine.step()
+    assert "b" not in engine.admitted
+    assert looked_up == []
+    engine.run()
+    assert engine.computed["b"] == 1
+
+
+@pytest.mark.parametrize("num_too_many", [3, 1000])
+def test_a_need_that_is_estimated_too_high_stops_no_request(
+    is_async: bool, num_too_many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = admission_hooks._block_need
+
+    def too_many(*args: Any) -> BlockNeed:
+        need = estimate(*args)
+        return replace(need, num_needed=need.num_needed + num_too_many)
+
+    monkeypatch.setattr(admission_hooks, "_block_need", too_many)
+    engine = Engine(is_async=is_async)
+    engine.ask("b", B)
+    for _ in range(8):  # nothing else is computed meanwhile
+        engine.step()
+    assert engine.admitted == ["b"]
+    engine.run()
 
 
 def test_one_that_waits_alone_is_tried(is_async: bool) -> None:
