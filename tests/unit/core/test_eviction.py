@@ -150,6 +150,17 @@ def test_an_acquire_makes_the_head_outlive_the_tail_and_windows_outlive_both() -
     assert table.host.evict_cheapest(5).lost == [keys[2], keys[1], keys[0], keys[4], keys[3]]
 
 
+def test_pinned_chunks_that_follow_unpinned_ones_are_no_more_than_were_asked_for() -> None:
+    table = table_of(5)
+    pinned, ordinary = [key_of(1), key_of(2), key_of(3)], [key_of(4), key_of(5)]
+    table.pin(pinned)
+    store(table, pinned + ordinary)
+    for key in pinned:
+        table.place(key, place_of(key))
+    assert table.host.evict_cheapest(3).num_slots == 3
+    assert table.host.num_chunks == 2
+
+
 def test_pinned_chunks_leave_host_memory_last() -> None:
     table = table_of(4)
     pinned, ordinary = [key_of(1), key_of(2)], [key_of(3), key_of(4)]

@@ -55,6 +55,23 @@ def test_one_session_aborts_more_stores_than_there_are_slots(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+def test_credits_that_are_short_at_two_calls_are_granted_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig(tmp_path, host_bytes=host_bytes_for(8)) as r:
+            peer = CreditPeer()
+            session = await r.cache.attach(replace(hello_of("twice"), store_credits=1), peer)
+            session.stores.top_up()
+            await eventually(lambda: len(peer.credits) == 1)
+            session.stores.begin([(chunk_key(0), peer.credits.pop())])
+            session.stores.top_up()  # the call in `begin` is not answered yet
+            await at_rest(r.resources)
+            assert len(peer.credits) == 1
+            assert session.stores.num_grants == 2, "one is written, one is idle"
+            r.check()
+
+    asyncio.run(scenario())
+
+
 def test_an_acquire_of_what_no_one_has_is_over_when_it_is_answered(tmp_path: Path) -> None:
     """The engine has nothing to release: such acquires would make a session busy, and use up how many it may have."""
 
