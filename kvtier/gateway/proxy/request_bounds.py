@@ -4,6 +4,7 @@ Bytes count from the moment at which they arrive: a body that never ends is held
 """
 
 import asyncio
+import contextlib
 
 from kvtier.gateway.asgi import App, Message, Receive, Scope, Send
 from kvtier.gateway.proxy.refusals import CLOSE, RETRY, refuse
@@ -12,6 +13,10 @@ HEALTH_PATHS = ("/health", "/health/live")
 BODY_S, LEAST_BYTES_PER_S = 30.0, 4096
 """A body has half a minute, and a second more for each of its 4 KiB: a client that sends byte by byte would take one of
 the running requests for as long as it likes. Source: Apache's mod_reqtimeout (`body=20,MinRate=500`)."""
+
+
+LINGER_S = 2.0
+"""How long the rest of a refused body is read: it is discarded, and its request no longer counts as running."""
 
 
 class _BodyRefusedError(Exception):
@@ -45,13 +50,16 @@ class RequestBounds:
         else:
             body = _Body(receive)
             self._num_requests += 1
+            refused: tuple[int, str, str] | None = None  # not the exception: its frames hold the body
             try:
                 await self._app(scope, lambda: self._receive(body), send)
             except _BodyRefusedError as exc:
-                await refuse(scope, send, exc.status, exc.problem, exc.kind, (*RETRY, *CLOSE))
+                refused = exc.status, exc.problem, exc.kind
             finally:
                 self._num_requests -= 1
                 self._held_bytes -= body.num_bytes
+            if refused is not None:
+                await refuse(scope, _lingering(receive, send), *refused, (*RETRY, *CLOSE))
 
     async def _receive(self, body: "_Body") -> Message:
         if body.is_complete:
@@ -69,6 +77,26 @@ class RequestBounds:
         body.num_bytes += num_bytes
         body.is_complete = not message.get("more_body", False)
         return message
+
+
+def _lingering(receive: Receive, send: Send) -> Send:
+    """Return a `send` that discards the rest of the request's body after the answer's, and ends the answer then.
+
+    A connection that is closed while something of the request is unread is reset, and a reset can reach the client
+    before it has read the answer. Source: RFC 9112, section 9.6.
+    """
+
+    async def send_and_drain(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send({**message, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    while (await receive()).get("more_body", False):
+                        pass
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
+
+    return send_and_drain
 
 
 class _Body:
