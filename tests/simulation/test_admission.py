@@ -98,16 +98,22 @@ def is_async(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def crowd(engine: Engine) -> list[str]:
-    """A decodes; then come one request for B and two for A. Return the order in which they got blocks.
+def b_waits(engine: Engine) -> Engine:
+    """Let a request for A decode, and one for B wait for blocks.
 
-    The daemon has answered for B when those for A come: while a request waits for that, vLLM goes on to others anyway.
+    The daemon has answered for B: while a request waits for that, vLLM goes on to others anyway.
     """
     engine.ask("a0", A, max_tokens=LONG)
     engine.steps_until("a0")
     engine.ask("b", B)
     for _ in range(4):
         engine.step()
+    return engine
+
+
+def crowd(engine: Engine) -> list[str]:
+    """A decodes; then come one request for B and two for A. Return the order in which they got blocks."""
+    b_waits(engine)
     engine.ask("a1", A)
     engine.ask("a2", A)
     engine.run()
@@ -137,12 +143,7 @@ def test_with_blocks_for_all_nothing_passes(is_async: bool) -> None:
 
 def test_a_request_waits_while_a_bounded_number_pass(is_async: bool) -> None:
     """However many come for the prompt that is in the pool."""
-    engine = Engine(is_async=is_async)
-    engine.ask("a0", A, max_tokens=LONG)
-    engine.steps_until("a0")
-    engine.ask("b", B)
-    for _ in range(4):  # until the daemon has answered: meanwhile vLLM goes on to others anyway
-        engine.step()
+    engine = b_waits(Engine(is_async=is_async))
     for number in range(1, 20 * MAX_PASSED):
         if "b" in engine.admitted:
             break
@@ -155,12 +156,7 @@ def test_a_request_waits_while_a_bounded_number_pass(is_async: bool) -> None:
 
 def test_what_needs_much_does_not_pass(is_async: bool) -> None:
     """A prompt that no cache has: it would take the blocks that the request before it waits for."""
-    engine = Engine(is_async=is_async)
-    engine.ask("a0", A, max_tokens=LONG)
-    engine.steps_until("a0")
-    engine.ask("b", B)
-    for _ in range(4):
-        engine.step()
+    engine = b_waits(Engine(is_async=is_async))
     engine.ask("unique", list(range(800, 800 + 3 * BLOCK_TOKENS)))
     engine.ask("a1", A)
     engine.run()
@@ -186,12 +182,7 @@ def test_no_request_waits_because_of_a_pin(is_async: bool, gpu_pin: str) -> None
 
 
 def test_a_request_that_lost_its_session_is_computed_in_its_place(is_async: bool) -> None:
-    engine = Engine(is_async=is_async)
-    engine.ask("a0", A, max_tokens=LONG)
-    engine.steps_until("a0")
-    engine.ask("b", B)
-    for _ in range(4):
-        engine.step()
+    engine = b_waits(Engine(is_async=is_async))
     engine.daemon.lose_session()
     engine.daemon.sweep()
     engine.attach()
@@ -203,12 +194,7 @@ def test_a_request_that_lost_its_session_is_computed_in_its_place(is_async: bool
 
 
 def test_while_a_request_is_held_its_chunks_are_not_looked_up_again(is_async: bool) -> None:
-    engine = Engine(is_async=is_async)
-    engine.ask("a0", A, max_tokens=LONG)
-    engine.steps_until("a0")
-    engine.ask("b", B)
-    for _ in range(4):
-        engine.step()
+    engine = b_waits(Engine(is_async=is_async))
     looked_up: list[object] = []
     manager: Any = engine.manager
     lookup = manager.lookup
