@@ -11,7 +11,7 @@ from tests.e2e.harness import running_stack
 CASES: dict[str, dict[str, Any]] = {
     "--prefix-caching-hash-algo sha256": {"extra_args": ("--prefix-caching-hash-algo", "xxhash")},
     "--enable-prefix-caching": {"extra_args": ("--no-enable-prefix-caching",)},
-    "unknown key; allowed are blocks_per_chunk": {"connector_config": {"block_per_chunk": 2}},
+    "unknown key; allowed are admission, blocks_per_chunk": {"connector_config": {"block_per_chunk": 2}},
 }
 
 
