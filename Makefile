@@ -4,11 +4,13 @@ BIN := .venv/bin
 E2E_WORKERS ?= 2
 KILLS ?= 120
 RESTARTS ?= 50
+SEED ?= 1
 
 # short fits 20 minutes; disk measures the disk alone; long is for numbers to quote; smoke shows that everything runs.
 PROFILE ?= short
 
-.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-restarts chaos clean
+.PHONY: help venv peers-venv demo bench test check test-fast test-e2e test-models test-litellm test-restarts chaos \
+	mutants clean
 
 help:
 	@echo "make demo       pin a system prompt, flood, restart and kill things, and see what is restored; then the"
@@ -25,6 +27,7 @@ help:
 	@echo "                (half a minute each, a minute on a busy machine)"
 	@echo "make chaos      the long attack: KILLS=$(KILLS) ends of the daemon in each mode, every failing call,"
 	@echo "                damaged files, every bit of a WAL, the whole service, floods of requests"
+	@echo "make mutants    which of a hundred small changes to the code the fast tests notice (SEED=$(SEED)); an hour"
 	@echo "make venv       only set up .venv (PYTHON=python3.12 to choose one)"
 	@echo "make peers-venv set up .venv-peers: LMCache, for make bench and python -m benchmarks.peers"
 	@echo "make clean      remove .venv, models, caches and bench-results"
@@ -80,6 +83,12 @@ test-litellm: venv
 test-restarts: venv
 	KVTIER_RESTARTS=$(RESTARTS) $(BIN)/pytest -q -s -m restarts tests/e2e/test_many_restarts.py
 
+mutants: venv
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target .mutants/libraries \
+		-r requirements/mutation.txt
+	PYTHONPATH=scripts $(BIN)/python -m mutation --libraries "$$PWD/.mutants/libraries" --seed $(SEED) \
+		$(if $(PARTS),--parts "$(PARTS)")
+
 clean:
-	rm -rf .venv .venv-proto .venv-peers .litellm .models .demo bench-results \
+	rm -rf .venv .venv-proto .venv-peers .litellm .mutants .models .demo bench-results \
 		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
