@@ -54,9 +54,13 @@ class Daemon(Process):
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that carry these labels; 0 when there are none."""
         announced = "metrics_served url="
-        wait_until(lambda: announced in self.log_text()[self._num_logged :], 10, "the daemon to serve metrics")
+        wait_until(lambda: announced in self.new_log_text(), 10, "the daemon to serve metrics")
         url = self.log_text().rpartition(announced)[2].split()[0]
         return sum_of_samples(httpx.get(url).raise_for_status().text, name, labels)
+
+    def new_log_text(self) -> str:
+        """Return what it has logged since its last start."""
+        return self.log_text()[self._num_logged :]
 
     def set_variable(self, name: str, value: str) -> None:
         """Change a variable for the next start."""

@@ -1,14 +1,14 @@
 """vLLM with kvtier: pinned prompts only, or every prompt."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.daemon import Daemon, run_cli, wait_attached
 from benchmarks.harness.engine import Engine, EngineOptions
-from benchmarks.harness.process import Process
+from benchmarks.harness.process import Process, wait_until
 from benchmarks.systems.system import HOST_GIB, SetupError, System
 
 OFF_DEVICE_CONFIG: Mapping[str, object] = {"gpu_pin": "off"}
@@ -47,9 +47,13 @@ class KVTier(System):
         self.daemon.start()
         wait_attached(self.daemon)
 
-    def prefetch(self, wanted: bool) -> None:
-        """Say whether the next start prefetches pinned prompts."""
-        self.daemon.set_variable("TUNED_HOST_PREFETCH", str(wanted).lower())
+    def evict_prefetched(self, names: Sequence[str]) -> None:
+        """Wait until all pins are in host memory, then evict these; the rows keep their pages."""
+        wait_until(lambda: "prefetched namespace=" in self.daemon.new_log_text(), 60, "the pins to be in host memory")
+        for name in names:
+            done = run_cli(self.daemon.socket, "evict", name, "--tier", "host")
+            if done.returncode:
+                raise SetupError(f"kvtier evict ended with status {done.returncode}: {done.stdout}{done.stderr}")
 
     def _engine_options(self) -> EngineOptions:
         return replace(self.options, kvtier_socket=self.daemon.socket)

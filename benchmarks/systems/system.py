@@ -4,7 +4,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -88,8 +88,12 @@ class System(ABC):
         """
         raise NotImplementedError(f"{self.name} has no server")
 
-    def prefetch(self, wanted: bool) -> None:  # noqa: B027 - most have nothing to set
-        """Set whether it prefetches prompts from disk to host memory after a start; only kvtier does."""
+    def evict_prefetched(self, names: Sequence[str]) -> None:  # noqa: B027 - most have nothing to evict
+        """Evict from host memory what was prefetched of these prompts after a start; only kvtier prefetches.
+
+        Raises:
+            TimeoutError: They were not prefetched.
+        """
 
     def engine(self) -> Engine:
         """Return its vLLM, not started yet."""

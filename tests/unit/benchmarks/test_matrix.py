@@ -1,6 +1,6 @@
 """The course of the matrix with fake systems: the order of the requests, and what the end of vLLM counts as."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,8 +62,8 @@ class FakeSystem:
     def keep(self, engine: Process, name: str, text: str) -> None:
         self.events.append("keep")
 
-    def prefetch(self, wanted: bool) -> None:
-        self.events.append(f"prefetch {wanted}")
+    def evict_prefetched(self, names: Sequence[str]) -> None:
+        self.events.append("evict prefetched")
 
     def revive(self, server: Process, engine: Process) -> None:
         self.events.append("revive")
@@ -113,14 +113,14 @@ def test_every_prompt_is_asked_once_in_every_condition(tmp_path: Path) -> None:
 def test_only_the_disk_has_the_prompts_in_the_last_condition(tmp_path: Path) -> None:
     system = FakeSystem(tmp_path)
     measured(system)
-    assert system.events[-3:] == ["forget host memory", "prefetch False", "serving"]
+    assert system.events[-3:] == ["forget host memory", "serving", "evict prefetched"]
 
 
 def test_alone_there_is_one_phase(tmp_path: Path) -> None:
     system = FakeAlone(tmp_path)
     asked = conditions(measured(system))
     assert set(asked) == {Condition.COLD.value, Condition.PREFIX_CACHE_HIT.value, Condition.PRESSURE.value}
-    assert system.events == ["prefetch True", "engine"]
+    assert system.events == ["engine"]
 
 
 def test_a_vllm_that_ends_with_its_server_is_a_result_and_the_disk_is_measured_anyway(tmp_path: Path) -> None:
