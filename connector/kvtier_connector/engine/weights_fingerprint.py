@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -11,6 +13,8 @@ from kvtier.core.limits import MAX_SAFETENSORS_HEADER_BYTES
 from kvtier_connector.engine.cache_file import read_cache, write_cache
 from kvtier_connector.settings import WeightsFingerprint
 
+MIN_AGE_NS = 2 * 10**9
+"""How long ago a file's last change must be when it is read: the clocks of file systems tick up to a second."""
 _SAMPLE_BYTES = 4096
 _SAFETENSORS, _OTHERS = (".safetensors",), (".bin", ".pt", ".pth", ".gguf")
 _PYTORCH_FORMATS = frozenset({"pt", "npcache"})
@@ -46,7 +50,9 @@ def weight_files(model: Path, load_format: str = "auto") -> list[Path]:
 def fingerprint_files(files: Sequence[Path], mode: WeightsFingerprint, cache_path: Path) -> list[dict[str, object]]:
     """Return name, size and content digest of each file.
 
-    Digests of unchanged files are kept in one JSON file, best effort: one that cannot be read is computed again.
+    Digests of unchanged files are kept in one JSON file, best effort: one that cannot be read is computed again. That
+    of a file that changed just before it was read, or meanwhile, is not kept: a later change might not show in its
+    times.
 
     Raises:
         OSError: A file cannot be read.
@@ -54,14 +60,21 @@ def fingerprint_files(files: Sequence[Path], mode: WeightsFingerprint, cache_pat
     known = read_cache(cache_path)
     digests, entries = dict(known), list[dict[str, object]]()
     for path in files:
-        stat = path.stat()
-        identity = f"{mode.value}:{path.absolute()}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{stat.st_size}"
-        if identity not in digests:
-            digests[identity] = file_digest(path, mode)
-        entries.append({"name": path.name, "size": stat.st_size, "digest": digests[identity]})
+        began_ns, stat = time.time_ns(), path.stat()
+        identity = _identity(path, stat, mode)
+        digest = digests.get(identity)
+        if digest is None:
+            digest = file_digest(path, mode)
+            if stat.st_ctime_ns + MIN_AGE_NS <= began_ns and _identity(path, path.stat(), mode) == identity:
+                digests[identity] = digest
+        entries.append({"name": path.name, "size": stat.st_size, "digest": digest})
     if digests != known:
         write_cache(cache_path, digests)
     return entries
+
+
+def _identity(path: Path, stat: os.stat_result, mode: WeightsFingerprint) -> str:
+    return f"{mode.value}:{path.absolute()}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{stat.st_size}"
 
 
 def file_digest(path: Path, mode: WeightsFingerprint) -> str:

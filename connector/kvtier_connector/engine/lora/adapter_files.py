@@ -8,8 +8,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-MIN_AGE_NS = 2 * 10**9
-"""How long ago the last change of a file must be when it is read: the clocks of file systems tick up to a second."""
+from kvtier_connector.engine.weights_fingerprint import MIN_AGE_NS
+
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt"})
 _CONFIG_NAME = "adapter_config.json"
 _STATFS_BYTES = 256  # more than `struct statfs` has on any platform; the type comes first

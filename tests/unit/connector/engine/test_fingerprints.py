@@ -134,10 +134,39 @@ def test_samples_are_spread_evenly_over_the_whole(num_bytes: int, num_samples: i
 
 
 def test_unchanged_files_are_not_read_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "MIN_AGE_NS", 0)
     cache_path = tmp_path / "cache" / "fingerprints.json"
     first = fingerprint_files(weight_files(model), FULL, cache_path)
     monkeypatch.setattr("kvtier_connector.engine.weights_fingerprint.file_digest", lambda *_: pytest.fail("read again"))
     assert fingerprint_files(weight_files(model), FULL, cache_path) == first
+
+
+@pytest.mark.parametrize("mode", [SAMPLED, FULL])
+def test_a_change_within_a_tick_of_the_clock_shows(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: WeightsFingerprint
+) -> None:
+    """Weights were replaced just before they were read, and again after it, on a file system with coarse times."""
+    path, cache_path = model / "model.safetensors", tmp_path / "fingerprints.json"
+    monkeypatch.setattr(weights_module, "_identity", lambda path, stat, mode: str(path))
+    before = fingerprint_files([path], mode, cache_path)
+    write_safetensors(path, {"a": bytes(100_000), "b": b"\1" * 50})
+    assert fingerprint_files([path], mode, cache_path) != before
+
+
+def test_what_changes_while_it_is_read_is_read_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_module, "MIN_AGE_NS", 0)
+    path, cache_path, read = model / "model.safetensors", tmp_path / "fingerprints.json", weights_module.file_digest
+
+    def replaced_meanwhile(path: Path, mode: WeightsFingerprint) -> str:
+        digest = read(path, mode)
+        path.write_bytes(path.read_bytes() + b"x")
+        return digest
+
+    monkeypatch.setattr(weights_module, "file_digest", replaced_meanwhile)
+    fingerprint_files([path], FULL, cache_path)
+    assert not cache_path.exists()
 
 
 def test_a_damaged_cache_is_ignored(model: Path, tmp_path: Path) -> None:
