@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtier.core.limits import MAX_TOKENS
 from kvtier_connector.discovery.observed_requests import ChunkShape
 from kvtier_connector.discovery.seen_prefixes import FIXED_TOKENS, prefix_digest, prefix_lengths, seen_request
 from kvtier_connector.requests.prefixes import prefix_of
@@ -23,6 +24,10 @@ K = 1024
         (4096, 2 * K, None, [K, 2 * K, 4 * K]),
         (4096, 20, None, [K, 2 * K, 4 * K]),
         (64, 40, 39, [32]),
+        (64, 64, 32, [32, 64]),
+        (64, 96, 31, []),
+        (2 * MAX_TOKENS, MAX_TOKENS, None, [K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, MAX_TOKENS]),
+        (2 * MAX_TOKENS, MAX_TOKENS + 32, None, list(FIXED_TOKENS)),
     ],
 )
 def test_marked_prefixes_come_first_then_fixed_lengths_from_below(
