@@ -590,6 +590,18 @@ def test_wait_returns_for_unknown_jobs_and_jobs_run_in_order(make_bench: MakeBen
     assert bench.row_region(4) == bench.expected(3, [4])
 
 
+def test_a_drain_waits_for_all_open_jobs(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.worker.drain()  # there is none
+    bench.gate.shut()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    bench.worker.submit_load(2, bench.spec([(8, 3)]), GPULoadStoreSpec([7], [1, 0], [0, 0]))
+    threading.Timer(0.05, bench.gate.open).start()
+    bench.worker.drain()
+    assert [result.job_id for result in bench.worker.get_finished()] == [1, 2]
+    assert not is_locked(bench.lock)
+
+
 def test_nothing_is_stamped_or_reported_before_its_bytes_are_there(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.gate.shut()

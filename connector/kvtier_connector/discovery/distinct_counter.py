@@ -27,4 +27,4 @@ class DistinctCounter:
         """Return how many there were."""
         if len(self._smallest) < _NUM_KEPT:
             return len(self._smallest)
-        return (_NUM_KEPT - 1) * _DIGESTS // (self._smallest[-1] + 1)
+        return (_NUM_KEPT - 1) * _DIGESTS // self._smallest[-1]

@@ -39,6 +39,8 @@ def test_marked_prefixes_come_first_then_fixed_lengths_from_below(
 def test_fixed_lengths_are_of_whole_chunks() -> None:
     shape = ChunkShape(chunk_tokens=528, hash_tokens=16)
     assert prefix_lengths(shape, 5280, None, None) == [528, 3 * 528, 7 * 528]
+    long_chunks = ChunkShape(chunk_tokens=1536, hash_tokens=16)
+    assert prefix_lengths(long_chunks, 6 * 1536, None, None) == [1536, 2 * 1536, 5 * 1536], "none of no tokens"
 
 
 def test_only_the_system_prompt_is_marked_as_one() -> None:

@@ -96,13 +96,15 @@ def test_a_search_ends_at_its_bounds(anchor: int) -> None:
         assert found.end(observed([*range(at, at + 32), *[0] * (at - 32), *OPENING])) == (at if is_found else None)
 
 
-@pytest.mark.parametrize("first_at", [46, 47])
-def test_an_opening_across_the_last_remembered_block_is_not_missed(prompts: SystemPrompts, first_at: int) -> None:
+@pytest.mark.parametrize(("first_at", "second_at"), [(46, 49), (46, 50), (47, 50), (46, 60), (47, 60)])
+def test_an_opening_across_the_last_remembered_block_is_not_missed(
+    prompts: SystemPrompts, first_at: int, second_at: int
+) -> None:
     """The blocks before it are those of a prompt that is remembered, and so is what stands further behind."""
     tokens = [*[1] * first_at, *OPENING[: 48 - first_at]]
-    assert prompts.end(observed([*tokens, *[5] * (60 - len(tokens)), *OPENING, 7])) == 60
+    assert prompts.end(observed([*tokens, *[5] * (second_at - len(tokens)), *OPENING, 7])) == second_at
     earlier = [*[1] * first_at, *OPENING]
-    assert prompts.end(observed([*earlier, *[5] * (60 - len(earlier)), *OPENING, 7])) == first_at
+    assert prompts.end(observed([*earlier, *[5] * (second_at - len(earlier)), *OPENING, 7])) == first_at
 
 
 def test_prompts_without_a_whole_chunk_of_text_are_not_remembered(prompts: SystemPrompts) -> None:

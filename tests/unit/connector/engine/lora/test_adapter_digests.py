@@ -139,9 +139,11 @@ def test_the_digest_of_an_earlier_run_serves_the_first_request(
     assert not engine.digests.is_worth_waiting(adapter), "no request has come"
     assert engine.first_request(adapter) == read_before
     assert not engine.digests.is_read(adapter)
+    assert engine.digests.is_worth_waiting(adapter)
     engine.read()
     assert engine.digests.digest(adapter) == read_before
     assert engine.digests.is_read(adapter)
+    assert engine.digests.is_worth_waiting(adapter)
 
 
 @pytest.mark.parametrize("change", CHANGES)
