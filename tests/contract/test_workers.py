@@ -590,6 +590,26 @@ def test_wait_returns_for_unknown_jobs_and_jobs_run_in_order(make_bench: MakeBen
     assert bench.row_region(4) == bench.expected(3, [4])
 
 
+def test_results_say_how_much_was_moved(make_bench: MakeBench) -> None:
+    bench = make_bench(blocks_per_chunk=2)
+
+    def moved(job_id: int) -> tuple[int, bool]:
+        bench.worker.wait({job_id})
+        (result,) = bench.worker.get_finished()
+        assert result.job_id == job_id
+        return result.transfer_size, result.transfer_time > 0
+
+    bench.worker.submit_store(1, GPULoadStoreSpec([5, 6, 7, 8], [2, 2], [0, 0]), bench.spec([(4, 3), (8, 5)]))
+    assert moved(1) == (sum(bench.useful_bytes), True)
+    bench.worker.submit_load(2, bench.spec([(4, 3), (8, 5)]), GPULoadStoreSpec([1, 2, 3], [2, 1], [0, 1]))
+    assert moved(2) == (bench.useful_bytes[0] + PAGE, True)
+    bench.worker.submit_load(3, bench.spec([(4, 3)], generation=2), GPULoadStoreSpec([1, 2], [2, 0], [0, 0]))
+    assert moved(3)[0] == 0, "it has failed"
+    bench.worker.submit_store(4, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert moved(4)[0] == 0, "not all blocks of the chunk were there"
+    assert bench.worker.take_failed_loads() == {"r"}
+
+
 def test_a_drain_waits_for_all_open_jobs(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.worker.drain()  # there is none
