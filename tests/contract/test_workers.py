@@ -610,6 +610,28 @@ def test_results_say_how_much_was_moved(make_bench: MakeBench) -> None:
     assert bench.worker.take_failed_loads() == {"r"}
 
 
+@pytest.mark.parametrize("other", ["regions", "bytes"])
+def test_an_arena_without_the_workers_region_is_not_touched(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture, other: str
+) -> None:
+    """The daemon, or another rank, is of another version."""
+    bench = make_bench(rank=NUM_RANKS if other == "regions" else 0)
+    if other == "bytes":
+        geometry = replace(bench.geometry, rank_bytes=bench.rank_bytes + 1)
+        write_arena(bench.path, geometry)
+        for slot in range(16):
+            set_generation(bench.path, geometry, slot, 1)
+    before = bench.path.read_bytes()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert bench.finish(1) == set()
+    bench.worker.submit_load(2, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(2) == {"r"}
+    assert bench.path.read_bytes() == before
+    assert f"needs region {bench.rank} of {bench.rank_bytes}" in caplog.text
+    assert num_mappings(bench.path) == 0
+    assert not is_locked(bench.lock)
+
+
 def test_a_drain_waits_for_all_open_jobs(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.worker.drain()  # there is none
