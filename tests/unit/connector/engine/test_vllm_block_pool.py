@@ -102,7 +102,7 @@ def test_a_hold_takes_a_block_out_of_the_queue_until_it_is_released() -> None:
     pool.release(held)
     assert order(manager) == [2, 3, 1]
     assert held[1].is_ours_alone, "a request has it still"
-    assert not held[0].is_ours_alone, "nobody has it"
+    assert not held[0].is_ours_alone, "it is free again"
 
 
 def test_a_hold_of_a_block_that_lost_its_hash_is_not_valid() -> None:
