@@ -221,6 +221,7 @@ def test_max_model_len_counts_where_it_changes_the_rope(config: Any, hf_config: 
     config.model_config.max_model_len = 4097
     changed = fields_of(config)
     assert {name for name in short if short[name] != changed[name]} == ({"long_rope"} if counts else set())
+    assert (short["long_rope"], changed["long_rope"]) == ("false", "true" if counts else "false")
 
 
 def test_the_dtypes_of_recurrent_state_count(config: Any) -> None:

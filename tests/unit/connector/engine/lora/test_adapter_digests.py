@@ -340,6 +340,28 @@ def test_files_that_change_between_load_and_first_request_are_not_cached(
     assert engine.digests.digest(again) == adapter_digest(folder)
 
 
+def test_a_load_that_is_no_longer_cached_is_not_read_again(
+    adapter: Adapter, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two requests have asked for it before the first reading was over."""
+    monkeypatch.setattr(adapter_digests, "RETRY_S", 0.0)
+    engine = Engine(cache)
+    engine.digests.note_load(adapter)
+    kept = folder.with_name("kept")
+    folder.rename(kept)
+    shutil.copytree(kept, folder)
+    for _ in range(2):
+        assert engine.first_request(adapter) is None
+    assert len(engine.tasks) > 1
+    engine.tasks.pop(0)()
+    shutil.rmtree(folder)
+    kept.rename(folder)
+    engine.read()
+    assert engine.digests.digest(adapter) is None
+    assert not engine.digests.is_read(adapter)
+    assert caplog.text.count("have changed since vLLM loaded it") == 1
+
+
 def test_files_that_stay_as_they_were_loaded_are_cached(adapter: Adapter, cache: Path, read_before: bytes) -> None:
     engine = Engine(cache)
     engine.digests.note_load(adapter)
