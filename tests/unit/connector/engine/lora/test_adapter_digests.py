@@ -11,7 +11,7 @@ import pytest
 
 from kvtier_connector.engine.lora import adapter_digests, adapter_files
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
-from kvtier_connector.engine.lora.adapter_files import FileStat, adapter_digest, stat_adapter
+from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
 from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from tests.fakes.waiting import wait_for
 
@@ -210,58 +210,6 @@ def test_a_write_through_a_mapping_shows(folder: Path, cache: Path, monkeypatch:
         assert Engine(cache).first_request(adapter) == adapter_digest(folder)
         mapped[:] = b"changed"
         assert Engine(cache).first_request(adapter) is None
-
-
-@pytest.mark.parametrize("field", FileStat._fields)
-def test_every_field_of_a_stat_counts(field: str, folder: Path) -> None:
-    stat = stat_adapter(folder)
-    config, weights = stat.files
-    value = weights._asdict()[field]
-    other = stat._replace(files=(config, weights._replace(**{field: value * 2})))
-    assert other.digest() != stat.digest() == stat_adapter(folder).digest()
-    assert stat._replace(folder="/elsewhere").digest() != stat.digest()
-
-
-def test_the_digest_of_an_adapter_is_that_of_earlier_versions(folder: Path) -> None:
-    """Another one for the same files would lose what was stored for the adapter."""
-    (folder / "README.md").write_text("not a part of it")
-    (folder / "b.pt").write_bytes(b"")
-    assert adapter_digest(folder).hex() == "b35cb113e353fa8f8f258f9418e221a418d39181f1dee9580430e846e90e4330"
-
-
-def test_names_and_lengths_are_a_part_of_the_digest(folder: Path) -> None:
-    digests = {adapter_digest(folder)}
-    (folder / WEIGHTS).write_bytes(b"weight")
-    digests.add(adapter_digest(folder))
-    (folder / WEIGHTS).rename(folder / "other.safetensors")
-    digests.add(adapter_digest(folder))
-    (folder / CONFIG).unlink()
-    digests.add(adapter_digest(folder))
-    assert len(digests) == 4
-    (folder / "other.safetensors").rename(folder / "other.txt")
-    with pytest.raises(FileNotFoundError, match="no adapter weights"):
-        adapter_digest(folder)
-
-
-@pytest.mark.parametrize(("age_ns", "shows"), [(0, False), (2 * 10**9 - 1, False), (2 * 10**9, True)])
-def test_a_change_shows_two_seconds_after_the_last_one(folder: Path, age_ns: int, shows: bool) -> None:
-    stat = stat_adapter(folder)
-    last_ns = max(file.ctime_ns for file in stat.files)
-    assert stat.shows_changes_from(last_ns + age_ns) is shows
-
-
-def test_one_file_that_is_not_reliable_is_enough(folder: Path) -> None:
-    stat = stat_adapter(folder)
-    for types, is_reliable in (((EXT, EXT), True), ((EXT, FUSE), False), ((FUSE, EXT), False)):
-        files = tuple(file._replace(file_system=each) for file, each in zip(stat.files, types, strict=True))
-        assert stat._replace(files=files).is_reliable is is_reliable
-
-
-def test_the_type_of_a_file_system_is_known() -> None:
-    assert adapter_files._file_system(Path("/dev/shm")) == 0x01021994, "tmpfs"
-    assert adapter_files._file_system(Path("/proc/self/stat")) == 0x9FA0
-    with pytest.raises(FileNotFoundError):
-        adapter_files._file_system(Path("/nowhere"))
 
 
 def test_files_that_change_while_they_are_read_have_no_digest(
