@@ -26,7 +26,7 @@ from tests.unit.connector.discovery.families import tokenizer_of
 from tests.unit.connector.discovery.test_user_turn import before_first_turn, messages_of, renderer_of
 
 
-def model_config_of(folder: Path, template: str | None, **fields: Any) -> Any:
+def model_config_of(folder: Path, template: str | dict[str, str] | None, **fields: Any) -> Any:
     """Return as much of vLLM's ModelConfig as loading a tokenizer takes; the tokenizer is saved in the folder."""
     tokenizer_of(template).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -49,6 +49,18 @@ def test_the_models_own_template_is_loaded_as_vllm_loads_it(tmp_path: Path) -> N
     chat = load_chat_renderer(model_config_of(tmp_path, families.QWEN), None)
     opening = chat.decode(learn_user_turn(chat).opening)
     assert "<|im_start|>user" in opening
+
+
+def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    templates = {"default": families.QWEN, "tool_use": families.GRANITE}
+    chat = load_chat_renderer(model_config_of(tmp_path, templates), None)
+    assert chat.template == families.QWEN
+    plain, with_tools = (
+        chat.decode(chat.render(messages_of("Be brief.", "Why?"), with_tools=each)) for each in (False, True)
+    )
+    assert plain.startswith("<|im_start|>system")
+    assert with_tools.startswith("<|start_of_role|>system")
+    assert "look_up" in with_tools
 
 
 def test_a_template_given_to_vllm_comes_first(tmp_path: Path) -> None:
