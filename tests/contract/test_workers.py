@@ -590,6 +590,60 @@ def test_wait_returns_for_unknown_jobs_and_jobs_run_in_order(make_bench: MakeBen
     assert bench.row_region(4) == bench.expected(3, [4])
 
 
+def test_results_say_how_much_was_moved(make_bench: MakeBench) -> None:
+    bench = make_bench(blocks_per_chunk=2)
+
+    def moved(job_id: int) -> tuple[int, bool]:
+        bench.worker.wait({job_id})
+        (result,) = bench.worker.get_finished()
+        assert result.job_id == job_id
+        return result.transfer_size, result.transfer_time > 0
+
+    bench.worker.submit_store(1, GPULoadStoreSpec([5, 6, 7, 8], [2, 2], [0, 0]), bench.spec([(4, 3), (8, 5)]))
+    assert moved(1) == (sum(bench.useful_bytes), True)
+    bench.worker.submit_load(2, bench.spec([(4, 3), (8, 5)]), GPULoadStoreSpec([1, 2, 3], [2, 1], [0, 1]))
+    assert moved(2) == (bench.useful_bytes[0] + PAGE, True)
+    bench.worker.submit_load(3, bench.spec([(4, 3)], generation=2), GPULoadStoreSpec([1, 2], [2, 0], [0, 0]))
+    assert moved(3)[0] == 0, "it has failed"
+    bench.worker.submit_store(4, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert moved(4)[0] == 0, "not all blocks of the chunk were there"
+    assert bench.worker.take_failed_loads() == {"r"}
+
+
+@pytest.mark.parametrize("other", ["regions", "bytes"])
+def test_an_arena_without_the_workers_region_is_not_touched(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture, other: str
+) -> None:
+    """The daemon, or another rank, is of another version."""
+    bench = make_bench(rank=NUM_RANKS if other == "regions" else 0)
+    if other == "bytes":
+        geometry = replace(bench.geometry, rank_bytes=bench.rank_bytes + 1)
+        write_arena(bench.path, geometry)
+        for slot in range(16):
+            set_generation(bench.path, geometry, slot, 1)
+    before = bench.path.read_bytes()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    assert bench.finish(1) == set()
+    bench.worker.submit_load(2, bench.spec([(4, 3)]), GPULoadStoreSpec([5], [1, 0], [0, 0]))
+    assert bench.finish(2) == {"r"}
+    assert bench.path.read_bytes() == before
+    assert f"needs region {bench.rank} of {bench.rank_bytes}" in caplog.text
+    assert num_mappings(bench.path) == 0
+    assert not is_locked(bench.lock)
+
+
+def test_a_drain_waits_for_all_open_jobs(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.worker.drain()  # there is none
+    bench.gate.shut()
+    bench.worker.submit_store(1, GPULoadStoreSpec([5], [1, 0], [0, 0]), bench.spec([(4, 3)]))
+    bench.worker.submit_load(2, bench.spec([(8, 3)]), GPULoadStoreSpec([7], [1, 0], [0, 0]))
+    threading.Timer(0.05, bench.gate.open).start()
+    bench.worker.drain()
+    assert [result.job_id for result in bench.worker.get_finished()] == [1, 2]
+    assert not is_locked(bench.lock)
+
+
 def test_nothing_is_stamped_or_reported_before_its_bytes_are_there(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.gate.shut()

@@ -190,7 +190,7 @@ def _share_text_behind(one: _Prompt, other: _Prompt, at: int) -> bool:
     behind, num_behind = one[at:].tobytes(), len(other) - at
     if min(num_behind, len(one) - at) <= 2 * EXAMPLE_TOKENS:
         return True
-    step = max(1, (num_behind - _PROBE_TOKENS) // _NUM_PROBES)
+    step = (num_behind - _PROBE_TOKENS) // _NUM_PROBES  # 3 at least
     ends = [len(other) - index * step for index in range(_NUM_PROBES)]
     return any(other[end - _PROBE_TOKENS : end].tobytes() in behind for end in ends)
 

@@ -19,13 +19,12 @@ class DistinctCounter:
     def add(self, digest: int) -> None:
         """Count a digest, once; digests must be spread evenly over 64 bits."""
         place = bisect.bisect_left(self._smallest, digest)
-        if place == _NUM_KEPT or (place < len(self._smallest) and self._smallest[place] == digest):
-            return
-        self._smallest.insert(place, digest)
-        del self._smallest[_NUM_KEPT:]
+        if digest not in self._smallest[place : place + 1]:
+            self._smallest.insert(place, digest)
+            del self._smallest[_NUM_KEPT:]
 
     def count(self) -> int:
         """Return how many there were."""
         if len(self._smallest) < _NUM_KEPT:
             return len(self._smallest)
-        return (_NUM_KEPT - 1) * _DIGESTS // (self._smallest[-1] + 1)
+        return (_NUM_KEPT - 1) * _DIGESTS // self._smallest[-1]

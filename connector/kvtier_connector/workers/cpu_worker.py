@@ -113,8 +113,8 @@ class KVTierCPUWorker(KVTierWorker):
         """Move a job on until it waits for a chunk, or is over."""
         try:
             for num_bytes in running.moves:
-                running.num_bytes += num_bytes
-                if num_bytes:
+                if num_bytes is not None:
+                    running.num_bytes += num_bytes
                     continue
                 if running.job.job_id in self._urgent:
                     self._end(running, ArenaError("vLLM waits for it: what is still read from disk is computed"))
@@ -152,8 +152,8 @@ class KVTierCPUWorker(KVTierWorker):
         else:
             self._map_rows_at_s = time.monotonic() + pause_s
 
-    def _move(self, job: Job) -> Generator[int]:
-        """Copy a job's chunks between their rows and vLLM's blocks; yield the bytes, 0 while it waits for a chunk.
+    def _move(self, job: Job) -> Generator[int | None]:
+        """Copy a job's chunks between their rows and vLLM's blocks; yield the bytes, None while it waits for a chunk.
 
         The session's lock is taken per job, not per session: a job of an ended session finds the file gone and touches
         nothing, and between jobs the daemon may have the slots of an ended session back at once.
@@ -168,11 +168,11 @@ class KVTierCPUWorker(KVTierWorker):
             plan = self._plan(job, arena)
             for copies in _parts(job, plan, arena):
                 if copies is None:
-                    yield 0
+                    yield None
                     continue
                 source, target = (copies.arena, copies.vllm) if job.is_load else (copies.vllm, copies.arena)
                 self._copy(target, source, copies.sizes)
-                yield copies.num_bytes or 1
+                yield copies.num_bytes
             self._confirm(job, arena, plan.chunks)
 
     def _open(self, spec: ArenaSpec) -> ArenaMap:
@@ -201,7 +201,7 @@ class _Running:
     """A job that has begun; `moves` is `KVTierCPUWorker._move` of it."""
 
     job: Job
-    moves: Generator[int]
+    moves: Generator[int | None]
     began_s: float
     num_bytes: int = 0
 

@@ -91,11 +91,11 @@ _SPECIAL_TOKENS = [
 ]
 
 
-def tokenizer_of(template: str | None, *, with_blanks: bool = False) -> Any:
+def tokenizer_of(template: str | dict[str, str] | None, *, with_blanks: bool = False) -> Any:
     """Return a tokenizer of some 1,500 tokens.
 
     Args:
-        template: Its chat template.
+        template: Its chat template, or several by name.
         with_blanks: Blanks are a part of words, as SentencePiece has it; else bytes are merged, as GPT-2 has it.
     """
     return PreTrainedTokenizerFast(

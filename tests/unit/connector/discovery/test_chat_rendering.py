@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier_connector.discovery.chat_rendering import (
+    MAX_RENDERED_CHARS,
     ChatRenderer,
     NoUserTurnError,
     interrupted_after,
@@ -24,7 +26,7 @@ from tests.unit.connector.discovery.families import tokenizer_of
 from tests.unit.connector.discovery.test_user_turn import before_first_turn, messages_of, renderer_of
 
 
-def model_config_of(folder: Path, template: str | None, **fields: Any) -> Any:
+def model_config_of(folder: Path, template: str | dict[str, str] | None, **fields: Any) -> Any:
     """Return as much of vLLM's ModelConfig as loading a tokenizer takes; the tokenizer is saved in the folder."""
     tokenizer_of(template).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -47,6 +49,18 @@ def test_the_models_own_template_is_loaded_as_vllm_loads_it(tmp_path: Path) -> N
     chat = load_chat_renderer(model_config_of(tmp_path, families.QWEN), None)
     opening = chat.decode(learn_user_turn(chat).opening)
     assert "<|im_start|>user" in opening
+
+
+def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    templates = {"default": families.QWEN, "tool_use": families.GRANITE}
+    chat = load_chat_renderer(model_config_of(tmp_path, templates), None)
+    assert chat.template == families.QWEN
+    plain, with_tools = (
+        chat.decode(chat.render(messages_of("Be brief.", "Why?"), with_tools=each)) for each in (False, True)
+    )
+    assert plain.startswith("<|im_start|>system")
+    assert with_tools.startswith("<|start_of_role|>system")
+    assert "look_up" in with_tools
 
 
 def test_a_template_given_to_vllm_comes_first(tmp_path: Path) -> None:
@@ -117,6 +131,95 @@ print(sum(map(int, "123")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "6\n"
+
+
+def text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return str(content if isinstance(content, str) else content[0]["text"])
+
+
+class LetterTokenizer:
+    """Tokens are letters; what it renders is the template, what it was given, and the messages."""
+
+    all_special_ids: Sequence[int] = (1, 2)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<added>": 7}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: object,
+        chat_template: str,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt, "a conversation goes on with the model's turn"
+        return chat_template + ("+tools " if tools else " ") + " ".join(map(text_of, messages))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens, "the template has written them"
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(map(chr, tokens))
+
+
+def test_conversations_with_tools_have_a_template_of_their_own() -> None:
+    chat = ChatRenderer(LetterTokenizer(), ("plain", "other"))
+    assert chat.template == "plain"
+    assert chat.decode(chat.render(messages_of(None, "Why?"))) == "plain Why?"
+    assert chat.decode(chat.render(messages_of("Be brief.", "Why?"), with_tools=True)) == "other+tools Be brief. Why?"
+
+
+def test_special_tokens_are_those_that_were_added_too() -> None:
+    assert ChatRenderer(LetterTokenizer(), ("x", "x")).special_tokens == {1, 2, 7}
+    tokenizer: Any = LetterTokenizer()
+    tokenizer.get_added_vocab = None
+    assert ChatRenderer(tokenizer, ("x", "x")).special_tokens == {1, 2}, "not every tokenizer knows them"
+
+
+@pytest.mark.parametrize(("num_chars", "is_refused"), [(MAX_RENDERED_CHARS, False), (MAX_RENDERED_CHARS + 1, True)])
+def test_a_template_renders_so_much_and_no_more(num_chars: int, is_refused: bool) -> None:
+    chat = ChatRenderer(LetterTokenizer(), ("x" * (num_chars - len(" Hello")), "x"))
+    if is_refused:
+        with pytest.raises(NoUserTurnError, match=f"renders {num_chars} characters for a few words"):
+            chat.render(messages_of(None, "Hello"))
+    else:
+        assert len(chat.render(messages_of(None, "Hello"))) == num_chars
+
+
+def test_only_a_format_in_code_shows_the_blanks_of_its_pieces() -> None:
+    tokens = [ord(letter) for letter in "\u2581a<0x0A>"]
+    assert ChatRenderer(LetterTokenizer(), ("x", "x")).decode(tokens) == "\u2581a<0x0A>"
+    in_code = ChatRenderer(LetterTokenizer(), None)
+    assert in_code.decode(tokens) == " a\n"
+    assert in_code.template == ""
+
+
+def test_an_interruption_is_not_taken_for_a_template_that_takes_parts() -> None:
+    tokenizer: Any = LetterTokenizer()
+    tries: list[object] = []
+
+    def late(messages: object, **_: object) -> str:
+        tries.append(messages)
+        raise TimeoutError("late")
+
+    tokenizer.apply_chat_template = late
+    with pytest.raises(TimeoutError):
+        ChatRenderer(tokenizer, ("x", "x")).render(messages_of(None, "Why?"))
+    assert len(tries) == 1
+
+
+def test_the_timer_of_an_interruption_ends_with_it() -> None:
+    with interrupted_after(3600):
+        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        assert timer.daemon, "the process may end meanwhile"
+    timer.join(10)
+    assert not timer.is_alive()
 
 
 def test_what_renders_no_text_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The queue between the scheduler's thread and the observer's is bounded, and holds vLLM's own lists."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,12 +56,37 @@ def test_long_prompts_are_bounded_by_their_tokens() -> None:
     assert queue.take() is not None, "one that is larger than the bound finds an empty queue"
 
 
+def test_the_tokens_that_are_queued_are_counted_exactly() -> None:
+    queue = RequestQueue()
+    for round_ in range(3):
+        queue.put(fake_request([0] * (MAX_QUEUED_TOKENS - 5)), None)
+        queue.put(fake_request([0] * 6), None)
+        assert queue.num_skipped == round_ + 1
+        queue.put(fake_request([0] * 5), None)
+        assert queue.num_skipped == round_ + 1, "just what may be queued"
+        assert [taken.num_tokens for taken in iter(queue.take, None)] == [MAX_QUEUED_TOKENS - 5, 5]
+
+
+def test_tokens_without_a_hash_are_not_covered() -> None:
+    """Where a hash covers tokens behind its block, the last blocks of a prompt have none."""
+    request = observed(list(range(96)))
+    assert SHAPE.covered(request) == 96
+    assert SHAPE.covered(request._replace(num_hashes=5)) == 64
+    assert SHAPE.covered(request._replace(num_hashes=1)) == 0
+    assert SHAPE.chain_hash(request._replace(num_hashes=5), 96) == request.block_hashes[4]
+    assert SHAPE.chain_hash(request, 95) == request.block_hashes[4]
+    assert SHAPE.chain_hash(request, 15) == b""
+    assert SHAPE.identity(request._replace(num_hashes=5), 90) == (request.block_hashes[4], tuple(range(80, 90)))
+
+
 def test_a_chunk_ends_where_one_of_every_group_does() -> None:
     groups = [
         GroupShape(group_idx=index, chunk_tokens=tokens, hashes_per_chunk=tokens // 8, window_chunks=0)
         for index, tokens in enumerate((16, 24))
     ]
     assert ChunkShape.of(groups) == ChunkShape(chunk_tokens=48, hash_tokens=8)
+    windowed = [groups[0], replace(groups[1], window_chunks=2)]
+    assert ChunkShape.of(windowed) == ChunkShape(chunk_tokens=48, hash_tokens=8, is_windowed=True)
 
 
 def test_an_image_ends_what_is_covered() -> None:

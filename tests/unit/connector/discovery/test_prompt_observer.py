@@ -17,7 +17,9 @@ from kvtier.core.arena_format import ArenaGeometry
 from kvtier_connector.discovery import PromptObserver
 from kvtier_connector.discovery.chat_rendering import ChatRenderer, NoUserTurnError
 from kvtier_connector.discovery.observed_requests import MAX_QUEUED_REQUESTS
+from kvtier_connector.discovery.prompt_observer import _anchor, _Session
 from kvtier_connector.discovery.seen_prefixes import prefix_digest
+from kvtier_connector.discovery.user_turn import UserTurn
 from kvtier_connector.engine.lora.adapter_digests import AdapterDigests
 from kvtier_connector.scheduler.manager import EngineParts, KVTierOffloadingManager
 from kvtier_connector.session.daemon_events import BackgroundThread, DaemonEvents
@@ -200,6 +202,9 @@ def test_what_is_not_a_users_prompt_is_not_reported(daemon: ReportingDaemon, eng
     embeds: Any = request_of([1] * 100)
     embeds.prompt_embeds = object()
     engine.manager.register(embeds)
+    nothing: Any = request_of([1] * 100)
+    nothing.prompt_token_ids = None
+    engine.manager.register(nothing)
     strange: Any = request_of([1] * 100)
     strange.mm_features = [object()]
     engine.manager.register(strange)
@@ -340,6 +345,37 @@ def test_a_daemon_that_does_not_read_is_sent_no_more() -> None:
     observer.close()
 
 
+@pytest.mark.parametrize(("special", "anchor"), [({7}, 2), ({6, 7}, 1), ({5, 7}, 0), (set(), 0), ({9}, 0)])
+def test_openings_are_searched_by_a_token_that_no_text_has(special: set[int], anchor: int) -> None:
+    chat: Any = SimpleNamespace(special_tokens=special)
+    assert _anchor(chat, UserTurn((5, 6, 7))) == anchor
+
+
+def test_what_is_read_as_the_daemon_falls_behind_is_counted_as_skipped_once() -> None:
+    outbox = Outbox()
+    session = _Session(Attachment(outbox, 0, pb.Welcome(report_requests=True)))
+    observer = PromptObserver(GROUPS, lambda adapter: None, lambda: renderer_of(families.QWEN))
+
+    def send(num_requests: int) -> tuple[int, int]:
+        observer._send(session, pb.RequestsSeen(requests=[pb.SeenRequest()] * num_requests))
+        counts = observer.take_counts()
+        return counts.num_observed, counts.num_skipped
+
+    for _ in range(MAX_UNSENT_BATCHES + 1):
+        outbox.put(pb.EngineMessage(touch=pb.Touch()))
+    session.queue.num_skipped = 4
+    assert [send(3), send(2), send(0)] == [(0, 7), (0, 2), (0, 0)]
+    while outbox.take(0):
+        pass
+    assert [send(5), send(0), send(1)] == [(5, 0), (0, 0), (1, 0)]
+    session.queue.num_skipped += 1
+    assert send(0) == (0, 1)
+    sent = []
+    while batch := outbox.take(0):
+        sent += [(len(each.requests_seen.requests), each.requests_seen.num_skipped) for each in batch]
+    assert sent == [(5, 9), (1, 0), (0, 1)]
+
+
 def test_digests_agree_with_those_of_the_request(daemon: ReportingDaemon, engine: Engine) -> None:
     engine.attach()
     tokens = engine.ask(SHOP, "Where?", salt="tenant")
@@ -361,6 +397,11 @@ def test_what_others_may_share_is_the_system_prompt(daemon: ReportingDaemon, eng
     assert 0 < end < len(asked)
     assert shared(engine.ask(SHOP, "And when?")) == end
     assert shared(list(range(100))) == 100, "no chat: all of it"
+    embeds: Any = request_of(asked)
+    embeds.prompt_embeds = object()
+    assert engine.observer.shared_tokens(embeds) == len(asked), "its tokens say nothing"
+    embeds.prompt_token_ids = embeds.prompt_embeds = None
+    assert engine.observer.shared_tokens(embeds) == len(asked)
 
 
 def test_without_a_template_all_of_a_prompt_may_be_shared(daemon: ReportingDaemon) -> None:

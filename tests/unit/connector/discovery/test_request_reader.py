@@ -69,9 +69,21 @@ def test_a_changing_middle_says_what_changes_within_bounds(text: str) -> None:
     assert not stable.is_system_prompt
     assert len(changing.before.encode()) <= 1024
     assert all(len(example.encode()) <= 256 and "\0" not in example for example in changing.examples)
+    before, shown = " ".join(map(str, SYSTEM[-40:])) + text, [changing.before, *changing.examples]
+    if "é" in text:
+        assert before.endswith(changing.before), "what stands next to the place is shown"
+        assert [each.split("é")[0].split()[0] for each in changing.examples] == ["5", "6", "7"]
+        assert [len(each.encode()) for each in shown] == [1024, 256, 256, 256], "as much as may be sent"
     if not text:
         assert changing.before == " ".join(map(str, SYSTEM[-40:]))
         assert [example.split()[0] for example in changing.examples] == ["5", "6", "7"]
+
+
+def test_a_middle_that_changes_within_the_first_chunk_has_no_prefix_before_it() -> None:
+    reader = reader_of()
+    readings = [reader.read(observed([*SYSTEM[:31], number, *range(300), *OPENING, 7])) for number in range(8)]
+    (changing,) = [reading.changing for reading in readings if reading is not None and reading.changing is not None]
+    assert (changing.num_stable_tokens, changing.digest) == (31, b"")
 
 
 def test_wanted_tokens_are_sent_once_with_what_decides_their_kv() -> None:
@@ -105,3 +117,5 @@ def test_where_layers_have_windows_the_next_token_is_sent_too() -> None:
     exact = observed(SYSTEM[:192])
     assert list(wanted_tokens(windowed, exact, reading.seen, wanted)) == []
     assert wanted == {digest}, "a longer request brings it"
+    (tokens,) = wanted_tokens(windowed, observed(SYSTEM[:193]), reading.seen, wanted)
+    assert list(tokens.tokens) == SYSTEM[:193]

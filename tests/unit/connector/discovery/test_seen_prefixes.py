@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtier.core.limits import MAX_TOKENS
 from kvtier_connector.discovery.observed_requests import ChunkShape
 from kvtier_connector.discovery.seen_prefixes import FIXED_TOKENS, prefix_digest, prefix_lengths, seen_request
 from kvtier_connector.requests.prefixes import prefix_of
@@ -23,6 +24,10 @@ K = 1024
         (4096, 2 * K, None, [K, 2 * K, 4 * K]),
         (4096, 20, None, [K, 2 * K, 4 * K]),
         (64, 40, 39, [32]),
+        (64, 64, 32, [32, 64]),
+        (64, 96, 31, []),
+        (2 * MAX_TOKENS, MAX_TOKENS, None, [K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, MAX_TOKENS]),
+        (2 * MAX_TOKENS, MAX_TOKENS + 32, None, list(FIXED_TOKENS)),
     ],
 )
 def test_marked_prefixes_come_first_then_fixed_lengths_from_below(
@@ -34,6 +39,8 @@ def test_marked_prefixes_come_first_then_fixed_lengths_from_below(
 def test_fixed_lengths_are_of_whole_chunks() -> None:
     shape = ChunkShape(chunk_tokens=528, hash_tokens=16)
     assert prefix_lengths(shape, 5280, None, None) == [528, 3 * 528, 7 * 528]
+    long_chunks = ChunkShape(chunk_tokens=1536, hash_tokens=16)
+    assert prefix_lengths(long_chunks, 6 * 1536, None, None) == [1536, 2 * 1536, 5 * 1536], "none of no tokens"
 
 
 def test_only_the_system_prompt_is_marked_as_one() -> None:

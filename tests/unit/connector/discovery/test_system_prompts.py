@@ -61,6 +61,69 @@ def test_a_search_is_bounded(prompts: SystemPrompts) -> None:
     assert prompts.end(observed([0] * 140_000 + OPENING)) is None
 
 
+@pytest.mark.parametrize("anchor", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 31, 8190, 8191, 8192, 8193, 16_383, 16_384])
+def test_an_opening_is_found_wherever_it_stands(anchor: int, at: int) -> None:
+    """Also at the very end, and where the prompt is searched in pieces."""
+    found = SystemPrompts(SHAPE, OPENING, anchor)
+    assert found.end(observed([*[0] * at, *OPENING])) == at
+    assert found.end(observed([*[1] * at, *OPENING, 5])) == at
+    assert found.end(observed([*[2] * at, *OPENING[:2]])) is None
+
+
+@pytest.mark.parametrize("anchor", [0, 1, 2])
+@pytest.mark.parametrize(("image_at", "end"), [(103, 100), (102, None), (100, None)])
+def test_an_opening_is_whole_before_the_first_image(anchor: int, image_at: int, end: int | None) -> None:
+    found = SystemPrompts(SHAPE, OPENING, anchor)
+    assert found.end(observed([*range(100), *OPENING, 5], image_at=image_at)) == end
+
+
+@pytest.mark.parametrize("anchor", [0, 1, 2])
+def test_what_the_model_has_answered_is_not_searched(anchor: int) -> None:
+    request = observed([*range(100), 900, 901])
+    request.tokens.extend([902, 5, *OPENING])
+    assert SystemPrompts(SHAPE, OPENING, anchor).end(request) is None
+
+
+@pytest.mark.parametrize("anchor", [0, 2])
+def test_a_search_ends_at_its_bounds(anchor: int) -> None:
+    found = SystemPrompts(SHAPE, OPENING, anchor)
+    for num_false, is_found in ((4095, True), (4096, False)):
+        false = [OPENING[anchor]] * num_false
+        end = 40 + num_false if is_found else None
+        assert found.end(observed([*range(num_false, num_false + 40), *false, *[5] * 2, *OPENING])) == (end and end + 2)
+    for at, is_found in ((131_071, True), (131_072, False)):
+        assert found.end(observed([*range(at, at + 32), *[0] * (at - 32), *OPENING])) == (at if is_found else None)
+
+
+@pytest.mark.parametrize(("first_at", "second_at"), [(46, 49), (46, 50), (47, 50), (46, 60), (47, 60)])
+def test_an_opening_across_the_last_remembered_block_is_not_missed(
+    prompts: SystemPrompts, first_at: int, second_at: int
+) -> None:
+    """The blocks before it are those of a prompt that is remembered, and so is what stands further behind."""
+    tokens = [*[1] * first_at, *OPENING[: 48 - first_at]]
+    assert prompts.end(observed([*tokens, *[5] * (second_at - len(tokens)), *OPENING, 7])) == second_at
+    earlier = [*[1] * first_at, *OPENING]
+    assert prompts.end(observed([*earlier, *[5] * (second_at - len(earlier)), *OPENING, 7])) == first_at
+
+
+def test_prompts_without_a_whole_chunk_of_text_are_not_remembered(prompts: SystemPrompts) -> None:
+    assert prompts.end(observed([*range(20), *OPENING])) == 20
+    assert prompts.end(observed([*range(20), *OPENING, *range(100)], image_at=30)) == 20
+    assert not prompts._ends
+    assert prompts.end(observed([*range(29), *OPENING])) == 29
+    assert len(prompts._ends) == 1
+
+
+def test_the_prompt_that_was_not_seen_for_longest_is_forgotten(prompts: SystemPrompts) -> None:
+    requests = [observed([10_000 + number, *range(40), *OPENING, 5]) for number in range(MAX_HEADS + 1)]
+    for request in (*requests[:MAX_HEADS], requests[0], requests[MAX_HEADS]):
+        assert prompts.end(request) == 41
+    heads = [SHAPE.chain_hash(request, SHAPE.chunk_tokens) for request in requests]
+    assert [head in prompts._ends for head in heads[:3]] == [True, False, True]
+    assert list(prompts._ends)[-2:] == [heads[0], heads[MAX_HEADS]]
+
+
 def test_memory_is_bounded(prompts: SystemPrompts) -> None:
     for number in range(MAX_HEADS + 20):
         prompts.end(observed([10_000 + number, *range(40), *OPENING, 5]))

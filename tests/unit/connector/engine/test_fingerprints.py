@@ -1,3 +1,4 @@
+import hashlib
 import itertools
 import json
 import os
@@ -9,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvtier_connector.engine import weights_fingerprint as weights_module
 from kvtier_connector.engine.namespace_fingerprint import engine_fingerprint, explain_difference, weights_field
-from kvtier_connector.engine.weights_fingerprint import fingerprint_files, weight_files
+from kvtier_connector.engine.weights_fingerprint import file_digest, fingerprint_files, weight_files
 from kvtier_connector.settings import WeightsFingerprint
-from tests.unit.connector.harness import full_spec, kv_cache_config_of, vllm_config_of
+from tests.unit.connector.harness import full_spec, kv_cache_config_of, sliding_spec, vllm_config_of
 
 SAMPLED, FULL = WeightsFingerprint.SAMPLED, WeightsFingerprint.FULL
 
@@ -231,6 +233,11 @@ LONG, ORIGINAL = {"rope_type": "longrope"}, {"original_max_position_embeddings":
         ({"rope_parameters": {"full_attention": LONG | ORIGINAL, "sliding_attention": {}}}, True),
         ({"rope_parameters": {"rope_type": "llama3"} | ORIGINAL}, False),
         ({"rope_scaling": None} | ORIGINAL, False),
+        ({"rope_parameters": LONG}, False),
+        ({"rope_parameters": {}, "rope_scaling": LONG | ORIGINAL}, True),
+        ({"rope_parameters": {"full_attention": LONG, "sliding_attention": {}, "factor": 2.0}} | ORIGINAL, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}} | ORIGINAL, False),
+        ({}, False),
     ],
 )
 def test_max_model_len_counts_where_it_changes_the_rope(config: Any, hf_config: dict[str, Any], counts: bool) -> None:
@@ -243,6 +250,7 @@ def test_max_model_len_counts_where_it_changes_the_rope(config: Any, hf_config: 
     config.model_config.max_model_len = 4097
     changed = fields_of(config)
     assert {name for name in short if short[name] != changed[name]} == ({"long_rope"} if counts else set())
+    assert (short["long_rope"], changed["long_rope"]) == ("false", "true" if counts else "false")
 
 
 def test_the_dtypes_of_recurrent_state_count(config: Any) -> None:
@@ -255,6 +263,109 @@ def test_the_dtypes_of_recurrent_state_count(config: Any) -> None:
         return engine_fingerprint(config, kv_cache_config, offloading, weights="{}", none_hash=b"seed")
 
     assert fields(torch.float16)["groups"] != fields(torch.bfloat16)["groups"]
+
+
+def test_a_group_is_described_by_what_decides_its_bytes(config: Any) -> None:
+    """A later version of kvtier writes the same, or what was stored before would be lost."""
+    kv_cache_config = kv_cache_config_of([full_spec(), sliding_spec(8)])
+    offloading = build_offloading_config(config, kv_cache_config)
+    found = engine_fingerprint(config, kv_cache_config, offloading, weights="{}", none_hash=b"seed")
+    full = {"dtypes": [], "group": 0, "layers": ["layer0"], "page_bytes": 256, "tokens_per_block": 4, "window": None}
+    window = full | {"group": 1, "layers": ["layer1"], "window": 8}
+    assert json.loads(found["groups"]) == [
+        full | {"spec": "FullAttentionSpec"},
+        window | {"spec": "SlidingWindowSpec"},
+    ]
+    spec = full_spec()
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        attention_chunk_size=12,
+    )
+    kv_cache_config = kv_cache_config_of([chunked])
+    offloading = build_offloading_config(config, kv_cache_config)
+    found = engine_fingerprint(config, kv_cache_config, offloading, weights="{}", none_hash=b"seed")
+    assert json.loads(found["groups"])[0]["window"] == 12
+
+
+def test_fields_are_as_earlier_versions_wrote_them(config: Any) -> None:
+    """All that was stored is found by them only."""
+    config.speculative_config = SimpleNamespace(method="ngram", model="draft", num_speculative_tokens=2)
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"b": 1, "a": {3, 12}, "_commit_hash": "x"})
+    found = fields_of(config, weights='{"x": 1}', epoch="e:1")
+    known = {
+        "weights": '{"x":1}',
+        "hf_config": '{"a":[12,3],"b":1}',
+        "long_rope": "false",
+        "dtype": '"torch.bfloat16"',
+        "tokens": '{"blocks_per_chunk":1,"hash":4}',
+        "parallel": '{"dcp":1,"pcp":1,"pp":1,"tp":1,"world":1}',
+        "hash_seed": f'"{hashlib.sha256(b"seed").hexdigest()}"',
+        "vllm_version": f'"{vllm.__version__.rsplit(".", 1)[0]}"',
+        "speculative": '{"method":"ngram","model":"draft","tokens":2}',
+        "layout_version": "1",
+        "epoch": '"e:1"',
+    }
+    assert {name: found[name] for name in known} == known
+
+
+def noise(num_bytes: int) -> bytes:
+    return hashlib.shake_128(b"kvtier").digest(num_bytes)
+
+
+def test_digests_of_weights_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """Another one for the same file would lose what was stored for the model."""
+    tensors, other = tmp_path / "m.safetensors", tmp_path / "m.bin"
+    write_safetensors(tensors, {"a": noise(100_000), "b": noise(50)})
+    other.write_bytes(noise(3_000_000))
+    found = [file_digest(path, mode) for path in (tensors, other) for mode in (SAMPLED, FULL)]
+    assert found == [
+        "1bc61337ecaccce370f625ca5a20f7d83111f5e388ff90c3c26ef420716fcdf7",
+        "3fb5d59539233c764a0f9b3bc393fb877fbdde20551fd0900338aef12ea55315",
+        "c40b22b85752b2c7db1ddaabf68342c9c2d168a1c7f3a676de11364b3e4caeae",
+        "773e0905bb699c28f420a8ec1a39148ae905559ad3db8754680069e0a12399a9",
+    ]
+
+
+def test_the_metadata_of_safetensors_are_no_tensor(tmp_path: Path) -> None:
+    tensors = tmp_path / "m.safetensors"
+    header = json.dumps({"__metadata__": {"format": "pt"}, "a": {"data_offsets": [0, 50_000]}}).encode()
+    tensors.write_bytes(struct.pack("<Q", len(header)) + header + bytes(50_000))
+    plain = file_digest(tensors, SAMPLED)
+    tensors.write_bytes(struct.pack("<Q", len(header)) + header + bytes(10_000) + b"x" + bytes(39_999))
+    assert file_digest(tensors, SAMPLED) == plain, "between the samples of a tensor"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"1234567", id="no length"),
+        pytest.param(struct.pack("<Q", 1000) + b"{}", id="header longer than the file"),
+        pytest.param(struct.pack("<Q", 2) + b"{]" + bytes(9), id="no JSON"),
+        pytest.param(struct.pack("<Q", 2) + b"[]" + bytes(9), id="no object"),
+        pytest.param(struct.pack("<Q", 8) + b'{"a":{}}' + bytes(9), id="no offsets"),
+        pytest.param(struct.pack("<Q", 7) + b'{"a":1}' + bytes(9), id="no tensor"),
+        pytest.param(struct.pack("<Q", 2**40) + noise(2_000_000), id="noise"),
+    ],
+)
+def test_a_file_that_is_none_of_safetensors_is_sampled_as_any_other(tmp_path: Path, content: bytes) -> None:
+    for name in ("m.safetensors", "m.bin"):
+        (tmp_path / name).write_bytes(content)
+    assert file_digest(tmp_path / "m.safetensors", SAMPLED) == file_digest(tmp_path / "m.bin", SAMPLED)
+
+
+def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert weight_files(tmp_path) == weight_files(tmp_path, "pt") == []
+
+
+def test_differences_of_which_nothing_is_known_are_said_as_such() -> None:
+    assert explain_difference("0" * 20, [], 1).endswith("different are: unknown fields")
+    assert explain_difference("0" * 20, ["groups"], 1).endswith("different are: groups")
+    assert f"namespace {'0' * 12} of" in explain_difference("0" * 20, [], 1)
 
 
 def test_differences_are_explained_with_a_remedy() -> None:

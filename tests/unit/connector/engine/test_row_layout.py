@@ -24,7 +24,13 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 
 from kvtier.errors import ConfigError
 from kvtier_connector.engine.chunk_keys import GroupShape
-from kvtier_connector.engine.row_layout import check_layer_specs, engine_layout, group_block_bytes, store_credits
+from kvtier_connector.engine.row_layout import (
+    check_layer_specs,
+    engine_layout,
+    group_block_bytes,
+    group_shapes,
+    store_credits,
+)
 from kvtier_connector.workers import page_places
 from tests.unit.connector.harness import full_spec, kv_cache_config_of, sliding_spec, vllm_config_of
 
@@ -148,3 +154,40 @@ def test_slots_asked_for_ahead(max_tokens: int, row_bytes: int, num_credits: int
     """Two steps' worth, and never less than what costs next to no memory."""
     shape = GroupShape(group_idx=0, chunk_tokens=16, hashes_per_chunk=1, window_chunks=0)
     assert store_credits(max_tokens, [shape], row_bytes) == num_credits
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_credits"), [(512, 2 * (32 + 16)), (513, 2 * (33 + 17)), (528, 2 * (33 + 17)), (529, 2 * 51)]
+)
+def test_slots_are_for_the_chunks_of_all_groups_begun_ones_too(max_tokens: int, num_credits: int) -> None:
+    shapes = [
+        GroupShape(group_idx=index, chunk_tokens=tokens, hashes_per_chunk=1, window_chunks=0)
+        for index, tokens in enumerate((16, 32))
+    ]
+    assert store_credits(max_tokens, shapes, 4 << 20) == num_credits
+
+
+@pytest.mark.parametrize(("is_replicated", "num_regions"), [(False, 3), (True, 1)])
+def test_a_row_has_a_region_for_each_rank_that_holds_other_bytes(is_replicated: bool, num_regions: int) -> None:
+    page = full_spec().page_size_bytes
+    config = kv_cache_config_of([full_spec(), sliding_spec(8)])
+    shapes = group_shapes(
+        [
+            SimpleNamespace(group_idx=0, tokens_per_chunk=8, hashes_per_chunk=2, sliding_window_size_in_chunks=None),
+            SimpleNamespace(group_idx=1, tokens_per_chunk=8, hashes_per_chunk=2, sliding_window_size_in_chunks=3),
+        ]
+    )
+    assert [(shape.window_chunks, shape.is_recurrent) for shape in shapes] == [(0, False), (3, False)]
+    offloading: Any = SimpleNamespace(
+        worker_kv_bytes_per_block=3 * page,
+        cache=SimpleNamespace(blocks_per_chunk=2),
+        parallel=SimpleNamespace(world_size=3),
+        replicated_layout=is_replicated,
+    )
+    layout = engine_layout(offloading, config, shapes)
+    assert (layout.num_ranks, layout.num_writers, layout.rank_bytes) == (num_regions, num_regions, 6 * page)
+    assert [(group.group_idx, group.chunk_tokens, group.window_chunks) for group in layout.groups] == [
+        (0, 8, 0),
+        (1, 8, 3),
+    ]
+    assert [group.useful_bytes for group in layout.groups] == [2 * page, 2 * page]

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier.errors import ConfigError
@@ -78,11 +80,29 @@ def test_placements_of_old_and_new_tensors() -> None:
 def test_what_an_old_config_does_not_say() -> None:
     config: Any = SimpleNamespace(groups=[object(), object()])
     assert [vllm_compat.group_id_of(config, position) for position in (0, 1)] == [0, 1]
-    assert not vllm_compat.is_replicated(config)
+    assert vllm_compat.is_replicated(config) is False
     assert vllm_compat.kv_layout_of(config) is None
-    assert not vllm_compat.is_recurrent(SimpleNamespace())
+    assert vllm_compat.is_recurrent(SimpleNamespace()) is False
+    assert vllm_compat.hash_lookahead_tokens(config) == 0
     groups: Any = SimpleNamespace(kv_cache_groups=[1, 2])
     assert list(vllm_compat.prefix_cacheable_groups(groups)) == [1, 2]
+
+
+def test_what_a_new_config_says() -> None:
+    config: Any = SimpleNamespace(
+        groups=[SimpleNamespace(group_id=3)],
+        replicated_layout=True,
+        kv_cache_layout="NHD",
+        num_hash_lookahead_tokens=2,
+        kv_cache_groups=[1, 2],
+        prefix_cacheable_groups=[2],
+    )
+    assert vllm_compat.group_id_of(config, 0) == 3
+    assert vllm_compat.is_replicated(config) is True
+    assert vllm_compat.kv_layout_of(config) == "NHD"
+    assert vllm_compat.hash_lookahead_tokens(config) == 2
+    assert list(vllm_compat.prefix_cacheable_groups(config)) == [2]
+    assert vllm_compat.is_recurrent(SimpleNamespace(requires_cow_source=True)) is True
 
 
 def test_blocks_are_hashed_as_vllms_engine_hashes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +122,10 @@ def test_an_old_vllm_serves_only_models_whose_failed_loads_it_can_take_back(monk
     vllm_compat.check_failed_loads_can_be_named(two)
     monkeypatch.setattr(vllm_compat, "names_failed_requests", lambda: False)
     vllm_compat.check_failed_loads_can_be_named(one)
-    with pytest.raises(ConfigError, match=r"vLLM 0\.30 or later for this model"):
-        vllm_compat.check_failed_loads_can_be_named(two)
+    state = MambaSpec(block_size=4, shapes=((16,),), dtypes=(torch.float32,))
+    for refused in (two, kv_cache_config_of([state])):
+        with pytest.raises(ConfigError, match=r"vLLM 0\.30 or later for this model"):
+            vllm_compat.check_failed_loads_can_be_named(refused)
 
 
 class FailingWorker(KVTierWorker):

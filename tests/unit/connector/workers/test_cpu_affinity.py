@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import threading
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,38 @@ def test_a_worker_in_the_engines_process_stays_where_the_operator_bound_it() -> 
     thread.start()
     thread.join()
     assert found == [{min(before)}]
+
+
+@pytest.mark.parametrize(
+    ("engines", "copies"),
+    [
+        pytest.param(range(12), {4, 5, 6, 7, 9}, id="all cores of its node"),
+        pytest.param({1, 4, 5}, {4, 5}, id="no cores that the engine may not use"),
+        pytest.param({0, 1}, {5}, id="its own in any case"),
+    ],
+)
+def test_copies_stay_on_the_node_and_on_cores_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: Iterable[int], copies: set[int]
+) -> None:
+    for node, cpulist in enumerate(("0-3,8\n", "4-7,9\n")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cpulist)
+    monkeypatch.setattr(cpu_affinity, "_NODES", tmp_path)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=77))
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
+    allowed = {0: {5}, 77: set(engines)}
+    monkeypatch.setattr(os, "sched_getaffinity", allowed.__getitem__)
+    monkeypatch.setattr(os, "sched_setaffinity", allowed.__setitem__)
+    cpu_affinity.use_all_cores_of_node()
+    assert allowed[0] == copies
+
+
+@pytest.mark.parametrize("engine", [None, SimpleNamespace(pid=None)])
+def test_a_process_whose_engine_is_not_known_stays_where_it_is(monkeypatch: pytest.MonkeyPatch, engine: object) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: engine)
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("moved"))
+    cpu_affinity.use_all_cores_of_node()
 
 
 @needs_two_cores

@@ -23,12 +23,14 @@ class Runtime:
     Attributes:
         calls: In order.
         code: What the page lock calls answer.
+        is_over: Whether the device has done what it was given.
         failure: What the copy raises.
     """
 
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.code = 0
+        self.is_over = True
         self.failure: Exception | None = None
         self._num_streams = 0
 
@@ -75,12 +77,18 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         stream.runtime.calls.append(("event", stream.name))
+        self.stream = stream
+
+        self.name = self.stream.name + str(len(stream.runtime.calls))
 
     def query(self) -> bool:
-        return True
+        return self.stream.runtime.is_over
 
-    def elapsed_time(self, _: object) -> float:
-        return 250.0
+    def synchronize(self) -> None:
+        self.stream.runtime.calls.append(("wait for", self.name))
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 250.0 * (int(other.name[1:]) - int(self.name[1:]))
 
 
 @pytest.fixture
@@ -105,8 +113,12 @@ def test_a_store_waits_for_the_model_and_reads_in_stream_order(runtime: Runtime)
         ("copy", [10, 20], [30, 40], [5, 6], False),
         ("event", "a"),
     ]
-    assert ticket.is_done()
-    assert ticket.seconds() == 0.25
+    assert ticket.is_done() is True
+    assert ticket.seconds() == 0.5, "from the first event to the second"
+    ticket.wait()
+    assert runtime.calls[-1] == ("wait for", "a5")
+    runtime.is_over = False
+    assert ticket.is_done() is False
 
 
 def test_a_load_has_its_own_stream_and_may_read_early(runtime: Runtime) -> None:
@@ -140,3 +152,5 @@ def test_a_refused_page_lock_says_what_the_driver_says(runtime: Runtime) -> None
     runtime.code = 2
     with pytest.raises(PageLockError, match="cudaHostRegister fails with 2: out of memory"):
         CudaHostMemory(DEVICE).lock(0, 4096)
+    with pytest.raises(PageLockError, match="cudaHostUnregister fails with 2: out of memory"):
+        CudaHostMemory(DEVICE).unlock(0)

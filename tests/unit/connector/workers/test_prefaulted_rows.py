@@ -14,13 +14,15 @@ import pytest
 
 from kvtier.client import arena_map
 from kvtier.client.arena_map import ArenaMap
+from kvtier.core.arena_format import ArenaGeometry
 from kvtier.core.layout import GroupLayout, KVLayout
 from kvtier.host.arena import Arena
 from kvtier_connector.engine.transfer_job import ArenaSpec
 from kvtier_connector.workers import cpu_worker, prefaulted_rows
 from kvtier_connector.workers.copy_plan import GroupPages, WorkerLayout
 from kvtier_connector.workers.cpu_worker import KVTierCPUWorker
-from kvtier_connector.workers.prefaulted_rows import PrefaultedRows
+from kvtier_connector.workers.prefaulted_rows import PrefaultedRows, whole_pages
+from tests.fakes.arena_file import set_backing, write_arena
 from tests.unit.connector.harness import Scheduler
 from tests.unit.connector.scheduler.test_lookups import keys_of
 
@@ -126,6 +128,35 @@ def test_a_row_is_mapped_to_its_end_and_no_further(monkeypatch: pytest.MonkeyPat
             found = [in_page_table(mapped, layout.rank_bytes + page * mmap.PAGESIZE) for page in range(3)]
         assert (found, num_pages(arena)) == ([[1, 3]] * 3, before)
         arena.close(unlink=True)
+
+
+def test_a_row_longer_than_a_slice_is_mapped_alone(
+    arena: Arena, mapped: ArenaMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefaulted_rows, "_SLICE_BYTES", 1)
+    arena.back([0, 1, 4])
+    assert map_all(PrefaultedRows(mapped, 0)) == 3
+    assert in_page_table(mapped, 0) == [0, 1, 4]
+
+
+def test_rows_that_share_pages_are_not_mapped(tmp_path: Path) -> None:
+    geometry = ArenaGeometry(arena_id=b"A" * 16, num_slots=4, row_bytes=6144, num_ranks=1, rank_bytes=6000)
+    write_arena(tmp_path / "arena", geometry)
+    set_backing(tmp_path / "arena", geometry, 1, 1)
+    with ArenaMap(tmp_path / "arena", geometry.arena_id) as mapped:
+        rows = PrefaultedRows(mapped, 0)
+        assert [rows.map_some(lambda: False) for _ in range(3)] == [None] * 3
+        assert not is_mapped(mapped.row_address(2))
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "pages"),
+    [(0, 1, (0, 1)), (0, 4096, (0, 1)), (0, 4097, (0, 2)), (4095, 1, (0, 1)), (4095, 2, (0, 2)), (8192, 4096, (2, 1))],
+)
+def test_pages_hold_a_range(offset: int, length: int, pages: tuple[int, int]) -> None:
+    scale = mmap.PAGESIZE // 4096
+    first, num_bytes = whole_pages(offset * scale, length * scale)
+    assert (first, num_bytes) == (pages[0] * mmap.PAGESIZE, pages[1] * mmap.PAGESIZE)
 
 
 def test_a_row_that_loses_its_pages_meanwhile_gets_none(arena: Arena, mapped: ArenaMap) -> None:

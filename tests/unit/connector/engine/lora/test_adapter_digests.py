@@ -11,7 +11,7 @@ import pytest
 
 from kvtier_connector.engine.lora import adapter_digests, adapter_files
 from kvtier_connector.engine.lora.adapter_digests import Adapter, AdapterDigests
-from kvtier_connector.engine.lora.adapter_files import FileStat, adapter_digest, stat_adapter
+from kvtier_connector.engine.lora.adapter_files import adapter_digest, stat_adapter
 from kvtier_connector.engine.lora.remembered_digests import RememberedDigests
 from tests.fakes.waiting import wait_for
 
@@ -139,9 +139,11 @@ def test_the_digest_of_an_earlier_run_serves_the_first_request(
     assert not engine.digests.is_worth_waiting(adapter), "no request has come"
     assert engine.first_request(adapter) == read_before
     assert not engine.digests.is_read(adapter)
+    assert engine.digests.is_worth_waiting(adapter)
     engine.read()
     assert engine.digests.digest(adapter) == read_before
     assert engine.digests.is_read(adapter)
+    assert engine.digests.is_worth_waiting(adapter)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -208,23 +210,6 @@ def test_a_write_through_a_mapping_shows(folder: Path, cache: Path, monkeypatch:
         assert Engine(cache).first_request(adapter) == adapter_digest(folder)
         mapped[:] = b"changed"
         assert Engine(cache).first_request(adapter) is None
-
-
-@pytest.mark.parametrize("field", FileStat._fields)
-def test_every_field_of_a_stat_counts(field: str, folder: Path) -> None:
-    stat = stat_adapter(folder)
-    config, weights = stat.files
-    value = weights._asdict()[field]
-    other = stat._replace(files=(config, weights._replace(**{field: value * 2})))
-    assert other.digest() != stat.digest() == stat_adapter(folder).digest()
-    assert stat._replace(folder="/elsewhere").digest() != stat.digest()
-
-
-def test_the_type_of_a_file_system_is_known() -> None:
-    assert adapter_files._file_system(Path("/dev/shm")) == 0x01021994, "tmpfs"
-    assert adapter_files._file_system(Path("/proc/self/stat")) == 0x9FA0
-    with pytest.raises(FileNotFoundError):
-        adapter_files._file_system(Path("/nowhere"))
 
 
 def test_files_that_change_while_they_are_read_have_no_digest(
@@ -301,6 +286,28 @@ def test_files_that_change_between_load_and_first_request_are_not_cached(
     engine.first_request(again)
     engine.read()
     assert engine.digests.digest(again) == adapter_digest(folder)
+
+
+def test_a_load_that_is_no_longer_cached_is_not_read_again(
+    adapter: Adapter, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two requests have asked for it before the first reading was over."""
+    monkeypatch.setattr(adapter_digests, "RETRY_S", 0.0)
+    engine = Engine(cache)
+    engine.digests.note_load(adapter)
+    kept = folder.with_name("kept")
+    folder.rename(kept)
+    shutil.copytree(kept, folder)
+    for _ in range(2):
+        assert engine.first_request(adapter) is None
+    assert len(engine.tasks) > 1
+    engine.tasks.pop(0)()
+    shutil.rmtree(folder)
+    kept.rename(folder)
+    engine.read()
+    assert engine.digests.digest(adapter) is None
+    assert not engine.digests.is_read(adapter)
+    assert caplog.text.count("have changed since vLLM loaded it") == 1
 
 
 def test_files_that_stay_as_they_were_loaded_are_cached(adapter: Adapter, cache: Path, read_before: bytes) -> None:
