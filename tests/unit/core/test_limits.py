@@ -102,7 +102,7 @@ def test_the_digest_of_a_prefix_has_16_bytes() -> None:
 def test_a_list_may_have_as_many_items_as_its_bound() -> None:
     for num_items in (0, 2, 3):
         limits.check_count("field", num_items, 3)
-    with pytest.raises(InvalidArgumentError, match="4 of them.*at most 3"):
+    with pytest.raises(InvalidArgumentError, match=r"4 of them.*at most 3"):
         limits.check_count("field", 4, 3)
 
 
