@@ -131,6 +131,40 @@ def test_each_acquire_of_a_run_is_a_use_of_its_chunks_pinned_or_not() -> None:
     assert table.host.evict_cheapest(2, unpinned_only=True).lost == [KEYS[2], KEYS[0]]
 
 
+def acquired(table: ChunkTable, *numbers: int) -> None:
+    run = remembered(table, *numbers)
+    table.runs.acquire(run)
+    table.runs.release(run)
+
+
+def test_uses_of_a_run_count_on_disk_when_its_chunks_come_there() -> None:
+    table = table_of(1)
+    acquired(table, 0)
+    table.place(KEYS[0], place_of(KEYS[0]))
+    assert chunk_of(table, KEYS[0]).frequency == 2
+
+
+def test_uses_of_a_pinned_run_count_on_disk_when_its_pin_ends() -> None:
+    table = table_of(1)
+    table.pin(KEYS[:1])
+    table.place(KEYS[0], place_of(KEYS[0]))
+    acquired(table, 0)
+    table.unpin(KEYS[:1])
+    chunk = chunk_of(table, KEYS[0])
+    assert chunk.host is not None
+    assert (chunk.frequency, chunk.host.frequency) == (2, 2)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_head_was_used_as_often_as_a_run_behind_it(pinned: bool) -> None:
+    table = table_of(2)
+    if pinned:
+        table.pin(KEYS[:2])
+    acquired(table, 1)
+    table.use(table.known(KEYS[:2]), hit=False)
+    assert [chunk.host.frequency for chunk in table.known(KEYS[:2]) if chunk.host is not None] == [2, 2]
+
+
 def pin(table: ChunkTable) -> None:
     table.pin(KEYS[:1])
 
