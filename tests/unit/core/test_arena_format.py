@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import xxhash
 
-from kvtier.core import arena_format
 from kvtier.core.arena_format import (
     ArenaGeometry,
     SlotEntry,
@@ -33,7 +32,7 @@ GEOMETRY = ArenaGeometry(
 )
 
 
-def test_each_word_of_the_slot_table_has_one_place() -> None:
+def test_words_in_a_slot_table_have_one_place_each() -> None:
     """Per slot: generation, backed, checksum, mark, and per rank three words of a stamp."""
     words: list[int] = []
     for slot in range(3):
@@ -93,7 +92,7 @@ def test_a_mark_is_that_of_all_its_words() -> None:
 
 def test_no_mark_says_that_there_is_none_or_that_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     for digest, mark in ((0, 2), (1, 2), (2, 2), (3, 3), (2**64 - 1, 2**64 - 1)):
-        monkeypatch.setattr(arena_format.xxhash, "xxh3_64_intdigest", lambda data, digest=digest: digest)
+        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data, digest=digest: digest)
         assert mark_of(1, 2, 3, 4) == mark
 
 

@@ -22,7 +22,7 @@ class Priced(Entry):
 
 
 class Rig:
-    """A queue of so many chunks, the oldest first, and its clock."""
+    """A queue of some chunks, the oldest first, and its clock."""
 
     def __init__(self, num_entries: int, clock: EvictionClock | None = None, worth: float = 1.0) -> None:
         self.clock = clock or EvictionClock()

@@ -84,7 +84,7 @@ def test_names_of_automatic_pins_are_not_chosen() -> None:
     assert refused.value.field == "field"
 
 
-def test_an_owner_is_a_digest_or_nobody() -> None:
+def test_an_owner_is_a_digest_or_empty() -> None:
     for owner in ("", "0123456789abcdef"):
         assert limits.check_owner("field", owner) == owner
     for wrong in ("0123456789abcde", "0123456789abcdef0", "0123456789abcdeF", "0123456789abcdeg", " ", None, 0, b""):

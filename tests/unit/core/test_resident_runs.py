@@ -1,4 +1,4 @@
-"""Runs of chunks that are acquired again: what is remembered, for how long, and when it is looked up anew."""
+"""Runs of chunks that are acquired again: what is remembered, for how long, and when it is looked up again."""
 
 from collections.abc import Callable
 
@@ -178,7 +178,7 @@ CHANGES: dict[str, tuple[Callable[[ChunkTable], object], bool]] = {
 
 
 @pytest.mark.parametrize(("change", "stays"), CHANGES.values(), ids=CHANGES)
-def test_a_run_is_looked_up_anew_after_each_change(change: Callable[[ChunkTable], object], stays: bool) -> None:
+def test_a_run_is_looked_up_again_after_each_change(change: Callable[[ChunkTable], object], stays: bool) -> None:
     """Each change counts up, so no two of them look like none."""
     table = table_of(3)
     run = remembered(table, 0, 1)

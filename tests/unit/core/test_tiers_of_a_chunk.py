@@ -178,7 +178,7 @@ def test_a_promotion_that_fails_frees_the_slot_and_says_how_many_waited(num_leas
     table.check()
 
 
-def test_a_chunk_whose_eviction_is_pending_goes_when_it_was_promoted_for_nobody() -> None:
+def test_a_chunk_whose_eviction_is_pending_goes_when_no_lease_is_left_after_its_promotion() -> None:
     for num_leases in (0, 1):
         table, _ = table_of()
         table.place(KEYS[0], place(KEYS[0], 10))

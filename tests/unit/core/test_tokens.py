@@ -86,5 +86,5 @@ def test_ids_are_equal_to_sequences_of_the_same_ids_alone() -> None:
 def test_a_slice_is_of_the_same_kind() -> None:
     tokens = TokenIds(range(10))
     assert isinstance(tokens[2:4], TokenIds)
-    assert (tokens[2:4].num_bytes, tokens[-1], tokens[::3]) == (8, 9, [0, 3, 6, 9])
+    assert (tokens[2:4].num_bytes, tokens[-1], tokens[::3].to_list()) == (8, 9, [0, 3, 6, 9])
     assert TokenIds([7]).to_bytes() == b"\x07\0\0\0"
