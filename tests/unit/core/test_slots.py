@@ -151,7 +151,7 @@ def test_only_a_granted_slot_is_sealed_and_only_once() -> None:
     assert not slots.seal(ref)
 
 
-def test_its_user_hears_of_a_slot_before_it_is_free_and_after_it_is_readable() -> None:
+def test_the_callers_are_called_before_a_slot_is_free_and_once_it_is_readable() -> None:
     seen: list[object] = []
 
     def on_free(slot: int) -> None:
