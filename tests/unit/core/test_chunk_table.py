@@ -1,5 +1,6 @@
 """Which chunks may leave host memory."""
 
+import itertools
 import random
 
 import pytest
@@ -116,3 +117,34 @@ def test_a_lease_that_ended_twice_is_found() -> None:
     chunk.host.num_leases = -1
     with pytest.raises(AssertionError, match="impossible counts"):
         table.check()
+
+
+def test_what_may_leave_host_memory() -> None:
+    """Nothing that is leased, written or on its way; and what is pinned only when it is on disk or never will be."""
+    for flags in itertools.product([False, True], repeat=6):
+        leased, writing, pinned, on_disk, memory_only, pending = flags
+        slots = SlotTable(1, 4096, HostBudget(4096))
+        table = table_over(slots)
+        ref = slots.take_unbacked(SlotState.GRANTED)
+        assert ref is not None
+        slots.mark_backed(ref)
+        assert slots.seal(ref)
+        assert table.host.commit_store(KEY, ref, checksum=1)
+        if pinned:
+            table.pin([KEY])
+        if on_disk:
+            table.place(KEY, place_of(KEY))
+        (chunk,) = table.known([KEY])
+        assert chunk.host is not None
+        host = chunk.host
+        host.num_leases, host.writing_back = 2 * leased, writing
+        host.memory_only, host.eviction_pending = memory_only, pending
+        assert chunk.held is (on_disk or not pending)
+        expected = not leased and not writing and (not pinned or on_disk or memory_only or pending)
+        assert chunk.evictable is expected, flags
+        evicted = table.host.evict_cheapest(1)
+        assert (evicted.num_slots, evicted.lost) == (expected, [KEY] if expected and not on_disk else [])
+        assert (chunk.slot is None) is expected
+        assert (chunk.readable, chunk.writing_back) == (not expected, writing and not expected)
+        assert (chunk.eviction_pending, chunk.num_leases) == (pending and not expected, 2 * leased)
+        assert (table.get(KEY) is None) is (expected and not on_disk and not pinned)

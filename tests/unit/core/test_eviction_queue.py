@@ -212,6 +212,14 @@ def test_a_walk_over_the_disk_makes_objects_of_a_sixteenth_of_the_chunks() -> No
         assert least <= made <= most
 
 
+def test_a_walk_over_host_memory_puts_a_sixteenth_of_the_copies_in_front() -> None:
+    for num_entries, least, most in ((1, 1, 1), (15, 1, 1), (160, 5, 12), (5000, 300, 350)):
+        rig = Rig(num_entries)
+        assert rig.queue.lowest() == 1.0
+        assert least <= len(rig.queue._front) <= most
+        rig.queue.check()
+
+
 def test_protected_chunks_on_disk_are_walked_past() -> None:
     queue, chunks, _ = disk_queue(100, [1.0] * 100)
     odd = {key_of(number) for number in range(1, 100, 2)}
