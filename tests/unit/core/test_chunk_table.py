@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from kvtier.core.chunks.chunk import Chunks
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.place_columns import PlaceColumns
@@ -13,6 +14,7 @@ from kvtier.core.stored import StoredChunk
 from tests.fakes.chunks import key_of, place_of, table_over
 
 KEY = b"k" * 36
+KEYS = [key_of(number) for number in range(3)]
 
 
 def test_a_chunk_in_host_memory_only_that_no_prompt_pins_is_evictable() -> None:
@@ -148,3 +150,30 @@ def test_what_may_leave_host_memory() -> None:
         assert (chunk.readable, chunk.writing_back) == (not expected, writing and not expected)
         assert (chunk.eviction_pending, chunk.num_leases) == (pending and not expected, 2 * leased)
         assert (table.get(KEY) is None) is (expected and not on_disk and not pinned)
+
+
+def test_a_table_that_knows_something_takes_over_no_places() -> None:
+    table = sized_table()
+    table.pin(KEYS[:1])
+    with pytest.raises(ValueError, match="only an empty table"):
+        table.fill([KEYS[1]], PlaceColumns())
+
+
+def test_a_chunk_is_forgotten_when_nothing_is_known_of_it() -> None:
+    chunks = Chunks()
+    chunk = chunks.ensure(KEYS[0])
+    assert chunks.ensure(KEYS[0]) is chunk
+    chunk.num_pins = 1
+    chunks.forget_if_idle(chunk)
+    assert chunks.get(KEYS[0]) is chunk
+    chunk.num_pins = 0
+    chunks.places.put(chunk.row, place_of(KEYS[0]))
+    chunks.forget_if_idle(chunk)
+    assert chunks.get(KEYS[0]) is chunk
+    chunks.places.put(chunk.row, None)
+    chunks.forget_if_idle(chunk)
+    chunks.forget_if_idle(chunk)
+    assert (len(chunks), chunks.keys(), chunks.get(KEYS[0]), chunks.get_all(KEYS[:2])) == (0, [], None, [None, None])
+    assert [chunks.ensure(key).row for key in KEYS[1:3]] == [0, 1], "its row is given out again, once"
+    assert [chunk.key for chunk in chunks] == KEYS[1:3]
+    assert [chunks.in_row(row).key for row in range(2)] == KEYS[1:3]

@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.core.chunks.chunk import Chunk, Chunks
+from kvtier.core.chunks.chunk import Chunk
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.layout import ChunkKey
-from kvtier.core.place_columns import PlaceColumns
 from kvtier.core.slots import HostBudget, SlotRef, SlotState, SlotTable
 from kvtier.core.stored import StoredChunk
-from tests.fakes.chunks import key_of, place_of, table_over
+from tests.fakes.chunks import key_of, table_over
 
 KEYS = [key_of(number) for number in range(8)]
 PAYLOAD_BYTES = 1000
@@ -327,33 +326,6 @@ def test_a_row_of_a_previous_daemon_is_taken_for_what_is_known_and_not_there() -
     assert slots.orphans() == [second]
     assert table.holds(KEYS[0])
     table.check()
-
-
-def test_a_table_that_knows_something_takes_over_no_places() -> None:
-    table, _ = table_of()
-    table.pin(KEYS[:1])
-    with pytest.raises(ValueError, match="only an empty table"):
-        table.fill([KEYS[1]], PlaceColumns())
-
-
-def test_a_chunk_is_forgotten_when_nothing_is_known_of_it() -> None:
-    chunks = Chunks()
-    chunk = chunks.ensure(KEYS[0])
-    assert chunks.ensure(KEYS[0]) is chunk
-    chunk.num_pins = 1
-    chunks.forget_if_idle(chunk)
-    assert chunks.get(KEYS[0]) is chunk
-    chunk.num_pins = 0
-    chunks.places.put(chunk.row, place_of(KEYS[0]))
-    chunks.forget_if_idle(chunk)
-    assert chunks.get(KEYS[0]) is chunk
-    chunks.places.put(chunk.row, None)
-    chunks.forget_if_idle(chunk)
-    chunks.forget_if_idle(chunk)
-    assert (len(chunks), chunks.keys(), chunks.get(KEYS[0]), chunks.get_all(KEYS[:2])) == (0, [], None, [None, None])
-    assert [chunks.ensure(key).row for key in KEYS[1:3]] == [0, 1], "its row is given out again, once"
-    assert [chunk.key for chunk in chunks] == KEYS[1:3]
-    assert [chunks.in_row(row).key for row in range(2)] == KEYS[1:3]
 
 
 def test_a_hole_in_the_frequencies_of_a_prompt_is_closed_in_each_group() -> None:
