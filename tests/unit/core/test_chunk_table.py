@@ -177,3 +177,13 @@ def test_a_chunk_is_forgotten_when_nothing_is_known_of_it() -> None:
     assert [chunks.ensure(key).row for key in KEYS[1:3]] == [0, 1], "its row is given out again, once"
     assert [chunk.key for chunk in chunks] == KEYS[1:3]
     assert [chunks.in_row(row).key for row in range(2)] == KEYS[1:3]
+
+
+@pytest.mark.parametrize("num_keys", [1, 3])
+def test_a_table_takes_over_a_place_for_each_key(num_keys: int) -> None:
+    places = PlaceColumns()
+    for row in range(2):
+        places.append()
+        places.put(row, place_of(KEYS[row]))
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        sized_table().fill(KEYS[:num_keys], places)
