@@ -33,7 +33,7 @@ class PlaceColumns:
     def __init__(self) -> None:
         self._parts: list[Part | None] = [None]
         self._numbers: dict[Part, int] = {}
-        self._num_rows = [0]  # by number of the part
+        self._num_rows = [0]  # by number of the part; the first, of nowhere, is not looked at
         self._free_numbers: list[int] = []
         self._part_of, self._offsets = array("I"), array("Q")
         self._stored_bytes, self._checksums = array("Q"), array("Q")
@@ -113,11 +113,9 @@ class PlaceColumns:
         return number
 
     def _release(self, number: int) -> None:
-        if number == _NOWHERE:
-            return
         self._num_rows[number] -= 1
         part = self._parts[number]
-        if not self._num_rows[number] and part is not None:
+        if part is not None and not self._num_rows[number]:
             del self._numbers[part]
             self._parts[number] = None
             self._free_numbers.append(number)

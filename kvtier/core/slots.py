@@ -128,7 +128,7 @@ class SlotTable:
             generations: Of every slot; they go on from there, and their number is that of the slots from now on.
             backed: Slots that have pages, or may have: orphans, which count whether they fit the budget or not.
         """
-        if self._states or self._free or self._unbacked or self._num_untouched != self.num_slots:
+        if self._num_untouched != self.num_slots:
             raise ValueError("slots are in use already")
         self._states = dict.fromkeys(backed, SlotState.ORPHAN)
         self.num_orphans = len(self._states)

@@ -5,6 +5,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import eq
 from typing import overload
 
 
@@ -74,7 +75,7 @@ class TokenIds(Sequence[int]):
         if isinstance(other, TokenIds):
             return self is other or self._ids.tobytes() == other._ids.tobytes()
         if isinstance(other, Sequence):
-            return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+            return len(self) == len(other) and all(map(eq, self, other))
         return NotImplemented
 
     def __hash__(self) -> int:

@@ -46,9 +46,8 @@ class DiskQueue(EvictionQueue[Chunk]):
         sample = sorted(zip(values[::step].tolist(), orders[::step].tolist(), strict=True))
         self._limit = value, order = sample[min(len(sample) // 16, _MAX_FRONT // step)]
         is_within = (values < value) | ((values == value) & (orders <= order))
-        ranks = zip(values[is_within].tolist(), orders[is_within].tolist(), strict=True)
-        rows = waiting[is_within].tolist()
-        self._front = [(*rank, self._chunks.in_row(row)) for rank, row in zip(ranks, rows, strict=True)]
+        found = (column[is_within].tolist() for column in (values, orders, waiting))
+        self._front = [(value, order, self._chunks.in_row(row)) for value, order, row in zip(*found, strict=True)]
         heapify(self._front)
         return True
 

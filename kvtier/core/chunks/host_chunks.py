@@ -135,8 +135,8 @@ class HostChunks:
         """The chunk is readable now."""
         chunk, host = self._promoting(key)
         self._became_readable(chunk, host, checksum)
-        if not host.num_leases:
-            self._protection_ended(chunk, host)
+        if host.eviction_pending:
+            self.evict(key)
 
     def fail_promotion(self, key: ChunkKey) -> int:
         """Free the slot and drop the leases on it; return how many there were."""

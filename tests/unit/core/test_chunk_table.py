@@ -1,9 +1,11 @@
 """Which chunks may leave host memory."""
 
+import itertools
 import random
 
 import pytest
 
+from kvtier.core.chunks.chunk import Chunks
 from kvtier.core.chunks.chunk_table import ChunkTable
 from kvtier.core.chunks.eviction import EvictionClock
 from kvtier.core.place_columns import PlaceColumns
@@ -12,6 +14,7 @@ from kvtier.core.stored import StoredChunk
 from tests.fakes.chunks import key_of, place_of, table_over
 
 KEY = b"k" * 36
+KEYS = [key_of(number) for number in range(3)]
 
 
 def test_a_chunk_in_host_memory_only_that_no_prompt_pins_is_evictable() -> None:
@@ -116,3 +119,71 @@ def test_a_lease_that_ended_twice_is_found() -> None:
     chunk.host.num_leases = -1
     with pytest.raises(AssertionError, match="impossible counts"):
         table.check()
+
+
+def test_what_may_leave_host_memory() -> None:
+    """Nothing that is leased, written or on its way; and what is pinned only when it is on disk or never will be."""
+    for flags in itertools.product([False, True], repeat=6):
+        leased, writing, pinned, on_disk, memory_only, pending = flags
+        slots = SlotTable(1, 4096, HostBudget(4096))
+        table = table_over(slots)
+        ref = slots.take_unbacked(SlotState.GRANTED)
+        assert ref is not None
+        slots.mark_backed(ref)
+        assert slots.seal(ref)
+        assert table.host.commit_store(KEY, ref, checksum=1)
+        if pinned:
+            table.pin([KEY])
+        if on_disk:
+            table.place(KEY, place_of(KEY))
+        (chunk,) = table.known([KEY])
+        assert chunk.host is not None
+        host = chunk.host
+        host.num_leases, host.writing_back = 2 * leased, writing
+        host.memory_only, host.eviction_pending = memory_only, pending
+        assert chunk.held is (on_disk or not pending)
+        expected = not leased and not writing and (not pinned or on_disk or memory_only or pending)
+        assert chunk.evictable is expected, flags
+        evicted = table.host.evict_cheapest(1)
+        assert (evicted.num_slots, evicted.lost) == (expected, [KEY] if expected and not on_disk else [])
+        assert (chunk.slot is None) is expected
+        assert (chunk.readable, chunk.writing_back) == (not expected, writing and not expected)
+        assert (chunk.eviction_pending, chunk.num_leases) == (pending and not expected, 2 * leased)
+        assert (table.get(KEY) is None) is (expected and not on_disk and not pinned)
+
+
+def test_a_table_that_knows_something_takes_over_no_places() -> None:
+    table = sized_table()
+    table.pin(KEYS[:1])
+    with pytest.raises(ValueError, match="only an empty table"):
+        table.fill([KEYS[1]], PlaceColumns())
+
+
+def test_a_chunk_is_forgotten_when_nothing_is_known_of_it() -> None:
+    chunks = Chunks()
+    chunk = chunks.ensure(KEYS[0])
+    assert chunks.ensure(KEYS[0]) is chunk
+    chunk.num_pins = 1
+    chunks.forget_if_idle(chunk)
+    assert chunks.get(KEYS[0]) is chunk
+    chunk.num_pins = 0
+    chunks.places.put(chunk.row, place_of(KEYS[0]))
+    chunks.forget_if_idle(chunk)
+    assert chunks.get(KEYS[0]) is chunk
+    chunks.places.put(chunk.row, None)
+    chunks.forget_if_idle(chunk)
+    chunks.forget_if_idle(chunk)
+    assert (len(chunks), chunks.keys(), chunks.get(KEYS[0]), chunks.get_all(KEYS[:2])) == (0, [], None, [None, None])
+    assert [chunks.ensure(key).row for key in KEYS[1:3]] == [0, 1], "its row is given out again, once"
+    assert [chunk.key for chunk in chunks] == KEYS[1:3]
+    assert [chunks.in_row(row).key for row in range(2)] == KEYS[1:3]
+
+
+@pytest.mark.parametrize("num_keys", [1, 3])
+def test_a_table_takes_over_a_place_for_each_key(num_keys: int) -> None:
+    places = PlaceColumns()
+    for row in range(2):
+        places.append()
+        places.put(row, place_of(KEYS[row]))
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        sized_table().fill(KEYS[:num_keys], places)

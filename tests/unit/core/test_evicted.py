@@ -1,10 +1,14 @@
 """What is remembered of evicted chunks, and what a first use is worth by it."""
 
+import hashlib
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunks.evicted import MAX_REMEMBERED, MIN_FIRST_USE, EvictedChunks
+from kvtier.core.chunks import evicted as evicted_module
+from kvtier.core.chunks.evicted import MAX_REMEMBERED, MIN_FIRST_USE, EvictedChunks, _Generation
 from tests.fakes.chunks import key_of
 
 NUM_CHUNKS = 1000
@@ -66,3 +70,119 @@ def test_a_kind_that_is_rare_among_the_evicted_counts_more() -> None:
     for evicted in (rare, equal):
         evicted.recall(key_of(0), NUM_CHUNKS)
     assert rare.first_use < equal.first_use < 1.0
+
+
+@pytest.fixture
+def steady_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's hash of bytes differs from run to run: in some, one of few chunks has no slot."""
+
+    def hash_key(key: bytes) -> int:
+        return int.from_bytes(hashlib.sha256(key).digest()[:7], "big")
+
+    monkeypatch.setattr(evicted_module, "hash", hash_key, raising=False)
+
+
+def hash_of(first: int, second: int, tag: int) -> int:
+    """Return a hash that says which two slots of a small table may have it, and the part of it that is kept."""
+    return first | second << 20 | tag << 49
+
+
+def test_a_chunk_is_kept_in_either_of_its_two_slots() -> None:
+    """The third that would need one of them is forgotten; none is taken for another."""
+    table = _Generation(256)
+    hashes = [hash_of(7, second, tag) for tag, second in enumerate((200, 201, 7), 1)]
+    for frequency, key_hash in enumerate(hashes, 1):
+        table.put(key_hash, frequency)
+    assert (table.num_once, table.num_repeated) == (1, 1)
+    assert [table.pop(key_hash) for key_hash in reversed(hashes)] == [0, 2, 1]
+    assert (table.num_once, table.num_repeated) == (0, 0)
+    assert [table.pop(key_hash) for key_hash in hashes] == [0, 0, 0]
+    table.put(hashes[2], 3)
+    assert table.pop(hashes[2]) == 3
+
+
+def test_eleven_bits_of_the_hash_are_compared() -> None:
+    for bit in range(11):
+        table = _Generation(256)
+        table.put(hash_of(7, 9, 0), 1)
+        assert table.pop(hash_of(7, 9, 1 << bit)) == 0
+        assert table.pop(hash_of(7, 9, 0)) == 1
+
+
+def test_a_generation_is_full_when_half_of_its_slots_are_taken() -> None:
+    table = _Generation(256)
+    for number in range(128):
+        assert not table.full
+        table.put(hash_of(number, number, number % 5), 1 + number % 2)
+    assert table.full
+    assert table.pop(hash_of(0, 0, 0)) == 1
+    assert not table.full
+
+
+@pytest.mark.usefixtures("steady_hash")
+@pytest.mark.parametrize("num_chunks", [0, 1, 85, 86, 170, 171, 341, 342, 1000, 1365, 1366])
+def test_a_generation_has_three_to_six_slots_for_each_chunk_of_the_tier(num_chunks: int) -> None:
+    evicted = EvictedChunks()
+    first = evicted._new
+    for number in range(200):
+        evicted.note(key_of(number), 1, num_chunks)
+    assert evicted._old is first
+    num_slots = len(evicted._new._slots)
+    assert num_slots == 256 if num_chunks <= 85 else 3 * num_chunks <= num_slots < 6 * num_chunks
+    assert num_slots & (num_slots - 1) == 0
+
+
+def first_use_after(frequencies: list[int], recalled: list[int], num_chunks: int = 1000) -> float:
+    """Note chunks used so often, and recall some; return what a first use counts then."""
+    evicted = EvictedChunks()
+    for number, frequency in enumerate(frequencies):
+        evicted.note(key_of(number), frequency, num_chunks)
+    for number in recalled:
+        assert evicted.recall(key_of(number), num_chunks) == frequencies[number]
+    return evicted.first_use
+
+
+@pytest.mark.usefixtures("steady_hash")
+@pytest.mark.parametrize(
+    ("frequencies", "recalled", "num_chunks", "exponent"),
+    [
+        ([2], [0], 1000, -0.004),
+        ([2], [0], 2000, -0.002),
+        ([2], [0], 2, -2.0),
+        ([2], [0], 1, -4.0),
+        ([2], [0], 0, -4.0),
+        ([15], [0], 1000, -0.004),
+        ([2, 2, 2, 2], [0], 1000, -0.004),
+        ([2, 1, 1, 1], [0], 1000, -0.016),
+        ([2, 1], [0, 1], 1000, -0.008 + 0.004),
+        ([2, 2, 2, 2, 1], [0, 4], 1000, 0.0),
+        ([1], [0], 1000, 0.0),
+        ([1, 2, 2], [0, 1], 1000, -0.004),
+    ],
+)
+def test_a_chunk_that_comes_back_moves_what_a_first_use_counts(
+    frequencies: list[int], recalled: list[int], num_chunks: int, exponent: float
+) -> None:
+    """By four parts in the number of chunks, times how rare its kind is; never above one."""
+    assert first_use_after(frequencies, recalled, num_chunks) == pytest.approx(math.exp(min(0.0, exponent)))
+
+
+@pytest.mark.usefixtures("steady_hash")
+def test_what_a_first_use_counts_stays_above_its_least() -> None:
+    assert first_use_after([2, 2], [0, 1], 1) == pytest.approx(MIN_FIRST_USE)
+
+
+@pytest.mark.usefixtures("steady_hash")
+def test_both_generations_say_how_rare_a_kind_is() -> None:
+    """The old one has 128 chunks or nearly, used once each; the new one has two that were used twice."""
+    evicted = EvictedChunks()
+    for number in range(128 + 100):
+        evicted.note(key_of(number), 1, NUM_CHUNKS)
+        if evicted._old.num_once:
+            break
+    num_once = evicted._old.num_once + evicted._new.num_once
+    assert num_once > 128
+    for number in (1000, 1001):
+        evicted.note(key_of(number), 2, NUM_CHUNKS)
+    assert evicted.recall(key_of(1000), NUM_CHUNKS) == 2
+    assert evicted.first_use == pytest.approx(math.exp(-0.004 * (1 + num_once) / 2))

@@ -25,6 +25,23 @@ OWNER = "0123456789abcdef"
         ({"no_store": True}, RequestInstructions(no_store=True)),
         ({"no_store": False, "pin": True}, RequestInstructions(pins=True)),
         ({"owner": OWNER}, RequestInstructions(owner=OWNER)),
+        ({"owner": ""}, RequestInstructions()),
+        ({"no_store": False}, RequestInstructions()),
+        ({"pin": True, "ttl": 1}, RequestInstructions(pins=True, ttl_s=1)),
+        ({"pin": True, "ttl": 3_153_600_000}, RequestInstructions(pins=True, ttl_s=3_153_600_000)),
+        ({"pin": True, "priority": 0}, RequestInstructions(pins=True, priority=0)),
+        ({"pin": "a" * 128}, RequestInstructions(pins=True, name="a" * 128)),
+        (
+            {"breakpoints": [{"num_tokens": 1}, {"num_tokens": 2**20, "ttl_s": 3_153_600_000}], "priority": -1},
+            RequestInstructions(
+                pins=True,
+                priority=-1,
+                breakpoints=(
+                    Breakpoint(num_tokens=1, ttl_s=3600),
+                    Breakpoint(num_tokens=2**20, ttl_s=3_153_600_000),
+                ),
+            ),
+        ),
     ],
 )
 def test_what_may_be_asked(value: Any, expected: RequestInstructions) -> None:
@@ -68,6 +85,17 @@ def test_breakpoints_come_in_order_each_length_once_with_the_longer_ttl() -> Non
         ({"pin": True, "ttl": "soon"}, f"{WHERE}.ttl"),
         ({"pin": True, "ttl": 10**400}, f"{WHERE}.ttl"),
         ({"ttl": 300}, f"{WHERE}.ttl"),
+        ({"pin": True, "ttl": 3_153_600_001}, f"{WHERE}.ttl"),
+        ({"ttl": 300, "no_store": True}, f"{WHERE}.ttl"),
+        ({"priority": 0}, f"{WHERE}.priority"),
+        ({"pin": "auto-1"}, f"{WHERE}.pin"),
+        ({"pin": "a" * 129}, f"{WHERE}.pin"),
+        ({"pin": ""}, f"{WHERE}.pin"),
+        ({"breakpoints": [{"num_tokens": 5}], "no_store": True}, f"{WHERE}.no_store"),
+        ({"breakpoints": [{"num_tokens": 2**20 + 1}]}, f"{WHERE}.breakpoints[0].num_tokens"),
+        ({"breakpoints": [{"num_tokens": 5}, {"num_tokens": True}]}, f"{WHERE}.breakpoints[1].num_tokens"),
+        ({"breakpoints": [{"num_tokens": 5, "ttl_s": 3_153_600_001}]}, f"{WHERE}.breakpoints[0].ttl_s"),
+        ({"breakpoints": [{"num_tokens": 5}, {}]}, f"{WHERE}.breakpoints[1]"),
         ({"priority": 1, "no_store": True}, f"{WHERE}.priority"),
         ({"pin": True, "priority": 1}, f"{WHERE}.priority"),
         ({"pin": True, "priority": -101}, f"{WHERE}.priority"),
@@ -91,6 +119,18 @@ def test_what_may_not_is_refused_by_field(value: Any, field: str) -> None:
         read_instructions(value)
     assert refused.value.field == field
     assert len(str(refused.value)) < 1000
+
+
+def test_four_breakpoints_are_the_most() -> None:
+    four = [{"num_tokens": number} for number in (4, 3, 2, 1)]
+    assert [each.num_tokens for each in read_instructions({"breakpoints": four}).breakpoints] == [1, 2, 3, 4]
+    with pytest.raises(InvalidArgumentError, match=r"5 of them.*at most 4"):
+        read_instructions({"breakpoints": [*four, {"num_tokens": 5}]})
+
+
+def test_an_unknown_key_is_named_with_those_that_are_known() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"nostore.*use pin, ttl, priority, no_store, breakpoints, owner"):
+        read_instructions({"pin": True, "nostore": True})
 
 
 KEYS = ["pin", "ttl", "priority", "no_store", "breakpoints", "owner", "num_tokens", "ttl_s"]

@@ -62,3 +62,29 @@ def test_other_things_are_not_equal() -> None:
     assert TokenIds([1]) != 1
     with pytest.raises(ValueError, match="multiple"):
         TokenIds.from_bytes(b"abc")
+
+
+@given(ids, ids)
+def test_ids_begin_with_each_of_their_prefixes_and_with_nothing_else(given_ids: list[int], more: list[int]) -> None:
+    tokens = TokenIds(given_ids)
+    for end in range(len(given_ids) + 1):
+        assert tokens.begins_with(TokenIds(given_ids[:end]))
+    longer = TokenIds(given_ids + more)
+    assert tokens.begins_with(longer) is (not more)
+    assert tokens.begins_with(TokenIds(more)) is (given_ids[: len(more)] == more)
+
+
+def test_ids_are_equal_to_sequences_of_the_same_ids_alone() -> None:
+    tokens = TokenIds([1, 2])
+    for same in (tokens, TokenIds([1, 2]), [1, 2], (1, 2), range(1, 3)):
+        assert tokens == same
+    for other in (TokenIds([1, 3]), TokenIds([1]), TokenIds(), [1], [1, 2, 3], [2, 1], (0, 2), [], {1, 2}, None):
+        assert tokens != other
+    assert TokenIds() == []
+
+
+def test_a_slice_is_of_the_same_kind() -> None:
+    tokens = TokenIds(range(10))
+    assert isinstance(tokens[2:4], TokenIds)
+    assert (tokens[2:4].num_bytes, tokens[-1], tokens[::3].to_list()) == (8, 9, [0, 3, 6, 9])
+    assert TokenIds([7]).to_bytes() == b"\x07\0\0\0"
