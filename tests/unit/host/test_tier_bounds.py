@@ -155,7 +155,7 @@ def test_a_shortage_of_credits_is_counted_once_a_call(rig: HostRig) -> None:
 
 
 def test_a_row_that_is_preallocated_meanwhile_is_waited_for_and_taken(rig: HostRig) -> None:
-    """All rows that the budget allows are being preallocated: they look taken, and are free in a moment."""
+    """All rows but one that the budget allows are being preallocated: they look taken, and are free in a moment."""
 
     async def scenario() -> list[SlotRef]:
         begun, may_end = asyncio.Event(), asyncio.Event()
@@ -167,7 +167,7 @@ def test_a_row_that_is_preallocated_meanwhile_is_waited_for_and_taken(rig: HostR
             return await in_thread(*args)  # type: ignore[arg-type]
 
         rig.tier._in_thread = slow  # type: ignore[assignment]
-        preallocation = asyncio.create_task(rig.tier.preallocate(NUM_AFFORDABLE, rig.tier.back))
+        preallocation = asyncio.create_task(rig.tier.preallocate(NUM_AFFORDABLE - 1, rig.tier.back))
         await begun.wait()
         allocation = asyncio.create_task(rig.tier.allocate(NUM_AFFORDABLE - 1))
         await asyncio.sleep(0)
@@ -247,6 +247,13 @@ def test_a_refusal_is_logged_once_and_counted_each_time(rig: HostRig, caplog: py
     rig.system_takes(0)
     rig.tier.reclaim(1)
     assert caplog.text.count("arena_not_released") == 2, "it had worked again"
+
+
+def test_that_nothing_could_be_dropped_once_does_not_limit_later_evictions(rig: HostRig) -> None:
+    rig.tier.reclaim(2 * ROW_BYTES)
+    rig.evictable = stored(rig, 2)
+    rig.tier.reclaim(2 * ROW_BYTES)
+    assert (rig.evictable, rig.tier.usage.num_backed) == ([], 0)
 
 
 def test_that_nothing_was_free_does_not_say_that_pages_go_again(rig: HostRig, caplog: pytest.LogCaptureFixture) -> None:
